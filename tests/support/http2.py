@@ -8,8 +8,9 @@ import struct
 from collections.abc import Mapping
 from typing import Self
 
-DATA, HEADERS, RESET, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
-END_STREAM, END_HEADERS, _ACK = 1, 4, 1
+DATA, HEADERS, RESET, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+END_STREAM, END_HEADERS, ACK = 1, 4, 1
 _INITIAL_WINDOW = 65_535
 
 
@@ -29,7 +30,7 @@ class Http2:
 
     def begin(self) -> None:
         """Send the preface and settings, and take the server's."""
-        self.socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        self.socket.sendall(PREFACE)
         self._send(SETTINGS, 0, 0, b"")
         while self._frame()[0] != SETTINGS:
             pass
@@ -53,12 +54,11 @@ class Http2:
         except ConnectionError:
             return
 
-    def flood(self, path: str, calls: int) -> None:
+    def flood(self, path: str | bytes, calls: int) -> None:
         """Begin so many calls without an end, and read no answer."""
         block = fields(path, {})
-        head = len(block).to_bytes(3, "big") + bytes((HEADERS, END_HEADERS))
         with contextlib.suppress(OSError):  # the server closed the connection
-            self.socket.sendall(b"".join(head + (2 * call + 1).to_bytes(4, "big") + block for call in range(calls)))
+            self.socket.sendall(b"".join(frame(HEADERS, END_HEADERS, 2 * call + 1, block) for call in range(calls)))
 
     def until_closed(self) -> None:
         """Take what comes until the server has closed the connection."""
@@ -72,14 +72,14 @@ class Http2:
         head = self._read(9)
         length, kind, flags = int.from_bytes(head[:3], "big"), head[3], head[4]
         stream, payload = int.from_bytes(head[5:], "big"), self._read(length)
-        if kind == SETTINGS and not flags & _ACK:
+        if kind == SETTINGS and not flags & ACK:
             for at in range(0, length, 6):
                 name, value = struct.unpack_from(">HI", payload, at)
                 if name == 4:
                     self._stream_window += value - _INITIAL_WINDOW
-            self._send(SETTINGS, _ACK, 0, b"")
-        elif kind == PING and not flags & _ACK:
-            self._send(PING, _ACK, 0, payload)
+            self._send(SETTINGS, ACK, 0, b"")
+        elif kind == PING and not flags & ACK:
+            self._send(PING, ACK, 0, payload)
         elif kind == WINDOW_UPDATE:
             more = int.from_bytes(payload, "big")
             if stream:
@@ -89,7 +89,7 @@ class Http2:
         return kind, flags, stream, payload
 
     def _send(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
-        self.socket.sendall(len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload)
+        self.socket.sendall(frame(kind, flags, stream, payload))
 
     def _read(self, size: int) -> bytes:
         data = b""
@@ -101,11 +101,20 @@ class Http2:
         return data
 
 
-def fields(path: str | bytes, headers: Mapping[str, str | bytes] | Mapping[str, str]) -> bytes:
-    """Return the block of a call's header fields."""
-    fields: dict[str, str | bytes] = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "farm", "te": "trailers"}
-    fields |= {"content-type": "application/grpc", **headers}
-    return b"".join(b"\0" + _text(name) + _text(value) for name, value in fields.items())
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """Return a frame as it is sent."""
+    return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
+
+
+def fields(path: str | bytes, headers: Mapping[str, str | bytes], *, indexed: bool = False) -> bytes:
+    """Return the header block of a call; an indexed one can be repeated with `INDEXED`, if it is the connection's first."""
+    named: dict[str, str | bytes] = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "farm", "te": "trailers"}
+    named |= {"content-type": "application/grpc", **headers}
+    return b"".join((b"\x40" if indexed else b"\0") + _text(name) + _text(value) for name, value in named.items())
+
+
+INDEXED = bytes(0x80 | number for number in range(62, 68))
+"""The header block of a call like the first one, without further headers: six entries of HPACK's dynamic table."""
 
 
 def _text(text: str | bytes) -> bytes:

@@ -125,8 +125,8 @@ class Screening:
             return finished.result
 
     async def _once(self, kind: str, digest: str, project: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        # The kind belongs to the key: bytes that pass as a .pte are not necessarily a safe .pt2. So does the project, which must not
-        # wait for another one's turn.
+        # The kind belongs to the key: bytes that pass as a .pte are not necessarily a safe .pt2. So does the project, which must
+        # not wait for the turn of another.
         key = (kind, digest, project)
         running = self._running.get(key)
         if running is None:

@@ -11,20 +11,24 @@ methods of etfarm are; so the remaining calls can be refused without decoding th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import json
+import re
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
 import grpc
+import structlog
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from etfarm.server.rpc.door.connections import Connections, Peer, parse_peer
 
+log = structlog.get_logger()
+
 AT_ONCE: Final = 64
 """Number of calls of a method that are requested at a time while many wait. With one, each would wait for a thread of gRPC."""
-
 
 _END_AFTER_S: Final = 0.2
 """Time after which a dropped call is ended. By then its connection is paused, or closed so that its client reconnects."""
@@ -32,6 +36,9 @@ _END_AFTER_S: Final = 0.2
 _END_S: Final = 0.01
 _END_AT_ONCE: Final = 50
 """Number of dropped calls that are ended in this interval; each takes 0.05 ms."""
+
+_MOST_DROPPED: Final = 8192
+"""Maximum number of dropped calls that are not ended yet; each takes 15 KiB."""
 
 
 class _Method:
@@ -110,15 +117,19 @@ class _Accepting(cygrpc.AioServer):  # type: ignore[misc]
         await asyncio.sleep(_END_AFTER_S)
         while self._dropped:
             await asyncio.sleep(_END_S)
-            if self.connections is None or not self.connections.is_behind:
-                del self._dropped[-_END_AT_ONCE:]
+            is_behind = self.connections is not None and self.connections.is_behind
+            del self._dropped[: max(len(self._dropped) - _MOST_DROPPED, 0) if is_behind else _END_AT_ONCE]
         await asyncio.to_thread(_return_memory)
 
     def _admits(self, call: Any, loop: asyncio.AbstractEventLoop) -> bool:
         if self.connections is None:
             return True
         context = cygrpc._ServicerContext(call, None, None, loop)
-        return self.connections.admits(context.peer(), lambda: self.has_token(context.invocation_metadata()))
+        try:
+            return self.connections.admits(context.peer(), lambda: self.has_token(context.invocation_metadata()))
+        except Exception:
+            log.exception("a call could not be checked")
+            return True  # an error would end the loop that accepts the method's calls
 
 
 def _return_memory() -> None:
@@ -131,10 +142,15 @@ class _Counts:
     """The calls that began at the server that this process has created last, as gRPC's channelz service knows them."""
 
     def __init__(self) -> None:
+        self._begun = 0
         self._server = max(int(server["ref"]["serverId"]) for server in _pages(cygrpc.channelz_get_servers, "server"))
 
     def begun(self) -> int:
-        return int(json.loads(cygrpc.channelz_get_server(self._server))["server"]["data"].get("callsStarted", 0))
+        with contextlib.suppress(ValueError):  # the server has ended
+            # Decoding the whole answer would take most of the time of a check.
+            if found := re.search(rb'"callsStarted":"(\d+)"', cygrpc.channelz_get_server(self._server)):
+                self._begun = int(found[1])
+        return self._begun
 
     def begun_by(self, peers: Collection[Peer]) -> dict[Peer, int]:
         counts = {}
@@ -150,11 +166,16 @@ class _Counts:
 
 
 def _pages(fetch: Callable[[int], bytes], key: str) -> Iterator[dict[str, Any]]:
+    """Yield the entries of all pages of a list of channelz; a page begins at an entry's number."""
     first, is_end = 0, False
     while not is_end:
-        page = json.loads(fetch(first))
-        is_end = page.get("end", False) or not page.get(key)
-        for entry in page.get(key, ()):
+        try:
+            page = json.loads(fetch(first))
+        except ValueError:
+            return  # the server has ended
+        entries = page.get(key, [])
+        is_end = page.get("end", False) or not entries
+        for entry in entries:
             first = max(first, int(entry["socketId"] if key == "socketRef" else entry["ref"]["serverId"]) + 1)
             yield entry
 

@@ -11,6 +11,7 @@ notice that another connection is needed.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import functools
@@ -93,15 +94,18 @@ LOOK_S: Final = 1.0
 _TICK_S: Final = 0.05
 """Interval at which the number of waiting calls is checked, and minimum time between two checks of the connections."""
 
+_IDLE_TICK_S: Final = 0.1
+"""The interval while no call waits."""
+
 _SWITCH_S: Final = 0.0005
 """Time after which a busy event loop lets the thread run; Python's 5 ms apply to each system call of the thread."""
 
 _BURST: Final = 256
 """Number of waiting calls that are many, and growth of this number after which the connections are checked."""
 
-_IDLE_S: Final = 0.5
+_BEATS: Final = 10
 _FEW: Final = 32
-"""If the event loop takes fewer calls in this time, none waits: even on a busy machine it can take a thousand."""
+"""If the event loop takes fewer calls while it runs for so many ticks, none waits: even a busy machine takes a thousand."""
 
 _MIN_RESERVED: Final = 192
 """Minimum number of file descriptors reserved for the server: the database, children's pipes, and artifact transfers."""
@@ -239,6 +243,7 @@ class Connections:
         Asking the kernel takes long."""
         self._is_due = False
         """Whether a connection is to be closed, paused or resumed at the next tick."""
+        self._beats = 0
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -289,7 +294,9 @@ class Connections:
         """Close and pause connections in a thread of their own, since the event loop may be late, until `close`."""
         if self._open_files.is_dir():
             sys.setswitchinterval(_SWITCH_S)
-            self._thread = threading.Thread(target=self._watch, args=(port,), name="connections", daemon=True)
+            self._thread = threading.Thread(
+                target=self._watch, args=(port, asyncio.get_running_loop()), name="connections", daemon=True
+            )
             self._thread.start()
 
     def close(self) -> None:
@@ -298,12 +305,16 @@ class Connections:
         if self._thread is not None:
             self._thread.join()
 
-    def _watch(self, port: int) -> None:
-        backlog, looked_s, waiting, changed = Backlog(), self._clock(), 0, 0
-        while not self._closing.wait(_TICK_S):
+    def _watch(self, port: int, loop: asyncio.AbstractEventLoop) -> None:
+        backlog, looked_s, waiting, changed, beats = Backlog(), self._clock(), 0, 0, 0
+        while not self._closing.wait(_TICK_S if backlog.waiting or self._is_due else _IDLE_TICK_S):
             now = self._clock()
             begun = self._taken if self.counts is None else self.counts.begun()
-            grown = backlog.note(begun, self._taken, now) - waiting
+            grown = backlog.note(begun, self._taken, self._beats) - waiting
+            if backlog.waiting and beats == self._beats:
+                beats += 1
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(self._beat)
             self.is_behind = backlog.waiting > _BURST
             is_regular = now - looked_s >= LOOK_S
             if not (is_regular or self._is_due or grown > _BURST):
@@ -319,6 +330,9 @@ class Connections:
                 if changed:
                     log.warning("closed or paused connections without a valid token or beyond the limits", connections=changed)
                 changed = 0
+
+    def _beat(self) -> None:
+        self._beats += 1
 
     def look(self, port: int) -> int:
         """Close excess connections and those without a valid token, and pause those that flood; return their number."""
@@ -402,21 +416,22 @@ class Connections:
 class Backlog:
     """The number of calls that wait for the event loop: that of those that began less that of those that were taken.
 
-    gRPC itself ends malformed calls, which are never taken. The loop takes waiting calls fast, so if it takes few, none waits.
+    gRPC itself ends malformed calls, which are never taken. The loop takes waiting calls fast, so if it runs and takes few, none
+    waits.
     """
 
     def __init__(self) -> None:
         self.waiting = 0
         self._never_taken = 0
-        self._counted = 0
-        self._counted_s = float("-inf")
+        self._compared = 0, 0
 
-    def note(self, begun: int, taken: int, now: float) -> int:
-        """Return the number of waiting calls after the counts have changed."""
-        if now - self._counted_s >= _IDLE_S:
-            if taken - self._counted < _FEW:
+    def note(self, begun: int, taken: int, beats: int) -> int:
+        """Return the number of waiting calls after the counts have changed; `beats` counts ticks in which the loop ran."""
+        taken_before, beats_before = self._compared
+        if beats - beats_before >= _BEATS:
+            if taken - taken_before < _FEW:
                 self._never_taken = begun - taken
-            self._counted, self._counted_s = taken, now
+            self._compared = taken, beats
         self._never_taken = min(self._never_taken, begun - taken)
         self.waiting = begun - taken - self._never_taken
         return self.waiting

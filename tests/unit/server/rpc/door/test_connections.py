@@ -335,22 +335,23 @@ def test_many_clients_that_begin_few_calls_are_not_paused() -> None:
 
 def test_the_backlog_is_what_began_and_was_not_taken() -> None:
     backlog = Backlog()
-    assert backlog.note(0, 0, 0.0) == 0
-    assert backlog.note(5000, 0, 0.1) == 5000
-    assert backlog.note(5000, 3000, 0.2) == 2000
-    assert backlog.note(5000, 4000, 0.7) == 1000
-    assert backlog.note(5000, 5000, 0.8) == 0
+    assert backlog.note(0, 0, 0) == 0
+    assert backlog.note(5000, 0, 1) == 5000
+    assert backlog.note(5000, 3000, 2) == 2000
+    assert backlog.note(5000, 4000, 20) == 1000
+    assert backlog.note(5000, 4000, 20) == 1000  # the event loop does not run
+    assert backlog.note(5000, 5000, 21) == 0
 
 
 def test_calls_that_grpc_ends_itself_do_not_count_as_backlog_for_long() -> None:
     backlog = Backlog()
-    backlog.note(0, 0, 0.0)
-    assert backlog.note(3000, 10, 0.1) == 2990
-    assert backlog.note(3010, 20, 0.6) == 0  # malformed: the event loop takes calls, and only a few
-    assert backlog.note(3500, 100, 0.7) == 410
-    assert backlog.note(3500, 510, 0.8) == 0
-    assert backlog.note(3500, 520, 0.9) == 0  # one that began later was taken: never below 0
-    assert backlog.note(3600, 520, 1.0) == 100
+    backlog.note(0, 0, 0)
+    assert backlog.note(3000, 10, 1) == 2990
+    assert backlog.note(3010, 20, 11) == 0  # malformed: the event loop takes calls, and only a few
+    assert backlog.note(3500, 100, 12) == 410
+    assert backlog.note(3500, 510, 13) == 0
+    assert backlog.note(3500, 520, 14) == 0  # one that began later was taken: never below 0
+    assert backlog.note(3600, 520, 15) == 100
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,149 @@
+"""Which calls a server accepts: a real one, whose event loop a test keeps busy."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from typing import Any
+
+import grpc
+import pytest
+
+from etfarm.server.rpc.door.accepting import new_server
+from etfarm.server.rpc.door.connections import MAX_STREAMS, REFUSALS, Connections, parse_peer, server_options
+from tests.support.http2 import Http2
+
+WAIT_S = 60.0
+SERVICE, METHOD = "etfarm.v1.FarmService", "GetServerInfo"
+PATH = f"/{SERVICE}/{METHOD}"
+
+
+class Counting(grpc.aio.ServerInterceptor):
+    """An interceptor that counts the calls that are handled."""
+
+    def __init__(self) -> None:
+        self.handled = 0
+
+    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        self.handled += 1
+        return await continuation(handler_call_details)
+
+
+class Server:
+    """A server with one method, and its connections."""
+
+    def __init__(self) -> None:
+        async def answer(request: bytes, context: Any) -> bytes:
+            return request
+
+        self.counting = Counting()
+        self.connections = Connections(lambda: True, time.monotonic)
+        self.grpc = new_server(
+            [self.counting], server_options(4096), self.connections, lambda metadata: ("authorization", "valid") in metadata
+        )
+        handlers: dict[str, Any] = {METHOD: grpc.unary_unary_rpc_method_handler(answer)}
+        self.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        self.grpc.add_registered_method_handlers(SERVICE, handlers)
+        self.port = self.grpc.add_insecure_port("127.0.0.1:0")
+        self.address = f"127.0.0.1:{self.port}"
+
+    def begun(self) -> int:
+        assert self.connections.counts is not None
+        return self.connections.counts.begun()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    created = Server()
+    await created.grpc.start()
+    created.connections.start(created.port)
+    try:
+        yield created
+    finally:
+        created.connections.close()
+        await created.grpc.stop(None)
+
+
+def wait_until(condition: Any) -> None:
+    """Wait without the event loop."""
+    until = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+async def ask(channel: grpc.aio.Channel, path: str = PATH) -> bytes:
+    call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path)
+    return await call(b"x", metadata=(("authorization", "valid"),), timeout=WAIT_S)
+
+
+async def test_waiting_calls_of_closed_connections_are_dropped_and_others_served(server: Server) -> None:
+    attackers, calls = 8, 200
+    async with grpc.aio.insecure_channel(server.address) as known:
+        assert await ask(known) == b"x"
+        with ExitStack() as stack:  # without an await: the event loop takes no call meanwhile
+            for _ in range(attackers):
+                attacker = stack.enter_context(Http2(server.address, timeout_s=WAIT_S))
+                attacker.begin()
+                attacker.flood(PATH, calls)
+            wait_until(lambda: server.begun() > attackers * calls)
+        wait_until(lambda: server.connections.is_behind)
+        async with grpc.aio.insecure_channel(server.address) as fresh:
+            assert await ask(fresh) == b"x"
+            assert await ask(known) == b"x"
+    assert server.connections.dropped >= attackers * calls - REFUSALS
+    assert server.counting.handled <= REFUSALS + 3
+
+
+async def test_many_calls_at_once_on_a_new_connection_are_all_answered(server: Server) -> None:
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        assert await asyncio.gather(*(ask(channel) for _ in range(MAX_STREAMS))) == [b"x"] * MAX_STREAMS
+    assert server.connections.dropped == 0
+
+
+async def test_calls_to_unknown_paths_are_dropped_like_others(server: Server) -> None:
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await ask(channel, path="/no/Such")
+        assert failed.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        with ExitStack() as stack:
+            for _ in range(4):
+                attacker = stack.enter_context(Http2(server.address, timeout_s=WAIT_S))
+                attacker.begin()
+                attacker.flood(b"/no/\xff", 200)
+            wait_until(lambda: server.begun() > 4 * 200)
+            wait_until(lambda: server.connections.is_behind)
+        assert await ask(channel) == b"x"
+        async with asyncio.timeout(WAIT_S):
+            while server.connections.dropped < 4 * 200 - REFUSALS:  # noqa: ASYNC110 - they are taken in no known order
+                await asyncio.sleep(0.01)
+
+
+async def test_what_connections_begin_is_counted_without_the_event_loop(server: Server) -> None:
+    with Http2(server.address, timeout_s=WAIT_S) as first, Http2(server.address, timeout_s=WAIT_S) as second:
+        first.begin()
+        second.begin()
+        first.flood(PATH, 30)
+        second.flood(PATH, 20)
+        counts = server.connections.counts
+        assert counts is not None
+        wait_until(lambda: server.begun() >= 50)
+        peers = [parse_peer(f"ipv4:127.0.0.1:{each.socket.getsockname()[1]}") for each in (first, second)]
+        assert None not in peers
+        assert counts.begun_by(peers) == dict(zip(peers, (30, 20), strict=True))  # type: ignore[arg-type]
+        assert counts.begun_by(peers[:1]) == {peers[0]: 30}  # type: ignore[arg-type]
+
+
+async def test_a_server_stops_while_dropped_calls_wait(server: Server) -> None:
+    with Http2(server.address, timeout_s=WAIT_S) as attacker:
+        attacker.begin()
+        attacker.flood(PATH, 250)
+        wait_until(lambda: server.begun() >= 250)
+        server.connections.is_behind = True
+        async with asyncio.timeout(WAIT_S):
+            while not server.connections.dropped:  # noqa: ASYNC110 - they are taken in no known order
+                await asyncio.sleep(0)
+        async with asyncio.timeout(WAIT_S):
+            await server.grpc.stop(None)
