@@ -56,14 +56,15 @@ class PageConfinement:
     Args:
         config: the server's configuration.
         address: where the server listens.
+        measures: the measures that the host allows, if they are known already.
     """
 
-    def __init__(self, config: Config, address: str) -> None:
+    def __init__(self, config: Config, address: str, measures: tuple[Measure, ...] | None = None) -> None:
         self._hidden = [path.resolve() for path in preflight.jail_options(config).hidden]
         self._address = address
         self.user = _choose_user(config)
         """User and group id of the page; None for the server's own."""
-        self._measures: tuple[Measure, ...] | None = None
+        self._measures = measures
 
     async def measures(self) -> tuple[Measure, ...]:
         """Return the measures with those that the host does not allow; determined once, by a process that confines itself."""

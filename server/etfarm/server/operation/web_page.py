@@ -26,6 +26,7 @@ from etfarm.server.config import Config
 from etfarm.server.operation.page_confinement import PageConfinement
 from etfarm.server.rpc.door.certificates import signature_of
 from etfarm.server.rpc.door.forwarded import PAGE_KEY
+from etfarm.server.workers.jail.measures import Measure
 from etfarm.wire.channel import parse_address
 from etfarm.wire.errors import FarmError, Kind, UserError
 from etfarm.wire.tls import BadTlsFile
@@ -90,16 +91,17 @@ class WebPage:
     Args:
         config: the server's configuration, which has a page.
         address: where the server listens.
+        measures: the measures of its confinement that the host allows, if they are known already.
 
     Raises:
         PageNotStarted: the page's address cannot be used.
     """
 
-    def __init__(self, config: Config, address: str) -> None:
+    def __init__(self, config: Config, address: str, measures: tuple[Measure, ...] | None = None) -> None:
         assert config.web is not None
         self._config = config
         self._server = config.web_server or reachable(address)
-        self._confinement = PageConfinement(config, self._server)
+        self._confinement = PageConfinement(config, self._server, measures)
         self._folder_record = config.data / "work" / "page-folder"
         self._listener = _listen(config.web.text)
         self._process: asyncio.subprocess.Process | None = None

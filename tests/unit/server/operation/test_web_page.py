@@ -28,9 +28,7 @@ def config(tmp_path: Path) -> Config:
 def page(config: Config, monkeypatch: pytest.MonkeyPatch) -> WebPage:
     """A page whose confinement is known, as the process that confines itself is a script of the test."""
     monkeypatch.setattr(web_page, "RESTART_S", 0.01)
-    created = WebPage(config, "127.0.0.1:1")
-    created._confinement._measures = ()
-    return created
+    return WebPage(config, "127.0.0.1:1", measures=())
 
 
 async def test_a_page_that_cannot_be_started_for_now_is_started_later(
