@@ -82,8 +82,13 @@ class WebOptions:
 
     def __post_init__(self) -> None:
         if self.public_url:
-            parts = urlsplit(self.public_url)
-            if parts.scheme not in ("http", "https") or not host_of(parts.netloc) or parts.query or parts.fragment:
+            try:
+                parts = urlsplit(self.public_url)
+                is_address = parts.scheme in ("http", "https") and bool(host_of(parts.netloc))
+                is_address = is_address and not parts.query and not parts.fragment
+            except ValueError:  # a bracket without the other
+                is_address = False
+            if not is_address:
                 raise BadWebOption(
                     f"The public URL must be http(s)://HOST[:PORT][/PATH], got {self.public_url!r}.",
                     "Give the address that visitors use, for example https://farm.example/etfarm.",
