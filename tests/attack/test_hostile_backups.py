@@ -27,7 +27,6 @@ from etfarm.server.migrate.migration import Migration, Place
 from etfarm.server.state.damage import DatabaseDamaged, DatabaseForeign
 from etfarm.server.state.folder import locked
 from etfarm.server.state.sqlite import SqliteDatabase
-from etfarm.server.transfer import database as farm_databases
 from etfarm.server.transfer.artifacts import FileArtifacts, copy_artifacts
 from etfarm.server.transfer.database import FarmDatabase, copy_rows
 from etfarm.server.transfer.errors import CopyDiffers
@@ -439,7 +438,7 @@ async def test_a_database_names_no_paths_for_a_copy(tmp_path: Path, digest: str,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_rows_without_end_leave_room_on_the_disk(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(farm_databases, "_ROOM_BYTES", 1 << 62)  # more than any disk has
+def test_rows_without_end_leave_room_on_the_disk(data: Path, tmp_path: Path) -> None:
+    room_bytes = 1 << 62  # more than any disk has
     with FarmDatabase(data / "farm.sqlite").connected() as source, source.begin(), pytest.raises(OSError, match="No space"):
-        copy_rows(source, FarmDatabase(tmp_path / "copy.sqlite"), "a farm", lambda what, done, total: None)
+        copy_rows(source, FarmDatabase(tmp_path / "copy.sqlite"), "a farm", lambda what, done, total: None, room_bytes)

@@ -94,7 +94,7 @@ def begin_copy(target: FarmDatabase, name: str) -> bool:
         return rows.begin(connection, target, name)
 
 
-def copy_rows(source: Connection, target: FarmDatabase, name: str, on_progress: OnProgress) -> int:
+def copy_rows(source: Connection, target: FarmDatabase, name: str, on_progress: OnProgress, room_bytes: int = _ROOM_BYTES) -> int:
     """Copy all rows of a farm to an empty database, or go on with an interrupted copy of it. Return the number of rows.
 
     The target stays marked, so that no server opens it.
@@ -102,6 +102,7 @@ def copy_rows(source: Connection, target: FarmDatabase, name: str, on_progress: 
     Args:
         source: a connection in a transaction, which sees one snapshot.
         name: the name of the source.
+        room_bytes: disk space that a copy to a file leaves.
 
     Raises:
         TargetNotEmpty: the target has a farm of its own.
@@ -112,20 +113,22 @@ def copy_rows(source: Connection, target: FarmDatabase, name: str, on_progress: 
     is_resumed = begin_copy(target, name)
     with target.connected() as connection:
         try:
-            return rows.copy(source, connection, on_progress if target.url is not None else _with_room(target.path, on_progress))
+            return rows.copy(
+                source, connection, on_progress if target.url is not None else _with_room(target.path, on_progress, room_bytes)
+            )
         except (CopyDiffers, RowRefused):
             if not is_resumed:
                 raise
     # The source was used since the copy was interrupted.
     target.clear()
-    return copy_rows(source, target, name, on_progress)
+    return copy_rows(source, target, name, on_progress, room_bytes)
 
 
-def _with_room(path: Path, on_progress: OnProgress) -> OnProgress:
+def _with_room(path: Path, on_progress: OnProgress, room_bytes: int) -> OnProgress:
     """Return a function that ends a copy before it fills the disk: a source may have rows without end."""
 
     def check(what: str, done: int, total: int) -> None:
-        if shutil.disk_usage(path.parent).free < _ROOM_BYTES:
+        if shutil.disk_usage(path.parent).free < room_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         on_progress(what, done, total)
 

@@ -130,10 +130,10 @@ def revision_of(source: Path) -> str | None:
     with closing(_open(source)) as reader:
         try:
             (text,) = reader.execute(f"SELECT sql FROM sqlite_master WHERE name = '{_VERSION}'").fetchone() or ("",)
-            found = reader.execute(f"SELECT version_num FROM {_VERSION}").fetchone() if str(text).startswith(_TABLE) else None
+            versions = reader.execute(f"SELECT version_num FROM {_VERSION}").fetchone() if str(text).startswith(_TABLE) else None
         except sqlite3.Error:
             return None
-    return found[0] if found and found[0] in revisions.known_revisions() else None
+    return versions[0] if versions and versions[0] in revisions.known_revisions() else None
 
 
 class _Rows:
@@ -266,9 +266,9 @@ def _require_schema(reader: sqlite3.Connection, schema: _Schema, revision: str) 
             for column in columns:
                 if hidden.get(column.name) != 0:
                     raise Malformed(f"its table {table!r} has no column {column.name!r}, or computes it")
-        found = reader.execute(f"SELECT version_num FROM {_VERSION} LIMIT 2").fetchall()
+        versions = reader.execute(f"SELECT version_num FROM {_VERSION} LIMIT 2").fetchall()
     except sqlite3.Error as error:
         raise Malformed(f"it cannot be read ({_short(error)})") from None
-    if found != [(revision,)]:
+    if versions != [(revision,)]:
         raise Malformed(f"its revision is not {revision}")
     return {name: text for kind, name, text in entries if kind == "trigger"}
