@@ -47,6 +47,17 @@ def test_without_programs_only_the_compiler_of_this_machine_is_missed(monkeypatc
     assert {finding.status for finding in checks.check_compilers()} == {Status.OPTIONAL}, "etfarm-runner has what it would build"
 
 
+def test_an_agents_folder_that_others_may_enter_is_a_warning(tmp_path: Path) -> None:
+    folder = tmp_path / "agent"
+    folder.mkdir()
+    folder.chmod(0o755)
+    first, *_ = checks.check_agent_folder(folder)
+    assert first.status is Status.WARNING and f"Other users may enter {folder} (mode 0755)." in first.detail
+    os.chown(folder, 4712, 4712)
+    (only,) = checks.check_agent_folder(folder)
+    assert only.status is Status.WARNING and f"chown -R {os.geteuid()} {folder}" in only.remedy
+
+
 def test_cpus_that_a_thread_may_use_can_be_bound_to_and_stay_as_they_were() -> None:
     before = os.sched_getaffinity(0)
     (finding,) = checks.check_affinity()
