@@ -31,6 +31,7 @@ def test_the_server_starts_a_page_that_ends_with_it(tmp_path: Path) -> None:
         ["serve", "--listen", "127.0.0.1:0", "--data", str(tmp_path / "data"), "--no-bundle", "--no-prewarm", "--exit-with-stdin",
          "--web", "127.0.0.1:0"],
         tmp_path / "serve.log",
+        {"TMPDIR": str(tmp_path)},  # a killed server leaves its page's folder for the next one to remove
     )  # fmt: skip
     server.start()
     url = server.expect("web page at").rpartition(" ")[2].rstrip("/")
