@@ -36,8 +36,8 @@ def entry(name: str, data: bytes = b"", kind: bytes = tarfile.REGTYPE, link: str
 def manifest(**changed: object) -> bytes:
     listed = {name: {"digest": hashlib.sha256(LOADER).hexdigest(), "size": len(LOADER)} for name in ("ld.so", "runner")}
     document = {
-        "schema": "etfarm.bundle/1", "arch": "x86_64", "executorch": "1.5.1", "source_digest": "s", "backends": ["XnnpackBackend"],
-        "operators": ["aten::add.out"], "files": listed, "loader": "ld.so", "entry": "runner", **changed,
+        "schema": "etfarm.bundle/1", "arch": "x86_64", "executorch": "1.5.1", "source_digest": "s",
+        "backends": ["XnnpackBackend"], "operators": ["aten::add.out"], "files": listed, "loader": "ld.so", "entry": "runner", **changed,
     }  # fmt: skip
     return json.dumps(document).encode()
 
@@ -66,6 +66,7 @@ def header(kind: bytes, size: int) -> bytes:
     return info.tobuf(tarfile.GNU_FORMAT)
 
 
+WINDOW = {"id": lzma.FILTER_LZMA2, "preset": 0, "dict_size": 3 << 29}
 ATTACKS: dict[str, Callable[[], bytes]] = {
     "a path above": lambda: bundle(entry("../above", b"x")),
     "an absolute path": lambda: bundle(entry("/tmp/absolute", b"x")),
@@ -102,7 +103,9 @@ ATTACKS: dict[str, Callable[[], bytes]] = {
     "a size of a terabyte": lambda: header(tarfile.REGTYPE, 1 << 40),
     "a negative size": lambda: header(tarfile.REGTYPE, 0)[:124] + b"\xff" * 12 + header(tarfile.REGTYPE, 0)[136:],
     "a header of 100 MiB": lambda: gzip.compress(header(tarfile.XHDTYPE, 100 * MIB) + bytes(100 * MIB), 1),
-    "a window of 1.5 GiB": lambda: lzma.compress(bundle(), filters=[{"id": lzma.FILTER_LZMA2, "preset": 0, "dict_size": 3 << 29}]),
+    "a window of 1.5 GiB": lambda: lzma.compress(
+        bundle(), filters=[{"id": lzma.FILTER_LZMA2, "preset": 0, "dict_size": 3 << 29}]
+    ),
     "bytes in front": lambda: b"MZ" + bundle(),
     "cut off": lambda: gzip.compress(bundle())[:-30],
     "nothing": lambda: b"",
@@ -199,7 +202,9 @@ def test_the_server_expands_an_archive_in_a_child_only(served: FarmProcess, tmp_
 @pytest.mark.slow(reason="starts a server")
 def test_the_server_offers_no_hostile_archive_and_goes_on(served: FarmProcess, tmp_path: Path) -> None:
     with served.client() as farm:
-        for number, name in enumerate(("two manifests", "a symbolic link", "control characters for people", "deep JSON", "cut off")):
+        for number, name in enumerate(
+            ("two manifests", "a symbolic link", "control characters for people", "deep JSON", "cut off")
+        ):
             path = tmp_path / f"{number}.tar"
             path.write_bytes(ATTACKS[name]())
             with pytest.raises(EtfarmError) as refused:
