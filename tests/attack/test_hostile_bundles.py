@@ -37,7 +37,8 @@ def manifest(**changed: object) -> bytes:
     listed = {name: {"digest": hashlib.sha256(LOADER).hexdigest(), "size": len(LOADER)} for name in ("ld.so", "runner")}
     document = {
         "schema": "etfarm.bundle/1", "arch": "x86_64", "executorch": "1.5.1", "source_digest": "s",
-        "backends": ["XnnpackBackend"], "operators": ["aten::add.out"], "files": listed, "loader": "ld.so", "entry": "runner", **changed,
+        "backends": ["XnnpackBackend"], "operators": ["aten::add.out"],
+        "files": listed, "loader": "ld.so", "entry": "runner", **changed,
     }  # fmt: skip
     return json.dumps(document).encode()
 

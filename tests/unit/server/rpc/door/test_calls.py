@@ -58,14 +58,12 @@ class Readers:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.closed: list[str] = []
-        credential = Credential(b"key", "id", ANN)
         self.calls = Calls(
             lambda _: True, lambda principal, _: principal, clock=lambda: self.now_s, close=self.closed.append
         )  # fmt: skip
-        self._begin = lambda: self.calls.begin("/etfarm.v1.JobService/Watch", credential, ANN)
 
     def send(self, peer: str, size_bytes: int = 0) -> Call:
-        call = self._begin()
+        call = self.calls.begin("/etfarm.v1.JobService/Watch", Credential(b"key", "id", ANN), ANN)
         call.peer = peer
         self.calls.sending(call, lambda size: bytes(size))(size_bytes)
         return call
