@@ -37,8 +37,8 @@ def manifest(**changed: object) -> bytes:
     listed = {name: {"digest": hashlib.sha256(LOADER).hexdigest(), "size": len(LOADER)} for name in ("ld.so", "runner")}
     document = {
         "schema": "etfarm.bundle/1", "arch": "x86_64", "executorch": "1.5.1", "source_digest": "s",
-        "backends": ["XnnpackBackend"], "operators": ["aten::add.out"], "files": listed, "loader": "ld.so",
-        "entry": "runner", **changed,
+        "backends": ["XnnpackBackend"], "operators": ["aten::add.out"],
+        "files": listed, "loader": "ld.so", "entry": "runner", **changed,
     }  # fmt: skip
     return json.dumps(document).encode()
 
@@ -67,6 +67,7 @@ def header(kind: bytes, size: int) -> bytes:
     return info.tobuf(tarfile.GNU_FORMAT)
 
 
+WINDOW = {"id": lzma.FILTER_LZMA2, "preset": 0, "dict_size": 3 << 29}
 ATTACKS: dict[str, Callable[[], bytes]] = {
     "a path above": lambda: bundle(entry("../above", b"x")),
     "an absolute path": lambda: bundle(entry("/tmp/absolute", b"x")),

@@ -83,10 +83,7 @@ def load(
         with _no_hub():
             config = _config(transformers, checked, tell)
             kind = _architecture(transformers, checked, config)
-            if not checked.has_checkpoint:
-                _require_few_parameters(
-                    transformers, checked, kind, config, DTYPES[dtype], max_parameters or MAX_RANDOM_PARAMETERS
-                )
+            _require_few_parameters(transformers, checked, kind, config, DTYPES[dtype], max_parameters or MAX_RANDOM_PARAMETERS)
             model = _create(transformers, checked, kind, config, DTYPES[dtype], seed, tell)
     name = type(model).__name__
     if kind == _CAUSAL:
@@ -275,10 +272,11 @@ def _create(transformers: Any, folder: Folder, kind: str, config: Any, dtype: st
 
 
 def _require_few_parameters(transformers: Any, folder: Folder, kind: str, config: Any, dtype: str, limit: int) -> None:
-    """Refuse a model with too many parameters for random weights, without memory for any.
+    """Refuse a model with too many parameters for random weights or for its checkpoint, without memory for any.
 
     Raises:
-        TooManyRandomWeights: it has more than `limit`.
+        TooManyRandomWeights: it has no checkpoint, and more than `limit` parameters.
+        BadCheckpoint: it has more than that, and more parameters than the checkpoint has bytes.
     """
     import torch
 
@@ -294,7 +292,15 @@ def _require_few_parameters(transformers: Any, folder: Folder, kind: str, config
         return
     parameters = list(model.parameters())
     count = sum(parameter.numel() for parameter in parameters)
-    if count > limit:
+    if folder.has_checkpoint:
+        held_bytes = sum(file.stat().st_size for file in folder.path.glob("*.safetensors"))
+        if count > max(held_bytes, limit):
+            raise BadCheckpoint(
+                f"The model of config.json in {folder.path} has {count:,} parameters, and the checkpoint {held_bytes:,} bytes.",
+                "Copy or download the folder again: its config.json is of another model, or files are missing.",
+                path=str(folder.path),
+            )
+    elif count > limit:
         size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
         raise TooManyRandomWeights(str(folder.path), count, limit, size_bytes)
 

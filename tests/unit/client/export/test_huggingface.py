@@ -334,3 +334,14 @@ def test_a_transformers_that_cannot_be_imported_is_named(tmp_path: Path) -> None
     command = [sys.executable, "-c", code, str(write_config(tmp_path, "llama"))]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert "(transformers cannot be imported: No module named 'no_such_library')" in ended.stderr
+
+
+def test_a_config_of_a_much_larger_model_than_the_checkpoints_is_refused_before_it_takes_memory(tmp_path: Path) -> None:
+    """transformers would allocate the weights that are missing."""
+    folder = write_config(tmp_path, "llama", hidden_size=400_000, intermediate_size=400_000)
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.zeros(2)}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EtfarmError, match=r"[\d,]{15,} parameters, and the checkpoint \d+ bytes") as refused:
+        ModelSource.huggingface(folder)
+    assert refused.value.reason == "BAD_CHECKPOINT"
