@@ -9,6 +9,7 @@ import hashlib
 import json
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -39,6 +40,9 @@ from etfarm.v1 import (
 from etfarm.wire import digest
 from etfarm.wire.chunks import artifact_of
 from tests.support.contract import RPCS
+from tests.support.databases import postgres_databases as postgres_databases
+from tests.support.door import Door
+from tests.support.door import new_door as new_door
 from tests.support.farm import WAIT_FOR_NOTHING, Daemon
 from tests.support.programs import program
 from tests.support.runner import know_own_runners, runner_archive
@@ -282,33 +286,23 @@ TABLE: Final[dict[str, tuple[Request, Row]]] = {
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(new_door: Callable[..., AbstractContextManager[Door]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("table")
-    tokens = folder / "tokens"
-    tokens.touch(mode=0o600)
     secrets = {caller: f"secret-of-{name}-0123456789" for caller, (name, _, _) in NAMES.items()}
-    tokens.write_text("".join(f"{name} {role} {secrets[caller]}\n" for caller, (name, role, _) in NAMES.items()))
-    server = Daemon(
-        ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--no-prewarm", "--exit-with-stdin",
-         "--tokens", str(tokens)],
-        folder / "serve.log",
-    )  # fmt: skip
-    server.start()
-    agent = None
-    try:
-        created = World(server.expect("listening on").rpartition(" ")[2], secrets)
+    lines = [f"{name} {role} {secrets[caller]}" for caller, (name, role, _) in NAMES.items()]
+    with new_door(folder, lines=lines) as door:
+        created = World(door.address, secrets)
         make_projects(created)
         agent = start_agent(created, folder)
-        run_a_job(created, folder)
-        session = hold_session(created)
         try:
-            yield created
+            run_a_job(created, folder)
+            session = hold_session(created)
+            try:
+                yield created
+            finally:
+                session.cancel()
         finally:
-            session.cancel()
-    finally:
-        if agent is not None:
             agent.stop()
-        assert server.stop() == 0
 
 
 def make_projects(world: World) -> None:

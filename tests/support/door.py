@@ -7,7 +7,7 @@ import re
 import resource
 import sqlite3
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,14 @@ class Door:
 
     Args:
         files: number of files that it may open.
+        lines: what the token file says.
         url: of a PostgreSQL database; the server is then a standby of a farm, which another server leads.
     """
 
-    def __init__(self, folder: Path, *, files: int | None = None, url: str = "") -> None:
+    def __init__(self, folder: Path, *, files: int | None = None, url: str = "", lines: Sequence[str] = LINES) -> None:
         self.data, self.tokens, self._url = folder / "data", folder / "tokens", url
         self.tokens.touch(mode=0o600)
-        self.write(*LINES)
+        self.write(*lines)
         arguments = [
             "serve",
             "--listen",
