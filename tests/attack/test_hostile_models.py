@@ -310,6 +310,34 @@ def test_a_view_beyond_its_tensor_fails_as_the_users_error(farm: FarmProcess, go
     assert error.reason not in ("UNSAFE_MODEL", "CHILD_DIED")
 
 
+def sized(*texts: str) -> Callable[[Any], None]:
+    """Give the tensors of the program sizes that are expressions."""
+
+    def change(program: Any) -> None:
+        values = program["graph_module"]["graph"]["tensor_values"]
+        tensor = next(iter(values.values()))
+        for number, text in enumerate(texts):
+            values[f"more_{number}"] = tensor | {"sizes": [{"as_expr": {"expr_str": text}}] * len(tensor["sizes"])}
+        tensor["sizes"] = [{"as_expr": {"expr_str": texts[0]}}, *tensor["sizes"][1:]]
+
+    return change
+
+
+SUM = "Add(" + ", ".join(f"Symbol('s{number}', positive=True, integer=True)" for number in range(30)) + ")"
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["small", "left to the child"])
+@pytest.mark.parametrize("text", ["1e9999999", f"Mul(Pow({SUM}, Integer(8)), Pow(Add({SUM}, Integer(1)), Integer(8)))"])
+def test_a_size_that_takes_for_ever_is_refused_before_it_is_computed(
+    farm: FarmProcess, good: Members, tmp_path: Path, text: str, large: bool
+) -> None:
+    evil = changed(good, sized(text))
+    if large:
+        evil[MODEL] += b" " * screen.UPLOAD_PARSED_BYTES
+    error = refusal(farm, write(tmp_path / "m.pt2", evil))
+    assert (error.reason, error.metadata["vector"]) == ("UNSAFE_MODEL", "UNSAFE_EXPRESSION")
+
+
 def test_the_server_compiles_a_valid_model_after_all_attacks(farm: FarmProcess, good: Members, tmp_path: Path) -> None:
     with Farm(farm.address, token="mallorys-own-token-of-some-length") as client:
         report = client.compile(write(tmp_path / "m.pt2", good), "xnnpack_fp32").result().report
