@@ -27,7 +27,7 @@ from structlog.testing import capture_logs
 from etfarm.server.artifacts.errors import ArtifactDamaged, ArtifactNotFound
 from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.s3 import blobs
-from etfarm.server.artifacts.s3.blobs import key_of
+from etfarm.server.artifacts.s3.blobs import BucketBlobs, key_of
 from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.errors import BlobsUnavailable, BlobsUnusable
 from etfarm.server.artifacts.store import Store
@@ -69,6 +69,8 @@ class World:
         self.store.close()
         bucket = Bucket(self.s3.location(), patience_s=PATIENCE_S, timeout_s=ANSWER_S)
         self.store = Store(self.folder / name, self.database, limits, bucket=bucket)
+        assert isinstance(self.store.blobs, BucketBlobs)
+        self.store.blobs.quarantine_s = 2.0
         async with asyncio.timeout(END_S):
             await self.store.open()
 
@@ -237,8 +239,7 @@ async def test_no_key_keeps_a_server_from_starting_or_an_artifact_from_being_rea
     assert not [request for request in world.s3.requests if request.startswith("DELETE ") and "probe" not in request]
 
 
-async def test_a_full_quarantine_does_not_keep_a_server_from_starting(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blobs, "_QUARANTINE_S", 2.0)
+async def test_a_full_quarantine_does_not_keep_a_server_from_starting(world: World) -> None:
     names = [f"quarantine/{number:064x}.1" for number in range(100_000)]
     body = listing([(name, 1) for name in names[:1000]])
     pages = [body.replace(b"quarantine/" + b"0" * 30, b"quarantine/" + b"%030d" % page) for page in range(100)]
@@ -390,8 +391,7 @@ LISTS: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("lie", LISTS)
-async def test_a_list_that_lies_loses_no_artifact_and_ends(world: World, lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blobs, "_QUARANTINE_S", 2.0)
+async def test_a_list_that_lies_loses_no_artifact_and_ends(world: World, lie: str) -> None:
     world.s3.lies["LIST"] = lambda request: reply(request, 200, LISTS[lie])
     await world.reopen("next")
     async with asyncio.timeout(END_S):

@@ -32,12 +32,13 @@ class _Lie(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        honest = module.NodeService._read
+        honest = module.NodeService.call
 
-        async def read(service: Any, arguments: Any, data: bytes) -> bytes:
-            return bytes((await honest(service, arguments, data))[::-1])
+        async def call(service: Any, method: str, arguments: bytes, data: bytes) -> bytes:
+            answer: bytes = await honest(service, method, arguments, data)
+            return answer[:1] + answer[:0:-1] if method == "read" else answer
 
-        module.NodeService._read = read
+        module.NodeService.call = call
 
 
 def install() -> None:

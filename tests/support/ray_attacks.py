@@ -63,10 +63,10 @@ def read(request: Path, folder: Path, emit: Emit) -> bytes:
     return request.read_bytes()
 
 
-def _any(found: object) -> object:
+def _any(reached: object) -> object:
     """Return what an attack has found; raise an error if that is nothing."""
-    if found:
-        return found
+    if reached:
+        return reached
     raise OSError(errno.ENOENT, "nothing is there")
 
 
@@ -100,7 +100,7 @@ def find_the_token_in_its_memory(context: Context) -> object:
 def _search(backwards: str) -> list[str]:
     """Return where this process's memory has a text, of which this function makes no copy."""
     pattern = re.compile(b"".join(b"[%c]" % ord(character) for character in reversed(backwards)))
-    found = []
+    places = []
     with Path("/proc/self/mem").open("rb", buffering=0) as memory:
         for line in Path("/proc/self/maps").read_text().splitlines():
             place, rights, *_ = line.split()
@@ -111,8 +111,8 @@ def _search(backwards: str) -> list[str]:
                 with contextlib.suppress(OSError, ValueError, OverflowError):
                     memory.seek(at)
                     data = memory.read(min(_STEP_BYTES + len(backwards), end - at))
-                    found += [hex(at + match.start()) for match in pattern.finditer(data)]
-    return found
+                    places += [hex(at + match.start()) for match in pattern.finditer(data)]
+    return places
 
 
 @named

@@ -51,8 +51,6 @@ _DELETION_S: Final = 2.0
 """Time after the check of the lease in which objects are deleted, less than another server needs to take the lead and to store
 one of them again. Later, the lease is checked again."""
 _PROGRESS_S: Final = 0.2
-_QUARANTINE_S: Final = 10.0
-"""Time for which a start looks up what is in the quarantine, however much that is."""
 
 
 def key_of(digest: str) -> str:
@@ -111,6 +109,8 @@ class BucketBlobs:
         self._floor_bytes = floor_bytes
         self.repeat_s = 60.0
         """Interval at which deletions that failed are tried again."""
+        self.quarantine_s = 10.0
+        """Time for which a start looks up what is in the quarantine, however much that is."""
         self._free = free
         self._coming_bytes = 0
         self._transfers = asyncio.Semaphore(_TRANSFERS)
@@ -143,10 +143,12 @@ class BucketBlobs:
             )
         await self.bucket.check()
         try:
-            async with asyncio.timeout(_QUARANTINE_S):
+            async with asyncio.timeout(self.quarantine_s):
                 await self._read_quarantine()
         except (BlobsUnavailable, TimeoutError) as error:
-            why = error.metadata["why"] if isinstance(error, BlobsUnavailable) else f"it takes longer than {_QUARANTINE_S:g} s"
+            why = (
+                error.metadata["why"] if isinstance(error, BlobsUnavailable) else f"it takes longer than {self.quarantine_s:g} s"
+            )
             log.warning("the quarantine in S3 was not read to its end; damaged artifacts count as missing when read", why=why)
 
     async def _read_quarantine(self) -> None:
