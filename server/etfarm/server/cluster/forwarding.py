@@ -106,8 +106,10 @@ class Forwarding:
         if is_certain and not self._links.can_forward:
             raise refusal
         address = address_of(_peer(context))
-        if self._asking.get(address, 0) >= _QUESTIONS_OF_AN_ADDRESS or sum(self._asking.values()) >= _MOST_QUESTIONS:
-            if header is None:
+        # Without a token, the leader only records the refusal: its audit log counts equal entries together.
+        most = 1 if is_certain and header is None else _QUESTIONS_OF_AN_ADDRESS
+        if self._asking.get(address, 0) >= most or sum(self._asking.values()) >= _MOST_QUESTIONS:
+            if is_certain:
                 raise refusal
             raise NoLeader("Too many calls with unknown tokens wait for the leader's answer.", "Try again.")
         self._asking[address] = self._asking.get(address, 0) + 1
