@@ -100,11 +100,13 @@ async def test_many_large_messages_without_a_token_cost_no_memory(
     await call(admin, "FarmService.GetServerInfo")
 
 
-async def large_calls(door: Door, method: str, calls: int, connections: int, token: str = "") -> list[EtfarmError]:
-    """Return how calls with 30 MiB each end."""
+async def large_calls(
+    door: Door, method: str, calls: int, connections: int, token: str = "", size: int = 30 * MIB
+) -> list[EtfarmError]:
+    """Return how calls with large messages end."""
     options = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
-    message = bytes(30 * MIB)
+    message = bytes(size)
     async with contextlib.AsyncExitStack() as stack:
         channels = [
             await stack.enter_async_context(grpc.aio.insecure_channel(door.address, options=options)) for _ in range(connections)
@@ -120,9 +122,9 @@ async def test_a_standby_receives_few_large_messages_of_a_caller_at_a_time(
     if door.leader is None:
         return  # a leader has the messages that it works on
     before = door.forget_peak()
-    for error in await large_calls(door, method, 16, 1, ADMIN):
+    for error in await large_calls(door, method, 32, 1, ADMIN, 9 * MIB):
         assert error.kind == "INVALID_ARGUMENT"
-    assert door.memory() - before < 600 * MIB, "sixteen of them take more than a GiB"
+    assert door.memory() - before < 250 * MIB, "all at a time take more than 300 MiB"
     await call(admin, "FarmService.GetServerInfo")
 
 
@@ -352,7 +354,11 @@ async def test_removing_a_token_from_the_file_ends_its_streams(new_door: NewDoor
             assert not stream.done()
             door.write(LINES[0], f"cy viewer {USER[::-1]}")
             assert (await ended(stream)).reason == "UNAUTHENTICATED"
-            assert (await refusal(farm_info(users))).reason == "UNAUTHENTICATED"
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                async with asyncio.timeout(WAIT_S):
+                    while True:  # a leader may read the file a moment later than its standby
+                        await farm_info(users)
+            assert from_rpc_error(refused.value, server="here").reason == "UNAUTHENTICATED"
             async with door.channel(USER[::-1]) as viewers:
                 assert (await farm_info(viewers)).principal.name == "cy"
             assert not kept.done()

@@ -17,7 +17,7 @@ from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import from_rpc_error
 from tests.support.contract import WAIT_S, call
 from tests.support.databases import postgres_databases as postgres_databases
-from tests.support.door import Door, create, ended, watch_devices
+from tests.support.door import ADMIN, Door, create, ended, watch_devices
 from tests.support.door import door as door
 from tests.support.door import new_door as new_door
 from tests.support.http2 import Http2
@@ -60,8 +60,12 @@ async def test_arbitrary_headers_are_refused(door: Door, admin: grpc.aio.Channel
         with Http2(door.address, timeout_s=WAIT_S) as connection:
             connection.begin()
             connection.call(INFO, {"authorization": value, "etfarm-project": value}, b"", compressed=False)
+        with Http2(door.address, timeout_s=WAIT_S) as connection:
+            connection.begin()
+            connection.call(INFO, {"authorization": f"Bearer {ADMIN}", "etfarm-project": value}, b"", compressed=False)
 
     await asyncio.to_thread(attack)
+    assert "Illegal header" not in door.daemon.log.read_text()
     assert await call(admin, "FarmService.GetServerInfo")
 
 

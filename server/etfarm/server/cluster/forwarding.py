@@ -18,6 +18,7 @@ from etfarm.server.cluster.known_tokens import StandbyAuthentication
 from etfarm.server.cluster.leadership import Leader
 from etfarm.server.cluster.links import Link, Links
 from etfarm.server.cluster.turns import Turns
+from etfarm.server.rpc.door.admission import MalformedRequest
 from etfarm.server.rpc.door.failures import address_of
 from etfarm.server.rpc.door.forwarded import ACCEPTED, KEY, PEER, QUESTION, Forwarded, forwarded_metadata
 from etfarm.server.rpc.door.token_file import sent_key
@@ -103,7 +104,7 @@ class Forwarding:
         if refusal.kind not in (Kind.UNAUTHENTICATED, Kind.PERMISSION_DENIED):
             raise refusal
         is_certain = self._authentication.is_certain and (header is None or refusal.kind is Kind.PERMISSION_DENIED)
-        if is_certain and not self._links.can_forward:
+        if (is_certain and not self._links.can_forward) or not _is_sendable(context):
             raise refusal
         address = address_of(_peer(context))
         # Without a token, the leader only records the refusal: its audit log counts equal entries together.
@@ -157,6 +158,10 @@ class Forwarding:
         metadata = context.invocation_metadata() or ()
         if any(name == KEY for name, _ in metadata) and Forwarded().peer(metadata) is None:  # not of this server's page
             raise NoLeader("This server no longer leads the farm.", "Try again; the server that leads now answers.")
+        if not _is_sendable(context):
+            raise MalformedRequest(
+                "The call's metadata has values that are not printable ASCII.", "Fix the program that sends it."
+            )
         async with self._links.take() as taken:
             yield taken
 
@@ -282,6 +287,14 @@ def _owner(context: _Context) -> str:
 def _peer(context: _Context) -> str:
     """Return gRPC's name of the caller's connection: for a call of this server's page that of its visitor."""
     return Forwarded().peer(context.invocation_metadata()) or context.peer()
+
+
+def _is_sendable(context: _Context) -> bool:
+    """Return whether gRPC, which receives any values, can send them on."""
+    return all(
+        name.endswith("-bin") or (isinstance(value, str) and value.isascii() and (value.isprintable() or not value))
+        for name, value in context.invocation_metadata() or ()
+    )
 
 
 def _metadata(context: _Context, leader: Leader) -> _Metadata:

@@ -134,6 +134,8 @@ class StandbyAuthentication(Authentication):
 
     def is_valid(self, credential: Credential) -> bool:
         """Return whether calls with the credential may continue."""
-        if credential.key and not credential.token_id:  # admitted by the leader, which ends calls that it answers itself
+        is_by_word = bool(credential.key) and not credential.token_id
+        if is_by_word and self._known.find(credential.key) is None:
+            # Not read yet, or of a file that only the leader has, which ends what is forwarded to it.
             return not self._known.is_former(credential.key)
         return super().is_valid(credential)

@@ -14,7 +14,7 @@ import pytest
 from etfarm.server.access.tokens import Credential, Unauthenticated, key_of
 from etfarm.server.cluster.known_tokens import KnownTokens, StandbyAuthentication
 from etfarm.server.state.database_url import DatabaseUrl
-from etfarm.v1.common_pb2 import Role
+from etfarm.v1.common_pb2 import Principal, Role
 from tests.support.databases import TEMPLATE, PostgresDatabases
 from tests.support.databases import postgres_databases as postgres_databases
 
@@ -83,9 +83,11 @@ async def test_a_change_of_the_table_is_known(url: str, tmp_path: Path) -> None:
         insert(url, "second")
         execute(url, f"UPDATE tokens SET secret_hash = '\\x{key_of('third').hex()}' WHERE id = 'second'")
         await until(lambda: known.find(key_of("third")) is not None)
-        assert authentication.is_valid(credential_of(known, "third"))
+        by_word = Credential(key_of("third"), "", Principal(name="x"))
+        assert authentication.is_valid(credential_of(known, "third")) and authentication.is_valid(by_word)
         execute(url, "UPDATE tokens SET expires_at = now() AT TIME ZONE 'UTC' WHERE id = 'second'")
         await until(lambda: not authentication.is_valid(credential_of(known, "third")))
+        assert not authentication.is_valid(by_word)
         execute(url, "UPDATE tokens SET revoked_at = now()")
         await until(lambda: known.find(key_of("first")) is None)
         assert known.is_former(key_of("first")) and known.is_former(key_of("third"))
