@@ -13,7 +13,7 @@ import structlog
 from grpc.aio import ServicerContext
 
 from etfarm.server.access.tokens import Credential, Unauthenticated, key_of
-from etfarm.server.cluster.errors import NoLeader
+from etfarm.server.cluster.errors import BadMetadata, NoLeader
 from etfarm.server.cluster.known_tokens import StandbyAuthentication
 from etfarm.server.cluster.leadership import Leader
 from etfarm.server.cluster.links import Link, Links
@@ -283,12 +283,19 @@ def _peer(context: _Context) -> str:
 
 
 def _metadata(context: _Context, leader: Leader) -> _Metadata:
-    """Return the metadata of the call to the leader."""
-    sent = (
+    """Return the metadata of the call to the leader.
+
+    Raises:
+        BadMetadata: gRPC receives such metadata and does not send them: a call with them would neither start nor end.
+    """
+    sent = [
         (name, value)
         for name, value in context.invocation_metadata() or ()
         if name not in _OWN_METADATA and not name.startswith(("grpc-", ":"))
-    )
+    ]
+    for name, value in sent:
+        if not name.endswith("-bin") and not (isinstance(value, str) and value.isascii() and value.isprintable()):
+            raise BadMetadata(name)
     return (*sent, *forwarded_metadata(_peer(context), leader.secret))
 
 
