@@ -23,6 +23,7 @@ from etfarm.server.rpc.door.forwarded import ACCEPTED, KEY, PEER, QUESTION, Forw
 from etfarm.server.rpc.door.token_file import sent_key
 from etfarm.server.workers.fair_slots import FairSlots
 from etfarm.v1.common_pb2 import Principal
+from etfarm.wire.authority import network_of
 from etfarm.wire.errors import EtfarmError, Kind
 from etfarm.wire.status import from_rpc_error
 
@@ -105,7 +106,7 @@ class Forwarding:
         is_certain = self._authentication.is_certain and (header is None or refusal.kind is Kind.PERMISSION_DENIED)
         if is_certain and not self._links.can_forward:
             raise refusal
-        address = address_of(_peer(context))
+        address = network_of(address_of(_peer(context)))
         if self._asking.get(address, 0) >= _QUESTIONS_OF_AN_ADDRESS or sum(self._asking.values()) >= _MOST_QUESTIONS:
             if header is None:
                 raise refusal
@@ -274,7 +275,7 @@ async def _pass_on(context: _Context, call: _Call) -> bool:
 def _owner(context: _Context) -> str:
     """Return who shares turns: callers at one address with one token."""
     header = next((value for name, value in context.invocation_metadata() or () if name == "authorization"), "")
-    return f"{address_of(_peer(context))} {key_of(str(header)).hex()}"
+    return f"{network_of(address_of(_peer(context)))} {key_of(str(header)).hex()}"
 
 
 def _peer(context: _Context) -> str:

@@ -135,5 +135,6 @@ class StandbyAuthentication(Authentication):
     def is_valid(self, credential: Credential) -> bool:
         """Return whether calls with the credential may continue."""
         if credential.key and not credential.token_id:  # admitted by the leader, which ends calls that it answers itself
-            return not self._known.is_former(credential.key)
+            current = self._known.find(credential.key)
+            return not self._known.is_former(credential.key) and (current is None or not self._is_expired(current))
         return super().is_valid(credential)

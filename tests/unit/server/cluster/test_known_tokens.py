@@ -14,7 +14,7 @@ import pytest
 from etfarm.server.access.tokens import Credential, Unauthenticated, key_of
 from etfarm.server.cluster.known_tokens import KnownTokens, StandbyAuthentication
 from etfarm.server.state.database_url import DatabaseUrl
-from etfarm.v1.common_pb2 import Role
+from etfarm.v1.common_pb2 import Principal, Role
 from tests.support.databases import TEMPLATE, PostgresDatabases
 from tests.support.databases import postgres_databases as postgres_databases
 
@@ -86,6 +86,8 @@ async def test_a_change_of_the_table_is_known(url: str, tmp_path: Path) -> None:
         assert authentication.is_valid(credential_of(known, "third"))
         execute(url, "UPDATE tokens SET expires_at = now() AT TIME ZONE 'UTC' WHERE id = 'second'")
         await until(lambda: not authentication.is_valid(credential_of(known, "third")))
+        asked = Credential(key_of("third"), "", Principal(name="a caller whom the leader admitted"))
+        assert not authentication.is_valid(asked)
         execute(url, "UPDATE tokens SET revoked_at = now()")
         await until(lambda: known.find(key_of("first")) is None)
         assert known.is_former(key_of("first")) and known.is_former(key_of("third"))
