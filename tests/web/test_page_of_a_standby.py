@@ -12,7 +12,7 @@ import pytest
 from tests.support.databases import PostgresDatabases
 from tests.support.databases import postgres_databases as postgres_databases
 from tests.support.farm import wait_until
-from tests.support.servers import Server, Servers
+from tests.support.servers import Servers
 from tests.support.web import Visit
 from tests.web.test_browser_addresses import act, addresses_of
 
@@ -40,26 +40,28 @@ def servers(tmp_path_factory: pytest.TempPathFactory, postgres_databases: Postgr
         server.execute("DROP DATABASE {} WITH (FORCE)", name)
 
 
-def page_of(server: Server) -> str:
-    assert server.daemon is not None
-    return server.daemon.expect("web page at").rpartition(" ")[2].rstrip("/")
+@pytest.fixture(scope="module")
+def url(servers: Servers) -> str:
+    """The address of the standby's page."""
+    assert (daemon := servers.servers[1].daemon) is not None
+    return daemon.expect("web page at").rpartition(" ")[2].rstrip("/")
 
 
-def test_the_page_shows_the_farm_and_the_leader_audits_its_browsers(servers: Servers) -> None:
-    leader, standby = servers.servers
-    url = page_of(standby)
+def test_the_page_shows_the_farm_and_the_leader_audits_its_browsers(servers: Servers, url: str) -> None:
+    leader = servers.servers[0]
     act(url, TOKENS["user"], BROWSER, etfarm_forwarded_peer="ipv4:203.0.113.9:1", etfarm_forwarded_key="guessed")
     assert wait_until(lambda: addresses_of(leader.address, TOKENS["admin"], "DeviceService.Reserve") == {BROWSER})
-    assert wait_until(lambda: BROWSER in addresses_of(leader.address, TOKENS["admin"], "FarmService.GetServerInfo"))
+    assert wait_until(lambda: addresses_of(leader.address, TOKENS["admin"], "FarmService.GetServerInfo") == {BROWSER}), (
+        "the page itself asks for nothing when it starts"
+    )
     visit = Visit(url, source=BROWSER)
     assert visit.sign_in(TOKENS["admin"]).status == 303
     for path in ("/", "/jobs", "/server"):
         assert visit.get(path).status == 200, path
 
 
-def test_the_page_follows_a_new_leader(servers: Servers) -> None:
+def test_the_page_follows_a_new_leader(servers: Servers, url: str) -> None:
     leader, standby = servers.servers
-    url = page_of(standby)
     visit = Visit(url, source=BROWSER)
     assert visit.sign_in(TOKENS["user"]).status == 303
     leader.kill9()
