@@ -43,7 +43,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory, postgres_databases: Postgr
 @pytest.fixture(scope="module")
 def url(servers: Servers) -> str:
     """The address of the standby's page."""
-    assert (daemon := servers.servers[1].daemon) is not None
+    daemon = servers.servers[1].daemon
+    assert daemon is not None
     return daemon.expect("web page at").rpartition(" ")[2].rstrip("/")
 
 
