@@ -246,6 +246,22 @@ async def test_much_metadata_makes_no_connection_a_users(door: Door) -> None:
     await asyncio.to_thread(call_once)
 
 
+@pytest.mark.parametrize("value", [b"\xff", b"a\x01b", "é".encode()], ids=["binary", "control", "letter"])
+async def test_metadata_that_grpc_would_not_send_hold_up_no_caller(door: Door, value: bytes) -> None:
+    """More callers than a standby asks the leader about at a time; each keeps its connection until it has its answer."""
+    address = door.address
+
+    def call(token: str) -> bool:
+        with Http2(address, timeout_s=WAIT_S) as connection:
+            connection.begin()
+            known = {"authorization": f"Bearer {token}"} if token else {}
+            return connection.call(INFO, known | {"x-odd": value}, b"", compressed=False)
+
+    answers = await asyncio.gather(*(asyncio.to_thread(call, token) for token in ("", "guess-0123456789") * 6))
+    assert all(answers), "closed after 15 s without an answer"
+    assert await asyncio.to_thread(call, ADMIN)
+
+
 def test_connections_leave_room_for_files() -> None:
     for files in (1024, 20_000, 65_536):
         assert 0 < most_connections(files) <= files - 192

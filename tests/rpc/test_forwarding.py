@@ -19,7 +19,9 @@ from etfarm.server.cluster.leadership import Leader, Leadership
 from etfarm.server.cluster.links import WAIT_S
 from etfarm.server.cluster.standby import standing_by
 from etfarm.server.config import Config
-from etfarm.server.rpc.door.forwarded import ACCEPTED, KEY, PEER, QUESTION, Forwarded
+from etfarm.server.rpc.door.connections import Connections
+from etfarm.server.rpc.door.failures import FREE
+from etfarm.server.rpc.door.forwarded import ACCEPTED, KEY, PAGE_KEY, PEER, QUESTION, Forwarded
 from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
 from etfarm.server.rpc.door.listening import guarded_server
 from etfarm.server.rpc.door.token_file import Tokens
@@ -256,7 +258,7 @@ async def token_leader(tokens: Path) -> AsyncIterator[tuple[str, list[tuple[str,
             return await continuation(details)
 
     interceptor = AuthErrorInterceptor(Tokens.read(tokens), forwarded=Forwarded(SECRET))
-    server = guarded_server([Seen(), interceptor])
+    server = guarded_server([Seen(), interceptor], Connections(lambda: True, time.monotonic), interceptor.has_token)
     job_pb2_grpc.add_JobServiceServicer_to_server(Jobs(), server)
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -281,6 +283,18 @@ async def test_only_the_leaders_word_admits_an_unknown_caller(tmp_path: Path) ->
                 assert await refusal_of(call) != ""
     finally:
         await server.stop(None)
+
+
+async def test_browsers_of_the_page_do_not_share_their_refusals(tmp_path: Path) -> None:
+    """All calls of the page come from its own address."""
+    tokens = write_tokens(tmp_path / "tokens")
+    async with token_leader(tokens) as (address, _), standby_of(address, tmp_path, tokens=tokens) as (channel, _, _):
+        get = job_pb2_grpc.JobServiceStub(channel).Get
+        for number in range(FREE + 10):
+            page = (PEER, f"ipv4:203.0.113.{number}:0"), (KEY, PAGE_KEY)
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await get(job_pb2.GetJobRequest(job_id="x"), metadata=(*headers("guess-0123456789"), *page))
+            assert "retry_after_s" not in from_rpc_error(failed.value, server="here").metadata, number
 
 
 class Recorder(grpc.GenericRpcHandler):

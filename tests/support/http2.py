@@ -35,8 +35,8 @@ class Http2:
         while self._frame()[0] != SETTINGS:
             pass
 
-    def call(self, path: str | bytes, headers: Mapping[str, str | bytes], message: bytes, *, compressed: bool) -> None:
-        """Send a call with one message, as far as the server takes it, and wait for the end of its answer."""
+    def call(self, path: str | bytes, headers: Mapping[str, str | bytes], message: bytes, *, compressed: bool) -> bool:
+        """Send a call with one message, as far as the server takes it; wait for the answer's end, and return whether one came."""
         self._send(HEADERS, END_HEADERS, 1, fields(path, headers))
         body = struct.pack(">BI", compressed, len(message)) + message
         try:
@@ -50,9 +50,9 @@ class Http2:
                     continue
                 kind, flags, _, _ = self._frame()
                 if kind in (RESET, GOAWAY) or (kind == HEADERS and flags & END_STREAM):
-                    return
+                    return kind == HEADERS
         except ConnectionError:
-            return
+            return False
 
     def flood(self, path: str | bytes, calls: int) -> None:
         """Begin so many calls without an end, and read no answer."""

@@ -1,4 +1,4 @@
-"""The host of an HTTP request: one strict reading of HOST[:PORT] for every address that browsers can reach."""
+"""Hosts and addresses of callers: one strict reading of HOST[:PORT] in HTTP requests, and what an IP address counts as."""
 
 from __future__ import annotations
 
@@ -26,6 +26,20 @@ def host_of(authority: str) -> str:
         return f"[{ipaddress.IPv6Address(host[1:-1])}]"
     except ValueError:
         return ""
+
+
+def network_of(address: str) -> str:
+    """Return what a caller's address counts as: itself, or its /64 network, as one machine has all of that.
+
+    Texts that are no addresses are returned as they are.
+    """
+    try:
+        known = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(known, ipaddress.IPv4Address):
+        return str(known)
+    return str(known.ipv4_mapped or ipaddress.ip_network((known, 64), strict=False))
 
 
 def is_address(host: str) -> bool:

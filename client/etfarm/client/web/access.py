@@ -10,10 +10,11 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from etfarm.client.web.connections import Place, owner_of
+from etfarm.client.web.connections import Place
 from etfarm.client.web.options import WebOptions, plain_address
 from etfarm.client.web.turns import Pace, TooManyRequests
 from etfarm.client.web.visitors import Visitors
+from etfarm.wire.authority import network_of
 from etfarm.wire.channel import CALL_METADATA
 from etfarm.wire.names import FORWARDED_KEY_METADATA, FORWARDED_PEER_METADATA
 
@@ -45,7 +46,7 @@ class Arrivals:
         request = Request(scope)
         visitor = self._visitors.find(request)
         host, port = address_of(request, self._options)
-        owner = "" if self._options.is_proxy(host) else owner_of(host)
+        owner = "" if self._options.is_proxy(host) else network_of(host)
         state = scope.setdefault("state", {})
         state["visitor"], state["owner"] = visitor, owner
         if isinstance(place := state.get("connection"), Place):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import resource
 import socket
@@ -20,8 +19,9 @@ from typing import Any, Final
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from etfarm.client.web.options import WebOptions, plain_address
+from etfarm.client.web.options import WebOptions
 from etfarm.client.web.turns import Pace, TooManyRequests
+from etfarm.wire.authority import network_of
 
 REQUEST_S: Final = 30.0
 """Seconds until the head of the next request must have arrived."""
@@ -47,12 +47,6 @@ _BYTES_ACKED: Final = struct.Struct("120xQ")
 """Where Linux's struct tcp_info has the number of bytes that the peer has acknowledged."""
 
 log = logging.getLogger(__name__)
-
-
-def owner_of(host: str) -> str:
-    """Return what an address counts as: itself, or its /64 network, as one machine has all of that."""
-    address = plain_address(host)
-    return str(ipaddress.ip_network((address, 64), strict=False)) if isinstance(address, ipaddress.IPv6Address) else str(address)
 
 
 class Place:
@@ -142,7 +136,7 @@ class Connections:
 
     def accept(self, connected: socket.socket, peer: Any) -> bool:
         """Give a new connection its place; return False if its address opens too many, and nothing may be done for it."""
-        owner = "" if self._options.is_proxy(peer[0]) else owner_of(peer[0])
+        owner = "" if self._options.is_proxy(peer[0]) else network_of(peer[0])
         try:
             if owner:
                 self._pace.delay_s(owner)
@@ -164,7 +158,7 @@ class Connections:
         """Return the place of a connection that is made: it has been accepted, and TLS is agreed."""
         place = self._places.pop((peer[0], peer[1]), None)
         if place is None:
-            place = Place(self, "" if self._options.is_proxy(peer[0]) else owner_of(peer[0]), end)
+            place = Place(self, "" if self._options.is_proxy(peer[0]) else network_of(peer[0]), end)
             self.strangers.add(place)
         place.end = end
         return place

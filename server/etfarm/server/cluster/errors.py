@@ -24,6 +24,17 @@ class MessageOverdue(UserError):
         )
 
 
+class BadMetadata(UserError):
+    """A call with metadata that gRPC receives and would not send, so that a standby cannot forward it."""
+
+    reason = "BAD_METADATA"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"The metadata {name!r} of the call has a value beyond printable ASCII.", "Send binary values as NAME-bin.", name=name
+        )
+
+
 class Fenced(FarmError):
     """A change by a server that no longer leads the farm."""
 

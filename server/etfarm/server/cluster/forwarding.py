@@ -13,17 +13,17 @@ import structlog
 from grpc.aio import ServicerContext
 
 from etfarm.server.access.tokens import Credential, Unauthenticated, key_of
-from etfarm.server.cluster.errors import NoLeader
+from etfarm.server.cluster.errors import BadMetadata, NoLeader
 from etfarm.server.cluster.known_tokens import StandbyAuthentication
 from etfarm.server.cluster.leadership import Leader
 from etfarm.server.cluster.links import Link, Links
 from etfarm.server.cluster.turns import Turns
-from etfarm.server.rpc.door.admission import MalformedRequest
 from etfarm.server.rpc.door.failures import address_of
 from etfarm.server.rpc.door.forwarded import ACCEPTED, KEY, PEER, QUESTION, Forwarded, forwarded_metadata
 from etfarm.server.rpc.door.token_file import sent_key
 from etfarm.server.workers.fair_slots import FairSlots
 from etfarm.v1.common_pb2 import Principal
+from etfarm.wire.authority import network_of
 from etfarm.wire.errors import EtfarmError, Kind
 from etfarm.wire.status import from_rpc_error
 
@@ -104,9 +104,9 @@ class Forwarding:
         if refusal.kind not in (Kind.UNAUTHENTICATED, Kind.PERMISSION_DENIED):
             raise refusal
         is_certain = self._authentication.is_certain and (header is None or refusal.kind is Kind.PERMISSION_DENIED)
-        if (is_certain and not self._links.can_forward) or not _is_sendable(context):
+        if is_certain and not self._links.can_forward:
             raise refusal
-        address = address_of(_peer(context))
+        address = network_of(address_of(_peer(context)))
         # Without a token, the leader only records the refusal: its audit log counts equal entries together.
         most = 1 if is_certain and header is None else _QUESTIONS_OF_AN_ADDRESS
         if self._asking.get(address, 0) >= most or sum(self._asking.values()) >= _MOST_QUESTIONS:
@@ -158,10 +158,6 @@ class Forwarding:
         metadata = context.invocation_metadata() or ()
         if any(name == KEY for name, _ in metadata) and Forwarded().peer(metadata) is None:  # not of this server's page
             raise NoLeader("This server no longer leads the farm.", "Try again; the server that leads now answers.")
-        if not _is_sendable(context):
-            raise MalformedRequest(
-                "The call's metadata has values that are not printable ASCII.", "Fix the program that sends it."
-            )
         async with self._links.take() as taken:
             yield taken
 
@@ -281,7 +277,7 @@ async def _pass_on(context: _Context, call: _Call) -> bool:
 def _owner(context: _Context) -> str:
     """Return who shares turns: callers at one address with one token."""
     header = next((value for name, value in context.invocation_metadata() or () if name == "authorization"), "")
-    return f"{address_of(_peer(context))} {key_of(str(header)).hex()}"
+    return f"{network_of(address_of(_peer(context)))} {key_of(str(header)).hex()}"
 
 
 def _peer(context: _Context) -> str:
@@ -289,21 +285,20 @@ def _peer(context: _Context) -> str:
     return Forwarded().peer(context.invocation_metadata()) or context.peer()
 
 
-def _is_sendable(context: _Context) -> bool:
-    """Return whether gRPC, which receives any values, can send them on."""
-    return all(
-        name.endswith("-bin") or (isinstance(value, str) and value.isascii() and (value.isprintable() or not value))
-        for name, value in context.invocation_metadata() or ()
-    )
-
-
 def _metadata(context: _Context, leader: Leader) -> _Metadata:
-    """Return the metadata of the call to the leader."""
-    sent = (
+    """Return the metadata of the call to the leader.
+
+    Raises:
+        BadMetadata: gRPC receives such metadata and does not send them: a call with them would neither start nor end.
+    """
+    sent = [
         (name, value)
         for name, value in context.invocation_metadata() or ()
         if name not in _OWN_METADATA and not name.startswith(("grpc-", ":"))
-    )
+    ]
+    for name, value in sent:
+        if not name.endswith("-bin") and not (isinstance(value, str) and value.isascii() and value.isprintable()):
+            raise BadMetadata(name)
     return (*sent, *forwarded_metadata(_peer(context), leader.secret))
 
 

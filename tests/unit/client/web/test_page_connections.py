@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from etfarm.client.web.connections import CONNECTS_AT_ONCE, CONNECTS_PER_S, Connections, Place, owner_of
+from etfarm.client.web.connections import CONNECTS_AT_ONCE, CONNECTS_PER_S, Connections, Place
 from etfarm.client.web.options import WebOptions
 from etfarm.client.web.server import LOGGED, LOGGED_S, LogLimit
+from etfarm.wire.authority import network_of
 
 
 class Crowd:
@@ -121,11 +122,11 @@ async def test_an_address_that_opens_too_many_a_second_is_refused() -> None:
     ("host", "owner"),
     [
         ("10.0.0.1", "10.0.0.1"), ("::ffff:10.0.0.1", "10.0.0.1"), ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
-        ("2001:db8:1:2::1", "2001:db8:1:2::/64"), ("fe80::1%eth0", "fe80::/64"), ("", "None"),
+        ("2001:db8:1:2::1", "2001:db8:1:2::/64"), ("fe80::1%eth0", "fe80::/64"), ("", ""),
     ],
 )  # fmt: skip
 def test_a_network_of_one_machine_counts_as_one(host: str, owner: str) -> None:
-    assert owner_of(host) == owner
+    assert network_of(host) == owner
 
 
 def test_a_flood_of_messages_is_counted_and_not_logged() -> None:

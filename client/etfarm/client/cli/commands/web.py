@@ -104,7 +104,8 @@ def web(
         if exit_with_stdin:
             at_end_of_stdin(stop.set)
         async with AsyncExitStack() as stack:
-            farm_address, is_own = await _find_farm(stack, server, tls_ca)
+            # A server that starts its page may not lead the farm, nor find who leads, at that moment.
+            farm_address, is_own = (server, False) if server and key else await _find_farm(stack, server, tls_ca)
             listener = page.listen(host.strip("[]"), int(port)) if listen_fd is None else page.adopt(listen_fd)
             if not is_own:  # a farm of this command inherits its limits
                 _limit_memory()

@@ -32,6 +32,7 @@ from urllib.parse import unquote
 import structlog
 
 from etfarm.server.rpc.door.failures import Allowance
+from etfarm.wire.authority import network_of
 
 log = structlog.get_logger()
 
@@ -401,14 +402,15 @@ class Connections:
         ):
             is_stranger = requires_token and peer not in self._trusted
             is_young = is_stranger and now - since < YOUNG_S
+            whose = network_of(peer[0]) if ":" in peer[0] else peer[0]  # an IPv6 network may be one machine, or a whole site's
             totals[peer[0]] += 1
-            young[peer[0]] += is_young
-            strangers[peer[0]] += is_stranger and not is_young
+            young[whose] += is_young
+            strangers[whose] += is_stranger and not is_young
             if (
                 totals[peer[0]] > CONNECTIONS_OF_AN_ADDRESS
                 or (is_stranger and (peer in self._distrusted or now - since > STRANGER_S))
-                or (is_young and young[peer[0]] > YOUNG_OF_AN_ADDRESS)
-                or (is_stranger and not is_young and strangers[peer[0]] > STRANGERS_OF_AN_ADDRESS)
+                or (is_young and young[whose] > YOUNG_OF_AN_ADDRESS)
+                or (is_stranger and not is_young and strangers[whose] > STRANGERS_OF_AN_ADDRESS)
             ):
                 yield peer
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Final
 from urllib.parse import unquote
 
+from etfarm.wire.authority import network_of
+
 FREE: Final = 100
 """Number of failures of an address without consequences: a client with an old token calls a few rpcs and retries."""
 
@@ -29,7 +31,10 @@ def address_of(peer: str) -> str:
 
 
 class Failures:
-    """Counts of failed authentications by address. Failures never cause a valid token from the same address to be refused."""
+    """Counts of failed authentications by address, or by IPv6 network.
+
+    Failures never cause a valid token from the same address to be refused.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -37,7 +42,7 @@ class Failures:
 
     def note(self, address: str) -> float:
         """Count a failure. Return the seconds to wait before the next attempt, which double with each failure."""
-        now = self._clock()
+        now, address = self._clock(), network_of(address)
         count, last = self._failed.pop(address, (0, now))
         count = 1 if now - last > FORGET_S else count + 1
         self._failed[address] = (count, now)
@@ -47,7 +52,7 @@ class Failures:
 
     def is_flood(self, address: str) -> bool:
         """Return whether an address has failed so often that connections which fail again are closed."""
-        return self._failed.get(address, (0, 0.0))[0] > FLOOD
+        return self._failed.get(network_of(address), (0, 0.0))[0] > FLOOD
 
     def _wait(self, count: int) -> float:
         return 0.0 if count <= FREE else min(MAX_WAIT_S, 2.0 ** min(count - FREE - 1, 10))

@@ -115,7 +115,7 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
                 await self.calls.take_turn(call)
         except EtfarmError as error:
             if self._ask is not None:
-                return self._question(self._ask, error, handler, method)
+                return self._question(self._ask, error, handler, method, forwarded_peer)
             return self._refusal(error, method, principal, forwarded_peer)
         return self._admission(handler, call, forwarded_peer)
 
@@ -185,7 +185,7 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
         await _abort(context, error, method)
 
     def _question(
-        self, ask: Ask, error: EtfarmError, handler: grpc.RpcMethodHandler[Any, Any], method: str
+        self, ask: Ask, error: EtfarmError, handler: grpc.RpcMethodHandler[Any, Any], method: str, forwarded_peer: str | None
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """Return a handler that asks the leader about the caller, and goes on as it decides."""
 
@@ -194,8 +194,8 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
                 credential = await ask(error, method, context)
                 call = self.calls.begin(method, credential, credential.principal)
             except EtfarmError as refusal:
-                await self._refuse(context, refusal, method)
-            behavior: Any = self._admission(handler, call).stream_stream
+                await self._refuse(context, refusal, method, forwarded_peer=forwarded_peer)
+            behavior: Any = self._admission(handler, call, forwarded_peer).stream_stream
             async for message in behavior(requests, context):
                 yield message
 

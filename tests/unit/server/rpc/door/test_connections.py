@@ -132,6 +132,21 @@ def test_of_an_address_with_too_many_strangers_the_newest_are_closed(server: Ser
     assert is_open(clients[0])
 
 
+def test_strangers_of_one_machine_are_counted_together_whichever_of_its_addresses_they_have(tmp_path: Path) -> None:
+    """A machine has a /64 network of IPv6 addresses."""
+    clock, sockets = Clock(), [socket.socket() for _ in range(STRANGERS_OF_AN_ADDRESS + 5)]
+    for each in sockets:
+        (tmp_path / str(each.fileno())).touch()
+    watched = Connections(lambda: True, clock, tmp_path, lambda number, port: (f"2001:db8::{number:x}", number))
+    try:
+        assert watched.look(1) == 0
+        clock.now += YOUNG_S
+        assert watched.look(1) == 5
+    finally:
+        for each in sockets:
+            each.close()
+
+
 def test_one_that_goes_on_with_wrong_tokens_is_closed_at_once(server: Server) -> None:
     watched = Connections(lambda: True, Clock())
     (wrong, peer), (other, _) = server.connect(), server.connect()
@@ -373,6 +388,12 @@ def test_failures_are_forgiven_then_cost_time_and_are_forgotten() -> None:
     assert failures.is_flood("a") and not failures.is_flood("b")
     clock.now += FORGET_S + 1
     assert failures.note("a") == 0
+
+
+def test_failures_of_one_machine_are_counted_together() -> None:
+    failures = Failures(Clock())
+    assert [failures.note(f"2001:db8::{number:x}") for number in range(FREE + 1)][-1] == 1
+    assert failures.note("2001:db8:0:1::1") == 0
 
 
 def test_the_table_of_failures_is_bounded() -> None:
