@@ -91,15 +91,18 @@ class PageConfinement:
             Path(f"/proc/{process.pid}/oom_score_adj").write_bytes(_OOM_SCORE)
         specification = self._specification(command, folder, active)
         if specification["user"] is not None:
-            self._admit(specification["user"], folder)
+            self._admit(specification["user"], folder, files)
         with suppress(BrokenPipeError, ConnectionResetError):  # the end of stdout shows that the launcher has ended
             process.stdin.write(launch.encode(specification))
             await process.stdin.drain()
         return process
 
-    def _admit(self, user: int, folder: Path) -> None:
-        """Give the folder to the page's user, and let it connect to the server's unix socket, if that is the address."""
+    def _admit(self, user: int, folder: Path, files: Sequence[int]) -> None:
+        """Give the folder and the inherited files to the page's user, and let it connect to the server's unix socket, if any."""
         os.chown(folder, user, user)
+        for file in files:
+            if stat.S_ISREG(os.fstat(file).st_mode):
+                os.fchown(file, user, user)
         if self._address.startswith("unix:"):
             path = Path(self._address.removeprefix("unix:"))
             os.chown(path, -1, user)
