@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from etfarm.wire.channel import parse_address
 
 PROBE: Final = """
 import ctypes, json, os, socket, sys
-data, tokens, key, elsewhere, server, farm, other = sys.argv[1:]
+data, tokens, key, elsewhere, server, farm, other, local, log = sys.argv[1:]
 def attempt(step):
     try:
         step()
@@ -29,6 +30,15 @@ def attempt(step):
         return False
 def connect(port):
     socket.create_connection(("127.0.0.1", int(port)), 10).close()
+def connect_unix():
+    socket.socket(socket.AF_UNIX).connect(local)
+def send_unix():
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    pair[0].sendto(b"x", log)
+def pair():
+    first, second = socket.socketpair()
+    first.close()
+    second.close()
 def listen():
     with socket.create_server(("127.0.0.1", 0)) as made:
         port = made.getsockname()[1]
@@ -60,6 +70,9 @@ print(json.dumps({
     "memory beside its limit": attempt(memory),
     "a port of another program": attempt(lambda: connect(other)),
     "a port of its choice": attempt(listen),
+    "a unix socket of another program": attempt(connect_unix),
+    "a datagram to a unix socket": attempt(send_unix),
+    "a pair of sockets": attempt(pair),
     "own folder": attempt(work),
     "the farm": attempt(lambda: connect(farm)),
     "environment": sorted(os.environ),
@@ -79,11 +92,22 @@ async def main(folder: Path) -> None:
         file.write_text("secret")
         file.chmod(0o644)
     elsewhere.chmod(0o777)
-    with socket.create_server(("127.0.0.1", 0)) as farm, socket.create_server(("127.0.0.1", 0)) as other:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as farm,
+        socket.create_server(("127.0.0.1", 0)) as other,
+        socket.socket(socket.AF_UNIX) as local,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log,
+    ):
+        reached = Path(tempfile.mkdtemp(dir="/tmp", prefix="etfarm-sockets-"))
+        reached.chmod(0o755)
+        for listener, name in ((local, "stream"), (log, "datagrams")):
+            listener.bind(str(reached / name))
+            (reached / name).chmod(0o777)
+        local.listen()
         address = f"127.0.0.1:{farm.getsockname()[1]}"
         config = Config(parse_address(address), data, tokens=tokens, tls_key=key, tls_cert=key)
         confinement = PageConfinement(config, address)
-        ports = [str(each.getsockname()[1]) for each in (farm, other)]
+        ports = [str(each.getsockname()[1]) for each in (farm, other)] + [str(reached / name) for name in ("stream", "datagrams")]
         arguments = [*map(str, (data, tokens, key, elsewhere)), str(os.getpid()), *ports]
         try:
             process = await confinement.start([sys.executable, "-c", PROBE, *arguments], own, ())
@@ -92,6 +116,7 @@ async def main(folder: Path) -> None:
             for left in own.iterdir():
                 left.unlink()
             own.rmdir()
+            shutil.rmtree(reached)
         measures = {measure.name: measure.active for measure in await confinement.measures()}
         print(json.dumps({"measures": measures, "steps": json.loads(output)}))
 

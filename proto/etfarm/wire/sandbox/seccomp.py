@@ -15,7 +15,7 @@ import errno
 import platform
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from etfarm.wire.sandbox import syscalls
@@ -211,6 +211,10 @@ library falls back to clone, whose flags are checked."""
 _PERSONALITY_QUERY: Final = 0xFFFFFFFF
 _INJECTING_IOCTLS: Final = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: they insert input into the terminal that started the farm
 
+_AF_UNIX: Final = 1
+_NO_STREAM: Final = 0b110
+"""Bits of which every type of socket but SOCK_STREAM has one; datagrams can be sent to other sockets than the connected one."""
+
 _MODE_FILTER: Final = 2
 
 
@@ -224,9 +228,14 @@ class Policy:
     allow_unix_socketpair: bool = False
     """Whether socketpair(AF_UNIX) stays possible; it only connects the process with its own descendants."""
 
+    without_unix_sockets: bool = False
+    """Whether unix sockets are refused but for pairs of connected streams. Landlock lets a process connect to those in the file
+    system: a user's session bus or ssh-agent would act for it outside of its confinement.
+    """
+
     def with_denied(self, *names: str, error: int = errno.EPERM) -> Policy:
         """Return this policy with further calls refused."""
-        return Policy({**self.denied, **dict.fromkeys(names, error)}, self.allow_unix_socketpair)
+        return replace(self, denied={**self.denied, **dict.fromkeys(names, error)})
 
 
 class UnsupportedArchitecture(OSError):
@@ -276,8 +285,11 @@ def build(policy: Policy, machine: str) -> bytes:
         checked(
             "socketpair",
             instruction(LOAD, ARGUMENT_0),
-            instruction(EQUALS, 1, then=1), refuse(), ALLOW,
+            instruction(EQUALS, _AF_UNIX, then=1), refuse(), ALLOW,
         )  # fmt: skip
+    if policy.without_unix_sockets:
+        checked("socket", instruction(LOAD, ARGUMENT_0), instruction(EQUALS, _AF_UNIX, otherwise=1), refuse(), ALLOW)
+        checked("socketpair", instruction(LOAD, ARGUMENT_1), instruction(ANY_BIT, _NO_STREAM, otherwise=1), refuse(), ALLOW)
     for name, error in policy.denied.items():
         checked(name, refuse(error))
     program.append(ALLOW)

@@ -17,6 +17,7 @@ import struct
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,7 +47,7 @@ _KERNEL: Final = (
     "/proc/version", "/proc/filesystems", "/proc/sys/vm", "/proc/sys/kernel", "/proc/sys/net/core/somaxconn",
 )  # fmt: skip
 _DENIED: Final = {name: error for name, error in seccomp.DENIED.items() if name not in seccomp.SOCKETS}
-POLICY: Final = seccomp.Policy(_DENIED).with_denied("memfd_create")
+POLICY: Final = seccomp.Policy(_DENIED, without_unix_sockets=True).with_denied("memfd_create")
 """The system calls that the page must not use. Memory of memfd_create would not count towards its limit."""
 
 
@@ -90,15 +91,18 @@ class PageConfinement:
             Path(f"/proc/{process.pid}/oom_score_adj").write_bytes(_OOM_SCORE)
         specification = self._specification(command, folder, active)
         if specification["user"] is not None:
-            self._admit(specification["user"], folder)
+            self._admit(specification["user"], folder, files)
         with suppress(BrokenPipeError, ConnectionResetError):  # the end of stdout shows that the launcher has ended
             process.stdin.write(launch.encode(specification))
             await process.stdin.drain()
         return process
 
-    def _admit(self, user: int, folder: Path) -> None:
-        """Give the folder to the page's user, and let it connect to the server's unix socket, if that is the address."""
+    def _admit(self, user: int, folder: Path, files: Sequence[int]) -> None:
+        """Give the folder and the inherited files to the page's user, and let it connect to the server's unix socket, if any."""
         os.chown(folder, user, user)
+        for file in files:
+            if stat.S_ISREG(os.fstat(file).st_mode):
+                os.fchown(file, user, user)
         if self._address.startswith("unix:"):
             path = Path(self._address.removeprefix("unix:"))
             os.chown(path, -1, user)
@@ -107,9 +111,10 @@ class PageConfinement:
     def _specification(self, command: Sequence[str], folder: Path, active: set[str]) -> dict[str, Any]:
         code = [Path(sys.executable), *code_paths()]
         reached = [*code, folder.parent]
-        ports = []
+        ports, policy = [], POLICY
         for address in parse_addresses(self._address):
             if address.text.startswith("unix:"):
+                policy = replace(POLICY, without_unix_sockets=False)
                 reached.append(Path(address.text.removeprefix("unix:")).parent)
             else:
                 ports.append(int(address.text.rpartition(":")[2]))
@@ -119,8 +124,8 @@ class PageConfinement:
         if is_closed and not has_landlock:
             user = None  # it could read either everything, or not even its own code
         return _specification(
-            command, str(folder), user, list(self._rules(code, folder)) if has_landlock else None, ports, reads_as_root=is_closed,
-            environment=_environment(folder),
+            command, str(folder), user, list(self._rules(code, folder)) if has_landlock else None, ports, policy,
+            reads_as_root=is_closed, environment=_environment(folder),
         )  # fmt: skip
 
     def _rules(self, code: Sequence[Path], folder: Path) -> Iterator[tuple[str, int, bool]]:
@@ -201,6 +206,7 @@ def _specification(
     user: int | None,
     rules: list[tuple[str, int, bool]] | None,
     ports: Sequence[int],
+    policy: seccomp.Policy = POLICY,
     *,
     reads_as_root: bool = False,
     probe: bool = False,
@@ -214,7 +220,7 @@ def _specification(
     return {
         "argv": list(command), "env": environment or {}, "folder": folder, "parent": os.getpid(), "user": user,
         "reads_as_root": reads_as_root, "rules": rules, "ports": list(dict.fromkeys(ports)),
-        "filters": [seccomp.build(POLICY, machine)] if has_filter else [], "limits": limits, "required": [], "probe": probe,
+        "filters": [seccomp.build(policy, machine)] if has_filter else [], "limits": limits, "required": [], "probe": probe,
     }  # fmt: skip
 
 

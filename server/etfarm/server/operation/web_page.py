@@ -302,12 +302,12 @@ def _listen(text: str) -> socket.socket:
 
 
 def _sealed(name: str, content: bytes) -> int:
-    """Return a descriptor of a read-only file in memory."""
+    """Return a descriptor of a read-only file in memory, for its owner alone."""
     file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with os.fdopen(os.dup(file), "wb") as writer:
             writer.write(content)
-        os.fchmod(file, 0o444)
+        os.fchmod(file, 0o400)
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
         os.close(file)

@@ -128,7 +128,8 @@ def _is_costly(nodes: list[ast.AST]) -> bool:
             work *= 2 * total
         elif name in _DIVIDING:  # divide by what both arguments have in common
             work = total * sum(degrees)
-            total, degree = terms[0], degrees[0]
+            # A quotient by a negative power is a power.
+            total, degree = terms[0], sum(degrees) - len(degrees) + 1
         if work > MAX_WORK or degree > MAX_DEGREE or roots > MAX_ROOTS:
             return True
         sizes[id(node)] = total, degree
@@ -137,7 +138,8 @@ def _is_costly(nodes: list[ast.AST]) -> bool:
 
 _COMPARING: Final = _words("Max Min max min")
 _DIVIDING: Final = _words("Mod FloorDiv ModularIndexing PythonMod CleanDiv CeilDiv IntTrueDiv FloatTrueDiv")
-_LEAVES: Final = _words("Symbol Integer Rational Float")
+_NUMBERS: Final = _words("Integer Rational Float")
+_LEAVES: Final = _NUMBERS | {"Symbol"}
 _NAMES_OF_OPERATORS: Final = {
     ast.Add: "Add", ast.Sub: "Add", ast.Mult: "Mul", ast.Div: "Mul", ast.FloorDiv: "FloorDiv", ast.Mod: "Mod",
 }  # fmt: skip
@@ -185,6 +187,8 @@ def _is_symbol_call(node: ast.Call) -> bool:
     name, texts = node.func.id, [a.value for a in node.args if isinstance(a, ast.Constant) and _is_str(a)]
     if name == "Symbol":
         return len(node.args) == len(texts) == 1 and _SYMBOL.fullmatch(str(texts[0])) is not None
+    if name in _NUMBERS and not all(map(_is_literal, node.args)):  # an expression within a number would count as a number
+        return False
     if name == "Float":
         return all(_NUMBER.fullmatch(str(text)) for text in texts)
     if texts:
@@ -423,6 +427,10 @@ def _has_short_numbers(nodes: list[ast.AST], text: str) -> bool:
             if len(literal) > MAX_LITERAL or not _LITERAL.fullmatch(literal) or not math.isfinite(float(literal)):
                 return False
     return True
+
+
+def _is_literal(node: ast.expr) -> bool:
+    return isinstance(node.operand if isinstance(node, ast.UnaryOp) else node, ast.Constant)
 
 
 def _is_str(node: ast.Constant) -> bool:

@@ -65,7 +65,21 @@ def sizes(count: int, first: int = 0) -> list[str]:
 
 SUMS = [call("Add", size, "Integer(1)") for size in sizes(16)]
 
+
+def tower(form: str) -> str:
+    """Return a power of a power of a power of 2."""
+    text = "Integer(2)"
+    for _ in range(3):
+        text = form.format(text)
+    return text
+
+
 COSTLY = {
+    "a tower of powers within integers": tower("Integer(Pow({}, Integer(8)))"),
+    "a tower of powers within fractions": tower("Rational(Pow({}, Integer(8)), Integer(3))"),
+    "a tower of powers within floats": tower("Float(Pow({}, Integer(8)))"),
+    "a tower of quotients by negative powers": tower("(1 // Pow({}, Integer(-8)))"),
+    "a tower of FloorDivs by negative powers": tower("FloorDiv(Integer(1), Pow({}, Integer(-8)))"),
     "an exact number of ten million digits": "1e9999999",
     "the same in an integer": "Integer(1e999999)",
     "a tiny number that is not 0 to sympy": "1e-9999999",
