@@ -21,6 +21,7 @@ from etfarm.client.errors import ExtraMissing
 from etfarm.client.export.errors import BadModelSource
 from etfarm.client.export.huggingface_folder import (
     DTYPES,
+    MAX_MODULES,
     MAX_RANDOM_PARAMETERS,
     OPTIONS,
     BadCheckpoint,
@@ -31,6 +32,7 @@ from etfarm.client.export.huggingface_folder import (
     read_folder,
 )
 from etfarm.client.export.noise import quiet, quiet_natively
+from etfarm.wire.escapes import in_a_line
 from etfarm.wire.generation import draw_tokens
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ def load(
     checked, tell = read_folder(folder), say or (lambda _: None)
     with _importing(folder):
         transformers = _import_transformers(f"hf:{folder}")
-        with _no_hub():
+        with _no_hub(), _few_modules(checked):
             config = _config(transformers, checked, tell)
             kind = _architecture(transformers, checked, config)
             _require_few_parameters(transformers, checked, kind, config, DTYPES[dtype], max_parameters or MAX_RANDOM_PARAMETERS)
@@ -175,6 +177,34 @@ def _no_hub() -> Iterator[None]:
             os.environ["HF_HUB_OFFLINE"] = environment
 
 
+@contextmanager
+def _few_modules(folder: Folder) -> Iterator[None]:
+    """Limit the modules that are created: without their weights they still take memory and time.
+
+    Raises:
+        BadCheckpoint: within, for one more than `MAX_MODULES`.
+    """
+    from torch.nn.modules.module import register_module_module_registration_hook
+
+    created = 0
+
+    def count(*_: object) -> None:
+        nonlocal created
+        created += 1
+        if created > 2 * MAX_MODULES:  # the model is created twice, first without memory for its weights
+            raise BadCheckpoint(
+                f"The model of config.json in {folder.path} has more than {MAX_MODULES:,} modules.",
+                "Give the config.json that save_pretrained wrote.",
+                path=str(folder.path),
+            )
+
+    hook = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def _config(transformers: Any, folder: Folder, say: Say) -> Any:
     if folder.has_code:
         if folder.model_type not in importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES:
@@ -258,6 +288,8 @@ def _create(transformers: Any, folder: Folder, kind: str, config: Any, dtype: st
                 model, loaded = create("sdpa")
             except ValueError:  # some models have no choice of attentions
                 model, loaded = create("eager")
+    except BadCheckpoint:
+        raise
     except Exception as error:
         what = "its checkpoint cannot be loaded" if checkpoint else "it cannot be created"
         raise UnsupportedArchitecture(str(folder.path), folder.model_type, f"{what}: {_line(error)}") from error
@@ -265,7 +297,8 @@ def _create(transformers: Any, folder: Folder, kind: str, config: Any, dtype: st
         _must_be_whole(folder, loaded)
         if unused := sorted(loaded["unexpected_keys"]):
             more = f" and {len(unused) - 3:,} more" if len(unused) > 3 else ""
-            say(f"{type(model).__name__} does not use these weights of the checkpoint: {', '.join(unused[:3])}{more}.")
+            names = in_a_line(", ".join(name[:100] for name in unused[:3]))
+            say(f"{type(model).__name__} does not use these weights of the checkpoint: {names}{more}.")
     if hasattr(model, "set_experts_implementation") and getattr(model, "_can_set_experts_implementation", lambda: False)():
         model.set_experts_implementation("batched_mm")  # grouped matrix multiplications have no kernel in ExecuTorch
     return model.eval().requires_grad_(False)
@@ -288,6 +321,8 @@ def _require_few_parameters(transformers: Any, folder: Folder, kind: str, config
         with quiet(), torch.device("meta"):
             # The same configuration creates the model itself, and creating a model may change it.
             model = (cls.from_config if kind == _CAUSAL else cls._from_config)(copy.deepcopy(config), **options)
+    except BadCheckpoint:
+        raise
     except Exception:  # noqa: BLE001 - a class that cannot be created without values; creating it says what is wrong
         return
     parameters = list(model.parameters())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -11,6 +13,12 @@ from etfarm.client.export.errors import BadModelArgument, ModelNotFound
 from etfarm.wire.errors import UserError
 
 MAX_CONFIG_BYTES: Final = 4 << 20
+_MAX_INDEX_BYTES: Final = 64 << 20
+MAX_MODULES: Final = 200_000
+"""Maximum number of modules of a model; the largest mixtures of experts have about 100,000."""
+_MAX_COUNT: Final = 1 << 20
+_COUNTS: Final = re.compile(r"(?:layer|depth|stage|block|expert|label)s?$")
+"""Names of numbers for each of which transformers creates something, already in the configuration, where no size is known yet."""
 MAX_TOKENS: Final = 1 << 20
 """Maximum of options that are numbers of tokens."""
 MAX_RANDOM_PARAMETERS: Final = 2_000_000_000
@@ -144,7 +152,11 @@ def read_folder(path: Path) -> Folder:
             "Merge it into its model with merge_and_unload, and save that with save_pretrained.",
             path=shown,
         )
-    tensors = any(path.glob("*.safetensors"))
+    if large := next((name for name, value in _numbers(config) if _COUNTS.search(name) and value > _MAX_COUNT), None):
+        raise BadCheckpoint(
+            f"{large!r} in {file} is more than {_MAX_COUNT:,}.", "Give the config.json that save_pretrained wrote.", path=shown
+        )
+    tensors = _has_safetensors(path, config.get("transformers_weights"))
     others = sorted(each.name for pattern in ("*.bin", "*.pt", "*.pth") for each in path.glob(pattern))
     weights = [name for name in others if name.startswith(("pytorch_model", "model", "consolidated"))]
     if weights and not tensors:
@@ -154,6 +166,55 @@ def read_folder(path: Path) -> Folder:
             path=shown,
         )
     return Folder(path, model_type, tuple(architectures), tensors, bool(config.get("auto_map")))
+
+
+def _has_safetensors(path: Path, named: object) -> bool:
+    """Return whether a folder has weights in safetensors files, which alone may be loaded.
+
+    transformers also opens what an index or config.json names, in other folders and formats.
+
+    Args:
+        named: the file that config.json names instead of the usual one.
+
+    Raises:
+        BadCheckpoint: one of the files is not regular, or an index names another kind of file.
+    """
+    shown = str(path)
+    files = {each.name for each in path.glob("*.safetensors")}
+    index = path / ("model.safetensors.index.json" if named is None else str(named))
+    for each in (*(path / name for name in sorted(files)), index, path / "generation_config.json"):
+        if each.exists() and not each.is_file():
+            raise BadCheckpoint(f"{each} is not a file.", "Copy or download the folder again.", path=shown)
+    if named is not None and named not in files and (index.parent != path or not index.name.endswith(".safetensors.index.json")):
+        raise BadCheckpoint(
+            f"config.json in {shown} names the weights {str(named)[:100]!r}, which are no safetensors file of the folder.",
+            "Save the model again with save_pretrained, which writes safetensors.",
+            path=shown,
+        )
+    if named in files or (named is None and "model.safetensors" in files) or not index.exists():
+        return bool(files)
+    parts = _read_json(index, _MAX_INDEX_BYTES).get("weight_map")
+    other = next((part for part in parts.values() if str(part) not in files), "") if isinstance(parts, dict) else None
+    if other != "":
+        raise BadCheckpoint(
+            f"{index} names {str(other)[:100]!r}, which is no safetensors file of the folder.",
+            "Copy or download the folder again with all its files, or save the model again with save_pretrained.",
+            path=shown,
+        )
+    return True
+
+
+def _numbers(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """Yield the whole numbers of a configuration with their names, those of a list with its name."""
+    left: list[tuple[str, Any]] = [("", config)]
+    while left:
+        name, value = left.pop()
+        if isinstance(value, int):
+            yield name, value
+        elif isinstance(value, dict):
+            left.extend(value.items())
+        elif isinstance(value, list):
+            left.extend((name, part) for part in value)
 
 
 def parse_options(model: str, text: str) -> dict[str, str | int]:
@@ -181,23 +242,21 @@ def parse_options(model: str, text: str) -> dict[str, str | int]:
     return options
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     shown = str(file)
     try:
         with file.open("rb") as opened:
-            content = opened.read(MAX_CONFIG_BYTES + 1)
+            content = opened.read(max_bytes + 1)
     except OSError as error:
         raise BadCheckpoint(
             f"{shown} cannot be read: {error.strerror or error}.", "Give a folder that you may read.", path=shown
         ) from error
-    if len(content) > MAX_CONFIG_BYTES:
-        raise BadCheckpoint(
-            f"{shown} has more than {MAX_CONFIG_BYTES >> 20} MiB.", "Give a config.json of transformers.", path=shown
-        )
+    if len(content) > max_bytes:
+        raise BadCheckpoint(f"{shown} has more than {max_bytes >> 20} MiB.", "Copy or download it again.", path=shown)
     try:
         config = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise BadCheckpoint(f"{shown} is not JSON: {error}.", "Copy or download it again.", path=shown) from None
     if not isinstance(config, dict):
-        raise BadCheckpoint(f"{shown} is not a JSON object.", "Give a config.json of transformers.", path=shown)
+        raise BadCheckpoint(f"{shown} is not a JSON object.", "Copy or download it again.", path=shown)
     return config

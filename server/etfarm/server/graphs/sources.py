@@ -10,8 +10,7 @@ _FRAME = re.compile(r'^\s*File "([^"\n]+)", line (\d+)(?:, in .*)?$')
 _MARKS = re.compile(r"^[\s~^]+$")
 _INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/(.+)$")
 _STANDARD_LIBRARY = re.compile(r"/lib/python3(?:\.\d+t?)?/(?!(?:site|dist)-packages/)")
-_COMMA = re.compile(r",(?![^()\[\]]*[)\]])")
-_SEMICOLON = re.compile(r";(?![^()\[\]]*[)\]])")
+_BRACKET = re.compile(r"(?=[()\[\]])")
 _ROOT = re.compile(r"^L(?:\['self'\]|__self__)\.?")
 
 _FRAMEWORKS = ("torch/", "torchao/", "executorch/", "torchgen/", "functorch/")
@@ -73,8 +72,8 @@ def module_of(nn_module_stack: str | None) -> str | None:
     """
     if not nn_module_stack:
         return None
-    for entry in reversed(_SEMICOLON.split(nn_module_stack)):
-        fields = _COMMA.split(entry)
+    for entry in reversed(_split(nn_module_stack, ";")):
+        fields = _split(entry, ",")
         if len(fields) >= 2:
             return _ROOT.sub("", fields[1]).replace("slice(None, None, None)", "").strip(".") or None
     return None
@@ -95,6 +94,17 @@ def common_module(modules: Iterable[str | None]) -> str | None:
             break
         shared.append(names[0])
     return ".".join(shared) or None
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Split at the separators outside of brackets, in linear time: those before an opening bracket, or before none."""
+    parts: list[list[str]] = [[]]
+    pieces = _BRACKET.split(text)
+    for piece, following in zip(pieces, [*pieces[1:], ""], strict=True):
+        first, *more = [piece] if following.startswith((")", "]")) else piece.split(separator)
+        parts[-1].append(first)
+        parts.extend([part] for part in more)
+    return ["".join(part) for part in parts]
 
 
 def _frames(text: str) -> Iterator[tuple[str, int, str]]:

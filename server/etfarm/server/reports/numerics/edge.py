@@ -181,10 +181,6 @@ def _reassign_dequantizing(edge: EdgeGraph, groups: dict[int, list[Operator]]) -
                 groups[owner].append(operator)
 
 
-def _is_kernel_of(name: str, operator: Operator) -> bool:
-    return base_name(name) == base_name(operator.node.op_type)
-
-
 def _operator(index: int, node: Mapping[str, Any], metas: Mapping[str, Any]) -> Operator:
     metadata = node["metadata"]
     return Operator(

@@ -7,7 +7,6 @@ Both are read without loading a graph: an ETRecord is a zip whose graphs are JSO
 from __future__ import annotations
 
 import json
-import lzma
 import math
 import re
 import zipfile
@@ -148,10 +147,14 @@ _MOST_DIMS: Final = 64
 """Maximum number of dims of a tensor; PyTorch's own limit."""
 _MOST_FOLLOWERS: Final = 1000
 """Maximum length of a chain of absorbed nodes; a longer one indicates a cyclic graph."""
+_MOST_HANDLES: Final = 1 << 20
+"""Maximum number of debug handles of one instruction or node, and of all nodes that are absorbed."""
+_COMPRESSIONS: Final = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+"""Compressions that zipfile expands no further than it is asked to."""
 
 UNREADABLE: Final = (
     zipfile.BadZipFile, OSError, EOFError, KeyError, ValueError, TypeError, AttributeError, OverflowError, zlib.error,
-    lzma.LZMAError,
+    MemoryError,
     # zipfile raises RuntimeError for an encrypted entry and for an unsupported compression.
     RuntimeError,
 )  # fmt: skip
@@ -278,9 +281,12 @@ def _load(archive: zipfile.ZipFile, entry: str) -> Any:
     info = archive.getinfo(entry)
     if info.file_size > _MAX_ENTRY_BYTES:
         raise ValueError(f"{entry} has {info.file_size} bytes")
+    if info.compress_type not in _COMPRESSIONS:
+        raise ValueError(f"{entry} has the compression {info.compress_type}")
     if info.header_offset + info.compress_size > archive.start_dir:
         raise ValueError(f"{entry} ends behind the archive's entries")
-    return json.loads(archive.read(entry))
+    with archive.open(info) as packed:
+        return json.loads(packed.read(info.file_size))  # without a size, it would expand all, and then cut it
 
 
 def _graph_entry(archive: zipfile.ZipFile, method: str) -> str:
@@ -309,7 +315,17 @@ def node_of(node: Mapping[str, Any]) -> Node:
     target, metadata = str(node["target"]), node["metadata"]
     for prefix in _TARGETS:
         target = target.removeprefix(prefix)
-    return Node(target, module_of(metadata.get("nn_module_stack")), source_of(metadata.get("stack_trace")))
+    module, source = module_of(metadata.get("nn_module_stack")), source_of(metadata.get("stack_trace"))
+    _require_reportable(target, module or "", *((source.file, source.code) if source is not None else ()))
+    if source is not None and source.line >= 1 << 31:
+        raise ValueError(f"a stack trace has the line {source.line}")
+    return Node(target, module, source)
+
+
+def _require_reportable(*texts: str) -> None:
+    """Raise a ValueError for texts that a report cannot hold: JSON may have half of a surrogate pair."""
+    for text in texts:
+        text.encode()
 
 
 def _operator(node: Mapping[str, Any], metas: Mapping[str, Any]) -> Operator:
@@ -327,7 +343,9 @@ def _mutations(graph: Mapping[str, Any], signature: Mapping[str, Any]) -> Iterat
         mutation = spec.get("buffer_mutation") or spec.get("user_input_mutation")
         producer = producers.get(mutation["arg"]["name"]) if mutation else None
         if producer is not None:
-            yield str(mutation.get("buffer_name") or mutation.get("user_input_name")), node_of(producer)
+            name = str(mutation.get("buffer_name") or mutation.get("user_input_name"))
+            _require_reportable(name)
+            yield name, node_of(producer)
 
 
 def _elements(meta: Mapping[str, Any] | None) -> int:
@@ -347,6 +365,7 @@ def _followers(graph: Mapping[str, Any]) -> dict[int, tuple[int, ...]]:
     for name in tensor_names(graph["outputs"]):
         users_of.setdefault(name, []).append(-1)
     followers: dict[int, tuple[int, ...]] = {}
+    total = 0
     for node in nodes:
         following: list[int] = []
         at = node
@@ -358,6 +377,9 @@ def _followers(graph: Mapping[str, Any]) -> dict[int, tuple[int, ...]]:
             if (length := length + 1) > _MOST_FOLLOWERS:
                 raise ValueError(f"more than {_MOST_FOLLOWERS} activations follow each other")
             following.extend(handles_of(at["metadata"].get("debug_handle")))
+            if total + len(following) > _MOST_HANDLES:
+                raise ValueError(f"more than {_MOST_HANDLES:,} activations follow operators")
+        total += len(following)
         if following:
             followers.update((handle, tuple(following)) for handle in handles_of(node["metadata"].get("debug_handle")))
     return followers
@@ -379,5 +401,12 @@ def tensor_names(value: Any) -> Iterator[str]:
 
 
 def handles_of(value: object) -> tuple[int, ...]:
-    """Return debug handles, which records write as 3, [3, 4], "3" or "(3, 4)"; 0 means no handle."""
-    return tuple(number for number in map(int, re.findall(r"\d+", str(value or ""))) if number)
+    """Return debug handles, which records write as 3, [3, 4], "3" or "(3, 4)"; 0 means no handle.
+
+    Raises:
+        ValueError: they are too many, or too large for a report.
+    """
+    handles = tuple(number for number in map(int, re.findall(r"\d+", str(value or ""))) if number)
+    if len(handles) > _MOST_HANDLES or any(handle >= 1 << 63 for handle in handles):
+        raise ValueError(f"an operator has {len(handles):,} debug handles, the largest of which is {max(handles)}")
+    return handles
