@@ -6,7 +6,8 @@ and the sockets shut down, which gRPC handles as if the peer had closed them.
 A connection without a valid token may begin calls faster than the event loop can refuse them. While many calls wait, the loop
 drops those without a valid token, and a thread pauses the connections that begin them. A pause loses nothing: the kernel ignores
 what arrives, and the peer sends it again later. So a client whose first calls wait is only delayed, and an attacker does not
-notice that another connection is needed.
+notice that another connection is needed. While calls are dropped, each new connection receives its first bytes only, in which
+one call fits: an attacker that reconnects for each burst of calls would otherwise be faster than the thread.
 """
 
 from __future__ import annotations
@@ -78,6 +79,15 @@ WAITING: Final = 1024
 A valid caller waits until the loop has taken the earlier calls of the same method: 0.03 ms for each, on a busy machine several
 times as much.
 """
+
+FIRST_BYTES: Final = 512
+"""Number of bytes of a segment that the kernel takes for a new connection while calls without a valid token are dropped.
+
+The peer sends the rest again after 0.2 s. By then the token of its first call is known.
+"""
+
+HOLD_S: Final = 2.0
+"""Time for which new connections are held after a call was dropped while many waited."""
 
 REFUSALS: Final = 256
 """Number of calls without a valid token that are refused at once; each takes 0.35 ms."""
@@ -189,6 +199,16 @@ def _peer_of(opened: socket.socket | None, port: int) -> Peer | None:
     return _plain(host), peer_port
 
 
+def _listens(opened: socket.socket, port: int) -> bool:
+    """Return whether a socket accepts connections to a TCP port."""
+    return (
+        opened.family in (socket.AF_INET, socket.AF_INET6)
+        and opened.type == socket.SOCK_STREAM
+        and bool(opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        and opened.getsockname()[1] == port
+    )
+
+
 class Counts(Protocol):
     """The calls that began, which gRPC counts before the event loop takes them."""
 
@@ -235,6 +255,10 @@ class Connections:
         self._flooding: set[Peer] = set()
         """Connections whose calls were dropped while many calls waited."""
         self._paused: set[Peer] = set()
+        self._held: set[Peer] = set()
+        """Connections of which the kernel may take the first bytes only."""
+        self._holds_new = self._has_held = False
+        """Whether the listening sockets hold new connections, and whether they ever did."""
         self._ending: set[Peer] = set()
         """Connections to close although they have sent a valid token."""
         self._since: dict[Peer, float] = {}
@@ -275,8 +299,8 @@ class Connections:
     def trust(self, peer: str) -> None:
         """Record that a call with a valid token arrived over a connection; `peer` is gRPC's name of the connection's peer."""
         if (known := parse_peer(peer)) is not None:
+            self._is_due |= known in self._paused or (known not in self._trusted and self._has_held)
             self._trusted.add(known)
-            self._is_due |= known in self._paused
 
     def distrust(self, peer: str) -> None:
         """Record that a connection keeps sending invalid tokens. It is closed at once unless it has also sent a valid one."""
@@ -307,6 +331,7 @@ class Connections:
 
     def _watch(self, port: int, loop: asyncio.AbstractEventLoop) -> None:
         backlog, looked_s, waiting, changed, beats = Backlog(), self._clock(), 0, 0, 0
+        dropped, dropped_s = 0, -HOLD_S
         while not self._closing.wait(_TICK_S if backlog.waiting or self._is_due else _IDLE_TICK_S):
             now = self._clock()
             begun = self._taken if self.counts is None else self.counts.begun()
@@ -316,6 +341,11 @@ class Connections:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
                     loop.call_soon_threadsafe(self._beat)
             self.is_behind = backlog.waiting > _BURST
+            if self.is_behind and self.dropped > dropped:
+                dropped_s = now
+            dropped = self.dropped
+            if (now - dropped_s < HOLD_S) is not self._holds_new:
+                self._hold_new(port, not self._holds_new)
             is_regular = now - looked_s >= LOOK_S
             if not (is_regular or self._is_due or grown > _BURST):
                 waiting = min(waiting, backlog.waiting)
@@ -331,6 +361,15 @@ class Connections:
                     log.warning("closed or paused connections without a valid token or beyond the limits", connections=changed)
                 changed = 0
 
+    def _hold_new(self, port: int, holds: bool) -> None:
+        self._holds_new, self._has_held = holds, True
+        self._is_due = True
+        for path in self._open_files.iterdir():
+            with _socket(int(path.name)) as opened:
+                if opened is not None and _listens(opened, port):
+                    with contextlib.suppress(OSError):  # the kernel has no packet filter
+                        _filter(opened, _FIRST if holds else None)
+
     def _beat(self) -> None:
         self._beats += 1
 
@@ -341,6 +380,8 @@ class Connections:
         # once.
         known = self._trusted.copy(), self._distrusted.copy(), self._flooding.copy()
         descriptors = self._list(port)
+        if self._has_held:  # a connection has the filter that its listening socket had
+            self._held = (self._held & descriptors.keys()) | (descriptors.keys() - self._since.keys())
         self._since = {peer: self._since.get(peer, now) for peer in descriptors}
         for current, listed in zip((self._trusted, self._distrusted, self._flooding), known, strict=True):
             if current is self._trusted or not self.is_behind:  # else calls of closed connections may still wait
@@ -356,9 +397,11 @@ class Connections:
         paused = self._to_pause(descriptors.keys() - excess) - self._paused
         for peer in paused:
             self._paused.add(peer)
+            self._held.discard(peer)
             _pause(descriptors[peer], peer, port)
-        for peer in [peer for peer in self._paused if self._may_resume(peer)]:
+        for peer in [peer for peer in self._paused | self._held if self._may_resume(peer)]:
             self._paused.discard(peer)
+            self._held.discard(peer)
             _resume(descriptors[peer], peer, port)
         return len(excess) + len(paused)
 
@@ -371,7 +414,7 @@ class Connections:
         return flooding | most_waiting({peer: count - self._taken_of[peer] for peer, count in begun.items()}, WAITING)
 
     def _may_resume(self, peer: Peer) -> bool:
-        return peer in self._trusted or (peer not in self._flooding and not self.is_behind)
+        return peer in self._trusted or (peer not in self._flooding and not self.is_behind and not self._holds_new)
 
     def _list(self, port: int) -> dict[Peer, int]:
         """Return the descriptors of the connections to the port by their peers."""
@@ -449,8 +492,23 @@ def most_waiting(waiting: Mapping[Peer, int], most: int) -> set[Peer]:
 
 
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # <asm/socket.h>, of all of etfarm's servers' architectures
-_NOTHING = ctypes.create_string_buffer(struct.pack("=HBBI", 6, 0, 0, 0), 8)
+_NOTHING = struct.pack("=HBBI", 6, 0, 0, 0)
 """A program of the kernel's packet filter: the instruction `BPF_RET | BPF_K` with 0, which accepts no byte of any packet."""
+_FIRST = b"".join(
+    struct.pack("=HBBI", code, 0, 0, value)
+    for code, value in ((0x30, 12), (0x74, 4), (0x64, 2), (0x04, FIRST_BYTES), (0x16, 0))  # ldb, rsh, lsh, add, ret
+)
+"""A program that accepts the TCP header, the length of which is in the upper half of byte 12, and the first bytes after it."""
+
+
+def _filter(opened: socket.socket, program: bytes | None) -> None:
+    """Give a socket a program of the kernel's packet filter instead of the one that it has; None removes it."""
+    if program is None:
+        with contextlib.suppress(OSError):  # it has none
+            opened.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+        return
+    code = ctypes.create_string_buffer(program, len(program))
+    opened.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", len(program) // 8, ctypes.addressof(code)))
 
 
 def _pause(number: int, peer: Peer, port: int) -> None:
@@ -458,22 +516,21 @@ def _pause(number: int, peer: Peer, port: int) -> None:
     with _socket(number) as opened, contextlib.suppress(OSError):
         if opened is not None and _peer_of(opened, port) == peer:
             try:
-                opened.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(_NOTHING)))
+                _filter(opened, _NOTHING)
             except OSError:
                 opened.shutdown(socket.SHUT_RDWR)
 
 
 def _resume(number: int, peer: Peer, port: int) -> None:
-    with _socket(number) as opened, contextlib.suppress(OSError):
+    with _socket(number) as opened:
         if opened is not None and _peer_of(opened, port) == peer:
-            opened.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+            _filter(opened, None)
 
 
 def _shut_down(number: int, peer: Peer, port: int) -> None:
     with _socket(number) as opened, contextlib.suppress(OSError):  # the peer has already disconnected
         if opened is not None and _peer_of(opened, port) == peer:  # the descriptor may belong to another connection by now
-            with contextlib.suppress(OSError):  # it is not paused
-                opened.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)  # else the peer's acknowledgement would be ignored
+            _filter(opened, None)  # else the peer's acknowledgement would be ignored
             opened.shutdown(socket.SHUT_RDWR)
 
 
