@@ -322,7 +322,7 @@ class Connections:
             strange = self._strange
             self.is_flooded = now - flooded_s < FLOOD_S
             if (now - flooded_s < HOLD_S) is not self._holds_new:
-                self._hold_new(port, not self._holds_new)
+                self.hold_new(port, holds=not self._holds_new)
             is_regular = now - looked_s >= LOOK_S
             if not (is_regular or self._is_due or self.is_flooded):
                 continue
@@ -337,7 +337,8 @@ class Connections:
                     log.warning("closed or paused connections without a valid token or beyond the limits", connections=changed)
                 changed = 0
 
-    def _hold_new(self, port: int, holds: bool) -> None:
+    def hold_new(self, port: int, *, holds: bool) -> None:
+        """Let the kernel take only the first bytes for connections that are accepted from now on, or end this."""
         self._holds_new, self._has_held = holds, True
         self._is_due = True
         for path in self._open_files.iterdir():
