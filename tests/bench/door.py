@@ -43,7 +43,7 @@ LIMITS = {
     "flood_longest_wait_s": 1.0, "flood_memory_after_to_before": 1.1,
 }  # fmt: skip
 """The results stay below."""
-QUICK_FLOODS = [(kind, connections, 6.0) for kind in ("reset", "headers") for connections in (8, 32)]
+QUICK_FLOODS = [(kind, connections, 6.0) for kind in ("reset", "headers", "reconnect") for connections in (8, 32)]
 FLOODS = [(kind, connections, seconds) for kind, connections, _ in QUICK_FLOODS for seconds in (6.0, 15.0, 35.0)]
 """Kinds, numbers of connections and seconds of first floods: each meets a server of its own."""
 GET_SERVER_INFO = "/etfarm.v1.FarmService/GetServerInfo"

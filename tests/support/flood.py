@@ -31,6 +31,7 @@ from tests.support.http2 import (
 PATH: Final = "/etfarm.v1.FarmService/GetServerInfo"
 _BLOCK: Final = fields(PATH, {}, indexed=True)
 _FRAMES, _SENT_BYTES, _PAUSE_S = 200, 1 << 16, 0.002
+_STREAMS: Final = 256
 
 
 def _call(index: int, *, resets: bool) -> bytes:
@@ -42,12 +43,15 @@ def _call(index: int, *, resets: bool) -> bytes:
 KINDS: Final[dict[str, Callable[[int], bytes]]] = {
     "reset": lambda index: _call(index, resets=True),
     "headers": lambda index: _call(index, resets=False),
+    "reconnect": lambda index: _call(index, resets=False),
+    "reconnect-reset": lambda index: _call(index, resets=True),
     "data": lambda index: frame(DATA, 0, 1, b"") if index else _call(0, resets=False),
     "continuation": lambda index: frame(CONTINUATION if index else HEADERS, 0, 1, b""),
     "ping": lambda index: frame(PING, 0, 0, bytes(8)),
     "settings": lambda index: frame(SETTINGS, 0, 0, b""),
 }
-"""The frame or frames of a flood, by the number of those before it on the same connection."""
+"""The frame or frames of a flood, by the number of those before it on the same connection. Those that reconnect close each
+connection after as many calls as it may begin."""
 
 
 class _Attacker:
@@ -57,6 +61,7 @@ class _Attacker:
         host, _, port = address.rpartition(":")
         self._address = host, int(port)
         self._frame = KINDS[kind]
+        self._most = _STREAMS if kind.startswith("reconnect") else sys.maxsize
         self._socket: socket.socket | None = None
         self._index, self._waiting, self._is_acknowledged = 0, b"", False
         self.opened = self.closed = self.sent_bytes = 0
@@ -90,14 +95,17 @@ class _Attacker:
         except BlockingIOError:
             pass
         if self._is_acknowledged and len(self._waiting) < _SENT_BYTES:
-            self._waiting += b"".join(map(self._frame, range(self._index, self._index + _FRAMES)))
-            self._index += _FRAMES
+            until = min(self._index + _FRAMES, self._most)
+            self._waiting += b"".join(map(self._frame, range(self._index, until)))
+            self._index = until
         try:
             sent = self._socket.send(self._waiting)
         except BlockingIOError:
             return False
         self._waiting = self._waiting[sent:]
         self.sent_bytes += sent
+        if not self._waiting and self._index == self._most:
+            self.close()
         return sent > 0
 
     def close(self) -> None:

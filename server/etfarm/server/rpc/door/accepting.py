@@ -11,11 +11,8 @@ methods of etfarm are; so the remaining calls can be refused without decoding th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
-import json
-import re
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -23,7 +20,7 @@ import grpc
 import structlog
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
-from etfarm.server.rpc.door.connections import Connections, Peer, parse_peer
+from etfarm.server.rpc.door.connections import Connections
 
 log = structlog.get_logger()
 
@@ -93,15 +90,15 @@ class _Accepting(cygrpc.AioServer):  # type: ignore[misc]
         loop = asyncio.get_running_loop()
         while True:
             call = await method.request()
-            is_behind = self.connections is not None and self.connections.is_behind
+            is_flooded = self.connections is not None and self.connections.is_flooded
             if self._admits(call, loop):
                 handling = cygrpc._handle_rpc(method.name, method.resolver, method.interceptors, call, loop, False)
                 method.add(loop.create_task(cygrpc._schedule_rpc_coro(handling, call, loop, method.name), name="a call"))
             else:
                 self._drop(call, loop)
-            if not is_behind and is_extra:
+            if not is_flooded and is_extra:
                 return
-            if is_behind and method.accepting < AT_ONCE:
+            if is_flooded and method.accepting < AT_ONCE:
                 method.accepting += 1
                 extra = loop.create_task(self._accept(method, is_extra=True), name="more calls")
                 extra.add_done_callback(method.end_extra)
@@ -117,8 +114,8 @@ class _Accepting(cygrpc.AioServer):  # type: ignore[misc]
         await asyncio.sleep(_END_AFTER_S)
         while self._dropped:
             await asyncio.sleep(_END_S)
-            is_behind = self.connections is not None and self.connections.is_behind
-            del self._dropped[: max(len(self._dropped) - _MOST_DROPPED, 0) if is_behind else _END_AT_ONCE]
+            is_flooded = self.connections is not None and self.connections.is_flooded
+            del self._dropped[: max(len(self._dropped) - _MOST_DROPPED, 0) if is_flooded else _END_AT_ONCE]
         await asyncio.to_thread(_return_memory)
 
     def _admits(self, call: Any, loop: asyncio.AbstractEventLoop) -> bool:
@@ -136,48 +133,6 @@ def _return_memory() -> None:
     """Return the memory of calls that have ended to the kernel, which glibc keeps otherwise."""
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
-
-
-class _Counts:
-    """The calls that began at the server that this process has created last, as gRPC's channelz service knows them."""
-
-    def __init__(self) -> None:
-        self._begun = 0
-        self._server = max(int(server["ref"]["serverId"]) for server in _pages(cygrpc.channelz_get_servers, "server"))
-
-    def begun(self) -> int:
-        with contextlib.suppress(ValueError):  # the server has ended
-            # Decoding the whole answer would take most of the time of a check.
-            if found := re.search(rb'"callsStarted":"(\d+)"', cygrpc.channelz_get_server(self._server)):
-                self._begun = int(found[1])
-        return self._begun
-
-    def begun_by(self, peers: Collection[Peer]) -> dict[Peer, int]:
-        counts = {}
-        for socket in _pages(lambda first: cygrpc.channelz_get_server_sockets(self._server, first, 0), "socketRef"):
-            # The name is that of the transport and the peer: "chttp2 ipv4:127.0.0.1:4711".
-            if (peer := parse_peer(socket["name"].rpartition(" ")[2])) is not None and peer in peers:
-                try:
-                    data = json.loads(cygrpc.channelz_get_socket(int(socket["socketId"])))["socket"]["data"]
-                except ValueError:
-                    continue  # closed in the meantime
-                counts[peer] = int(data.get("streamsStarted", 0))
-        return counts
-
-
-def _pages(fetch: Callable[[int], bytes], key: str) -> Iterator[dict[str, Any]]:
-    """Yield the entries of all pages of a list of channelz; a page begins at an entry's number."""
-    first, is_end = 0, False
-    while not is_end:
-        try:
-            page = json.loads(fetch(first))
-        except ValueError:
-            return  # the server has ended
-        entries = page.get(key, [])
-        is_end = page.get("end", False) or not entries
-        for entry in entries:
-            first = max(first, int(entry["socketId"] if key == "socketRef" else entry["ref"]["serverId"]) + 1)
-            yield entry
 
 
 def new_server(
@@ -204,6 +159,5 @@ def new_server(
     finally:
         cygrpc.AioServer = original
     if connections is not None:
-        connections.counts = _Counts()
         server._server.connections, server._server.has_token = connections, has_token  # type: ignore[attr-defined]
     return server

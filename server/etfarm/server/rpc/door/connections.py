@@ -6,12 +6,12 @@ and the sockets shut down, which gRPC handles as if the peer had closed them.
 A connection without a valid token may begin calls faster than the event loop can refuse them. While many calls wait, the loop
 drops those without a valid token, and a thread pauses the connections that begin them. A pause loses nothing: the kernel ignores
 what arrives, and the peer sends it again later. So a client whose first calls wait is only delayed, and an attacker does not
-notice that another connection is needed.
+notice that another connection is needed. While calls are dropped, each new connection receives its first bytes only, in which
+one call fits: an attacker that reconnects for each burst of calls would otherwise be faster than the thread.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
 import functools
@@ -23,10 +23,11 @@ import stat
 import struct
 import sys
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 from urllib.parse import unquote
 
 import structlog
@@ -64,7 +65,7 @@ MAX_STREAMS: Final = 256
 gRPC also counts calls that were reset and still wait for the event loop.
 """
 
-MAX_PENDING: Final = 65_536
+MAX_PENDING: Final = 16_384
 """Maximum number of calls of one method that wait for the event loop: more than one address can open without a valid token."""
 
 MAX_REQUEST_BYTES: Final = 32 << 20
@@ -73,17 +74,28 @@ MAX_REQUEST_BYTES: Final = 32 << 20
 MAX_METADATA_BYTES: Final = 16 << 10
 """Maximum size of a request's metadata, which contains a token and a project."""
 
-WAITING: Final = 1024
-"""Number of waiting calls of connections without a valid token, above which those with the most are paused.
+FLOOD_CALLS: Final = 32
+"""Number of calls without a valid token between two ticks of the thread, above which they are a flood."""
 
-A valid caller waits until the loop has taken the earlier calls of the same method: 0.03 ms for each, on a busy machine several
-times as much.
+FLOOD_S: Final = 0.5
+"""Time for which a flood is assumed to go on after such a tick."""
+
+MANY_BYTES: Final = 1024
+"""Number of bytes above which a connection without a valid token is paused during a flood: a few calls have fewer."""
+
+FIRST_BYTES: Final = 256
+"""Number of bytes of a segment that the kernel takes for a new connection while calls without a valid token are dropped.
+
+The peer sends the rest again after 0.2 s. By then the token of its first call is known.
 """
+
+HOLD_S: Final = 2.0
+"""Time for which new connections are held after such a tick."""
 
 REFUSALS: Final = 256
 """Number of calls without a valid token that are refused at once; each takes 0.35 ms."""
 
-REFUSALS_WHILE_BEHIND: Final = 1
+REFUSALS_WHILE_FLOODED: Final = 1
 """Number of calls of a connection without a valid token that are refused while many calls wait; further ones are dropped."""
 
 REFUSALS_A_SECOND: Final = 400.0
@@ -95,18 +107,11 @@ LOOK_S: Final = 1.0
 _TICK_S: Final = 0.05
 """Interval at which the number of waiting calls is checked, and minimum time between two checks of the connections."""
 
-_IDLE_TICK_S: Final = 0.1
-"""The interval while no call waits."""
+_IDLE_TICK_S: Final = 0.25
+"""The interval while no call waits and no connection without a valid token calls."""
 
 _SWITCH_S: Final = 0.0005
 """Time after which a busy event loop lets the thread run; Python's 5 ms apply to each system call of the thread."""
-
-_BURST: Final = 256
-"""Number of waiting calls that are many, and growth of this number after which the connections are checked."""
-
-_BEATS: Final = 10
-_FEW: Final = 32
-"""If the event loop takes fewer calls while it runs for so many ticks, none waits: even a busy machine takes a thousand."""
 
 _MIN_RESERVED: Final = 192
 """Minimum number of file descriptors reserved for the server: the database, children's pipes, and artifact transfers."""
@@ -142,8 +147,6 @@ def server_options(files: int, metadata_bytes: int = MAX_METADATA_BYTES) -> list
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
         # Only "identity": etfarm's clients do not compress, and a small compressed message can expand to a large one.
         ("grpc.compression_enabled_algorithms_bitset", 1),
-        ("grpc.enable_channelz", 1),  # counts what connections begin
-        ("grpc.max_channel_trace_event_memory_per_node", 0),
     ]
 
 
@@ -190,14 +193,14 @@ def _peer_of(opened: socket.socket | None, port: int) -> Peer | None:
     return _plain(host), peer_port
 
 
-class Counts(Protocol):
-    """The calls that began, which gRPC counts before the event loop takes them."""
-
-    def begun(self) -> int:
-        """Return the number of calls of all connections since the start of the server."""
-
-    def begun_by(self, peers: Collection[Peer]) -> dict[Peer, int]:
-        """Return the number of calls that each of these open connections has begun."""
+def _listens(opened: socket.socket, port: int) -> bool:
+    """Return whether a socket accepts connections to a TCP port."""
+    return (
+        opened.family in (socket.AF_INET, socket.AF_INET6)
+        and opened.type == socket.SOCK_STREAM
+        and bool(opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        and opened.getsockname()[1] == port
+    )
 
 
 class Connections:
@@ -221,21 +224,23 @@ class Connections:
         self._clock = clock
         self._open_files = open_files
         self._find_peer = find_peer
-        self.counts: Counts | None = None
-        """The server's counts; None if no server drops calls."""
         self.dropped = 0
         """Number of calls that were dropped."""
-        self._taken = 0
-        self._taken_of: Counter[Peer] = Counter()
-        """Numbers of calls without a valid token that the event loop has taken, by connection."""
-        self.is_behind = False
-        """Whether many calls wait for the event loop."""
+        self._strange = 0
+        self._strange_of: Counter[Peer] = Counter()
+        """Numbers of calls without a valid token, in total and by connection."""
+        self.is_flooded = False
+        """Whether many calls without a valid token arrive."""
         self._refusals = Allowance(REFUSALS, REFUSALS_A_SECOND, clock)
         self._trusted: set[Peer] = set()
         self._distrusted: set[Peer] = set()
         self._flooding: set[Peer] = set()
         """Connections whose calls were dropped while many calls waited."""
         self._paused: set[Peer] = set()
+        self._held: set[Peer] = set()
+        """Connections of which the kernel may take the first bytes only."""
+        self._holds_new = self._has_held = False
+        """Whether the listening sockets hold new connections, and whether they ever did."""
         self._ending: set[Peer] = set()
         """Connections to close although they have sent a valid token."""
         self._since: dict[Peer, float] = {}
@@ -244,8 +249,7 @@ class Connections:
         Asking the kernel takes long."""
         self._is_due = False
         """Whether a connection is to be closed, paused or resumed at the next tick."""
-        self._beats = 0
-        self._closing = threading.Event()
+        self._called, self._closing = threading.Event(), False
         self._thread: threading.Thread | None = None
 
     def admits(self, peer: str, has_token: Callable[[], bool]) -> bool:
@@ -257,18 +261,19 @@ class Connections:
             peer: gRPC's name of the connection's peer.
             has_token: returns whether the call has a valid token.
         """
-        self._taken += 1
         known = parse_peer(peer)
         if known is None or known in self._trusted or not self._asks_for_tokens():
             return True
+        self._called.set()
         if has_token():
             self.trust(peer)
             return True
-        self._taken_of[known] += 1
+        self._strange += 1
+        self._strange_of[known] += 1
         if known not in self._flooding and known not in self._distrusted:
-            if not (self.is_behind and self._taken_of[known] > REFUSALS_WHILE_BEHIND) and self._refusals.take():
+            if not (self.is_flooded and self._strange_of[known] > REFUSALS_WHILE_FLOODED) and self._refusals.take():
                 return True
-            (self._flooding if self.is_behind else self._distrusted).add(known)
+            (self._flooding if self.is_flooded else self._distrusted).add(known)
             self._is_due = True
         self.dropped += 1
         return False
@@ -276,8 +281,8 @@ class Connections:
     def trust(self, peer: str) -> None:
         """Record that a call with a valid token arrived over a connection; `peer` is gRPC's name of the connection's peer."""
         if (known := parse_peer(peer)) is not None:
+            self._is_due |= known in self._paused or (known not in self._trusted and self._has_held)
             self._trusted.add(known)
-            self._is_due |= known in self._paused
 
     def distrust(self, peer: str) -> None:
         """Record that a connection keeps sending invalid tokens. It is closed at once unless it has also sent a valid one."""
@@ -295,33 +300,34 @@ class Connections:
         """Close and pause connections in a thread of their own, since the event loop may be late, until `close`."""
         if self._open_files.is_dir():
             sys.setswitchinterval(_SWITCH_S)
-            self._thread = threading.Thread(
-                target=self._watch, args=(port, asyncio.get_running_loop()), name="connections", daemon=True
-            )
+            self._thread = threading.Thread(target=self._watch, args=(port,), name="connections", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
         """End what `start` began."""
-        self._closing.set()
+        self._closing = True
+        self._called.set()
         if self._thread is not None:
             self._thread.join()
 
-    def _watch(self, port: int, loop: asyncio.AbstractEventLoop) -> None:
-        backlog, looked_s, waiting, changed, beats = Backlog(), self._clock(), 0, 0, 0
-        while not self._closing.wait(_TICK_S if backlog.waiting or self._is_due else _IDLE_TICK_S):
+    def _watch(self, port: int) -> None:
+        strange, flooded_s, looked_s, changed = 0, -HOLD_S, self._clock(), 0
+        while not self._closing:
+            time.sleep(_TICK_S)
+            if not (self.is_flooded or self._is_due):
+                self._called.wait(_IDLE_TICK_S)
+            self._called.clear()
             now = self._clock()
-            begun = self._taken if self.counts is None else self.counts.begun()
-            grown = backlog.note(begun, self._taken, self._beats) - waiting
-            if backlog.waiting and beats == self._beats:
-                beats += 1
-                with contextlib.suppress(RuntimeError):  # the loop is closed
-                    loop.call_soon_threadsafe(self._beat)
-            self.is_behind = backlog.waiting > _BURST
+            if self._strange - strange > FLOOD_CALLS:
+                flooded_s = now
+            strange = self._strange
+            self.is_flooded = now - flooded_s < FLOOD_S
+            if (now - flooded_s < HOLD_S) is not self._holds_new:
+                self.hold_new(port, holds=not self._holds_new)
             is_regular = now - looked_s >= LOOK_S
-            if not (is_regular or self._is_due or grown > _BURST):
-                waiting = min(waiting, backlog.waiting)
+            if not (is_regular or self._is_due or self.is_flooded):
                 continue
-            waiting, self._is_due = backlog.waiting, False
+            self._is_due = False
             try:
                 changed += self.look(port)
             except Exception:
@@ -332,8 +338,15 @@ class Connections:
                     log.warning("closed or paused connections without a valid token or beyond the limits", connections=changed)
                 changed = 0
 
-    def _beat(self) -> None:
-        self._beats += 1
+    def hold_new(self, port: int, *, holds: bool) -> None:
+        """Let the kernel take only the first bytes for connections that are accepted from now on, or end this."""
+        self._holds_new, self._has_held = holds, True
+        self._is_due = True
+        for path in self._open_files.iterdir():
+            with _socket(int(path.name)) as opened:
+                if opened is not None and _listens(opened, port):
+                    with contextlib.suppress(OSError):  # the kernel has no packet filter
+                        _filter(opened, _FIRST if holds else None)
 
     def look(self, port: int) -> int:
         """Close excess connections and those without a valid token, and pause those that flood; return their number."""
@@ -342,37 +355,40 @@ class Connections:
         # once.
         known = self._trusted.copy(), self._distrusted.copy(), self._flooding.copy()
         descriptors = self._list(port)
+        if self._has_held:  # a connection has the filter that its listening socket had
+            self._held = (self._held & descriptors.keys()) | (descriptors.keys() - self._since.keys())
         self._since = {peer: self._since.get(peer, now) for peer in descriptors}
         for current, listed in zip((self._trusted, self._distrusted, self._flooding), known, strict=True):
-            if current is self._trusted or not self.is_behind:  # else calls of closed connections may still wait
+            if current is self._trusted or not self.is_flooded:  # else calls of closed connections may still wait
                 current -= listed - descriptors.keys()
-        for peer in self._taken_of.keys() - descriptors.keys():
-            self._taken_of.pop(peer, None)
+        for peer in self._strange_of.keys() - descriptors.keys():
+            self._strange_of.pop(peer, None)
         self._paused &= descriptors.keys()
         ending = self._ending.copy()
         excess = set(self._excess(now)) | (ending & descriptors.keys())
         self._ending -= ending
         for peer in excess:
             _shut_down(descriptors[peer], peer, port)
-        paused = self._to_pause(descriptors.keys() - excess) - self._paused
+        paused = set(self._to_pause(descriptors.keys() - excess - self._trusted - self._paused, descriptors, port))
         for peer in paused:
             self._paused.add(peer)
+            self._held.discard(peer)
             _pause(descriptors[peer], peer, port)
-        for peer in [peer for peer in self._paused if self._may_resume(peer)]:
+        for peer in [peer for peer in self._paused | self._held if self._may_resume(peer)]:
             self._paused.discard(peer)
+            self._held.discard(peer)
             _resume(descriptors[peer], peer, port)
         return len(excess) + len(paused)
 
-    def _to_pause(self, peers: Collection[Peer]) -> set[Peer]:
-        strangers = set(peers) - self._trusted
+    def _to_pause(self, strangers: Collection[Peer], descriptors: Mapping[Peer, int], port: int) -> Iterator[Peer]:
         if not strangers or not self._asks_for_tokens():
-            return set()
-        flooding = strangers & self._flooding
-        begun = {} if self.counts is None else self.counts.begun_by(strangers - flooding - self._paused)
-        return flooding | most_waiting({peer: count - self._taken_of[peer] for peer, count in begun.items()}, WAITING)
+            return
+        for peer in strangers:
+            if peer in self._flooding or (self.is_flooded and _received(descriptors[peer], peer, port) > MANY_BYTES):
+                yield peer
 
     def _may_resume(self, peer: Peer) -> bool:
-        return peer in self._trusted or (peer not in self._flooding and not self.is_behind)
+        return peer in self._trusted or (peer not in self._flooding and not self.is_flooded and not self._holds_new)
 
     def _list(self, port: int) -> dict[Peer, int]:
         """Return the descriptors of the connections to the port by their peers."""
@@ -415,44 +431,36 @@ class Connections:
                 yield peer
 
 
-class Backlog:
-    """The number of calls that wait for the event loop: that of those that began less that of those that were taken.
-
-    gRPC itself ends malformed calls, which are never taken. The loop takes waiting calls fast, so if it runs and takes few, none
-    waits.
-    """
-
-    def __init__(self) -> None:
-        self.waiting = 0
-        self._never_taken = 0
-        self._compared = 0, 0
-
-    def note(self, begun: int, taken: int, beats: int) -> int:
-        """Return the number of waiting calls after the counts have changed; `beats` counts ticks in which the loop ran."""
-        taken_before, beats_before = self._compared
-        if beats - beats_before >= _BEATS:
-            if taken - taken_before < _FEW:
-                self._never_taken = begun - taken
-            self._compared = taken, beats
-        self._never_taken = min(self._never_taken, begun - taken)
-        self.waiting = begun - taken - self._never_taken
-        return self.waiting
-
-
-def most_waiting(waiting: Mapping[Peer, int], most: int) -> set[Peer]:
-    """Return the connections to pause so that at most `most` calls of the others wait: those with the most waiting calls."""
-    left, flooding = sum(waiting.values()), set()
-    for peer, count in sorted(waiting.items(), key=lambda item: -item[1]):
-        if left <= most:
-            break
-        left -= count
-        flooding.add(peer)
-    return flooding
-
-
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # <asm/socket.h>, of all of etfarm's servers' architectures
-_NOTHING = ctypes.create_string_buffer(struct.pack("=HBBI", 6, 0, 0, 0), 8)
+_NOTHING = struct.pack("=HBBI", 6, 0, 0, 0)
 """A program of the kernel's packet filter: the instruction `BPF_RET | BPF_K` with 0, which accepts no byte of any packet."""
+_FIRST = b"".join(
+    struct.pack("=HBBI", code, 0, 0, value)
+    for code, value in ((0x30, 12), (0x74, 4), (0x64, 2), (0x04, FIRST_BYTES), (0x16, 0))  # ldb, rsh, lsh, add, ret
+)
+"""A program that accepts the TCP header, the length of which is in the upper half of byte 12, and the first bytes after it."""
+
+
+def _filter(opened: socket.socket, program: bytes | None) -> None:
+    """Give a socket a program of the kernel's packet filter instead of the one that it has; None removes it."""
+    if program is None:
+        with contextlib.suppress(OSError):  # it has none
+            opened.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+        return
+    code = ctypes.create_string_buffer(program, len(program))
+    opened.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", len(program) // 8, ctypes.addressof(code)))
+
+
+_RECEIVED_AT = 128  # `tcpi_bytes_received` in <linux/tcp.h>
+
+
+def _received(number: int, peer: Peer, port: int) -> int:
+    """Return the number of bytes that a connection has received; 0 if it is closed."""
+    with _socket(number) as opened:
+        if opened is None or _peer_of(opened, port) != peer:
+            return 0
+        information = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + 8)
+        return int.from_bytes(information[_RECEIVED_AT:], sys.byteorder)
 
 
 def _pause(number: int, peer: Peer, port: int) -> None:
@@ -460,22 +468,21 @@ def _pause(number: int, peer: Peer, port: int) -> None:
     with _socket(number) as opened, contextlib.suppress(OSError):
         if opened is not None and _peer_of(opened, port) == peer:
             try:
-                opened.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(_NOTHING)))
+                _filter(opened, _NOTHING)
             except OSError:
                 opened.shutdown(socket.SHUT_RDWR)
 
 
 def _resume(number: int, peer: Peer, port: int) -> None:
-    with _socket(number) as opened, contextlib.suppress(OSError):
+    with _socket(number) as opened:
         if opened is not None and _peer_of(opened, port) == peer:
-            opened.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+            _filter(opened, None)
 
 
 def _shut_down(number: int, peer: Peer, port: int) -> None:
     with _socket(number) as opened, contextlib.suppress(OSError):  # the peer has already disconnected
         if opened is not None and _peer_of(opened, port) == peer:  # the descriptor may belong to another connection by now
-            with contextlib.suppress(OSError):  # it is not paused
-                opened.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)  # else the peer's acknowledgement would be ignored
+            _filter(opened, None)  # else the peer's acknowledgement would be ignored
             opened.shutdown(socket.SHUT_RDWR)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
@@ -10,9 +11,10 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc._cython import cygrpc
 
 from etfarm.server.rpc.door.accepting import new_server
-from etfarm.server.rpc.door.connections import MAX_STREAMS, REFUSALS, Connections, parse_peer, server_options
+from etfarm.server.rpc.door.connections import MAX_STREAMS, REFUSALS, Connections, server_options
 from tests.support.http2 import Http2
 
 WAIT_S = 60.0
@@ -41,7 +43,10 @@ class Server:
         self.counting = Counting()
         self.connections = Connections(lambda: True, time.monotonic)
         self.grpc = new_server(
-            [self.counting], server_options(4096), self.connections, lambda metadata: ("authorization", "valid") in metadata
+            [self.counting],
+            [*server_options(4096), ("grpc.enable_channelz", 1)],
+            self.connections,
+            lambda metadata: ("authorization", "valid") in metadata,
         )
         handlers: dict[str, Any] = {METHOD: grpc.unary_unary_rpc_method_handler(answer)}
         self.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
@@ -50,8 +55,12 @@ class Server:
         self.address = f"127.0.0.1:{self.port}"
 
     def begun(self) -> int:
-        assert self.connections.counts is not None
-        return self.connections.counts.begun()
+        """Return the number of calls that gRPC has received, including those that wait for the event loop."""
+        number, started = 0, 0
+        while servers := json.loads(cygrpc.channelz_get_servers(number)).get("server"):
+            number = max(int(server["ref"]["serverId"]) for server in servers) + 1
+            started = int(servers[-1]["data"].get("callsStarted", 0))
+        return started
 
 
 @pytest.fixture
@@ -89,7 +98,6 @@ async def test_waiting_calls_of_closed_connections_are_dropped_and_others_served
                 attacker.begin()
                 attacker.flood(PATH, calls)
             wait_until(lambda: server.begun() > attackers * calls)
-        wait_until(lambda: server.connections.is_behind)
         async with grpc.aio.insecure_channel(server.address) as fresh:
             assert await ask(fresh) == b"x"
             assert await ask(known) == b"x"
@@ -114,26 +122,10 @@ async def test_calls_to_unknown_paths_are_dropped_like_others(server: Server) ->
                 attacker.begin()
                 attacker.flood(b"/no/\xff", 200)
             wait_until(lambda: server.begun() > 4 * 200)
-            wait_until(lambda: server.connections.is_behind)
-        assert await ask(channel) == b"x"
+            assert await ask(channel) == b"x"
         async with asyncio.timeout(WAIT_S):
             while server.connections.dropped < 4 * 200 - REFUSALS:  # noqa: ASYNC110 - they are taken in no known order
                 await asyncio.sleep(0.01)
-
-
-async def test_what_connections_begin_is_counted_without_the_event_loop(server: Server) -> None:
-    with Http2(server.address, timeout_s=WAIT_S) as first, Http2(server.address, timeout_s=WAIT_S) as second:
-        first.begin()
-        second.begin()
-        first.flood(PATH, 30)
-        second.flood(PATH, 20)
-        counts = server.connections.counts
-        assert counts is not None
-        wait_until(lambda: server.begun() >= 50)
-        peers = [parse_peer(f"ipv4:127.0.0.1:{each.socket.getsockname()[1]}") for each in (first, second)]
-        assert None not in peers
-        assert counts.begun_by(peers) == dict(zip(peers, (30, 20), strict=True))  # type: ignore[arg-type]
-        assert counts.begun_by(peers[:1]) == {peers[0]: 30}  # type: ignore[arg-type]
 
 
 async def test_a_server_stops_while_dropped_calls_wait(server: Server) -> None:
@@ -141,7 +133,7 @@ async def test_a_server_stops_while_dropped_calls_wait(server: Server) -> None:
         attacker.begin()
         attacker.flood(PATH, 250)
         wait_until(lambda: server.begun() >= 250)
-        server.connections.is_behind = True
+        server.connections.is_flooded = True
         async with asyncio.timeout(WAIT_S):
             while not server.connections.dropped:  # noqa: ASYNC110 - they are taken in no known order
                 await asyncio.sleep(0)

@@ -6,7 +6,7 @@ import fcntl
 import socket
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,18 +14,16 @@ import pytest
 
 from etfarm.server.rpc.door import connections
 from etfarm.server.rpc.door.connections import (
+    FIRST_BYTES,
+    MANY_BYTES,
     MAX_STREAMS,
     REFUSALS,
     REFUSALS_A_SECOND,
     STRANGER_S,
     STRANGERS_OF_AN_ADDRESS,
-    WAITING,
     YOUNG_OF_AN_ADDRESS,
     YOUNG_S,
-    Backlog,
     Connections,
-    Peer,
-    most_waiting,
     parse_peer,
 )
 from etfarm.server.rpc.door.failures import FLOOD, FORGET_S, FREE, MAX_ADDRESSES, MAX_WAIT_S, Allowance, Failures, address_of
@@ -202,19 +200,6 @@ def test_all_clients_of_an_address_may_connect_at_once(server: Server, monkeypat
     assert not is_open(newest) and all(map(is_open, clients))
 
 
-class Counts:
-    """The calls that connections have begun, as a test sets them."""
-
-    def __init__(self) -> None:
-        self.of: dict[Peer, int] = {}
-
-    def begun(self) -> int:
-        return sum(self.of.values())
-
-    def begun_by(self, peers: Collection[Peer]) -> dict[Peer, int]:
-        return {peer: count for peer, count in self.of.items() if peer in peers}
-
-
 class Accepted:
     """A connection from a client to a server, of which a test holds both ends."""
 
@@ -248,14 +233,11 @@ def accepted() -> Iterator[Accepted]:
         yield Accepted(stack)
 
 
-def test_a_connection_with_too_many_waiting_calls_is_paused_until_its_token_is_known(accepted: Accepted) -> None:
-    watched, counts = Connections(lambda: True, Clock()), Counts()
-    watched.counts = counts
-    counts.of[accepted.peer] = WAITING
+def test_a_connection_that_has_sent_much_is_paused_during_a_flood_until_its_token_is_known(accepted: Accepted) -> None:
+    watched = Connections(lambda: True, Clock())
+    assert accepted.arrives(bytes(MANY_BYTES + 1))
     assert watched.look(accepted.port) == 0
-    assert accepted.arrives(b"1")
-    counts.of[accepted.peer] = WAITING + 1
-    watched.is_behind = True
+    watched.is_flooded = True
     assert watched.look(accepted.port) == 1
     assert not accepted.arrives(b"2")
     assert watched.look(accepted.port) == 0
@@ -264,28 +246,69 @@ def test_a_connection_with_too_many_waiting_calls_is_paused_until_its_token_is_k
     assert accepted.server.recv(1) == b"2"  # sent again by the kernel: nothing is lost
 
 
-def test_a_pause_ends_with_the_backlog_unless_calls_were_dropped(accepted: Accepted) -> None:
-    watched, counts = Connections(lambda: True, Clock()), Counts()
-    watched.counts = counts
-    counts.of[accepted.peer] = WAITING + 1
-    watched.is_behind = True
+def test_a_connection_that_has_sent_little_is_not_paused(accepted: Accepted) -> None:
+    watched = Connections(lambda: True, Clock())
+    watched.is_flooded = True
+    assert accepted.arrives(bytes(MANY_BYTES))
+    assert watched.look(accepted.port) == 0
+    assert accepted.arrives(b"1")
+
+
+def test_a_pause_ends_with_the_flood_unless_calls_were_dropped(accepted: Accepted) -> None:
+    watched = Connections(lambda: True, Clock())
+    watched.is_flooded = True
+    assert accepted.arrives(bytes(MANY_BYTES + 1))
     assert watched.look(accepted.port) == 1
-    counts.of[accepted.peer], watched.is_behind = 0, False
+    watched.is_flooded = False
     watched.look(accepted.port)
     assert accepted.arrives(b"1")
-    watched.is_behind = True
+    watched.is_flooded = True
     while watched.admits(accepted.name, lambda: False):
         pass
-    watched.is_behind = False
+    watched.is_flooded = False
     assert watched.look(accepted.port) == 1
     assert watched.look(accepted.port) == 0
     assert not accepted.arrives(b"2")
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_new_connection_is_held_until_its_token_is_known(host: str) -> None:
+    watched = Connections(lambda: True, Clock())
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server((host, 0), family=family))
+        port: int = listener.getsockname()[1]
+        watched.hold_new(port, holds=True)
+        clients, servers = [], []
+        for _ in range(2):
+            clients.append(stack.enter_context(socket.create_connection((host, port))))
+            servers.append(stack.enter_context(listener.accept()[0]))
+            servers[-1].settimeout(30)
+            clients[-1].sendall(bytes(FIRST_BYTES) + b"more")
+            assert len(servers[-1].recv(2 * FIRST_BYTES)) == FIRST_BYTES
+        peer = f"ipv6:[::1]:{clients[0].getsockname()[1]}" if ":" in host else f"ipv4:{host}:{clients[0].getsockname()[1]}"
+        watched.look(port)
+        watched.trust(peer)
+        watched.look(port)
+        clients[0].sendall(bytes(2 * FIRST_BYTES))
+        assert receive(servers[0], 4 + 2 * FIRST_BYTES).startswith(b"more")
+        watched.hold_new(port, holds=False)
+        watched.look(port)
+        clients[1].sendall(bytes(2 * FIRST_BYTES))
+        assert receive(servers[1], 4 + 2 * FIRST_BYTES).startswith(b"more")
+
+
+def receive(server: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        data += server.recv(size - len(data))
+    return data
+
+
 def test_a_paused_connection_is_closed_after_a_while(accepted: Accepted) -> None:
     clock = Clock()
     watched = Connections(lambda: True, clock)
-    watched.is_behind = True
+    watched.is_flooded = True
     while watched.admits(accepted.name, lambda: False):
         pass
     assert watched.look(accepted.port) == 1
@@ -310,7 +333,7 @@ def test_calls_without_a_token_are_refused_at_a_bounded_rate(accepted: Accepted)
 
 def test_calls_with_a_token_are_always_admitted(accepted: Accepted) -> None:
     watched = Connections(lambda: True, Clock())
-    watched.is_behind = True
+    watched.is_flooded = True
     while watched.admits(accepted.name, lambda: False):
         pass
     dropped = watched.dropped
@@ -321,52 +344,17 @@ def test_calls_with_a_token_are_always_admitted(accepted: Accepted) -> None:
 
 
 def test_a_server_without_tokens_admits_all_calls(accepted: Accepted) -> None:
-    watched, counts = Connections(lambda: False, Clock()), Counts()
-    watched.counts, watched.is_behind = counts, True
-    counts.of[accepted.peer] = 100 * WAITING
+    watched = Connections(lambda: False, Clock())
+    watched.is_flooded = True
+    assert accepted.arrives(bytes(MANY_BYTES + 1))
     assert all(watched.admits(accepted.name, lambda: False) for _ in range(10 * REFUSALS))
     assert watched.look(accepted.port) == 0
 
 
 def test_a_unix_socket_has_no_connections_to_pause() -> None:
     watched = Connections(lambda: True, Clock())
-    watched.is_behind = True
+    watched.is_flooded = True
     assert all(watched.admits("unix:", lambda: False) for _ in range(10 * REFUSALS))
-
-
-@pytest.mark.parametrize(
-    ("waiting", "paused"),
-    [({}, set()), ({1: 5, 2: 5}, set()), ({1: 5, 2: 6}, {2}), ({1: 1, 2: 99, 3: 2, 4: 98, 5: 3}, {2, 4}), ({1: 11}, {1})],
-)
-def test_connections_with_the_most_waiting_calls_are_paused(waiting: dict[int, int], paused: set[int]) -> None:
-    named = {("10.0.0.1", port): count for port, count in waiting.items()}
-    assert most_waiting(named, 10) == {("10.0.0.1", port) for port in paused}
-
-
-def test_many_clients_that_begin_few_calls_are_not_paused() -> None:
-    clients = {("10.0.0.1", port): 3 for port in range(300)}
-    assert most_waiting({**clients, ("10.0.0.1", 9999): MAX_STREAMS}, WAITING) == {("10.0.0.1", 9999)}
-
-
-def test_the_backlog_is_what_began_and_was_not_taken() -> None:
-    backlog = Backlog()
-    assert backlog.note(0, 0, 0) == 0
-    assert backlog.note(5000, 0, 1) == 5000
-    assert backlog.note(5000, 3000, 2) == 2000
-    assert backlog.note(5000, 4000, 20) == 1000
-    assert backlog.note(5000, 4000, 20) == 1000  # the event loop does not run
-    assert backlog.note(5000, 5000, 21) == 0
-
-
-def test_calls_that_grpc_ends_itself_do_not_count_as_backlog_for_long() -> None:
-    backlog = Backlog()
-    backlog.note(0, 0, 0)
-    assert backlog.note(3000, 10, 1) == 2990
-    assert backlog.note(3010, 20, 11) == 0  # malformed: the event loop takes calls, and only a few
-    assert backlog.note(3500, 100, 12) == 410
-    assert backlog.note(3500, 510, 13) == 0
-    assert backlog.note(3500, 520, 14) == 0  # one that began later was taken: never below 0
-    assert backlog.note(3600, 520, 15) == 100
 
 
 @pytest.mark.parametrize(
