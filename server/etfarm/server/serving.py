@@ -168,7 +168,7 @@ class Process:
         except FarmError as error:
             self._on_damaged(error)
             return
-        if page is not None:
+        if page:
             print(f"etfarm serve: web page at {page}", flush=True)
 
     async def _drain(self, server: Server) -> None:

@@ -59,9 +59,13 @@ class PageNotStarted(FarmError):
     kind = Kind.UNAVAILABLE
 
 
+class PageOverdue(PageNotStarted):
+    """Error of a page that does not listen within the time limit."""
+
+
 @asynccontextmanager
 async def running(config: Config, address: str) -> AsyncIterator[str | None]:
-    """Run the page until the block ends, and yield its address; None if the configuration has no page.
+    """Run the page until the block ends, and yield its address; None if the configuration has no page, and "" if it is late.
 
     Args:
         address: where the server listens.
@@ -74,7 +78,10 @@ async def running(config: Config, address: str) -> AsyncIterator[str | None]:
         return
     page = WebPage(config, address)
     try:
-        await page.start()
+        try:
+            await page.start()
+        except PageOverdue as error:  # a busy machine must not end the farm
+            log.error("the web page does not answer yet; it is started again", error=str(error))
         keeping = asyncio.create_task(page.keep(), name="web page")
         try:
             yield page.url
@@ -203,7 +210,7 @@ class WebPage:
                 line = (await process.stdout.readline()).decode(errors="replace").strip()
         except TimeoutError:
             await self._stop()
-            raise PageNotStarted(
+            raise PageOverdue(
                 f"The web page did not start within {START_S:g} s.",
                 "See whether the machine is overloaded; --web can be left out.",
             ) from None

@@ -61,6 +61,26 @@ async def test_a_page_that_cannot_be_started_for_now_is_started_later(
     assert not list((tmp_path / "data" / "work").iterdir()), "the page's folder is deleted, and so is its record"
 
 
+async def test_a_page_that_is_late_is_started_again_and_does_not_end_its_server(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, late = tmp_path / "page", tmp_path / "late"
+    program.write_text(f'#!/bin/sh\n[ -e "{late}" ] || {{ touch "{late}"; cat > /dev/null; exit; }}\n{READY}')
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(web_page, "RESTART_S", 0.01)
+    monkeypatch.setattr(web_page, "START_S", 0.5)
+    page = WebPage(config, "127.0.0.1:1", measures=())
+    monkeypatch.setattr(web_page, "WebPage", lambda config, address: page)
+    async with web_page.running(config, "127.0.0.1:1") as url:
+        assert url == ""
+        monkeypatch.setattr(web_page, "START_S", 30.0)
+        async with asyncio.timeout(30):
+            while not page.url:  # noqa: ASYNC110 - another process's answer
+                await asyncio.sleep(0.05)
+        assert page.url == "http://127.0.0.1:1"
+
+
 async def test_a_page_that_does_not_answer_has_not_started(
     tmp_path: Path, page: WebPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
