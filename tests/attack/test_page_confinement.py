@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -34,14 +34,24 @@ SECRETS: Final = {
 SECURITY_HEADERS: Final = {"Content-Type": "application/octet-stream"}
 
 
+UNPRIVILEGED: Final = [
+    sys.executable, "-c",
+    "import os, sys; from tests.support.unprivileged import become_unprivileged; become_unprivileged(); "
+    "os.execv(sys.argv[1], sys.argv[1:])",
+]  # fmt: skip
+
+
 class Served:
     """A server with tokens and its page.
 
     Args:
         options: further options of the server.
+        within: what stands before the server's command and becomes it.
     """
 
-    def __init__(self, folder: Path, *options: str, listen: str = "127.0.0.1:0", web: str = "127.0.0.1:0") -> None:
+    def __init__(
+        self, folder: Path, *options: str, listen: str = "127.0.0.1:0", web: str = "127.0.0.1:0", within: Sequence[str] = ()
+    ) -> None:
         self.token = "etf_" + "u" * 32
         tokens = folder / "tokens"
         tokens.touch(mode=0o600)
@@ -49,7 +59,7 @@ class Served:
         self.daemon = Daemon(
             ["serve", "--listen", listen, "--data", str(folder / "data"), "--no-bundle", "--no-prewarm", "--exit-with-stdin",
              "--tokens", str(tokens), "--web", web, *options],
-            folder / "serve.log", SECRETS,
+            folder / "serve.log", SECRETS, within,
         )  # fmt: skip
 
     def start(self) -> Served:
@@ -211,7 +221,8 @@ def test_a_killed_server_leaves_no_page_and_the_next_one_removes_its_files(tmp_p
         served.daemon.stop()
 
 
-def test_a_page_by_https_serves_a_renewed_certificate_without_a_key_it_could_open(tmp_path: Path) -> None:
+@pytest.mark.parametrize("within", [[], UNPRIVILEGED], ids=["root", "user"])
+def test_a_page_by_https_serves_a_renewed_certificate_without_a_key_it_could_open(tmp_path: Path, within: list[str]) -> None:
     authority = trustme.CA()
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
 
@@ -231,7 +242,7 @@ def test_a_page_by_https_serves_a_renewed_certificate_without_a_key_it_could_ope
 
     first = issue()
     # An address that etfarm does not know to be this machine's own, so that the page serves TLS.
-    served = Served(tmp_path, "--tls-cert", str(cert), "--tls-key", str(key), web="127.1:0")
+    served = Served(tmp_path, "--tls-cert", str(cert), "--tls-key", str(key), web="127.1:0", within=within)
     served.start()
     try:
         port = urlsplit(served.url).port
