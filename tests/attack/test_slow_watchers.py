@@ -55,9 +55,9 @@ async def channels(served: FarmProcess) -> AsyncIterator[dict[str, grpc.aio.Chan
 
 def rss_bytes(farm: FarmProcess) -> int:
     assert farm.server is not None
-    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{farm.server.pid}/status").read_text())
-    assert found is not None
-    return int(found[1]) << 10
+    size = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{farm.server.pid}/status").read_text())
+    assert size is not None
+    return int(size[1]) << 10
 
 
 async def submit(calls: FarmCalls, labels: dict[str, str] | None = None) -> job_pb2.Job:

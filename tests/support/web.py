@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import re
 import secrets
@@ -14,9 +15,11 @@ from typing import Final
 from urllib.parse import urlencode, urlsplit
 
 import psutil
+import pytest
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, expect, sync_playwright
 
 from etfarm.client import Farm
+from etfarm.client.admin.access import open_access
 from tests.support.farm import Daemon, FarmProcess
 
 CHROMIUM: Final = Path("/usr/bin/chromium")
@@ -206,3 +209,26 @@ class Tab:
         """Require that the page had no errors, and contacted no other host."""
         assert self.complaints == [], self.complaints
         assert self.hosts <= {urlsplit(self.url).netloc}, self.hosts
+
+
+def sign_in_and_reserve(url: str, token: str, source: str, **headers: str) -> None:
+    """Sign in with a wrong token and a right one, and try to reserve a device that no farm has."""
+    visit = Visit(url, source=source)
+    form = csrf_of(visit.get("/sign-in", **headers).text)
+    assert visit.post("/sign-in", {"csrf_token": form, "token": "etf_wrong"}, **headers).status == 401
+    assert visit.post("/sign-in", {"csrf_token": form, "token": token}, **headers).status == 303
+    form = csrf_of(visit.get("/server", **headers).text)
+    fields = {"csrf_token": form, "selector": "name=none", "count": "1", "minutes": "1"}
+    assert visit.post("/reserve", fields, **headers).status >= 400
+
+
+def audited_addresses(server: str, token: str, action: str) -> set[str]:
+    """Return the addresses in the audit's entries of an action that are not the test's own."""
+
+    async def read() -> set[str]:
+        async with open_access(server) as access:
+            return {entry.peer for entry in await access.audit(action=action)}
+
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("ETFARM_TOKEN", token)
+        return asyncio.run(read())

@@ -12,13 +12,12 @@ from typing import Final
 
 import pytest
 
-from etfarm.client.admin.access import open_access
 from etfarm.client.aio import AsyncFarm
 from etfarm.client.errors import EtfarmError
 from etfarm.wire.channel import CALL_METADATA
 from etfarm.wire.names import FORWARDED_KEY_METADATA, FORWARDED_PEER_METADATA
 from tests.support.farm import Daemon, wait_until
-from tests.support.web import Visit, WebFarm, csrf_of, start_page
+from tests.support.web import Visit, WebFarm, audited_addresses, sign_in_and_reserve, start_page
 
 pytestmark = pytest.mark.slow(reason="starts servers and pages")
 
@@ -44,19 +43,7 @@ class Served:
         self.url = self.daemon.expect("web page at").rpartition(" ")[2].rstrip("/")
 
     def addresses(self, action: str) -> set[str]:
-        return addresses_of(self.address, self.tokens["admin"], action)
-
-
-def addresses_of(server: str, token: str, action: str) -> set[str]:
-    """Return the addresses in the audit's entries of an action that are not the test's own."""
-
-    async def read() -> set[str]:
-        async with open_access(server) as access:
-            return {entry.peer for entry in await access.audit(action=action)}
-
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("ETFARM_TOKEN", token)
-        return asyncio.run(read())
+        return audited_addresses(self.address, self.tokens["admin"], action)
 
 
 @pytest.fixture(scope="module")
@@ -66,19 +53,8 @@ def served(web: WebFarm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     running.daemon.stop()
 
 
-def act(url: str, token: str, source: str, **headers: str) -> None:
-    """Sign in with a wrong token and a right one, and try to reserve a device that no farm has."""
-    visit = Visit(url, source=source)
-    form = csrf_of(visit.get("/sign-in", **headers).text)
-    assert visit.post("/sign-in", {"csrf_token": form, "token": "etf_wrong"}, **headers).status == 401
-    assert visit.post("/sign-in", {"csrf_token": form, "token": token}, **headers).status == 303
-    form = csrf_of(visit.get("/server", **headers).text)
-    fields = {"csrf_token": form, "selector": "name=none", "count": "1", "minutes": "1"}
-    assert visit.post("/reserve", fields, **headers).status >= 400
-
-
 def test_the_audit_has_the_browsers_address(served: Served) -> None:
-    act(served.url, served.tokens["user"], BROWSER, x_forwarded_for=ELSEWHERE)
+    sign_in_and_reserve(served.url, served.tokens["user"], BROWSER, x_forwarded_for=ELSEWHERE)
     assert wait_until(lambda: BROWSER in served.addresses("FarmService.GetServerInfo"))
     assert wait_until(lambda: served.addresses("DeviceService.Reserve") == {BROWSER})
     assert ELSEWHERE not in served.addresses("FarmService.GetServerInfo")
@@ -87,9 +63,11 @@ def test_the_audit_has_the_browsers_address(served: Served) -> None:
 def test_a_trusted_proxy_names_the_browsers_address(web: WebFarm, tmp_path: Path) -> None:
     served = Served(web, tmp_path, "--web-trusted-proxy", "127.0.0.1", "--web-trusted-proxy", "10.0.0.0/8")
     try:
-        act(served.url, served.tokens["user"], "127.0.0.1", x_forwarded_for=f"198.51.100.1, {ELSEWHERE}, 10.1.2.3")
-        act(served.url, served.tokens["user"], BROWSER, x_forwarded_for="198.51.100.1")
-        act(served.url, served.tokens["user"], "127.0.0.1", x_forwarded_for="nonsense, 10.1.2.4")
+        sign_in_and_reserve(
+            served.url, served.tokens["user"], "127.0.0.1", x_forwarded_for=f"198.51.100.1, {ELSEWHERE}, 10.1.2.3"
+        )
+        sign_in_and_reserve(served.url, served.tokens["user"], BROWSER, x_forwarded_for="198.51.100.1")
+        sign_in_and_reserve(served.url, served.tokens["user"], "127.0.0.1", x_forwarded_for="nonsense, 10.1.2.4")
         assert wait_until(lambda: served.addresses("DeviceService.Reserve") == {ELSEWHERE, BROWSER, "10.1.2.4"})
     finally:
         served.daemon.stop()
@@ -98,7 +76,7 @@ def test_a_trusted_proxy_names_the_browsers_address(web: WebFarm, tmp_path: Path
 def test_a_page_of_its_own_and_other_clients_are_not_believed(web: WebFarm, served: Served, tmp_path: Path) -> None:
     daemon, url = start_page(served.address, tmp_path / "web.log")
     try:
-        act(url, web.tokens["user"], OTHER)
+        sign_in_and_reserve(url, web.tokens["user"], OTHER)
     finally:
         daemon.stop()
 

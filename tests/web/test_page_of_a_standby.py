@@ -13,8 +13,7 @@ from tests.support.databases import PostgresDatabases
 from tests.support.databases import postgres_databases as postgres_databases
 from tests.support.farm import wait_until
 from tests.support.servers import Servers
-from tests.support.web import Visit
-from tests.web.test_browser_addresses import act, addresses_of
+from tests.support.web import Visit, audited_addresses, sign_in_and_reserve
 
 pytestmark = pytest.mark.slow(reason="starts the servers of a farm and a page")
 
@@ -50,9 +49,9 @@ def url(servers: Servers) -> str:
 
 def test_the_page_shows_the_farm_and_the_leader_audits_its_browsers(servers: Servers, url: str) -> None:
     leader = servers.servers[0]
-    act(url, TOKENS["user"], BROWSER, etfarm_forwarded_peer="ipv4:203.0.113.9:1", etfarm_forwarded_key="guessed")
-    assert wait_until(lambda: addresses_of(leader.address, TOKENS["admin"], "DeviceService.Reserve") == {BROWSER})
-    assert wait_until(lambda: addresses_of(leader.address, TOKENS["admin"], "FarmService.GetServerInfo") == {BROWSER}), (
+    sign_in_and_reserve(url, TOKENS["user"], BROWSER, etfarm_forwarded_peer="ipv4:203.0.113.9:1", etfarm_forwarded_key="guessed")
+    assert wait_until(lambda: audited_addresses(leader.address, TOKENS["admin"], "DeviceService.Reserve") == {BROWSER})
+    assert wait_until(lambda: audited_addresses(leader.address, TOKENS["admin"], "FarmService.GetServerInfo") == {BROWSER}), (
         "the page itself asks for nothing when it starts"
     )
     visit = Visit(url, source=BROWSER)

@@ -98,7 +98,7 @@ async def test_entries_wait_for_a_disk_and_what_is_too_much_is_counted(log: Audi
 def test_every_change_is_an_rpc_and_no_rpc_that_changes_is_forgotten() -> None:
     rpcs = {rpc_of(method) for method in ROLES if method.startswith("/etfarm.v1.")}
     assert rpcs >= CHANGES.keys()
-    reads = ("Get", "List", "Watch", "Compare", "TailLog", "FindMissing", "GetUploadStatus", "Download")
+    reads = ("Get", "Inspect", "List", "Watch", "Compare", "TailLog", "FindMissing", "GetUploadStatus", "Download")
     transfers = {"ArtifactService.Upload", "SessionService.Call", "SessionService.Generate", "AgentService.ServeSession"}
     assert {rpc for rpc in rpcs - CHANGES.keys() if not rpc.partition(".")[2].startswith(reads)} == transfers
 

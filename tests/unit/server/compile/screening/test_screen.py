@@ -324,7 +324,7 @@ def test_what_the_child_does_with_a_large_graph_is_refuse_it_before_torch_loads_
 ) -> None:
     from etfarm.server.compile.program import loading
 
-    monkeypatch.setattr(loading, "load_pt2", lambda _: pytest.fail("torch loads it"))
+    monkeypatch.setattr(loading, "read_program", lambda _: pytest.fail("torch loads it"))
     with pytest.raises(UnsafeModel):
         loading.load(write(tmp_path / "m", padded(changed(good, evil))), tmp_path)
 
