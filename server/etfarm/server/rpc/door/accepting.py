@@ -37,7 +37,7 @@ _END_AT_ONCE: Final = 50
 _CLOSE_S: Final = 1.0
 """Time in which the connections of calls that have ended are closed; then their memory is returned."""
 
-_MOST_DROPPED: Final = 2048
+_MOST_DROPPED: Final = 8192
 """Maximum number of dropped calls that are not ended yet; each takes 15 KiB."""
 
 

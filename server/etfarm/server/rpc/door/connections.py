@@ -97,7 +97,7 @@ REFUSALS: Final = 256
 REFUSALS_WHILE_FLOODED: Final = 1
 """Number of calls of a connection without a valid token that are refused while many calls wait; further ones are dropped."""
 
-REFUSALS_A_SECOND: Final = 400.0
+REFUSALS_A_SECOND: Final = 100.0
 """Rate at which further calls without a valid token are refused; those beyond it are dropped, and their connections closed."""
 
 LOOK_S: Final = 1.0
