@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc._cython import cygrpc
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from etfarm.server.rpc.door.accepting import new_server
 from etfarm.server.rpc.door.connections import MAX_STREAMS, REFUSALS, Connections, server_options
