@@ -34,6 +34,9 @@ _END_S: Final = 0.01
 _END_AT_ONCE: Final = 50
 """Number of dropped calls that are ended in this interval; each takes 0.05 ms."""
 
+_CLOSE_S: Final = 1.0
+"""Time in which the connections of calls that have ended are closed; then their memory is returned."""
+
 _MOST_DROPPED: Final = 8192
 """Maximum number of dropped calls that are not ended yet; each takes 15 KiB."""
 
@@ -116,6 +119,8 @@ class _Accepting(cygrpc.AioServer):  # type: ignore[misc]
             await asyncio.sleep(_END_S)
             is_flooded = self.connections is not None and self.connections.is_flooded
             del self._dropped[: max(len(self._dropped) - _MOST_DROPPED, 0) if is_flooded else _END_AT_ONCE]
+            if not self._dropped:
+                await asyncio.sleep(_CLOSE_S)
         await asyncio.to_thread(_return_memory)
 
     def _admits(self, call: Any, loop: asyncio.AbstractEventLoop) -> bool:

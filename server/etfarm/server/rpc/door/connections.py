@@ -98,20 +98,20 @@ REFUSALS: Final = 256
 REFUSALS_WHILE_FLOODED: Final = 1
 """Number of calls of a connection without a valid token that are refused while many calls wait; further ones are dropped."""
 
-REFUSALS_A_SECOND: Final = 400.0
+REFUSALS_A_SECOND: Final = 100.0
 """Rate at which further calls without a valid token are refused; those beyond it are dropped, and their connections closed."""
 
 LOOK_S: Final = 1.0
 """Maximum time between two checks of the connections."""
 
 _TICK_S: Final = 0.05
-"""Interval at which the number of waiting calls is checked, and minimum time between two checks of the connections."""
+"""Interval at which calls are counted, and the connections checked during a flood."""
 
 _IDLE_TICK_S: Final = 0.25
 """The interval while no call waits and no connection without a valid token calls."""
 
-_SWITCH_S: Final = 0.0005
-"""Time after which a busy event loop lets the thread run; Python's 5 ms apply to each system call of the thread."""
+_FLOODED_SWITCH_S: Final = 0.0005
+"""Time after which a busy event loop lets the thread run during a flood; Python's 5 ms apply to each of its system calls."""
 
 _MIN_RESERVED: Final = 192
 """Minimum number of file descriptors reserved for the server: the database, children's pipes, and artifact transfers."""
@@ -264,7 +264,8 @@ class Connections:
         known = parse_peer(peer)
         if known is None or known in self._trusted or not self._asks_for_tokens():
             return True
-        self._called.set()
+        if not self._called.is_set():
+            self._called.set()
         if has_token():
             self.trust(peer)
             return True
@@ -299,7 +300,6 @@ class Connections:
     def start(self, port: int) -> None:
         """Close and pause connections in a thread of their own, since the event loop may be late, until `close`."""
         if self._open_files.is_dir():
-            sys.setswitchinterval(_SWITCH_S)
             self._thread = threading.Thread(target=self._watch, args=(port,), name="connections", daemon=True)
             self._thread.start()
 
@@ -312,6 +312,7 @@ class Connections:
 
     def _watch(self, port: int) -> None:
         strange, flooded_s, looked_s, changed = 0, -HOLD_S, self._clock(), 0
+        switch_s = sys.getswitchinterval()
         while not self._closing:
             time.sleep(_TICK_S)
             if not (self.is_flooded or self._is_due):
@@ -321,7 +322,9 @@ class Connections:
             if self._strange - strange > FLOOD_CALLS:
                 flooded_s = now
             strange = self._strange
-            self.is_flooded = now - flooded_s < FLOOD_S
+            if (now - flooded_s < FLOOD_S) is not self.is_flooded:
+                self.is_flooded = not self.is_flooded
+                sys.setswitchinterval(_FLOODED_SWITCH_S if self.is_flooded else switch_s)
             if (now - flooded_s < HOLD_S) is not self._holds_new:
                 self.hold_new(port, holds=not self._holds_new)
             is_regular = now - looked_s >= LOOK_S
