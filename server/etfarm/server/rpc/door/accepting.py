@@ -20,7 +20,7 @@ import grpc
 import structlog
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
-from etfarm.server.rpc.door.connections import Connections
+from etfarm.server.rpc.door.connections import STRANGER_S, Connections
 
 log = structlog.get_logger()
 
@@ -119,9 +119,13 @@ class _Accepting(cygrpc.AioServer):  # type: ignore[misc]
             await asyncio.sleep(_END_S)
             is_flooded = self.connections is not None and self.connections.is_flooded
             del self._dropped[: max(len(self._dropped) - _MOST_DROPPED, 0) if is_flooded else _END_AT_ONCE]
-            if not self._dropped:
-                await asyncio.sleep(_CLOSE_S)
-        await asyncio.to_thread(_return_memory)
+            for pause_s in (_CLOSE_S, STRANGER_S + _CLOSE_S):  # by then, the connections are closed, too
+                ticks = round(pause_s / _END_S)
+                while not self._dropped and ticks:
+                    await asyncio.sleep(_END_S)
+                    ticks -= 1
+                if not self._dropped:
+                    await asyncio.to_thread(_return_memory)
 
     def _admits(self, call: Any, loop: asyncio.AbstractEventLoop) -> bool:
         if self.connections is None:
