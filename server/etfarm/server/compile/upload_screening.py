@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from etfarm.server.compile.screening.operators import Operators
 from etfarm.server.workers import answers
 from etfarm.server.workers.child_pool import ChildPool
 from etfarm.server.workers.errors import ChildOutOfMemory, ChildTimedOut
+from etfarm.server.workers.fair_slots import FairSlots
 from etfarm.server.workers.limits import Limits
 from etfarm.v1 import compile_pb2
 from etfarm.v1.compile_pb2 import Inspection
@@ -64,6 +65,8 @@ class Screening:
         self._operators = operators or Operators()
         self._passed: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._running: dict[tuple[str, str, str], asyncio.Task[Any]] = {}
+        self._inspecting: defaultdict[str, FairSlots] = defaultdict(lambda: FairSlots(CHILDREN - 1))
+        """Children that describe uploads of a project: one is always free for another project's."""
 
     async def screen_pt2(self, digest: str, project: str) -> None:
         """Screen a .pt2 for a submission, unless it has passed already.
@@ -114,7 +117,8 @@ class Screening:
 
     async def _inspect(self, digest: str, project: str, is_program: bool | None) -> Inspection:
         request = UploadRequest(self._path(digest), is_program, self._operators)
-        data = await self._run("inspect_upload", request, project, urgent=False)
+        async with self._inspecting[project].take(project):
+            data = await self._run("inspect_upload", request, project, urgent=False)
         return await asyncio.to_thread(answers.decode, data, compile_pb2.Inspection, _INSPECTED)
 
     async def _run(self, task: str, request: UploadRequest, project: str, *, urgent: bool) -> bytes:

@@ -98,6 +98,19 @@ async def test_a_project_does_not_wait_for_the_turn_of_another_with_the_same_fil
     assert pool.ran == [name, name]
 
 
+async def test_a_project_leaves_a_child_for_descriptions_of_another(
+    screening: Screening, pool: Recorded, model: Callable[..., str]
+) -> None:
+    many = [asyncio.create_task(screening.inspect(model(f"p{index}"), "p")) for index in range(4)]
+    await pool.entered.acquire()
+    other = asyncio.create_task(screening.inspect(model("q0"), "q"))
+    await pool.entered.acquire()
+    assert sorted(pool.ran) == ["p0", "q0"]
+    pool.opened.set()
+    await asyncio.gather(*many, other)
+    assert len(pool.ran) == 5
+
+
 async def test_a_file_that_failed_is_screened_again(screening: Screening, pool: Recorded, model: Callable[..., str]) -> None:
     pool.opened.set()
     bad = model("bad", {"data/aotinductor/x.so": b"\x7fELF"})

@@ -136,7 +136,7 @@ async def test_a_run_that_the_servers_own_work_holds_up_gives_up_and_holds_nothi
     quiet = MeasurementLock()
     agent = Agent(world, "pi")
     agent.session.boot_id = boot_id()
-    async with quiet.work(), probed(world, quiet, replace(PROMPT, busy_s=0.1)) as health:
+    async with quiet.work(), probed(world, quiet, replace(PROMPT, busy_s=1.0)) as health:
         await agent.connect()
         assert world.registry.is_on_this_machine("pi")
         with pytest.raises(HealthRunAborted, match="on the same machine as pi, compiled or measured for"):
