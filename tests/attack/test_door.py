@@ -43,7 +43,7 @@ from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 from tests.support.contract import WAIT_S, address_of, call
 from tests.support.databases import postgres_databases as postgres_databases
-from tests.support.door import ADMIN, LINES, USER, Door, create, ended, refusal, watch, watch_devices
+from tests.support.door import ADMIN, LINES, USER, Door, create, ended, farm_info, refusal, watch, watch_devices
 from tests.support.door import door as door
 from tests.support.door import new_door as new_door
 from tests.support.http2 import Http2
@@ -201,18 +201,6 @@ async def test_a_thousand_idle_connections_do_not_block_others(new_door: NewDoor
             assert "Too many open files" not in door.daemon.log.read_text()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-async def farm_info(channel: grpc.aio.Channel) -> farm_pb2.ServerInfo:
-    """Get the server's info, reconnecting if the connection was closed."""
-    ask = channel.unary_unary("/etfarm.v1.FarmService/GetServerInfo", response_deserializer=farm_pb2.ServerInfo.FromString)
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            try:
-                return await ask(b"", wait_for_ready=True)
-            except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    raise
 
 
 @pytest.mark.parametrize("greets", [False, True])

@@ -22,6 +22,7 @@ from etfarm.v1 import (
     common_pb2,
     device_pb2,
     device_pb2_grpc,
+    farm_pb2,
     token_pb2,
     token_pb2_grpc,
 )
@@ -222,3 +223,15 @@ def watch_devices(channel: grpc.aio.Channel) -> Any:
 async def create(channel: grpc.aio.Channel, name: str, role: int = common_pb2.ROLE_USER, **more: Any) -> Any:
     request = token_pb2.CreateTokenRequest(principal=name, role=role, **more)
     return await token_pb2_grpc.TokenServiceStub(channel).Create(request)
+
+
+async def farm_info(channel: grpc.aio.Channel) -> farm_pb2.ServerInfo:
+    """Get the server's info, reconnecting if the connection was closed."""
+    ask = channel.unary_unary("/etfarm.v1.FarmService/GetServerInfo", response_deserializer=farm_pb2.ServerInfo.FromString)
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            try:
+                return await ask(b"", wait_for_ready=True)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise

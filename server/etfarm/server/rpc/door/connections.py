@@ -80,8 +80,12 @@ FLOOD_CALLS: Final = 32
 FLOOD_S: Final = 0.5
 """Time for which a flood is assumed to go on after such a tick."""
 
-MANY_BYTES: Final = 1024
-"""Number of bytes above which a connection without a valid token is paused during a flood: a few calls have fewer."""
+MANY_BYTES: Final = 4 << 10
+"""Number of bytes above which a connection without a valid token is paused during a flood: a handshake with certificates of both
+sides and a first call have fewer."""
+
+FLOOD_BYTES: Final = 1 << 20
+"""Number of bytes above which such a connection is paused at any time: frames that begin no call, as PING, are work, too."""
 
 FIRST_BYTES: Final = 256
 """Number of bytes of a segment that the kernel takes for a new connection while calls without a valid token are dropped.
@@ -387,7 +391,10 @@ class Connections:
         if not strangers or not self._asks_for_tokens():
             return
         for peer in strangers:
-            if peer in self._flooding or (self.is_flooded and _received(descriptors[peer], peer, port) > MANY_BYTES):
+            received = 0 if peer in self._flooding else _received(descriptors[peer], peer, port)
+            if received > FLOOD_BYTES:
+                self._flooding.add(peer)
+            if peer in self._flooding or (self.is_flooded and received > MANY_BYTES):
                 yield peer
 
     def _may_resume(self, peer: Peer) -> bool:

@@ -254,6 +254,22 @@ def test_a_connection_that_has_sent_little_is_not_paused(accepted: Accepted) -> 
     assert accepted.arrives(b"1")
 
 
+def test_a_connection_that_floods_without_calls_is_paused_until_its_token_is_known(
+    accepted: Accepted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "FLOOD_BYTES", 8 << 10)
+    watched = Connections(lambda: True, Clock())
+    assert accepted.arrives(bytes(8 << 10))
+    assert watched.look(accepted.port) == 0
+    assert accepted.arrives(b"1")
+    assert watched.look(accepted.port) == 1
+    assert not accepted.arrives(b"2")
+    assert watched.look(accepted.port) == 0
+    assert watched.admits(accepted.name, lambda: True)
+    watched.look(accepted.port)
+    assert accepted.server.recv(1) == b"2"
+
+
 def test_a_pause_ends_with_the_flood_unless_calls_were_dropped(accepted: Accepted) -> None:
     watched = Connections(lambda: True, Clock())
     watched.is_flooded = True
