@@ -98,7 +98,7 @@ async def test_boards_without_a_machine_id_are_separate_devices(
         ('mount -t tmpfs -o ro none "$1"', "Read-only file system"),
         # As ext4 does by itself when a card begins to fail.
         ('mount -t tmpfs none "$1"; mkdir "$1"/results; touch "$1"/lock; mount -o remount,ro "$1"', "Read-only file system"),
-        ('mount -t tmpfs -o size=8k none "$1"; head -c 8192 /dev/zero > "$1"/full', "No space left on device"),
+        ('mount -t tmpfs -o size=8k,mode=700 none "$1"; head -c 8192 /dev/zero > "$1"/full', "No space left on device"),
         ('umount "$1" 2>/dev/null || rm -r "$1"; touch "$1"', "File exists"),
     ],
     ids=["read_only", "remounted", "full", "file"],

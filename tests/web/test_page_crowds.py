@@ -120,6 +120,7 @@ def test_a_crowd_behind_an_unknown_proxy_keeps_nobody_out(web: WebFarm, tmp_path
 
 def test_connections_without_a_handshake_keep_nobody_out(web: WebFarm, tmp_path: Path) -> None:
     authority = trustme.CA()
+    (tmp_path / "both.pem").touch(mode=0o600)
     authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(tmp_path / "both.pem")
     context = ssl.create_default_context()
     authority.configure_trust(context)

@@ -74,7 +74,7 @@ MAX_REQUEST_BYTES: Final = 32 << 20
 MAX_METADATA_BYTES: Final = 16 << 10
 """Maximum size of a request's metadata, which contains a token and a project."""
 
-FLOOD_CALLS: Final = 32
+FLOOD_CALLS: Final = 128
 """Number of calls without a valid token between two ticks of the thread, above which they are a flood."""
 
 FLOOD_S: Final = 0.5
