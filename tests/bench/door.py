@@ -62,6 +62,7 @@ class Server:
             self._ca = folder / "ca.pem"
             authority.cert_pem.write_to_path(self._ca)
             certificate.private_key_pem.write_to_path(folder / "key.pem")
+            (folder / "key.pem").chmod(0o600)
             certificate.cert_chain_pems[0].write_to_path(folder / "cert.pem")
             arguments += ["--tls-cert", str(folder / "cert.pem"), "--tls-key", str(folder / "key.pem")]
         self._token = TOKEN if guarded else ""
