@@ -47,6 +47,7 @@ def test_each_value_is_shown_with_its_source_and_warnings_do_not_prevent_the_sta
 
 def test_problems_are_listed_and_the_exit_code_is_1(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (config.parent / "tokens").write_text("not a token\n")
+    (config.parent / "tokens").chmod(0o644)  # whatever the umask, which commands change
     config.write_text(config.read_text() + 'tokens = "tokens"\n')
     assert main(["--config", str(config), "--check", "--listen", "0.0.0.0:0", "--tls-key", str(config)]) == 1
     output = capsys.readouterr().out
