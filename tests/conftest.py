@@ -62,6 +62,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if config.option.numprocesses:
         # The tests of a file stay together, as they share farms. Folders with long files come first by their names.
         config.option.dist, config.option.loadscopereorder = "loadfile", False
+        # A process that stands still is ended and replaced, and its test repeated.
+        config.option.maxworkerrestart = config.option.maxworkerrestart or "2"
 
 
 @pytest.hookimpl(wrapper=True)
