@@ -153,7 +153,8 @@ async def running(
         checks = servicers.add_to(server)
         if lead is not None:
             await lead.take_address()
-        address = bind(server, config, certificates.credentials())
+        credentials = certificates.credentials()
+        address = bind(server, config, credentials)
         await monitor.start(background)
 
         background.start(fleet.reservations.tend(), "reservations")
@@ -168,7 +169,7 @@ async def running(
         background.start(PowerCycles(fleet.registry, fleet.health, config.power, now).run(), "power-cycles")
         if (port := port_of(address)) is not None:
             closing.callback(connections.close)
-            connections.start(port)
+            connections.start(port, is_encrypted=credentials is not None)
         host.start(background)
         background.start(jobs.keeping.retention.tend(), "retention")
         if config.blobs is None:  # the deletion of an object frees no space on this machine

@@ -72,7 +72,8 @@ async def standing_by(
     checks = health.HealthServicer()
     _add_health(server, checks)
     reflection.enable_server_reflection([*SERVICES, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)
-    address = bind(server, config, certificates.credentials())
+    credentials = certificates.credentials()
+    address = bind(server, config, credentials)
     _add_methods(server, forwarding, config.advertised_at(address))
     following = asyncio.create_task(known.follow(), name="known tokens")
     loaded = asyncio.ensure_future(known.loaded.wait())
@@ -87,7 +88,7 @@ async def standing_by(
         asyncio.create_task(_report_health(checks, leadership, links, wait_s), name="health"),
     ]
     if (port := port_of(address)) is not None:
-        connections.start(port)
+        connections.start(port, is_encrypted=credentials is not None)
     try:
         yield address
     finally:

@@ -77,12 +77,19 @@ MAX_METADATA_BYTES: Final = 16 << 10
 FLOOD_CALLS: Final = 128
 """Number of calls without a valid token between two ticks of the thread, above which they are a flood."""
 
+FLOOD_BEGUN: Final = 256
+"""Number of calls that begin between two ticks beyond those that the event loop takes, above which they are a flood, too.
+
+gRPC's own threads may keep the processors so busy that the loop takes few calls, and none of closed connections.
+"""
+
 FLOOD_S: Final = 0.5
 """Time for which a flood is assumed to go on after such a tick."""
 
-MANY_BYTES: Final = 4 << 10
-"""Number of bytes above which a connection without a valid token is paused during a flood: a handshake with certificates of both
-sides and a first call have fewer."""
+MANY_BYTES: Final = 1 << 10
+MANY_ENCRYPTED_BYTES: Final = 4 << 10
+"""Number of bytes above which a connection without a valid token is paused during a flood: a first call has fewer, and also a
+handshake with certificates of both sides."""
 
 FLOOD_BYTES: Final = 1 << 20
 """Number of bytes above which such a connection is paused at any time: frames that begin no call, as PING, are work, too."""
@@ -149,6 +156,9 @@ def server_options(files: int, metadata_bytes: int = MAX_METADATA_BYTES) -> list
         # If more calls wait for the event loop, gRPC cancels random ones: a flood without tokens would end other callers' calls.
         ("grpc.server.max_pending_requests", MAX_PENDING),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
+        # Counts calls before the event loop takes them; it is not served.
+        ("grpc.enable_channelz", 1),
+        ("grpc.max_channel_trace_event_memory_per_node", 0),
         # Only "identity": etfarm's clients do not compress, and a small compressed message can expand to a large one.
         ("grpc.compression_enabled_algorithms_bitset", 1),
     ]
@@ -233,6 +243,11 @@ class Connections:
         self._strange = 0
         self._strange_of: Counter[Peer] = Counter()
         """Numbers of calls without a valid token, in total and by connection."""
+        self._many_bytes = MANY_BYTES
+        self.begun: Callable[[], int] = lambda: 0
+        """Returns the number of calls that connections have begun, also those that the event loop has not taken."""
+        self._taken = 0
+        """Number of calls that the event loop has taken."""
         self.is_flooded = False
         """Whether many calls without a valid token arrive."""
         self._refusals = Allowance(REFUSALS, REFUSALS_A_SECOND, clock)
@@ -265,6 +280,7 @@ class Connections:
             peer: gRPC's name of the connection's peer.
             has_token: returns whether the call has a valid token.
         """
+        self._taken += 1
         known = parse_peer(peer)
         if known is None or known in self._trusted or not self._asks_for_tokens():
             return True
@@ -301,8 +317,9 @@ class Connections:
             self._ending.add(known)
             self._is_due = True
 
-    def start(self, port: int) -> None:
+    def start(self, port: int, *, is_encrypted: bool = False) -> None:
         """Close and pause connections in a thread of their own, since the event loop may be late, until `close`."""
+        self._many_bytes = MANY_ENCRYPTED_BYTES if is_encrypted else MANY_BYTES
         if self._open_files.is_dir():
             self._thread = threading.Thread(target=self._watch, args=(port,), name="connections", daemon=True)
             self._thread.start()
@@ -315,7 +332,7 @@ class Connections:
             self._thread.join()
 
     def _watch(self, port: int) -> None:
-        strange, flooded_s, looked_s, changed = 0, -HOLD_S, self._clock(), 0
+        strange, waiting, flooded_s, looked_s, changed = 0, 0, -HOLD_S, self._clock(), 0
         switch_s = sys.getswitchinterval()
         while not self._closing:
             time.sleep(_TICK_S)
@@ -323,9 +340,10 @@ class Connections:
                 self._called.wait(_IDLE_TICK_S)
             self._called.clear()
             now = self._clock()
-            if self._strange - strange > FLOOD_CALLS:
+            before = strange, waiting
+            strange, waiting = self._strange, self.begun() - self._taken
+            if strange - before[0] > FLOOD_CALLS or (waiting - before[1] > FLOOD_BEGUN and self._asks_for_tokens()):
                 flooded_s = now
-            strange = self._strange
             if (now - flooded_s < FLOOD_S) is not self.is_flooded:
                 self.is_flooded = not self.is_flooded
                 sys.setswitchinterval(_FLOODED_SWITCH_S if self.is_flooded else switch_s)
@@ -394,7 +412,7 @@ class Connections:
             received = 0 if peer in self._flooding else _received(descriptors[peer], peer, port)
             if received > FLOOD_BYTES:
                 self._flooding.add(peer)
-            if peer in self._flooding or (self.is_flooded and received > MANY_BYTES):
+            if peer in self._flooding or (self.is_flooded and received > self._many_bytes):
                 yield peer
 
     def _may_resume(self, peer: Peer) -> bool:

@@ -140,3 +140,15 @@ async def test_a_server_stops_while_dropped_calls_wait(server: Server) -> None:
                 await asyncio.sleep(0)
         async with asyncio.timeout(WAIT_S):
             await server.grpc.stop(None)
+
+
+async def test_a_flood_is_noticed_while_the_event_loop_takes_no_call(server: Server) -> None:
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        assert await ask(channel) == b"x"
+        with ExitStack() as stack:  # without an await
+            for _ in range(4):
+                attacker = stack.enter_context(Http2(server.address, timeout_s=WAIT_S))
+                attacker.begin()
+                attacker.flood(PATH, 200)
+            wait_until(lambda: server.connections.is_flooded)
+        assert await ask(channel) == b"x"
