@@ -16,10 +16,8 @@ import contextlib
 import ctypes
 import functools
 import ipaddress
-import os
 import resource
 import socket
-import stat
 import struct
 import sys
 import threading
@@ -170,51 +168,67 @@ OPEN_FILES: Final = Path("/proc/self/fd")
 Peer = tuple[str, int]
 
 
-@contextlib.contextmanager
-def _socket(number: int) -> Iterator[socket.socket | None]:
-    """Yield the duplicated socket of a descriptor, since gRPC may close its own at any time; None if it is not a socket.
+_libc: Final = ctypes.PyDLL(None)
+"""The C library. Its calls keep the interpreter, which a busy event loop would return only after a while, for each call anew."""
 
-    The descriptor of a file is never duplicated: closing the duplicate would release this process's locks on the file (`man 2
-    fcntl`). Without SQLite's locks, another program that opens the database would delete its write-ahead log.
-    """
-    try:
-        duplicate = os.dup(number) if stat.S_ISSOCK(os.fstat(number).st_mode) else -1
-    except OSError:
-        duplicate = -1  # closed in the meantime
-    # A file that took over the descriptor in the meantime stays open.
-    if duplicate == -1 or not stat.S_ISSOCK(os.fstat(duplicate).st_mode):
-        yield None
-        return
-    with socket.socket(fileno=duplicate) as opened:
-        yield opened
+
+def _name(ask: Callable[..., int], number: int) -> bytes | None:
+    """Return the address that getpeername or getsockname has of a descriptor; None if it has none."""
+    address, size = ctypes.create_string_buffer(28), ctypes.c_uint32(28)
+    return None if ask(number, address, ctypes.byref(size)) else address.raw[: size.value]
+
+
+def _option(number: int, level: int, name: int, size_bytes: int) -> bytes:
+    """Return an option of a socket; zeros if it is closed."""
+    value, size = ctypes.create_string_buffer(size_bytes), ctypes.c_uint32(size_bytes)
+    _libc.getsockopt(number, level, name, value, ctypes.byref(size))
+    return value.raw
+
+
+def _is_set(number: int, name: int) -> bool:
+    return any(_option(number, socket.SOL_SOCKET, name, 4))
+
+
+@functools.lru_cache(maxsize=MAX_CONNECTIONS)
+def _parse_name(name: bytes) -> Peer | None:
+    """Return the address and port of a `struct sockaddr`; None if it is not one of TCP."""
+    family = int.from_bytes(name[:2], sys.byteorder)
+    if family not in (socket.AF_INET, socket.AF_INET6):
+        return None
+    host = name[4:8] if family == socket.AF_INET else name[8:24]
+    return _plain(socket.inet_ntop(family, host)), int.from_bytes(name[2:4], "big")
+
+
+def _is_of(number: int, port: int) -> bool:
+    """Return whether a descriptor is a TCP socket of a port of this machine."""
+    own = _parse_name(_name(_libc.getsockname, number) or b"")
+    kind = int.from_bytes(_option(number, socket.SOL_SOCKET, socket.SO_TYPE, 4), sys.byteorder)
+    return own is not None and own[1] == port and kind == socket.SOCK_STREAM
 
 
 def find_peer(number: int, port: int) -> Peer | None:
     """Return the peer of a descriptor that is a TCP connection to the port; None for any other descriptor."""
-    with _socket(number) as opened:
-        return _peer_of(opened, port)
+    name = _name(_libc.getpeername, number)
+    return _parse_name(name) if name is not None and _is_of(number, port) else None
 
 
-def _peer_of(opened: socket.socket | None, port: int) -> Peer | None:
-    if opened is None or opened.family not in (socket.AF_INET, socket.AF_INET6) or opened.type != socket.SOCK_STREAM:
-        return None
-    try:
-        if opened.getsockname()[1] != port:
-            return None
-        host, peer_port = opened.getpeername()[:2]
-    except OSError:  # the listening socket, or a socket with a disconnected peer
-        return None
-    return _plain(host), peer_port
+@contextlib.contextmanager
+def _duplicate(number: int, peer: Peer, port: int) -> Iterator[int | None]:
+    """Yield a duplicate of a connection's descriptor, since gRPC may close its own at any time; None if it has.
 
-
-def _listens(opened: socket.socket, port: int) -> bool:
-    """Return whether a socket accepts connections to a TCP port."""
-    return (
-        opened.family in (socket.AF_INET, socket.AF_INET6)
-        and opened.type == socket.SOCK_STREAM
-        and bool(opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-        and opened.getsockname()[1] == port
-    )
+    The descriptor of a file is never closed: that would release this process's locks on the file (`man 2 fcntl`). Without
+    SQLite's locks, another program that opens the database would delete its write-ahead log.
+    """
+    duplicate = _libc.dup(number) if find_peer(number, port) == peer else -1
+    if find_peer(duplicate, port) == peer:
+        try:
+            yield duplicate
+        finally:
+            _libc.close(duplicate)
+        return
+    if _name(_libc.getsockname, duplicate) is not None:  # another connection has taken over the number
+        _libc.close(duplicate)
+    yield None
 
 
 class Connections:
@@ -263,9 +277,6 @@ class Connections:
         self._ending: set[Peer] = set()
         """Connections to close although they have sent a valid token."""
         self._since: dict[Peer, float] = {}
-        self._sockets: dict[tuple[int, int], Peer | None] = {}
-        """Peers of the sockets at the last look, by descriptor and inode; None for those that are no connections to the port.
-        Asking the kernel takes long."""
         self._is_due = False
         """Whether a connection is to be closed, paused or resumed at the next tick."""
         self._called, self._closing = threading.Event(), False
@@ -368,10 +379,8 @@ class Connections:
         self._holds_new, self._has_held = holds, True
         self._is_due = True
         for path in self._open_files.iterdir():
-            with _socket(int(path.name)) as opened:
-                if opened is not None and _listens(opened, port):
-                    with contextlib.suppress(OSError):  # the kernel has no packet filter
-                        _filter(opened, _FIRST if holds else None)
+            if _is_of(number := int(path.name), port) and _is_set(number, socket.SO_ACCEPTCONN):
+                _filter(number, _FIRST if holds else None)
 
     def look(self, port: int) -> int:
         """Close excess connections and those without a valid token, and pause those that flood; return their number."""
@@ -394,7 +403,7 @@ class Connections:
         self._ending -= ending
         for peer in excess:
             _shut_down(descriptors[peer], peer, port)
-        paused = set(self._to_pause(descriptors.keys() - excess - self._trusted - self._paused, descriptors, port))
+        paused = set(self._to_pause(descriptors.keys() - excess - self._trusted - self._paused, descriptors))
         for peer in paused:
             self._paused.add(peer)
             self._held.discard(peer)
@@ -405,11 +414,11 @@ class Connections:
             _resume(descriptors[peer], peer, port)
         return len(excess) + len(paused)
 
-    def _to_pause(self, strangers: Collection[Peer], descriptors: Mapping[Peer, int], port: int) -> Iterator[Peer]:
+    def _to_pause(self, strangers: Collection[Peer], descriptors: Mapping[Peer, int]) -> Iterator[Peer]:
         if not strangers or not self._asks_for_tokens():
             return
         for peer in strangers:
-            received = 0 if peer in self._flooding else _received(descriptors[peer], peer, port)
+            received = 0 if peer in self._flooding else _received(descriptors[peer])
             if received > FLOOD_BYTES:
                 self._flooding.add(peer)
             if peer in self._flooding or (self.is_flooded and received > self._many_bytes):
@@ -420,18 +429,8 @@ class Connections:
 
     def _list(self, port: int) -> dict[Peer, int]:
         """Return the descriptors of the connections to the port by their peers."""
-        sockets: dict[tuple[int, int], Peer | None] = {}
-        for path in self._open_files.iterdir():
-            number = int(path.name)
-            try:
-                status = os.fstat(number)
-            except OSError:
-                continue  # closed in the meantime
-            if stat.S_ISSOCK(status.st_mode):
-                key = number, status.st_ino
-                sockets[key] = self._sockets[key] if key in self._sockets else self._find_peer(number, port)
-        self._sockets = sockets
-        return {peer: number for (number, _), peer in sockets.items() if peer is not None}
+        found = ((self._find_peer(int(path.name), port), int(path.name)) for path in self._open_files.iterdir())
+        return {peer: number for peer, number in found if peer is not None}
 
     def _excess(self, now: float) -> Iterator[Peer]:
         """Yield the connections to close. Per address, those without a valid token are closed first, then the newest."""
@@ -469,49 +468,44 @@ _FIRST = b"".join(
 """A program that accepts the TCP header, the length of which is in the upper half of byte 12, and the first bytes after it."""
 
 
-def _filter(opened: socket.socket, program: bytes | None) -> None:
-    """Give a socket a program of the kernel's packet filter instead of the one that it has; None removes it."""
+def _filter(number: int, program: bytes | None) -> bool:
+    """Give a socket a program of the kernel's packet filter instead of the one that it has; None removes it.
+
+    Returns False where the kernel has no packet filter.
+    """
     if program is None:
-        with contextlib.suppress(OSError):  # it has none
-            opened.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
-        return
+        return not _libc.setsockopt(number, socket.SOL_SOCKET, _SO_DETACH_FILTER, bytes(4), 4)
     code = ctypes.create_string_buffer(program, len(program))
-    opened.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", len(program) // 8, ctypes.addressof(code)))
+    value = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
+    return not _libc.setsockopt(number, socket.SOL_SOCKET, _SO_ATTACH_FILTER, value, len(value))
 
 
 _RECEIVED_AT = 128  # `tcpi_bytes_received` in <linux/tcp.h>
 
 
-def _received(number: int, peer: Peer, port: int) -> int:
+def _received(number: int) -> int:
     """Return the number of bytes that a connection has received; 0 if it is closed."""
-    with _socket(number) as opened:
-        if opened is None or _peer_of(opened, port) != peer:
-            return 0
-        information = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + 8)
-        return int.from_bytes(information[_RECEIVED_AT:], sys.byteorder)
+    return int.from_bytes(_option(number, socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + 8)[_RECEIVED_AT:], sys.byteorder)
 
 
 def _pause(number: int, peer: Peer, port: int) -> None:
     """Make the kernel ignore what arrives over a connection. Where it has no packet filter, shut down the connection."""
-    with _socket(number) as opened, contextlib.suppress(OSError):
-        if opened is not None and _peer_of(opened, port) == peer:
-            try:
-                _filter(opened, _NOTHING)
-            except OSError:
-                opened.shutdown(socket.SHUT_RDWR)
+    with _duplicate(number, peer, port) as connection:
+        if connection is not None and not _filter(connection, _NOTHING):
+            _libc.shutdown(connection, socket.SHUT_RDWR)
 
 
 def _resume(number: int, peer: Peer, port: int) -> None:
-    with _socket(number) as opened:
-        if opened is not None and _peer_of(opened, port) == peer:
-            _filter(opened, None)
+    with _duplicate(number, peer, port) as connection:
+        if connection is not None:
+            _filter(connection, None)
 
 
 def _shut_down(number: int, peer: Peer, port: int) -> None:
-    with _socket(number) as opened, contextlib.suppress(OSError):  # the peer has already disconnected
-        if opened is not None and _peer_of(opened, port) == peer:  # the descriptor may belong to another connection by now
-            _filter(opened, None)  # else the peer's acknowledgement would be ignored
-            opened.shutdown(socket.SHUT_RDWR)
+    with _duplicate(number, peer, port) as connection:
+        if connection is not None:
+            _filter(connection, None)  # else the peer's acknowledgement would be ignored
+            _libc.shutdown(connection, socket.SHUT_RDWR)
 
 
 @functools.lru_cache(maxsize=4096)

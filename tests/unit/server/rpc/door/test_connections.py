@@ -153,24 +153,6 @@ def test_one_that_goes_on_with_wrong_tokens_is_closed_at_once(server: Server) ->
     assert not is_open(wrong) and is_open(other)
 
 
-def test_the_kernel_is_asked_once_for_each_connection(server: Server) -> None:
-    asked: list[int] = []
-
-    def count(number: int, port: int) -> tuple[str, int] | None:
-        asked.append(number)
-        return connections.find_peer(number, port)
-
-    watched = Connections(lambda: True, Clock(), find_peer=count)
-    watched.trust(server.connect()[1])
-    watched.look(server.port)
-    asked.clear()
-    watched.look(server.port)
-    assert asked == []
-    stranger, peer = server.connect()
-    watched.distrust(peer)
-    assert watched.look(server.port) == 1 and not is_open(stranger)
-
-
 def test_a_server_without_tokens_knows_no_strangers(server: Server) -> None:
     clock = Clock()
     watched = Connections(lambda: False, clock)
