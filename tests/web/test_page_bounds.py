@@ -192,15 +192,6 @@ async def test_a_body_without_a_size_is_refused(web: WebFarm) -> None:
         writer.close()
 
 
-async def test_a_malformed_request_is_named_as_such(web: WebFarm) -> None:
-    async with page(WebOptions(web.process.address)) as opened, asyncio.timeout(60):
-        reader, writer = await asyncio.open_connection("127.0.0.1", opened.port)
-        writer.write(b"GET / HTTP/1.1\r\nno header\r\n\r\n")
-        answer = await reader.read()
-        assert answer[9:12] == b"400" and b"Content-Length" not in answer.partition(b"\r\n\r\n")[2]
-        writer.close()
-
-
 def test_requests_leave_no_memory_behind(web: WebFarm) -> None:
     assert web.page is not None
     process = psutil.Process(web.page.pid)

@@ -195,14 +195,10 @@ class Listener(socket.socket):
 class _Parser(h11.Connection):
     """A parser that takes bodies of an announced size only, as browsers send them: it would work on each of many small chunks."""
 
-    has_unsized_body = False
-    """Whether it has refused such a body."""
-
     def next_event(self) -> Any:
         event = super().next_event()
         if isinstance(event, h11.Request) and any(name == b"transfer-encoding" for name, _ in event.headers):
-            self.has_unsized_body = True
-            raise h11.RemoteProtocolError("a body without Content-Length")
+            raise h11.RemoteProtocolError("a body without Content-Length", error_status_hint=411)
         return event
 
 
@@ -214,7 +210,7 @@ class PromptProtocol(H11Protocol):
 
     def __init__(self, *args: Any, connections: Connections, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._parser = self.conn = _Parser(h11.SERVER, self.config.h11_max_incomplete_event_size or 16 << 10)
+        self.conn = _Parser(h11.SERVER, self.config.h11_max_incomplete_event_size or 16 << 10)
         self._connections = connections
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._received_bytes = 0
@@ -238,7 +234,7 @@ class PromptProtocol(H11Protocol):
             timer.cancel()
 
     def send_400_response(self, msg: str) -> None:
-        super().send_400_response("A body needs its Content-Length." if self._parser.has_unsized_body else msg)
+        super().send_400_response(f"{msg} A body needs its Content-Length.")
 
     def pause_writing(self) -> None:
         super().pause_writing()
