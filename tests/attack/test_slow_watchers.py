@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager
 
 import grpc
 import pytest
 
+from etfarm.server.rpc.door.calls import MAX_UNREAD
 from etfarm.v1 import agent_pb2, job_pb2, job_pb2_grpc
 from etfarm.wire.channel import Access, open_channel
-from tests.support.farm import FarmProcess
+from tests.support.databases import postgres_databases as postgres_databases
+from tests.support.door import Door
+from tests.support.door import new_door as new_door
 from tests.support.farm_calls import FarmCalls
 from tests.support.programs import program
 from tests.support.silent_caller import SilentCaller
@@ -29,23 +31,18 @@ JOBS = 100
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
+def served(new_door: Callable[..., AbstractContextManager[Door]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     """A server with two users."""
-    folder = tmp_path_factory.mktemp("unread")
-    tokens = folder / "tokens"
-    tokens.write_text("".join(f"{name} {ROLES[name]} {token}\n" for name, token in TOKENS.items()))
-    tokens.chmod(0o600)
-    farm = FarmProcess(folder, bundle=False, serve=["--tokens", str(tokens)])
-    try:
-        farm.restart()
-        yield farm
-    finally:
-        farm.stop()
+    lines = [f"{name} {ROLES[name]} {token}" for name, token in TOKENS.items()]
+    with new_door(tmp_path_factory.mktemp("unread"), lines=lines) as door:
+        yield door
 
 
 @pytest.fixture
-async def channels(served: FarmProcess) -> AsyncIterator[dict[str, grpc.aio.Channel]]:
+async def channels(served: Door) -> AsyncIterator[dict[str, grpc.aio.Channel]]:
     opened = {name: open_channel(Access(served.address, token=token)) for name, token in TOKENS.items()}
+    async with SimulatedAgent(served.address, "sim", token=TOKENS["sim"]):
+        pass  # jobs wait for devices that the farm has seen
     try:
         yield opened
     finally:
@@ -53,17 +50,19 @@ async def channels(served: FarmProcess) -> AsyncIterator[dict[str, grpc.aio.Chan
             await channel.close()
 
 
-def rss_bytes(farm: FarmProcess) -> int:
-    assert farm.server is not None
-    size = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{farm.server.pid}/status").read_text())
-    assert size is not None
-    return int(size[1]) << 10
-
-
 async def submit(calls: FarmCalls, labels: dict[str, str] | None = None) -> job_pb2.Job:
     candidate = await calls.program(program("add").path.read_bytes(), "add")
     spec = job_pb2.JobSpec(candidates=[candidate], devices=[job_pb2.DeviceChoice(selector=SELECTOR)], labels=labels)
     return await calls.submit(spec)
+
+
+async def fill_page(calls: FarmCalls, jobs: int) -> job_pb2.ListJobsRequest:
+    """Return a request for a page of so many large jobs."""
+    page = job_pb2.ListJobsRequest(page_size=jobs)
+    labels = {f"{number:02}" + "k" * 98: "v" * 200 for number in range(64)}
+    for _ in range(jobs - len((await calls.jobs.List(page)).jobs)):  # one after the other, as a page has them all
+        await submit(calls, labels)
+    return page
 
 
 async def fill_log(agent: SimulatedAgent, calls: FarmCalls, job_id: str) -> None:
@@ -83,13 +82,13 @@ async def fill_log(agent: SimulatedAgent, calls: FarmCalls, job_id: str) -> None
 
 
 async def test_readers_of_a_long_log_who_do_not_read_cost_little_and_delay_nobody(
-    served: FarmProcess, channels: dict[str, grpc.aio.Channel]
+    served: Door, channels: dict[str, grpc.aio.Channel]
 ) -> None:
     ann, bob = FarmCalls(channels["ann"]), FarmCalls(channels["bob"])
     async with SimulatedAgent(served.address, "sim", act=lambda _: Act.HANG, token=TOKENS["sim"]) as agent:
         job = await submit(ann)
         await fill_log(agent, ann, job.id)
-        before = rss_bytes(served)
+        before = served.memory("VmRSS")
         callers = [SilentCaller(served.address, TOKENS["ann"], timeout_s=WAIT_S) for _ in range(2)]
         try:
             for caller in callers:
@@ -98,7 +97,7 @@ async def test_readers_of_a_long_log_who_do_not_read_cost_little_and_delay_nobod
                     caller.ask("JobService/TailLog", job_pb2.TailJobLogRequest(job_id=job.id, follow=True))
                 await asyncio.to_thread(caller.until_answered, 150)
             # Each held a page of 4 MB, 1.2 GB in all.
-            assert rss_bytes(served) - before < 200 * MIB
+            assert served.memory("VmRSS") - before < 200 * MIB
             watch = bob.jobs.Watch(job_pb2.WatchJobRequest(job_id=job.id))
             agent.report(agent_pb2.RunProgress(attempt_id=agent.active[0], device_id="id-of-sim", phase="LAST", message="here"))
             async with asyncio.timeout(10.0):
@@ -113,48 +112,44 @@ async def test_readers_of_a_long_log_who_do_not_read_cost_little_and_delay_nobod
 
 
 async def test_answers_that_nobody_reads_are_bounded_for_each_principal_and_delay_no_other(
-    served: FarmProcess, channels: dict[str, grpc.aio.Channel]
+    served: Door, channels: dict[str, grpc.aio.Channel]
 ) -> None:
     ann, bob = FarmCalls(channels["ann"]), FarmCalls(channels["bob"])
-    labels = {f"{number:02}" + "k" * 98: "v" * 200 for number in range(64)}
-    for _ in range(JOBS):  # one after the other, as a page has them all
-        await submit(ann, labels)
-    page = job_pb2.ListJobsRequest(page_size=JOBS)
+    page = await fill_page(ann, JOBS)
     assert (await ann.jobs.List(page)).ByteSize() > 1.5 * MIB
-    before = rss_bytes(served)
+    before = served.memory("VmRSS")
     caller = SilentCaller(served.address, TOKENS["ann"], timeout_s=WAIT_S)
     with caller:
         caller.begin()
         for _ in range(200):
             caller.ask("JobService/List", page)
-        await asyncio.to_thread(caller.until_answered, 32)
+        await asyncio.to_thread(caller.until_answered, MAX_UNREAD)
         async with asyncio.timeout(10.0):
             assert len((await bob.jobs.List(page)).jobs) == JOBS
             await ann.online()
         # Two hundred answers took 0.7 GB.
-        assert rss_bytes(served) - before < 250 * MIB
+        assert served.memory("VmRSS") - before < 250 * MIB
     async with asyncio.timeout(WAIT_S):
         assert len((await ann.jobs.List(page)).jobs) == JOBS
 
 
-async def test_a_caller_is_answered_beside_its_own_that_do_not_read(
-    served: FarmProcess, channels: dict[str, grpc.aio.Channel]
-) -> None:
+async def test_a_caller_is_answered_beside_its_own_that_do_not_read(served: Door, channels: dict[str, grpc.aio.Channel]) -> None:
     bob = FarmCalls(channels["bob"])
-    page = job_pb2.ListJobsRequest(page_size=10)
+    page = await fill_page(bob, 10)
     assert (await bob.jobs.List(page)).ByteSize() > 100 << 10
     with SilentCaller(served.address, TOKENS["bob"], timeout_s=WAIT_S) as caller:
         caller.begin()
         for _ in range(40):
             caller.ask("JobService/List", page)
-        await asyncio.to_thread(caller.until_answered, 32)
+        await asyncio.to_thread(caller.until_answered, MAX_UNREAD)
         async with asyncio.timeout(WAIT_S):
             assert len((await bob.jobs.List(page)).jobs) == 10
         await asyncio.to_thread(caller.until_closed)
+        assert len(caller.answered) == MAX_UNREAD
 
 
 async def test_watchers_who_do_not_read_are_disconnected_beyond_the_limit_and_others_stay(
-    served: FarmProcess, channels: dict[str, grpc.aio.Channel]
+    served: Door, channels: dict[str, grpc.aio.Channel]
 ) -> None:
     async with open_channel(Access(served.address, token=TOKENS["ann"])) as channel:
         reading = job_pb2_grpc.JobServiceStub(channel).WatchAll(job_pb2.WatchAllJobsRequest())

@@ -21,6 +21,8 @@ class SilentCaller(Http2):
         super().__init__(address, timeout_s=timeout_s)
         self._headers: Mapping[str, str] = {"authorization": f"Bearer {token}"}
         self._calls = 0
+        self.answered: set[int] = set()
+        """Streams of the calls whose responses have begun to arrive."""
 
     def begin(self) -> None:
         """Send the preface and settings, and take the server's."""
@@ -38,8 +40,11 @@ class SilentCaller(Http2):
 
     def until_answered(self, calls: int) -> None:
         """Wait until so many calls have begun to be answered."""
-        answered: set[int] = set()
-        while len(answered) < calls:
-            kind, _, stream, payload = self._frame()
-            if kind == http2.DATA and payload:
-                answered.add(stream)
+        while len(self.answered) < calls:
+            self._frame()
+
+    def _frame(self) -> tuple[int, int, int, bytes]:
+        kind, flags, stream, payload = super()._frame()
+        if kind == http2.DATA and payload:
+            self.answered.add(stream)
+        return kind, flags, stream, payload

@@ -71,7 +71,10 @@ class Pace:
 
 
 class FairSlots:
-    """Slots of which each owner has some at most; a free one goes to the waiting owner that holds the fewest."""
+    """Slots of which each owner has some at most; a free one goes to the waiting owner that holds the fewest.
+
+    The empty owner stands for many visitors, behind a proxy that names none, and has neither limit.
+    """
 
     def __init__(self, slots: int, of_owner: int, waiting_of_owner: int, what: str) -> None:
         """Start with free slots.
@@ -107,7 +110,7 @@ class FairSlots:
         Raises:
             TooManyRequests: no slot became free in time, or too many of the owner wait.
         """
-        if sum(each == owner for each, _ in self._waiting) >= self._waiting_of_owner:
+        if owner and sum(each == owner for each, _ in self._waiting) >= self._waiting_of_owner:
             raise self._refusal()
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((owner, turn))
@@ -132,11 +135,12 @@ class FairSlots:
         self._hand_out()
 
     def _hand_out(self) -> None:
-        while self._free and self._waiting:
-            # The first one of those that hold the fewest: the list is in the order of arrival.
-            owner, turn = following = min(self._waiting, key=lambda each: self._held[each[0]])
-            if self._held[owner] >= self._of_owner:
+        while self._free:
+            entitled = [each for each in self._waiting if not each[0] or self._held[each[0]] < self._of_owner]
+            if not entitled:
                 return
+            # The first one of those that hold the fewest: the list is in the order of arrival.
+            owner, turn = following = min(entitled, key=lambda each: self._held[each[0]])
             self._waiting.remove(following)
             self._free -= 1
             self._held[owner] += 1

@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 
 _MODE: Final = 0o444
 """Mode of a complete artifact: read-only, and readable for a runner of another user that has a link to it."""
+DOWNLOADS: Final = 16
+"""Number of downloads at a time. Servers close connections that read many responses slowly, as the phones of an agent would that
+share a narrow line."""
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -55,6 +58,7 @@ class Cache:
         self._locks: dict[str, asyncio.Lock] = {}
         self._leases: list[Lease] = []
         self._links = Links()
+        self._downloads = asyncio.Semaphore(DOWNLOADS)
         for path in (self._blobs, self._bundles):
             path.mkdir(parents=True, exist_ok=True)
         # Runners get links to the files of their own attempt and must not reach anything else here.
@@ -114,7 +118,8 @@ class Cache:
                     path.unlink()
             if artifact.digest not in self._verified or not path.exists():
                 try:
-                    await transfers.download(artifact, path, on_progress, self._links)
+                    async with self._downloads:
+                        await transfers.download(artifact, path, on_progress, self._links)
                 except OSError as error:
                     if error.errno in _NO_ROOM:
                         raise _disk_full(artifact, path) from error

@@ -18,6 +18,7 @@ from etfarm.server.cluster.known_tokens import StandbyAuthentication
 from etfarm.server.cluster.leadership import Leader
 from etfarm.server.cluster.links import Link, Links
 from etfarm.server.cluster.turns import Turns
+from etfarm.server.rpc.door.calls import Call
 from etfarm.server.rpc.door.failures import address_of
 from etfarm.server.rpc.door.forwarded import ACCEPTED, KEY, PEER, QUESTION, Forwarded, forwarded_metadata
 from etfarm.server.rpc.door.token_file import sent_key
@@ -161,7 +162,7 @@ class Forwarding:
         async with self._links.take() as taken:
             yield taken
 
-    async def _forward_unary(self, method: str, suffix: bytes, _: object, context: _Context) -> None:
+    async def _forward_unary(self, method: str, suffix: bytes, caller: Call, context: _Context) -> None:
         async with contextlib.AsyncExitStack() as turn:
             await turn.enter_async_context(self._requests.take(_owner(context)))
             request: Any = await context.read()
@@ -186,7 +187,7 @@ class Forwarding:
                     response = await call
                     if initial := tuple(await call.initial_metadata()):
                         await context.send_initial_metadata(initial)
-                    await context.write(response + suffix)
+                    await caller.write(context, response + suffix)
                     return tuple(await call.trailing_metadata())
                 finally:
                     call.cancel()
@@ -194,7 +195,7 @@ class Forwarding:
             await self._exchange(method, context, exchange)
 
     async def _forward_stream(
-        self, method: str, streams_requests: bool, streams_responses: bool, _: object, context: _Context
+        self, method: str, streams_requests: bool, streams_responses: bool, caller: Call, context: _Context
     ) -> None:
         async def exchange(link: Link, metadata: _Metadata) -> _Trailers:
             call: _Call = link.channel.stream_stream(method)(metadata=metadata, timeout=context.time_remaining())
@@ -221,7 +222,7 @@ class Forwarding:
                 while (response := await call.read()) is not grpc.aio.EOF:
                     answered.set()
                     assert isinstance(response, bytes)
-                    await context.write(response)
+                    await caller.write(context, response)
                 return tuple(await call.trailing_metadata())
             except asyncio.CancelledError:
                 if sending.done() and not sending.cancelled() and (error := sending.exception()) is not None:
@@ -254,9 +255,11 @@ class Forwarding:
         except EtfarmError as error:
             self._on_ended(method, error.kind.value)
             raise
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, grpc.aio.InternalError) as error:
             self._on_ended(method, grpc.StatusCode.CANCELLED.name)
-            raise
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            raise asyncio.CancelledError from None  # the caller has left while something was sent to it
         self._on_ended(method, code.name)
         if code is grpc.StatusCode.UNAUTHENTICATED:
             self._on_refused()

@@ -99,6 +99,19 @@ async def test_an_owner_has_no_more_slots_than_its_share() -> None:
     await slots.acquire("a", 0.01)
 
 
+async def test_visitors_behind_an_unknown_proxy_are_not_one_owner() -> None:
+    slots = FairSlots(3, 1, 2, "sign-ins")
+    waiting = [asyncio.create_task(slots.acquire(owner, 60.0)) for owner in ("a", "a", *[""] * 6)]
+    await settle()
+    assert [each.done() for each in waiting] == [True, False, True, True, *[False] * 4], "nobody is refused"
+    slots.release("")
+    await settle()
+    assert waiting[4].done() and not waiting[1].done()
+    for each in waiting:
+        each.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
 async def test_cancelled_callers_leave_their_slots() -> None:
     slots = FairSlots(1, 1, 1, "downloads")
     await slots.acquire("a", 60.0)

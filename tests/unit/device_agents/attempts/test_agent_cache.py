@@ -16,9 +16,10 @@ from typing import Any
 import grpc
 import pytest
 
-from etfarm.device_agents.attempts.cache import BundleUnusable, Cache
+from etfarm.device_agents.attempts.cache import DOWNLOADS, BundleUnusable, Cache
 from etfarm.device_agents.attempts.transfers import Transfers
 from etfarm.device_agents.errors import DiskFull, MalformedDigest
+from etfarm.server.rpc.door.calls import MAX_UNREAD
 from etfarm.v1 import artifact_pb2, artifact_pb2_grpc, common_pb2
 from etfarm.wire import digest as digests
 from etfarm.wire.bundles import BundledFile, BundleManifest
@@ -36,6 +37,11 @@ class Store(artifact_pb2_grpc.ArtifactServiceServicer):
         self.cut_after: int | None = None
         self.link: artifact_pb2.ArtifactLink | None = None
         self.received: dict[str, bytes] = {}
+        self.downloads = self.most_downloads = 0
+        """Numbers of downloads in progress, now and at most."""
+        self.awaited_downloads = 1
+        """Number of downloads that must be in progress before the first one ends."""
+        self.enough = asyncio.Event()
 
     def put(self, data: bytes) -> common_pb2.Artifact:
         artifact = artifact_of(data)
@@ -50,6 +56,14 @@ class Store(artifact_pb2_grpc.ArtifactServiceServicer):
             yield artifact_pb2.Chunk(offset=request.offset, link=self.link)
             return
         data = self.blobs[request.digest]
+        self.downloads += 1
+        self.most_downloads = max(self.most_downloads, self.downloads)
+        if self.downloads == self.awaited_downloads:
+            self.enough.set()
+        async with asyncio.timeout(60):
+            await self.enough.wait()
+        await asyncio.sleep(0.05)  # others may come
+        self.downloads -= 1
         for start in range(request.offset, len(data), 1000):
             if self.cut_after is not None and start >= self.cut_after:
                 self.cut_after = None
@@ -107,6 +121,14 @@ async def test_an_artifact_is_fetched_once(store: Store, transfers: Transfers, t
     with cache.lease(transfers) as lease:
         await lease.fetch(artifact)
     assert store.asked == [(artifact.digest, 0)]
+
+
+async def test_downloads_take_turns(store: Store, transfers: Transfers, tmp_path: Path) -> None:
+    artifacts = [store.put(os.urandom(100)) for _ in range(3 * DOWNLOADS)]
+    store.awaited_downloads = DOWNLOADS
+    with Cache(tmp_path, 1 << 20).lease(transfers) as lease:
+        await asyncio.gather(*(lease.fetch(artifact) for artifact in artifacts))
+    assert store.most_downloads == DOWNLOADS < MAX_UNREAD, "else the server would close the agent's connection"
 
 
 async def test_a_cut_download_goes_on_where_it_was(store: Store, transfers: Transfers, tmp_path: Path) -> None:

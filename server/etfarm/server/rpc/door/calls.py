@@ -8,6 +8,8 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
+from grpc.aio import ServicerContext
+
 from etfarm.server.access.tokens import Credential, Unauthenticated
 from etfarm.server.rpc.door.caller import Resolve
 from etfarm.v1.common_pb2 import Principal
@@ -55,7 +57,9 @@ class ProjectsChanged(UserError):
 class Call:
     """One call after its authentication."""
 
-    def __init__(self, method: str, credential: Credential, principal: Principal, task: asyncio.Task[Any]) -> None:
+    def __init__(
+        self, method: str, credential: Credential, principal: Principal, task: asyncio.Task[Any], clock: Callable[[], float]
+    ) -> None:
         self.method = method
         self.credential = credential
         self.principal = principal
@@ -78,7 +82,18 @@ class Call:
         self.unread_since_s: float | None = None
         """Size of the response that gRPC sends, and when that began; None while it sends none."""
         self._task = task
+        self._clock = clock
         self._aborting: asyncio.Task[None] | None = None
+
+    def begin_sending(self, size_bytes: int) -> None:
+        """Record that gRPC begins to send a response of this size."""
+        self.unread_bytes, self.unread_since_s = size_bytes, self._clock()
+
+    async def write(self, context: ServicerContext[Any, Any], response: bytes) -> None:
+        """Send an encoded response, which may wait to be read."""
+        self.begin_sending(len(response))
+        await context.write(response)
+        self.unread_since_s = None
 
     def end(self, error: EtfarmError) -> None:
         """Cancel the handler, or prevent its start if it does not run yet; the caller gets the error."""
@@ -145,7 +160,7 @@ class Calls:
             )
         task = asyncio.current_task()
         assert task is not None
-        call = Call(method, credential, principal, task)
+        call = Call(method, credential, principal, task, self._clock)
         self._running.add(call)
         self._of_principal[name] += 1
 
@@ -155,6 +170,7 @@ class Calls:
             self._of_principal[name] -= 1
             if not self._of_principal[name]:
                 del self._of_principal[name]
+                self._reads.pop(name, None)
 
         task.add_done_callback(release)
         return call
@@ -189,7 +205,7 @@ class Calls:
             data = serialize(response)
             # Health checks write their few bytes themselves, and do not say when these are sent.
             if call.abort_sending is not None or not call.is_handled:
-                call.unread_bytes, call.unread_since_s = len(data), self._clock()
+                call.begin_sending(len(data))
             return data
 
         return noted

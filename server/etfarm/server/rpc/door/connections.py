@@ -358,15 +358,15 @@ class Connections:
             if (now - flooded_s < FLOOD_S) is not self.is_flooded:
                 self.is_flooded = not self.is_flooded
                 sys.setswitchinterval(_FLOODED_SWITCH_S if self.is_flooded else switch_s)
-            if (now - flooded_s < HOLD_S) is not self._holds_new:
-                self.hold_new(port, holds=not self._holds_new)
             is_regular = now - looked_s >= LOOK_S
-            if not (is_regular or self._is_due or self.is_flooded):
-                continue
-            self._is_due = False
             try:
+                if (now - flooded_s < HOLD_S) is not self._holds_new:
+                    self.hold_new(port, holds=not self._holds_new)
+                if not (is_regular or self._is_due or self.is_flooded):
+                    continue
+                self._is_due = False
                 changed += self.look(port)
-            except Exception:
+            except Exception:  # such as for a lack of descriptors: it is tried again
                 log.exception("the connections could not be checked")
             if is_regular:
                 looked_s = now
@@ -376,11 +376,11 @@ class Connections:
 
     def hold_new(self, port: int, *, holds: bool) -> None:
         """Let the kernel take only the first bytes for connections that are accepted from now on, or end this."""
-        self._holds_new, self._has_held = holds, True
-        self._is_due = True
+        self._has_held = True
         for path in self._open_files.iterdir():
             if _is_of(number := int(path.name), port) and _is_set(number, socket.SO_ACCEPTCONN):
                 _filter(number, _FIRST if holds else None)
+        self._holds_new, self._is_due = holds, True
 
     def look(self, port: int) -> int:
         """Close excess connections and those without a valid token, and pause those that flood; return their number."""

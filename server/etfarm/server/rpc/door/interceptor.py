@@ -111,13 +111,17 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
             if forwarded_peer is not None and is_question(metadata):
                 return grpc.stream_stream_rpc_method_handler(accept)
             call = self.calls.begin(method, credential, principal)
-            if is_read(method) and not handler.response_streaming:
-                await self.calls.take_turn(call)
+            await self._take_turn(call)
         except EtfarmError as error:
             if self._ask is not None:
                 return self._question(self._ask, error, handler, method, forwarded_peer)
             return self._refusal(error, method, principal, forwarded_peer)
         return self._admission(handler, call, forwarded_peer)
+
+    async def _take_turn(self, call: Call) -> None:
+        """Let a call that reads wait for its turn; methods with many responses have none of these names."""
+        if is_read(call.method):
+            await self.calls.take_turn(call)
 
     def _admission(
         self, handler: grpc.RpcMethodHandler[Any, Any], call: Call, forwarded_peer: str | None = None
@@ -139,7 +143,7 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
         wrap = _streaming if handler.response_streaming else _single
         make = getattr(grpc, f"{kind}_rpc_method_handler")
         if handler.request_deserializer is None:
-            return grpc.stream_stream_rpc_method_handler(_forwarding(handler.stream_stream, admit, method))
+            return grpc.stream_stream_rpc_method_handler(_forwarding(handler.stream_stream, admit, call))
         wrapped: grpc.RpcMethodHandler[Any, Any] = make(
             wrap(getattr(handler, kind), admit, call, partial(admission.admitted, turns=self._large, whose=call.principal.name)),
             request_deserializer=admission.deserializer(method, handler.request_deserializer),
@@ -193,6 +197,7 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
             try:
                 credential = await ask(error, method, context)
                 call = self.calls.begin(method, credential, credential.principal)
+                await self._take_turn(call)
             except EtfarmError as refusal:
                 await self._refuse(context, refusal, method, forwarded_peer=forwarded_peer)
             behavior: Any = self._admission(handler, call, forwarded_peer).stream_stream
@@ -217,17 +222,21 @@ Admit = Callable[[ServicerContext[Any, Any]], Auditor | None]
 Check = Callable[[Any], Awaitable[Any]]
 
 
-def _forwarding(behavior: Any, admit: Admit, method: str) -> Callable[..., AsyncIterator[Any]]:
-    """Return the handler of encoded messages, which only go to the leader: it checks and audits the call, and ends it."""
+def _forwarding(behavior: Any, admit: Admit, call: Call) -> Callable[..., AsyncIterator[Any]]:
+    """Return the handler of encoded messages, which only go to the leader: it checks and audits the call, and ends it.
+
+    Args:
+        behavior: gets the call, which writes the responses, instead of the requests.
+    """
 
     async def forward(requests: object, context: ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         admit(context)
         try:
-            await behavior(requests, context)
+            await behavior(call, context)
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # noqa: BLE001 - outermost handler: every error becomes a status
-            await _abort(context, error, method)
+            await _abort(context, error, call.method)
         return
         yield
 

@@ -105,6 +105,18 @@ async def test_a_response_that_was_read_does_not_count() -> None:
     assert readers.closed == []
 
 
+async def test_what_a_principal_has_read_leaves_no_memory() -> None:
+    readers = Readers()
+
+    async def read() -> None:
+        call = readers.calls.begin("/etfarm.v1.JobService/List", Credential(b"key", "id", ANN), ANN)
+        await readers.calls.take_turn(call)
+
+    await asyncio.gather(*(asyncio.create_task(read()) for _ in range(MAX_UNREAD + 2)))
+    kept = [value for value in vars(readers.calls).values() if isinstance(value, dict | set) and value]
+    assert not kept
+
+
 def test_each_rpc_that_lists_is_a_read() -> None:
     reads = {method.rpartition("/")[2] for method in ROLES if is_read(method)}
     assert {"Get", "List", "ListOperators", "FindMissing", "Compare", "GetCompilation"} <= reads

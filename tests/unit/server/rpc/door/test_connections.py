@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
+from pathlib import Path, PosixPath
+from typing import Any
 
 import pytest
 
 from etfarm.server.rpc.door import connections
 from etfarm.server.rpc.door.connections import (
     FIRST_BYTES,
+    FLOOD_CALLS,
     MANY_BYTES,
     MAX_STREAMS,
     REFUSALS,
@@ -73,7 +79,7 @@ def test_a_connection_that_is_trusted_during_a_look_stays_trusted(server: Server
     class OpenFiles:
         """The descriptors of this process, to which one comes when all were listed for the first time."""
 
-        def iterdir(self) -> Iterator[Path]:
+        def iterdir(self) -> Any:
             yield from list(connections.OPEN_FILES.iterdir())
             if not clients:
                 client, peer = server.connect()
@@ -267,6 +273,28 @@ def test_a_pause_ends_with_the_flood_unless_calls_were_dropped(accepted: Accepte
     assert watched.look(accepted.port) == 1
     assert watched.look(accepted.port) == 0
     assert not accepted.arrives(b"2")
+
+
+def test_the_thread_outlives_a_lack_of_descriptors_when_a_flood_begins(tmp_path: Path) -> None:
+    class Files(PosixPath):
+        """A folder that can be listed at the second try only."""
+
+        is_listed = threading.Event()
+        tries = 0
+
+        def iterdir(self) -> Any:
+            self.tries += 1
+            if self.tries == 1:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            self.is_listed.set()
+            return iter(())
+
+    watched = Connections(lambda: True, time.monotonic, open_files=Files(tmp_path))
+    for _ in range(FLOOD_CALLS + 1):
+        watched.admits("ipv4:192.0.2.7:4711", lambda: False)
+    watched.start(1)
+    assert Files.is_listed.wait(60)
+    watched.close()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
