@@ -351,15 +351,15 @@ class Connections:
                 self._called.wait(_IDLE_TICK_S)
             self._called.clear()
             now = self._clock()
-            before = strange, waiting
-            strange, waiting = self._strange, self.begun() - self._taken
-            if strange - before[0] > FLOOD_CALLS or (waiting - before[1] > FLOOD_BEGUN and self._asks_for_tokens()):
-                flooded_s = now
-            if (now - flooded_s < FLOOD_S) is not self.is_flooded:
-                self.is_flooded = not self.is_flooded
-                sys.setswitchinterval(_FLOODED_SWITCH_S if self.is_flooded else switch_s)
             is_regular = now - looked_s >= LOOK_S
             try:
+                before = strange, waiting
+                strange, waiting = self._strange, self.begun() - self._taken
+                if strange - before[0] > FLOOD_CALLS or (waiting - before[1] > FLOOD_BEGUN and self._asks_for_tokens()):
+                    flooded_s = now
+                if (now - flooded_s < FLOOD_S) is not self.is_flooded:
+                    self.is_flooded = not self.is_flooded
+                    sys.setswitchinterval(_FLOODED_SWITCH_S if self.is_flooded else switch_s)
                 if (now - flooded_s < HOLD_S) is not self._holds_new:
                     self.hold_new(port, holds=not self._holds_new)
                 if not (is_regular or self._is_due or self.is_flooded):
@@ -367,7 +367,8 @@ class Connections:
                 self._is_due = False
                 changed += self.look(port)
             except Exception:  # such as for a lack of descriptors: it is tried again
-                log.exception("the connections could not be checked")
+                if is_regular:
+                    log.exception("the connections could not be checked")
             if is_regular:
                 looked_s = now
                 if changed:
