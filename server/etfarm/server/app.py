@@ -90,6 +90,7 @@ async def running(
     settings: Sequence[Setting] = (),
     children: Children | None = None,
     lead: Lead | None = None,
+    page_key: str = "",
 ) -> AsyncIterator[Server]:
     """Run a server until the end of the block.
 
@@ -98,6 +99,7 @@ async def running(
         settings: the options that `config` follows from, for the server's status.
         children: the child processes, if they were started before gRPC; their owner stops them.
         lead: how the server leads a farm of several servers; None for a server that is alone.
+        page_key: the secret of the process's web page; empty without one.
 
     Raises:
         CannotListen: the address cannot be used.
@@ -138,7 +140,7 @@ async def running(
         if lead is not None and monitor.metrics is not None:
             monitor.metrics.registry.register(lead.metrics)
 
-        forwarded = Forwarded("" if lead is None else lead.secret)
+        forwarded = Forwarded("" if lead is None else lead.secret, page_key)
         connections = Connections(lambda: access.authentication.asks_for_tokens, time.monotonic)
         interceptor = AuthErrorInterceptor(
             access.authentication, access.projects.resolve, audit=access.audit, connections=connections, forwarded=forwarded
