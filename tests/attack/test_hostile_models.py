@@ -338,6 +338,29 @@ def test_a_size_that_takes_for_ever_is_refused_before_it_is_computed(
     assert (error.reason, error.metadata["vector"]) == ("UNSAFE_MODEL", "UNSAFE_EXPRESSION")
 
 
+def longer(count: int) -> Callable[[Any], None]:
+    """Give the program more nodes, which nothing uses."""
+
+    def change(program: Any) -> None:
+        graph = program["graph_module"]["graph"]
+        last = hostile.node(graph, "torch.ops.aten.add.Tensor")
+        values, name = graph["tensor_values"], last["outputs"][0]["as_tensor"]["name"]
+        for number in range(count):
+            values[f"more_{number}"] = values[name]
+            graph["nodes"].append(last | {"outputs": [{"as_tensor": {"name": f"more_{number}"}}]})
+
+    return change
+
+
+def test_a_graph_that_takes_too_long_to_load_ends_by_its_time_and_names_it(
+    farm: FarmProcess, good: Members, tmp_path: Path
+) -> None:
+    """It would take minutes of a processor."""
+    error = refusal(farm, write(tmp_path / "m.pt2", changed(good, longer(60_000))))
+    assert (error.fault.name, error.reason) == ("USER", "MODEL_LOADING_TIMED_OUT")
+    assert error.metadata["clock"] == "loading" and "Split a graph" in error.remedy
+
+
 def test_the_server_compiles_a_valid_model_after_all_attacks(farm: FarmProcess, good: Members, tmp_path: Path) -> None:
     with Farm(farm.address, token="mallorys-own-token-of-some-length") as client:
         report = client.compile(write(tmp_path / "m.pt2", good), "xnnpack_fp32").result().report
