@@ -129,7 +129,7 @@ async def running(
         background.start(storage.store.tend(), "artifacts-expire")
         background.start(storage.store.blobs.tend(), "artifact-copies")
         access = await Access.load(config, storage)
-        fleet = await Fleet.load(config, storage, workers)
+        fleet = await Fleet.load(config, storage, workers, started.inspectors)
         notices = Notices(storage.database, config.notices, now, version("etfarm"))
         await notices.load()
         jobs = Jobs.create(config, storage, fleet, workers, measurement_lock, screening, notices)
@@ -274,6 +274,7 @@ def _servicers(
             fleet.upgrades,
             storage.store,
             fleet.agent_wheel,
+            fleet.wheel_version,
             version=own_version,
             clock=time.monotonic,
         ),
