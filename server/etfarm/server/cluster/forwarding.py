@@ -166,7 +166,7 @@ class Forwarding:
 
     async def _forward_unary(self, method: str, suffix: bytes, _: object, context: _Context) -> None:
         async with contextlib.AsyncExitStack() as turn:
-            await turn.enter_async_context(self._requests.take(self._owner(context)))
+            await turn.enter_async_context(self._requests.take(*self._sharers(context)))
             request: Any = await context.read()
             if not isinstance(request, bytes):
                 return  # the caller has left
@@ -202,18 +202,18 @@ class Forwarding:
         async def exchange(link: Link, metadata: _Metadata) -> _Trailers:
             call: _Call = link.channel.stream_stream(method)(metadata=metadata, timeout=context.time_remaining())
             answered = asyncio.Event()
-            turns, owner = self._requests if streams_responses else self._uploads, self._owner(context)
+            turns, sharers = self._requests if streams_responses else self._uploads, self._sharers(context)
 
             async def send() -> None:
                 # Once the call has ended, its status says why, and no more requests are read.
                 with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
-                    async with turns.take(owner):
+                    async with turns.take(*sharers):
                         is_open = await _pass_on(context, call)
                     if streams_requests and streams_responses:
                         # A dialogue, whose later messages come at any time: the leader accepts it by its first response.
                         await answered.wait()
                     while is_open and streams_requests:
-                        async with contextlib.nullcontext() if streams_responses else turns.take(owner):
+                        async with contextlib.nullcontext() if streams_responses else turns.take(*sharers):
                             is_open = await _pass_on(context, call)
                     await call.done_writing()
 
@@ -271,6 +271,18 @@ class Forwarding:
         """Return who shares turns: callers at one address with one token."""
         header = next((value for name, value in context.invocation_metadata() or () if name == "authorization"), "")
         return f"{network_of(address_of(self._peer(context)))} {key_of(str(header)).hex()}"
+
+    def _sharers(self, context: _Context) -> tuple[str, str]:
+        """Return who shares turns: the owner at one address, and the principal at all of them; the owner without a token."""
+        owner = self._owner(context)
+        header = next((value for name, value in context.invocation_metadata() or () if name == "authorization"), None)
+        if not isinstance(header, str):
+            return owner, owner
+        try:
+            credential = self._authentication.authenticate(header)
+        except Unauthenticated:  # the leader knows the token
+            return owner, key_of(header).hex()
+        return owner, credential.principal.name if credential.key else owner
 
     def _peer(self, context: _Context) -> str:
         """Return gRPC's name of the caller's connection: for a call of this server's page that of its visitor."""
