@@ -212,7 +212,9 @@ def _member(config: Config) -> Member:
         return "" if identity is None else identity[0].decode()
 
     blobs = identify_folder(config.data / ARTIFACTS) if config.blobs is None else config.blobs.url
-    return Member(config.database, version("etfarm"), certificate, blobs, known_revisions())
+    return Member(
+        config.database, version("etfarm"), certificate, blobs, known_revisions(), asks_for_tokens=config.tokens is not None
+    )
 
 
 def restart(address: str) -> None:
