@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from etfarm.client import Farm
 from etfarm.server.compile.screening import screen
 from etfarm.wire.errors import EtfarmError
-from tests.support import hostile
+from tests.support import hostile, models
 from tests.support.farm import FarmProcess
 from tests.support.hostile import LENGTH, MODEL, SAMPLES, WEIGHTS, Members, argument, changed, reads, replaces_ones, write
 
@@ -359,6 +360,14 @@ def test_a_graph_that_takes_too_long_to_load_ends_by_its_time_and_names_it(
     error = refusal(farm, write(tmp_path / "m.pt2", changed(good, longer(60_000))))
     assert (error.fault.name, error.reason) == ("USER", "MODEL_LOADING_TIMED_OUT")
     assert error.metadata["clock"] == "loading" and "Split a graph" in error.remedy
+
+
+def test_marked_sample_inputs_are_not_taken_for_code(farm: FarmProcess, tmp_path: Path) -> None:
+    """torch.export marks those of a dimension that is given as `Dim.DYNAMIC`."""
+    path = tmp_path / "marked.pt2"
+    torch.export.save(models.marked_dynamic(), path)
+    with Farm(farm.address, token="mallorys-own-token-of-some-length") as client:
+        assert client.compile(path, "xnnpack_fp32").result().report.error is None
 
 
 def test_the_server_compiles_a_valid_model_after_all_attacks(farm: FarmProcess, good: Members, tmp_path: Path) -> None:
