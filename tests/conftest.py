@@ -105,6 +105,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (item.path.name not in LONG_FILES, item.path))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_umask() -> int:
+    """The umask with which the tests were started."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return umask
+
+
+@pytest.fixture(autouse=True)
+def keep_umask(own_umask: int) -> Iterator[None]:
+    """Give each test the same umask: commands close it for their process, which is that of the tests if these call them."""
+    os.umask(own_umask)
+    yield
+    os.umask(own_umask)
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def workers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Workers]:
     """One warm forkserver for all tests that compile in its children, which find their tasks beside the tests. Tests that use

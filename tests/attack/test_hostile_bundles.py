@@ -8,12 +8,16 @@ import io
 import json
 import lzma
 import os
+import re
 import resource
+import struct
 import tarfile
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from etfarm.client import EtfarmError
@@ -198,6 +202,35 @@ def test_the_server_expands_an_archive_in_a_child_only(served: FarmProcess, tmp_
     # Expanding and hashing it takes several seconds.
     assert used_s < 2.0
     assert descendants(served.server.pid) != children, "a forkserver is there now"
+
+
+@pytest.mark.slow(reason="starts a server")
+def test_the_server_reads_a_wheel_in_a_child_only(served: FarmProcess, tmp_path: Path) -> None:
+    assert served.server is not None
+    process, path = psutil.Process(served.server.pid), tmp_path / "etfarm-0.3.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x", b"")
+    data = path.read_bytes()
+    begin, end = data.index(b"PK\x01\x02"), data.index(b"PK\x05\x06")
+    directory = data[begin:end] * 800_000
+    with path.open("wb") as file:
+        file.write(data[:begin] + directory + data[end:-10] + struct.pack("<2IH", len(directory), begin, 0))
+    before, high = process.memory_info().rss, Path(f"/proc/{process.pid}/clear_refs")
+    high.write_text("5")  # the highest use is counted from now on
+    with served.client() as farm:
+        digest = farm.upload_wheel(path)
+        with pytest.raises(EtfarmError) as refused:
+            list(farm.upgrade_agent("any", digest))
+    assert refused.value.reason == "NOT_A_WHEEL" and "at most 20,000 files" in refused.value.message
+    peak = int(re.findall(r"VmHWM:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())[0]) << 10
+    assert peak - before < 100 * MIB, "the directory takes 300 MiB of whoever reads it"
+    good = tmp_path / "good.whl"
+    with zipfile.ZipFile(good, "w") as archive:
+        archive.writestr("etfarm/device_agents/main.py", "")
+        archive.writestr("etfarm-0.3.0.dist-info/METADATA", "Name: etfarm\nVersion: 0.3.0\n")
+    with served.client() as farm, pytest.raises(EtfarmError) as unknown:
+        list(farm.upgrade_agent("any", farm.upload_wheel(good)))
+    assert unknown.value.reason != "NOT_A_WHEEL", "only the agent is missing"
 
 
 @pytest.mark.slow(reason="starts a server")

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from etfarm.client import Farm
 from etfarm.server.compile.screening import screen
 from etfarm.wire.errors import EtfarmError
-from tests.support import hostile
+from tests.support import hostile, models
 from tests.support.farm import FarmProcess
 from tests.support.hostile import LENGTH, MODEL, SAMPLES, WEIGHTS, Members, argument, changed, reads, replaces_ones, write
 
@@ -336,6 +337,37 @@ def test_a_size_that_takes_for_ever_is_refused_before_it_is_computed(
         evil[MODEL] += b" " * screen.UPLOAD_PARSED_BYTES
     error = refusal(farm, write(tmp_path / "m.pt2", evil))
     assert (error.reason, error.metadata["vector"]) == ("UNSAFE_MODEL", "UNSAFE_EXPRESSION")
+
+
+def longer(count: int) -> Callable[[Any], None]:
+    """Give the program more nodes, which nothing uses."""
+
+    def change(program: Any) -> None:
+        graph = program["graph_module"]["graph"]
+        last = hostile.node(graph, "torch.ops.aten.add.Tensor")
+        values, name = graph["tensor_values"], last["outputs"][0]["as_tensor"]["name"]
+        for number in range(count):
+            values[f"more_{number}"] = values[name]
+            graph["nodes"].append(last | {"outputs": [{"as_tensor": {"name": f"more_{number}"}}]})
+
+    return change
+
+
+def test_a_graph_that_takes_too_long_to_load_ends_by_its_time_and_names_it(
+    farm: FarmProcess, good: Members, tmp_path: Path
+) -> None:
+    """It would take minutes of a processor."""
+    error = refusal(farm, write(tmp_path / "m.pt2", changed(good, longer(60_000))))
+    assert (error.fault.name, error.reason) == ("USER", "MODEL_LOADING_TIMED_OUT")
+    assert error.metadata["clock"] == "loading" and "Split a graph" in error.remedy
+
+
+def test_marked_sample_inputs_are_not_taken_for_code(farm: FarmProcess, tmp_path: Path) -> None:
+    """torch.export marks those of a dimension that is given as `Dim.DYNAMIC`."""
+    path = tmp_path / "marked.pt2"
+    torch.export.save(models.marked_dynamic(), path)
+    with Farm(farm.address, token="mallorys-own-token-of-some-length") as client:
+        assert client.compile(path, "xnnpack_fp32").result().report.error is None
 
 
 def test_the_server_compiles_a_valid_model_after_all_attacks(farm: FarmProcess, good: Members, tmp_path: Path) -> None:

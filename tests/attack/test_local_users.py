@@ -194,6 +194,31 @@ async def test_the_shared_folder_of_artifacts_follows_the_same_rule(place: Path)
     assert f"{data / 'artifacts'} belongs to user {OTHER}" in (place / "log").read_text()
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["serve", "--listen", "127.0.0.1:0", "--data"],
+        ["agent", "--server", "127.0.0.1:1", "--data"],
+        ["tokens", "init", "ann", "--data"],
+        ["backup", "elsewhere", "--data"],
+        ["up", "--no-web"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_every_command_ends_alike_for_a_folder_of_another_user(place: Path, command: list[str]) -> None:
+    data = place / "farm"
+    data.mkdir()
+    os.chown(data, OTHER, OTHER)
+    words = [*command, str(data)] if command[-1] == "--data" else command
+    environment = os.environ | {"ETFARM_DATA": str(place)}
+    done = subprocess.run(
+        [sys.executable, "-m", "etfarm.wire.command", *words],
+        check=False, cwd=place, env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2 and f"{data} belongs to user {OTHER}" in done.stderr, done
+    assert list(data.iterdir()) == []
+
+
 async def test_a_check_names_an_open_folder_and_fails_for_a_foreign_one(place: Path) -> None:
     data = place / "data"
     await create_farm(data)

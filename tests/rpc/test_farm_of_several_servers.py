@@ -6,10 +6,12 @@ import asyncio
 import json
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from urllib.request import urlopen
 
+import grpc
 import pytest
 
 from etfarm.v1 import audit_pb2, audit_pb2_grpc, farm_pb2, farm_pb2_grpc, project_pb2, project_pb2_grpc
@@ -21,21 +23,28 @@ from tests.support.proxy import link_to
 from tests.support.servers import Server, Servers
 
 WAIT_S = 30.0
+TOKEN = "secret-of-ann-0123456789"
+
+
+@contextmanager
+def farm(folder: Path, databases: PostgresDatabases) -> Iterator[Servers]:
+    server, name = databases.server, f"farm_{uuid.uuid4().hex}"
+    server.execute("CREATE DATABASE {}", name)
+    running = Servers(folder, server.url(name))
+    try:
+        yield running
+    finally:
+        running.stop()
+        server.execute("DROP DATABASE {} WITH (FORCE)", name)
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory, postgres_databases: PostgresDatabases) -> Iterator[Servers]:
     """A farm of two servers with metrics, the first of which leads."""
-    server, name = postgres_databases.server, f"farm_{uuid.uuid4().hex}"
-    server.execute("CREATE DATABASE {}", name)
-    running = Servers(tmp_path_factory.mktemp("farm"), server.url(name))
-    try:
+    with farm(tmp_path_factory.mktemp("farm"), postgres_databases) as running:
         for _ in range(2):
             running.add("--metrics", "127.0.0.1:0")
         yield running
-    finally:
-        running.stop()
-        server.execute("DROP DATABASE {} WITH (FORCE)", name)
 
 
 async def info_at(address: str) -> farm_pb2.ServerInfo:
@@ -115,3 +124,21 @@ async def test_the_audit_log_names_the_address_of_who_called_a_standby(servers: 
             peers = {entry.subject: entry.peer for entry in listed.entries}
             await asyncio.sleep(0.05)
     assert peers == {"via-standby": "127.0.0.2", "direct": "127.0.0.3"}
+
+
+async def test_a_standby_without_tokens_receives_nothing_from_strangers_to_its_leader(
+    tmp_path: Path, postgres_databases: PostgresDatabases
+) -> None:
+    """Only the leader has the token file. The first call shows it: the standby refuses it without a message."""
+    (tmp_path / "tokens").touch(mode=0o600)
+    (tmp_path / "tokens").write_text(f"ann admin {TOKEN}\n")
+    with farm(tmp_path, postgres_databases) as running:
+        running.add("--tokens", str(tmp_path / "tokens"))
+        standby = running.add()
+        async with open_channel(Access(standby.address)) as channel, asyncio.timeout(WAIT_S):
+            call = channel.stream_stream("/etfarm.v1.JobService/Get")()
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call.read()
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        async with open_channel(Access(standby.address, token=TOKEN)) as channel:
+            assert await farm_pb2_grpc.FarmServiceStub(channel).GetServerInfo(farm_pb2.GetServerInfoRequest())

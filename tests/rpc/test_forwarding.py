@@ -21,7 +21,7 @@ from etfarm.server.cluster.standby import standing_by
 from etfarm.server.config import Config
 from etfarm.server.rpc.door.connections import Connections
 from etfarm.server.rpc.door.failures import FREE
-from etfarm.server.rpc.door.forwarded import ACCEPTED, KEY, PAGE_KEY, PEER, QUESTION, Forwarded
+from etfarm.server.rpc.door.forwarded import ACCEPTED, KEY, PEER, QUESTION, Forwarded
 from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
 from etfarm.server.rpc.door.listening import guarded_server
 from etfarm.server.rpc.door.token_file import Tokens
@@ -56,12 +56,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @asynccontextmanager
 async def standby_of(
-    address: str | None, folder: Path, wait_s: float = WAIT_S, tokens: Path | None = None
+    address: str | None, folder: Path, wait_s: float = WAIT_S, tokens: Path | None = None, page_key: str = ""
 ) -> AsyncIterator[tuple[grpc.aio.Channel, str, Leadership]]:
     """Forward calls to the server at the address; yield a channel to the standby, its address, and who leads."""
     leadership = Leadership(None if address is None else Leader(1, address, "", "", SECRET))
     config = Config(parse_address("127.0.0.1:0"), folder, tokens=tokens)
-    async with standing_by(config, leadership, wait_s=wait_s) as own, open_channel(Access(own)) as channel:
+    async with standing_by(config, leadership, wait_s=wait_s, page_key=page_key) as own, open_channel(Access(own)) as channel:
         yield channel, own, leadership
 
 
@@ -288,10 +288,13 @@ async def test_only_the_leaders_word_admits_an_unknown_caller(tmp_path: Path) ->
 async def test_browsers_of_the_page_do_not_share_their_refusals(tmp_path: Path) -> None:
     """All calls of the page come from its own address."""
     tokens = write_tokens(tmp_path / "tokens")
-    async with token_leader(tokens) as (address, _), standby_of(address, tmp_path, tokens=tokens) as (channel, _, _):
+    async with (
+        token_leader(tokens) as (address, _),
+        standby_of(address, tmp_path, tokens=tokens, page_key="the page's key") as (channel, _, _),
+    ):
         get = job_pb2_grpc.JobServiceStub(channel).Get
         for number in range(FREE + 10):
-            page = (PEER, f"ipv4:203.0.113.{number}:0"), (KEY, PAGE_KEY)
+            page = (PEER, f"ipv4:203.0.113.{number}:0"), (KEY, "the page's key")
             with pytest.raises(grpc.aio.AioRpcError) as failed:
                 await get(job_pb2.GetJobRequest(job_id="x"), metadata=(*headers("guess-0123456789"), *page))
             assert "retry_after_s" not in from_rpc_error(failed.value, server="here").metadata, number

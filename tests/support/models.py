@@ -133,6 +133,11 @@ def dynamic(maximum: int | None = 8) -> Any:
     return _exported(Dynamic(), (torch.randn(4, 16),), dynamic_shapes={"x": {0: Dim("batch", min=1, max=maximum)}})
 
 
+def marked_dynamic() -> Any:
+    """A model whose dimension is given as a hint, so that `torch.export` marks the sample inputs."""
+    return _exported(Dynamic(), (torch.randn(4, 16),), dynamic_shapes={"x": {0: Dim.DYNAMIC(min=2, max=8)}})
+
+
 def counter() -> Any:
     return _exported(Counter(), (torch.zeros(2),))
 

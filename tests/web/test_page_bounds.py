@@ -183,12 +183,52 @@ async def test_a_browser_sends_at_least_a_rate(
         writer.close()
 
 
-async def test_a_body_without_a_size_is_refused(web: WebFarm) -> None:
+_LINE, _HEADER = "The request line must be METHOD TARGET HTTP/1.1.", "A header must be one line NAME: VALUE."
+_HOST, _SIZE = "The request must have one Host header.", "A body needs its Content-Length; Transfer-Encoding is not supported."
+MALFORMED: Final = {
+    "no line": ("nonsense\r\n\r\n", 400, _LINE),
+    "TLS": ("\x16\x03\x01\x02\x00\x01", 400, _LINE),
+    "odd target": ("GET /\x7f HTTP/1.1\r\nHost: a\r\n\r\n", 400, _LINE),
+    "odd header": ("GET / HTTP/1.1\r\nHost: a\r\nsecret\x00: <b>\r\n\r\n", 400, _HEADER),
+    "continued header": ("GET / HTTP/1.1\r\n secret\r\nHost: a\r\n\r\n", 400, _HEADER),
+    "no host": ("GET / HTTP/1.1\r\n\r\n", 400, _HOST),
+    "two hosts": ("GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400, _HOST),
+    "odd size": ("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1e3\r\n\r\n", 400, "at most 20 digits"),
+    "long size": (f"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: {'9' * 21}\r\n\r\n", 400, "at most 20 digits"),
+    "two sizes": ("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400, "that differ"),
+    "chunks": ("POST /sign-in HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n", 411, _SIZE),
+    "gzip": ("POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\n\r\n", 501, _SIZE),
+    "long line": (f"GET /{'x' * 40_000}", 431, "have more than 32 KiB"),
+    "long headers": (f"GET / HTTP/1.1\r\nHost: a\r\nX: {'x' * 40_000}", 431, "have more than 32 KiB"),
+}
+
+
+async def send(opened: Page, request: str) -> tuple[int, str]:
+    """Send a request, and return the status and the text of all that the page answers until it ends the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", opened.port)
+    writer.write(request.encode("latin-1"))
+    head, _, text = (await reader.read()).decode().partition("\r\n\r\n")
+    writer.close()
+    return int(head.split()[1]), text
+
+
+async def test_each_malformed_request_gets_its_own_answer(web: WebFarm) -> None:
     async with page(WebOptions(web.process.address)) as opened, asyncio.timeout(60):
-        reader, writer = await asyncio.open_connection("127.0.0.1", opened.port)
-        writer.write(f"POST /sign-in HTTP/1.1\r\nHost: 127.0.0.1:{opened.port}\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
-        answer = await reader.read()
-        assert answer[9:12] == b"400" and b"Content-Length" in answer
+        for name, (request, status, sentence) in MALFORMED.items():
+            answered, text = await send(opened, request)
+            assert answered == status and sentence in text, (name, answered, text)
+            assert len(text) < 100 and "secret" not in text, name
+
+
+async def test_bytes_after_the_last_request_do_not_spoil_its_answer(web: WebFarm, caplog: pytest.LogCaptureFixture) -> None:
+    async with page(WebOptions(web.process.address)) as opened, asyncio.timeout(60):
+        visit = await opened.sign_in(web.tokens["user"])
+        reader, writer = await begin(opened, visit, "GET /live?topic=devices HTTP/1.1\r\nConnection: close")
+        assert (await reader.readline()).split()[1] == b"200"
+        writer.write(b"nonsense")
+        await writer.drain()
+        assert (await asyncio.to_thread(visit.get, "/server")).status == 200, "the page has had the bytes before this request"
+        assert opened.visitors.streams == 1 and not [each for each in caplog.records if each.levelname == "ERROR"]
         writer.close()
 
 

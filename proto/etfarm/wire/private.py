@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Final
 
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import UserError
 
 _OTHERS: Final = 0o077
 """The rights of the group and of all other users."""
@@ -23,7 +23,6 @@ class FolderNotPrivate(UserError):
     """A folder for private data that other users may change, or that this process cannot close to them."""
 
     reason = "FOLDER_NOT_PRIVATE"
-    kind = Kind.FAILED_PRECONDITION
 
 
 def close_umask() -> None:

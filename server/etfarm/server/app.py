@@ -90,6 +90,7 @@ async def running(
     settings: Sequence[Setting] = (),
     children: Children | None = None,
     lead: Lead | None = None,
+    page_key: str = "",
 ) -> AsyncIterator[Server]:
     """Run a server until the end of the block.
 
@@ -98,6 +99,7 @@ async def running(
         settings: the options that `config` follows from, for the server's status.
         children: the child processes, if they were started before gRPC; their owner stops them.
         lead: how the server leads a farm of several servers; None for a server that is alone.
+        page_key: the secret of the process's web page; empty without one.
 
     Raises:
         CannotListen: the address cannot be used.
@@ -127,7 +129,7 @@ async def running(
         background.start(storage.store.tend(), "artifacts-expire")
         background.start(storage.store.blobs.tend(), "artifact-copies")
         access = await Access.load(config, storage)
-        fleet = await Fleet.load(config, storage, workers)
+        fleet = await Fleet.load(config, storage, workers, started.inspectors)
         notices = Notices(storage.database, config.notices, now, version("etfarm"))
         await notices.load()
         jobs = Jobs.create(config, storage, fleet, workers, measurement_lock, screening, notices)
@@ -138,7 +140,7 @@ async def running(
         if lead is not None and monitor.metrics is not None:
             monitor.metrics.registry.register(lead.metrics)
 
-        forwarded = Forwarded("" if lead is None else lead.secret)
+        forwarded = Forwarded("" if lead is None else lead.secret, page_key)
         connections = Connections(lambda: access.authentication.asks_for_tokens, time.monotonic)
         interceptor = AuthErrorInterceptor(
             access.authentication, access.projects.resolve, audit=access.audit, connections=connections, forwarded=forwarded
@@ -273,6 +275,7 @@ def _servicers(
             fleet.upgrades,
             storage.store,
             fleet.agent_wheel,
+            fleet.wheel_version,
             version=own_version,
             clock=time.monotonic,
         ),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -36,7 +37,7 @@ from etfarm.server.devices.runners import known_backends, require_runner
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.telemetry import TelemetryLog
 from etfarm.server.devices.upgrades import Upgrades
-from etfarm.server.devices.wheels import AgentWheel
+from etfarm.server.devices.wheels import AgentWheel, version_in_child
 from etfarm.server.jobs.cells.analysis import CellAnalysis
 from etfarm.server.jobs.cells.device_attempts import DeviceAttempts
 from etfarm.server.jobs.cells.dispatch import Dispatch
@@ -259,10 +260,17 @@ class Fleet:
     upgrades: Upgrades
     agent_wheel: AgentWheel | None
     """The wheel to which agents are upgraded by default; None if none is configured."""
+    wheel_version: Callable[[Path], Awaitable[str]]
+    """Returns the version of an uploaded wheel; raises NotAWheel."""
 
     @classmethod
-    async def load(cls, config: Config, storage: Storage, workers: ChildPool) -> Fleet:
-        """Load runners and devices; all devices are offline until their agents connect."""
+    async def load(cls, config: Config, storage: Storage, workers: ChildPool, inspectors: ChildPool) -> Fleet:
+        """Load runners and devices; all devices are offline until their agents connect.
+
+        Args:
+            workers: its children check bundles.
+            inspectors: its children check wheels, which no compilation may keep waiting.
+        """
         check = partial(check_in_child, workers)
         bundles = Bundles(storage.store, storage.database, config.data / "work", storage.readers, check=check)
         await bundles.load()
@@ -291,7 +299,8 @@ class Fleet:
             return registry.serves_principal(principal, device_id) or identities.principal_of(agent_id) == principal
 
         storage.store.quotas.has_attempt = lambda principal: any(belongs_to(device_id, principal) for device_id in runs.busy())
-        return cls(bundles, runs, identities, registry, reservations, telemetry, health, upgrades, agent_wheel)
+        wheel_version = partial(version_in_child, inspectors)
+        return cls(bundles, runs, identities, registry, reservations, telemetry, health, upgrades, agent_wheel, wheel_version)
 
     async def is_needed(self, principal: str, digest: str) -> bool:
         """Return whether an upgrade, an attempt or a session on a device of the principal's agents needs the artifact."""

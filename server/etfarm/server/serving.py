@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -49,6 +50,7 @@ class Process:
     def __init__(self, config: Config, settings: Sequence[Setting]) -> None:
         self._config = config
         self._settings = settings
+        self._page_key = "" if config.web is None else secrets.token_urlsafe(32)
         self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
         self._damage: list[FarmError] = []
         self._manager = ServiceManager()
@@ -86,7 +88,10 @@ class Process:
         self._end_now()
 
     async def _serve_alone(self) -> None:
-        async with running(self._config, self._on_damaged, self._settings) as server, AsyncExitStack() as stack:
+        async with (
+            running(self._config, self._on_damaged, self._settings, page_key=self._page_key) as server,
+            AsyncExitStack() as stack,
+        ):
             self._reload = server.reload
             if server.metrics_address:
                 print(f"etfarm serve: metrics on {server.metrics_address}", flush=True)
@@ -111,7 +116,9 @@ class Process:
             member = _member(config)
             metrics = ClusterMetrics(member)
             standby = await stack.enter_async_context(AsyncExitStack())
-            address = await standby.enter_async_context(standing_by(config, member.leadership, metrics.forwarded))
+            address = await standby.enter_async_context(
+                standing_by(config, member.leadership, metrics.forwarded, page_key=self._page_key)
+            )
             config = replace(config, listen=parse_address(address))
             await stack.enter_async_context(member.joined(config.advertised_at(address)))
             if config.address_file is not None:
@@ -130,7 +137,7 @@ class Process:
             if not await self._is_first(member.elected()):
                 return None
             lead = Lead(member, await member.elected(), standby.aclose, metrics)
-            async with running(config, self._on_damaged, self._settings, children, lead) as server:
+            async with running(config, self._on_damaged, self._settings, children, lead, self._page_key) as server:
                 self._reload = server.reload
                 print("etfarm serve: leading the farm", flush=True)
                 if await self._is_first(member.lost.wait()):
@@ -164,7 +171,7 @@ class Process:
     async def _serve_page(self, address: str, stack: AsyncExitStack) -> None:
         """Start the web page, if configured; end the server if that fails."""
         try:
-            page = await stack.enter_async_context(web_page.running(self._config, address))
+            page = await stack.enter_async_context(web_page.running(self._config, address, self._page_key))
         except FarmError as error:
             self._on_damaged(error)
             return
@@ -205,7 +212,9 @@ def _member(config: Config) -> Member:
         return "" if identity is None else identity[0].decode()
 
     blobs = identify_folder(config.data / ARTIFACTS) if config.blobs is None else config.blobs.url
-    return Member(config.database, version("etfarm"), certificate, blobs, known_revisions())
+    return Member(
+        config.database, version("etfarm"), certificate, blobs, known_revisions(), asks_for_tokens=config.tokens is not None
+    )
 
 
 def restart(address: str) -> None:

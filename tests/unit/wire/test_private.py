@@ -17,7 +17,7 @@ from etfarm.server.operation import settings
 from etfarm.server.operation.settings import BadSetting
 from etfarm.server.rpc.door.token_file import BadTokenFile, Tokens
 from etfarm.wire.errors import UserError
-from etfarm.wire.private import FolderNotPrivate, find_openness, make_private, read_secret
+from etfarm.wire.private import FolderNotPrivate, close_umask, find_openness, make_private, read_secret
 from etfarm.wire.tls import BadTlsFile, read_identity
 
 OTHER = 4712
@@ -105,6 +105,13 @@ def test_a_group_may_read_what_root_owns(tmp_path: Path, monkeypatch: pytest.Mon
     path.chmod(0o644)
     with pytest.raises(UserError, match=f"chown {OTHER} {path} && chmod 600 {path}"):
         read_secret(path, UserError)
+
+
+@pytest.mark.parametrize("turn", ["first", "second"])
+def test_a_command_that_a_test_calls_changes_no_other_tests_umask(tmp_path: Path, own_umask: int, turn: str) -> None:
+    (tmp_path / turn).touch(0o666)
+    assert (tmp_path / turn).stat().st_mode & 0o777 == 0o666 & ~own_umask
+    close_umask()
 
 
 def test_a_folder_is_created_closed_whatever_the_umask(tmp_path: Path) -> None:

@@ -60,13 +60,14 @@ class Place:
         """Create the private folders.
 
         Raises:
-            EmbeddedFarmFailed: a folder cannot be created, or another user owns it.
+            EmbeddedFarmFailed: a folder cannot be created.
+            FolderNotPrivate: another user owns it.
         """
         for folder in (self.data, self.sockets, self.held_jobs):
             try:
                 make_private(folder)
             except FolderNotPrivate as error:
-                raise EmbeddedFarmFailed(error.message, "Set ETFARM_DATA to another folder.", folder=folder) from None
+                raise FolderNotPrivate(error.message, "Set ETFARM_DATA to another folder.", folder=folder) from None
             except OSError as error:
                 raise EmbeddedFarmFailed(
                     f"The folder {folder} cannot be created: {error.strerror}.", "Set ETFARM_DATA to another.", folder=folder

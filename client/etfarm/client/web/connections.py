@@ -14,6 +14,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any, Final
 
 import h11
@@ -41,6 +42,21 @@ _ACCEPTED_OF_A_TURN: Final = 16
 _MAX_FILES: Final = 65_536
 _OTHER_FILES: Final = 256
 """File descriptors for all but visitors' connections."""
+
+_HEAD_BYTES: Final = 16 << 10
+_MALFORMED: Final = "This is not a request of HTTP/1.1."
+_REFUSALS: Final = {
+    "Receive buffer too long": "The request line and its headers have more than {kib} KiB.",
+    "request line": "The request line must be METHOD TARGET HTTP/1.1.",
+    "Illegal method": "The request line must be METHOD TARGET HTTP/1.1.",
+    "Illegal target": "The request line must be METHOD TARGET HTTP/1.1.",
+    "conflicting Content-Length": "The request has several Content-Length headers that differ.",
+    "bad Content-Length": "Content-Length must be a number of at most 20 digits.",
+    "Host:": "The request must have one Host header.",
+    "Transfer-Encoding": "A body needs its Content-Length; Transfer-Encoding is not supported.",
+    "header": "A header must be one line NAME: VALUE.",
+}
+"""What is wrong with a request, by words of the parser's message; the first that match. No byte of the request is repeated."""
 
 _TCP_INFO_BYTES: Final = 136
 _BYTES_ACKED: Final = struct.Struct("120xQ")
@@ -193,13 +209,28 @@ class Listener(socket.socket):
 
 
 class _Parser(h11.Connection):
-    """A parser that takes bodies of an announced size only, as browsers send them: it would work on each of many small chunks."""
+    """A parser that takes bodies of an announced size only, as browsers send them: it would work on each of many small chunks.
+
+    Args:
+        head_bytes: maximum size of a request's head.
+    """
+
+    def __init__(self, head_bytes: int) -> None:
+        super().__init__(h11.SERVER, head_bytes)
+        self._head_bytes = head_bytes
+        self.refusal = HTTPStatus.BAD_REQUEST, _MALFORMED
+        """Status and sentence for the request that was refused."""
 
     def next_event(self) -> Any:
-        event = super().next_event()
-        if isinstance(event, h11.Request) and any(name == b"transfer-encoding" for name, _ in event.headers):
-            raise h11.RemoteProtocolError("a body without Content-Length", error_status_hint=411)
-        return event
+        try:
+            event = super().next_event()
+            if isinstance(event, h11.Request) and any(name == b"transfer-encoding" for name, _ in event.headers):
+                raise h11.RemoteProtocolError("Transfer-Encoding", error_status_hint=HTTPStatus.LENGTH_REQUIRED)
+            return event
+        except h11.RemoteProtocolError as error:
+            sentence = next((text for words, text in _REFUSALS.items() if words in str(error)), _MALFORMED)
+            self.refusal = HTTPStatus(error.error_status_hint), sentence.format(kib=self._head_bytes >> 10)
+            raise
 
 
 class PromptProtocol(H11Protocol):
@@ -210,7 +241,7 @@ class PromptProtocol(H11Protocol):
 
     def __init__(self, *args: Any, connections: Connections, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.conn = _Parser(h11.SERVER, self.config.h11_max_incomplete_event_size or 16 << 10)
+        self.conn = self._parser = _Parser(self.config.h11_max_incomplete_event_size or _HEAD_BYTES)
         self._connections = connections
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._received_bytes = 0
@@ -234,7 +265,15 @@ class PromptProtocol(H11Protocol):
             timer.cancel()
 
     def send_400_response(self, msg: str) -> None:
-        super().send_400_response(f"{msg} A body needs its Content-Length.")
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.flow.pause_reading()  # the last request's answer is still sent, and ends the connection
+            return
+        status, sentence = self._parser.refusal
+        headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
+        response = h11.Response(status_code=status, headers=headers, reason=status.phrase.encode())
+        for event in (response, h11.Data(data=sentence.encode()), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event))
+        self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()

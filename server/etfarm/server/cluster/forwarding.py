@@ -60,6 +60,7 @@ class Forwarding:
         authentication: the callers that this server knows itself.
         on_ended: called at the end of each call with its method and the name of its code.
         on_refused: called when the leader has refused a call without a valid token.
+        forwarded: recognizes calls of this server's web page.
     """
 
     def __init__(
@@ -68,11 +69,13 @@ class Forwarding:
         authentication: StandbyAuthentication,
         on_ended: Callable[[str, str], None] = lambda method, code: None,
         on_refused: Callable[[], None] = lambda: None,
+        forwarded: Forwarded | None = None,
     ) -> None:
         self._links = links
         self._authentication = authentication
         self._on_ended = on_ended
         self._on_refused = on_refused
+        self._forwarded = forwarded or Forwarded()
         self._requests, self._uploads = Turns(), Turns()
         self._questions = FairSlots(_QUESTIONS_AT_ONCE)
         self._asking: dict[str, int] = {}
@@ -107,7 +110,7 @@ class Forwarding:
         is_certain = self._authentication.is_certain and (header is None or refusal.kind is Kind.PERMISSION_DENIED)
         if is_certain and not self._links.can_forward:
             raise refusal
-        address = network_of(address_of(_peer(context)))
+        address = network_of(address_of(self._peer(context)))
         # Without a token, the leader only records the refusal: its audit log counts equal entries together.
         most = 1 if is_certain and header is None else _QUESTIONS_OF_AN_ADDRESS
         if self._asking.get(address, 0) >= most or sum(self._asking.values()) >= _MOST_QUESTIONS:
@@ -131,11 +134,11 @@ class Forwarding:
                 del self._asking[address]
         # Without a header, the leader has a farm without tokens, which this server could not read.
         key = sent_key(header) if isinstance(header, str) and header.startswith("Bearer ") else key_of("")
-        return Credential(key, "", Principal(name=_owner(context)))
+        return Credential(key, "", Principal(name=self._owner(context)))
 
     async def _require_accepted(self, refusal: EtfarmError, method: str, context: _Context) -> None:
         async with self._take(context) as (link, leader):
-            metadata = (*_metadata(context, leader), (QUESTION, "1"))
+            metadata = (*self._metadata(context, leader), (QUESTION, "1"))
             call: _Call = link.channel.stream_stream(method)(metadata=metadata, timeout=_QUESTION_S)
             try:
                 await call.done_writing()
@@ -157,14 +160,14 @@ class Forwarding:
     @contextlib.asynccontextmanager
     async def _take(self, context: _Context) -> Any:
         metadata = context.invocation_metadata() or ()
-        if any(name == KEY for name, _ in metadata) and Forwarded().peer(metadata) is None:  # not of this server's page
+        if any(name == KEY for name, _ in metadata) and self._forwarded.peer(metadata) is None:  # not of this server's page
             raise NoLeader("This server no longer leads the farm.", "Try again; the server that leads now answers.")
         async with self._links.take() as taken:
             yield taken
 
     async def _forward_unary(self, method: str, suffix: bytes, caller: Call, context: _Context) -> None:
         async with contextlib.AsyncExitStack() as turn:
-            await turn.enter_async_context(self._requests.take(_owner(context)))
+            await turn.enter_async_context(self._requests.take(*self._sharers(context)))
             request: Any = await context.read()
             if not isinstance(request, bytes):
                 return  # the caller has left
@@ -200,18 +203,18 @@ class Forwarding:
         async def exchange(link: Link, metadata: _Metadata) -> _Trailers:
             call: _Call = link.channel.stream_stream(method)(metadata=metadata, timeout=context.time_remaining())
             answered = asyncio.Event()
-            turns, owner = self._requests if streams_responses else self._uploads, _owner(context)
+            turns, sharers = self._requests if streams_responses else self._uploads, self._sharers(context)
 
             async def send() -> None:
                 # Once the call has ended, its status says why, and no more requests are read.
                 with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
-                    async with turns.take(owner):
+                    async with turns.take(*sharers):
                         is_open = await _pass_on(context, call)
                     if streams_requests and streams_responses:
                         # A dialogue, whose later messages come at any time: the leader accepts it by its first response.
                         await answered.wait()
                     while is_open and streams_requests:
-                        async with contextlib.nullcontext() if streams_responses else turns.take(owner):
+                        async with contextlib.nullcontext() if streams_responses else turns.take(*sharers):
                             is_open = await _pass_on(context, call)
                     await call.done_writing()
 
@@ -243,7 +246,7 @@ class Forwarding:
         try:
             async with self._take(context) as (link, leader):
                 try:
-                    trailers = await exchange(link, _metadata(context, leader))
+                    trailers = await exchange(link, self._metadata(context, leader))
                 except grpc.aio.AioRpcError as error:
                     if _is_from_here(error):
                         raise _lost(leader) from None
@@ -267,6 +270,43 @@ class Forwarding:
             await context.abort(code, details, trailers)
         context.set_trailing_metadata(trailers)
 
+    def _owner(self, context: _Context) -> str:
+        """Return who shares turns: callers at one address with one token."""
+        header = next((value for name, value in context.invocation_metadata() or () if name == "authorization"), "")
+        return f"{network_of(address_of(self._peer(context)))} {key_of(str(header)).hex()}"
+
+    def _sharers(self, context: _Context) -> tuple[str, str]:
+        """Return who shares turns: the owner at one address, and the principal at all of them; the owner without a token."""
+        owner = self._owner(context)
+        header = next((value for name, value in context.invocation_metadata() or () if name == "authorization"), None)
+        if not isinstance(header, str):
+            return owner, owner
+        try:
+            credential = self._authentication.authenticate(header)
+        except Unauthenticated:  # the leader knows the token
+            return owner, key_of(header).hex()
+        return owner, credential.principal.name if credential.key else owner
+
+    def _peer(self, context: _Context) -> str:
+        """Return gRPC's name of the caller's connection: for a call of this server's page that of its visitor."""
+        return self._forwarded.peer(context.invocation_metadata()) or context.peer()
+
+    def _metadata(self, context: _Context, leader: Leader) -> _Metadata:
+        """Return the metadata of the call to the leader.
+
+        Raises:
+            BadMetadata: gRPC receives such metadata and does not send them: a call with them would neither start nor end.
+        """
+        sent = [
+            (name, value)
+            for name, value in context.invocation_metadata() or ()
+            if name not in _OWN_METADATA and not name.startswith(("grpc-", ":"))
+        ]
+        for name, value in sent:
+            if not name.endswith("-bin") and not (isinstance(value, str) and value.isascii() and value.isprintable()):
+                raise BadMetadata(name)
+        return (*sent, *forwarded_metadata(self._peer(context), leader.secret))
+
 
 async def _pass_on(context: _Context, call: _Call) -> bool:
     """Pass one request on; return False at the end of the caller's requests."""
@@ -275,34 +315,6 @@ async def _pass_on(context: _Context, call: _Call) -> bool:
         return False
     await call.write(request)
     return True
-
-
-def _owner(context: _Context) -> str:
-    """Return who shares turns: callers at one address with one token."""
-    header = next((value for name, value in context.invocation_metadata() or () if name == "authorization"), "")
-    return f"{network_of(address_of(_peer(context)))} {key_of(str(header)).hex()}"
-
-
-def _peer(context: _Context) -> str:
-    """Return gRPC's name of the caller's connection: for a call of this server's page that of its visitor."""
-    return Forwarded().peer(context.invocation_metadata()) or context.peer()
-
-
-def _metadata(context: _Context, leader: Leader) -> _Metadata:
-    """Return the metadata of the call to the leader.
-
-    Raises:
-        BadMetadata: gRPC receives such metadata and does not send them: a call with them would neither start nor end.
-    """
-    sent = [
-        (name, value)
-        for name, value in context.invocation_metadata() or ()
-        if name not in _OWN_METADATA and not name.startswith(("grpc-", ":"))
-    ]
-    for name, value in sent:
-        if not name.endswith("-bin") and not (isinstance(value, str) and value.isascii() and value.isprintable()):
-            raise BadMetadata(name)
-    return (*sent, *forwarded_metadata(_peer(context), leader.secret))
 
 
 def _is_from_here(error: grpc.aio.AioRpcError) -> bool:

@@ -12,6 +12,7 @@ import structlog
 from psycopg.rows import namedtuple_row
 
 from etfarm.server.access.tokens import Credential, credential_of
+from etfarm.server.cluster import lease
 from etfarm.server.cluster.member import CONNECT, answer_s
 from etfarm.server.parts import now
 from etfarm.server.rpc.door.authentication import POLL_S, Authentication
@@ -42,6 +43,7 @@ class KnownTokens:
         self._valid: dict[bytes, Credential] = {}
         self._former: set[bytes] = set()
         self._is_empty = True
+        self._leader_asks = False
         self._has_seen_refusal = False
         self.loaded = asyncio.Event()
         """Set once the tokens are known. Until then, the leader is asked about every caller."""
@@ -51,10 +53,10 @@ class KnownTokens:
     @property
     def is_empty(self) -> bool:
         """Whether callers need no token, as far as this server knows."""
-        return self.loaded.is_set() and self._is_empty and not self._has_seen_refusal
+        return self.loaded.is_set() and self._is_empty and not self._leader_asks and not self._has_seen_refusal
 
     def note_refusal(self) -> None:
-        """Record that the leader refuses callers without a token. It may have a token file that this server does not have."""
+        """Record that the leader refuses callers without a token. One of an older version does not record its token file."""
         self._has_seen_refusal = True
 
     def find(self, key: bytes) -> Credential | None:
@@ -92,6 +94,7 @@ class KnownTokens:
     async def _follow(self, session: psycopg.AsyncConnection[Any]) -> None:
         read: tuple[Any, ...] | None = None
         while True:
+            self._leader_asks = await lease.asks_for_tokens(session)
             try:
                 signature = await (await session.execute(_SIGNATURE)).fetchone()
                 if signature != read:

@@ -47,7 +47,8 @@ CREATE TABLE IF NOT EXISTS etfarm_cluster.lease (
     expires_at timestamptz NOT NULL DEFAULT to_timestamp(0),
     released boolean NOT NULL DEFAULT true,
     secret text NOT NULL,
-    blobs text NOT NULL DEFAULT ''
+    blobs text NOT NULL DEFAULT '',
+    asks_for_tokens boolean NOT NULL DEFAULT false
 );
 CREATE TABLE IF NOT EXISTS etfarm_cluster.servers (
     id text PRIMARY KEY,
@@ -56,6 +57,17 @@ CREATE TABLE IF NOT EXISTS etfarm_cluster.servers (
     started_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     seen_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
+"""
+# The lock of a change waits for writes of the leader, and these for it, so that the table is changed only where it has to be.
+_NEW_COLUMN: Final = f"""
+DO $$ BEGIN
+    IF NOT EXISTS (
+        SELECT FROM pg_attribute WHERE attrelid = 'etfarm_cluster.lease'::regclass AND attname = 'asks_for_tokens'
+    ) THEN
+        PERFORM set_config('lock_timeout', '{_LOCK_MS}', true);
+        ALTER TABLE etfarm_cluster.lease ADD COLUMN asks_for_tokens boolean NOT NULL DEFAULT false;
+    END IF;
+END $$;
 """
 
 _READ: Final = """
@@ -68,7 +80,8 @@ _READ_FOR_UPDATE: Final = _READ + "FOR UPDATE"
 
 _TAKE: Final = """
 UPDATE etfarm_cluster.lease SET token = token + 1, holder = %(holder)s, address = %(address)s, version = %(version)s,
-       certificate = %(certificate)s, expires_at = clock_timestamp() + make_interval(secs => %(lease_s)s), released = false
+       certificate = %(certificate)s, expires_at = clock_timestamp() + make_interval(secs => %(lease_s)s), released = false,
+       asks_for_tokens = %(asks_for_tokens)s
 WHERE id = 1 RETURNING token, secret
 """
 _RENEW: Final = """
@@ -159,7 +172,7 @@ def creation() -> bytes:
     # Two servers that create a table at the same moment would fail. The secret has letters, digits, dashes and underscores.
     lock = f"SELECT pg_advisory_xact_lock({_TABLES_KEY});"
     row = f"INSERT INTO etfarm_cluster.lease (id, secret) VALUES (1, '{secrets.token_urlsafe(32)}') ON CONFLICT DO NOTHING"
-    return f"{lock}{_TABLES}{row}".encode()
+    return f"{lock}{_TABLES}{_NEW_COLUMN}{row}".encode()
 
 
 async def create_tables(session: Session) -> None:
@@ -180,10 +193,15 @@ async def _read(session: Session, query: str) -> LeaseRow:
     return LeaseRow(**row._asdict())
 
 
-async def take(session: Session, holder: str, address: str, version: str, certificate: str) -> tuple[Leader, bool] | None:
+async def take(
+    session: Session, holder: str, address: str, version: str, certificate: str, *, asks_for_tokens: bool = False
+) -> tuple[Leader, bool] | None:
     """Take an expired lease; return the new leader, and whether the former one ended in order.
 
     Return None if another server was first, if a command holds the lease, or if a write of the former leader does not end.
+
+    Args:
+        asks_for_tokens: whether the new leader asks callers for tokens that the database does not have.
     """
     if (row := await read(session)).leader is not None:
         return None
@@ -195,7 +213,10 @@ async def take(session: Session, holder: str, address: str, version: str, certif
             former = await _read(session, _READ_FOR_UPDATE)
             if former.leader is not None:
                 return None
-            values = {"holder": holder, "address": address, "version": version, "certificate": certificate, "lease_s": LEASE_S}
+            values = {
+                "holder": holder, "address": address, "version": version, "certificate": certificate, "lease_s": LEASE_S,
+                "asks_for_tokens": asks_for_tokens,
+            }  # fmt: skip
             taken = await (await session.execute(_TAKE, values)).fetchone()
             assert taken is not None
             await notify(session)
@@ -203,6 +224,15 @@ async def take(session: Session, holder: str, address: str, version: str, certif
         log.warning("the lease could not be taken: a command such as `etfarm restore` holds it, or a write of the former leader")
         return None
     return Leader(taken[0], address, version, certificate, taken[1]), former.released
+
+
+async def asks_for_tokens(session: Session) -> bool:
+    """Return whether the last leader asks callers for tokens of its own file."""
+    try:
+        row = await (await session.execute("SELECT asks_for_tokens FROM etfarm_cluster.lease WHERE id = 1")).fetchone()
+    except (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedColumn):  # no server of this version has been there
+        return False
+    return row is not None and bool(row[0])
 
 
 async def renew(session: Session, token: int, certificate: str) -> bool:

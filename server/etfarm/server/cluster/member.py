@@ -61,6 +61,7 @@ class Member:
         certificate: returns this server's certificate chain in PEM; empty without TLS.
         blobs: identifies where this server's blobs are.
         revisions: the revisions of the database that this server knows.
+        asks_for_tokens: whether this server has a token file of its own.
     """
 
     def __init__(
@@ -70,6 +71,8 @@ class Member:
         certificate: Callable[[], str],
         blobs: str,
         revisions: Collection[str],
+        *,
+        asks_for_tokens: bool = False,
     ) -> None:
         self.id = uuid.uuid4().hex
         self.address = ""
@@ -86,6 +89,7 @@ class Member:
         self._certificate = certificate
         self._blobs = blobs
         self._revisions = frozenset(revisions)
+        self._asks_for_tokens = asks_for_tokens
         self._term: asyncio.Future[Term] = asyncio.get_running_loop().create_future()
         self._joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._expiry: asyncio.TimerHandle | None = None
@@ -206,7 +210,9 @@ class Member:
                 self._joined.set_result(None)
             if row.leader is None and await self._is_able(session):
                 sent_s = asyncio.get_running_loop().time()
-                taken = await lease.take(session, self.id, self.address, self._version, self._certificate())
+                taken = await lease.take(
+                    session, self.id, self.address, self._version, self._certificate(), asks_for_tokens=self._asks_for_tokens
+                )
                 if taken is not None:
                     self._begin(Term(*taken), sent_s)
                     return

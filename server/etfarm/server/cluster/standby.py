@@ -28,6 +28,7 @@ from etfarm.server.rpc.contract import SERVICES, set_serving
 from etfarm.server.rpc.door.calls import TooManyCalls
 from etfarm.server.rpc.door.certificates import Certificates
 from etfarm.server.rpc.door.connections import Connections
+from etfarm.server.rpc.door.forwarded import Forwarded
 from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
 from etfarm.server.rpc.door.listening import bind, guarded_server, port_of
 from etfarm.v1.farm_pb2 import ServerInfo
@@ -45,6 +46,7 @@ async def standing_by(
     leadership: Leadership,
     on_forwarded: Callable[[str, str], None] = lambda method, code: None,
     wait_s: float = WAIT_S,
+    page_key: str = "",
 ) -> AsyncIterator[str]:
     """Forward calls until the end of the block; yield the address that the server listens on.
 
@@ -54,6 +56,7 @@ async def standing_by(
     Args:
         on_forwarded: called at the end of each call with its method and the name of its code.
         wait_s: time for which a call waits for a leader.
+        page_key: the secret of the process's web page; empty without one.
 
     Raises:
         CannotListen: the address cannot be used.
@@ -63,10 +66,11 @@ async def standing_by(
     authentication = StandbyAuthentication(config.tokens, known, config.data / TOKENS_CHANGED)
     links = Links(leadership, config.identity(), wait_s)
     connections = Connections(lambda: authentication.asks_for_tokens, time.monotonic)
-    forwarding = Forwarding(links, authentication, on_forwarded, known.note_refusal)
+    forwarded = Forwarded(page_key=page_key)
+    forwarding = Forwarding(links, authentication, on_forwarded, known.note_refusal, forwarded)
     # Projects are the leader's matter.
     interceptor = AuthErrorInterceptor(
-        authentication, lambda principal, _: principal, connections=connections, ask=forwarding.ask
+        authentication, lambda principal, _: principal, connections=connections, forwarded=forwarded, ask=forwarding.ask
     )
     server = guarded_server([interceptor], connections, interceptor.has_token, options=UNREAD)
     checks = health.HealthServicer()

@@ -17,7 +17,7 @@ SLOW: Final = 4
 """Number of further messages of one owner, of those that have taken longer than `SLOW_S`: links may be slow or dead."""
 SLOW_S: Final = 0.5
 ALL: Final = 64
-"""Number of messages of all owners."""
+"""Number of messages of all owners. No account has more than it leaves to others: a half, if it is alone."""
 LIMIT_S: Final = 120.0
 """Time limit of one message."""
 
@@ -27,14 +27,17 @@ class Turns:
 
     def __init__(self, slow_s: float = SLOW_S, limit_s: float = LIMIT_S) -> None:
         self._slow_s, self._limit_s = slow_s, limit_s
-        self._all = FairSlots(ALL)
+        self._all = FairSlots(ALL, keeps_room=True)
         self._owners: dict[str, asyncio.Semaphore] = {}
         self._calls: Counter[str] = Counter()
         self._slow: Counter[str] = Counter()
 
     @asynccontextmanager
-    async def take(self, owner: str) -> AsyncIterator[None]:
+    async def take(self, owner: str, account: str = "") -> AsyncIterator[None]:
         """Hold a turn while a message is received and passed on.
+
+        Args:
+            account: who shares the turns of all with other accounts, at all of its addresses; the owner by default.
 
         Raises:
             MessageOverdue: it takes too long.
@@ -53,7 +56,7 @@ class Turns:
             await turns.acquire()
             lending = asyncio.get_running_loop().call_later(self._slow_s, lend)
             try:
-                async with self._all.take(owner), asyncio.timeout(self._limit_s):
+                async with self._all.take(account or owner), asyncio.timeout(self._limit_s):
                     yield
             except TimeoutError:
                 raise MessageOverdue(self._limit_s) from None

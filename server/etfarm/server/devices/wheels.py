@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import re
-import zipfile
 from dataclasses import dataclass
-from email.parser import BytesHeaderParser
 from pathlib import Path
 from typing import Final
 
 from etfarm.server.artifacts.store import Store
+from etfarm.server.devices.wheel_check import REMEDY, VERSION, NotAWheel, read_version
+from etfarm.server.workers.child_pool import ChildPool
+from etfarm.server.workers.errors import BadAnswer
 from etfarm.wire import digest as digests
-from etfarm.wire.errors import UserError
 
-MAX_WHEEL_BYTES: Final = 256 << 20
-
-_MAX_METADATA: Final = 1 << 20
-_MAX_FILES: Final = 20_000
-_VERSION: Final = re.compile(r"[0-9][0-9A-Za-z.!+_-]{0,63}", re.ASCII)
-_AGENT: Final = "etfarm/device_agents/main.py"
-_REMEDY: Final = "Give the .whl that `pip wheel --no-deps .` writes."
-
-
-class NotAWheel(UserError):
-    """A file that is no wheel of etfarm."""
-
-    reason = "NOT_A_WHEEL"
+_TASK: Final = "etfarm.server.devices.wheel_check:check"
+_DEADLINE_S: Final = 60.0
 
 
 @dataclass(frozen=True)
@@ -46,7 +34,7 @@ class AgentWheel:
             NotAWheel: there is no such file, or it is not a wheel of etfarm with an agent.
         """
         if not path.is_file():
-            raise NotAWheel(f"There is no wheel {path}.", _REMEDY)
+            raise NotAWheel(f"There is no wheel {path}.", REMEDY)
         return cls(path, read_version(path), digests.of_file(path))
 
     async def put(self, store: Store, owner: str, holder: str) -> None:
@@ -68,29 +56,15 @@ class AgentWheel:
         await store.put(data, owner, holder=holder)
 
 
-def read_version(path: Path) -> str:
-    """Return the version of etfarm that a wheel has. Blocks.
+async def version_in_child(workers: ChildPool, path: Path) -> str:
+    """Return the version of etfarm that an uploaded wheel has, which a jailed child reads.
 
     Raises:
         NotAWheel: the file is not a wheel of etfarm with an agent.
+        EtfarmError: as `ChildPool.run`.
     """
-    try:
-        if path.stat().st_size > MAX_WHEEL_BYTES:
-            raise NotAWheel(f"A wheel must have at most {MAX_WHEEL_BYTES:,} bytes, got {path.stat().st_size:,}.", _REMEDY)
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-            if len(names) > _MAX_FILES:
-                raise NotAWheel(f"The archive must have at most {_MAX_FILES:,} files, got {len(names):,}.", _REMEDY)
-            metadata = [name for name in names if re.fullmatch(r"etfarm-[^/]+\.dist-info/METADATA", name)]
-            if len(metadata) != 1 or _AGENT not in names:
-                raise NotAWheel("The archive is not a wheel of etfarm.", _REMEDY)
-            with archive.open(metadata[0]) as file:
-                headers = BytesHeaderParser().parsebytes(file.read(_MAX_METADATA))
-    except NotAWheel:
-        raise
-    except Exception as error:  # noqa: BLE001 - zipfile raises what each compression raises
-        raise NotAWheel(f"The artifact is not a wheel: {error}.", _REMEDY) from None
-    version = str(headers["Version"] or "")
-    if str(headers["Name"] or "").lower() != "etfarm" or not _VERSION.fullmatch(version):
-        raise NotAWheel(f"The wheel is of {headers['Name']!r} {version[:80]!r}, not of etfarm.", _REMEDY)
+    async with await workers.run(_TASK, path, deadline_s=_DEADLINE_S, light=True, urgent=True) as finished:
+        version = finished.result[:100].decode(errors="replace")
+    if not VERSION.fullmatch(version):
+        raise BadAnswer(f"The check of a wheel answered with {version!a}.")
     return version

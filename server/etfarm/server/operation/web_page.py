@@ -25,7 +25,6 @@ import structlog
 from etfarm.server.config import Config
 from etfarm.server.operation.page_confinement import PageConfinement
 from etfarm.server.rpc.door.certificates import signature_of
-from etfarm.server.rpc.door.forwarded import PAGE_KEY
 from etfarm.server.workers.jail.measures import Measure
 from etfarm.wire.channel import parse_address
 from etfarm.wire.errors import FarmError, Kind, UserError
@@ -64,11 +63,12 @@ class PageOverdue(PageNotStarted):
 
 
 @asynccontextmanager
-async def running(config: Config, address: str) -> AsyncIterator[str | None]:
+async def running(config: Config, address: str, page_key: str) -> AsyncIterator[str | None]:
     """Run the page until the block ends, and yield its address; None if the configuration has no page, and "" if it is late.
 
     Args:
         address: where the server listens.
+        page_key: the secret by which this process believes what address a visitor has.
 
     Raises:
         PageNotStarted: its address cannot be used, or it ended before it answered; its stderr has the reason.
@@ -76,7 +76,7 @@ async def running(config: Config, address: str) -> AsyncIterator[str | None]:
     if config.web is None:
         yield None
         return
-    page = WebPage(config, address)
+    page = WebPage(config, address, page_key)
     try:
         try:
             await page.start()
@@ -98,15 +98,17 @@ class WebPage:
     Args:
         config: the server's configuration, which has a page.
         address: where the server listens.
+        page_key: the secret by which the server believes what address a visitor has.
         measures: the measures of its confinement that the host allows, if they are known already.
 
     Raises:
         PageNotStarted: the page's address cannot be used.
     """
 
-    def __init__(self, config: Config, address: str, measures: tuple[Measure, ...] | None = None) -> None:
+    def __init__(self, config: Config, address: str, page_key: str, measures: tuple[Measure, ...] | None = None) -> None:
         assert config.web is not None
         self._config = config
+        self._page_key = page_key
         self._server = config.web_server or reachable(address)
         self._confinement = PageConfinement(config, self._server, measures)
         self._folder_record = config.data / "work" / "page-folder"
@@ -203,8 +205,7 @@ class WebPage:
                 os.close(file)
         self._process = process
         assert process.stdin is not None and process.stdout is not None
-        # The secret by which this server believes what address a visitor has; other processes never see a pipe.
-        process.stdin.write(f"{PAGE_KEY}\n".encode())
+        process.stdin.write(f"{self._page_key}\n".encode())  # other processes never see a pipe
         try:
             async with asyncio.timeout(START_S):
                 line = (await process.stdout.readline()).decode(errors="replace").strip()

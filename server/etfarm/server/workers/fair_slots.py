@@ -67,10 +67,15 @@ class FairSlots:
         slots: maximum number of slots that are held at a time.
         reserved: number of these slots that only urgent callers may take.
         clock: returns seconds on a monotonic clock.
+        keeps_room: whether no project may hold more slots than it leaves free, so that one that comes later need not wait for
+            long tasks of others.
     """
 
-    def __init__(self, slots: int, reserved: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, slots: int, reserved: int = 0, clock: Callable[[], float] = time.monotonic, *, keeps_room: bool = False
+    ) -> None:
         self._free = slots
+        self._keeps_room = keeps_room
         self._shared = slots - reserved
         self._reserved = reserved
         self._urgent_held = 0
@@ -95,7 +100,7 @@ class FairSlots:
     async def take(self, project: str, *, urgent: bool = False) -> AsyncIterator[None]:
         """Hold a slot; earlier callers of the same project go first, and urgent callers before others, but not for ever."""
         self._count()
-        if self._is_free(urgent):
+        if self._is_free(urgent) and self._has_room(project):
             self._grant(project, urgent)
         else:
             await self._wait(project, urgent)
@@ -137,6 +142,10 @@ class FairSlots:
             return self._free > 0 and not (self._waiting and self._ahead >= _MOST_AHEAD)
         return self._free > self._reserved
 
+    def _has_room(self, project: str) -> bool:
+        """Return whether a project may hold one more of the free slots."""
+        return not self._keeps_room or self._held[project] < self._free
+
     def _grant(self, project: str, urgent: bool) -> None:
         self._free -= 1
         self._held[project] += 1
@@ -162,6 +171,8 @@ class FairSlots:
         self._count()
         while (queues := self._next_queues()) is not None:
             following = min(queues, key=lambda each: (self._held[each], self._time.of(each)))
+            if not self._has_room(following):
+                return  # the others hold no fewer
             queue = queues[following]
             turn = queue.popleft()
             queues.move_to_end(following)

@@ -12,6 +12,7 @@ import psycopg
 import pytest
 
 from etfarm.server.access.tokens import Credential, Unauthenticated, key_of
+from etfarm.server.cluster import lease
 from etfarm.server.cluster.known_tokens import KnownTokens, StandbyAuthentication
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.v1.common_pb2 import Principal, Role
@@ -111,6 +112,39 @@ async def test_without_the_table_callers_need_no_token(url: str) -> None:
         assert known.is_empty
         known.note_refusal()
         assert not known.is_empty, "the leader has a token file"
+
+
+async def lead(url: str, *, asks_for_tokens: bool) -> None:
+    async with await psycopg.AsyncConnection.connect(url, autocommit=True) as session:
+        await lease.create_tables(session)
+        taken = await lease.take(session, "a", "farm-a:7433", "1", "", asks_for_tokens=asks_for_tokens)
+        assert taken is not None
+        await lease.release(session, taken[0].token)
+
+
+async def test_a_token_file_of_the_leader_alone_is_known_from_the_start(url: str, tmp_path: Path) -> None:
+    await lead(url, asks_for_tokens=True)
+    async with following(url) as known:
+        authentication = StandbyAuthentication(None, known, tmp_path / "changed")
+        await until(known.loaded.is_set)
+        assert authentication.asks_for_tokens
+        for header in (None, "Bearer known-to-the-leader-only"):
+            with pytest.raises(Unauthenticated):
+                authentication.authenticate(header)
+        await lead(url, asks_for_tokens=False)
+        await until(lambda: not authentication.asks_for_tokens)
+        await lead(url, asks_for_tokens=True)
+        await until(lambda: authentication.asks_for_tokens)
+
+
+async def test_the_table_of_an_older_version_gets_the_column(url: str) -> None:
+    await lead(url, asks_for_tokens=False)
+    execute(url, "ALTER TABLE etfarm_cluster.lease DROP COLUMN asks_for_tokens")
+    async with following(url) as known:
+        await until(known.loaded.is_set)
+        assert known.is_empty
+        await lead(url, asks_for_tokens=True)
+        await until(lambda: not known.is_empty)
 
 
 async def test_while_the_table_cannot_be_read_no_caller_is_admitted_without_the_leader(

@@ -14,12 +14,12 @@ LONG_S = 3600.0
 """Longer than the test."""
 
 
-async def hold(turns: Turns, owner: str, number: int) -> tuple[list[asyncio.Event], list[asyncio.Task[None]]]:
+async def hold(turns: Turns, owner: str, number: int, account: str = "") -> tuple[list[asyncio.Event], list[asyncio.Task[None]]]:
     """Let so many messages of an owner come; return an event for each that has its turn, and the tasks."""
     began = [asyncio.Event() for _ in range(number)]
 
     async def receive(event: asyncio.Event) -> None:
-        async with turns.take(owner):
+        async with turns.take(owner, account):
             event.set()
             await asyncio.Event().wait()
 
@@ -74,6 +74,25 @@ async def test_all_owners_together_have_a_bound() -> None:
     await held[-1][0][0].wait()
     for _, tasks in held:
         await end(tasks)
+
+
+async def test_an_account_with_many_addresses_leaves_turns_to_others() -> None:
+    turns = Turns(LONG_S)
+    held = [await hold(turns, f"address {number} of ann", AT_ONCE, "ann") for number in range(ALL)]
+    assert sum(count(began) for began, _ in held) == ALL // 2
+    began, tasks = await hold(turns, "address of bob", AT_ONCE, "bob")
+    assert count(began) == AT_ONCE
+    await end(tasks)
+    more = [await hold(turns, f"address {number} of bob", AT_ONCE, "bob") for number in range(ALL)]
+    assert sum(count(began) for began, _ in more) == ALL // 4
+    for name in ("cid", "dan", "eve"):
+        began, tasks = await hold(turns, name, 1)
+        assert count(began) == 1, name
+        more.append((began, tasks))
+    for _, tasks in (*held, *more):
+        await end(tasks)
+    async with turns.take("a"):
+        pass
 
 
 async def test_a_message_that_does_not_arrive_is_given_up() -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from etfarm.server.artifacts.store import Store
-from etfarm.server.devices.wheels import AgentWheel, NotAWheel, read_version
+from etfarm.server.devices.wheel_check import NotAWheel, read_version
+from etfarm.server.devices.wheels import AgentWheel
 from etfarm.wire import digest
 from tests.support.databases import new_database
 

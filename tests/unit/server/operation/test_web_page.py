@@ -28,7 +28,7 @@ def config(tmp_path: Path) -> Config:
 def page(config: Config, monkeypatch: pytest.MonkeyPatch) -> WebPage:
     """A page whose confinement is known, as the process that confines itself is a script of the test."""
     monkeypatch.setattr(web_page, "RESTART_S", 0.01)
-    return WebPage(config, "127.0.0.1:1", measures=())
+    return WebPage(config, "127.0.0.1:1", "key", measures=())
 
 
 async def test_a_page_that_cannot_be_started_for_now_is_started_later(
@@ -70,9 +70,9 @@ async def test_a_page_that_is_late_is_started_again_and_does_not_end_its_server(
     monkeypatch.setattr(sys, "executable", str(program))
     monkeypatch.setattr(web_page, "RESTART_S", 0.01)
     monkeypatch.setattr(web_page, "START_S", 0.5)
-    page = WebPage(config, "127.0.0.1:1", measures=())
-    monkeypatch.setattr(web_page, "WebPage", lambda config, address: page)
-    async with web_page.running(config, "127.0.0.1:1") as url:
+    page = WebPage(config, "127.0.0.1:1", "key", measures=())
+    monkeypatch.setattr(web_page, "WebPage", lambda *_: page)
+    async with web_page.running(config, "127.0.0.1:1", "key") as url:
         assert url == ""
         monkeypatch.setattr(web_page, "START_S", 30.0)
         async with asyncio.timeout(30):
@@ -95,8 +95,8 @@ async def test_a_page_that_does_not_answer_has_not_started(
 
 
 async def test_an_address_in_use_is_named(config: Config) -> None:
-    first = WebPage(config, "127.0.0.1:1")
+    first = WebPage(config, "127.0.0.1:1", "key")
     taken = f"127.0.0.1:{first._listener.getsockname()[1]}"
     with pytest.raises(PageNotStarted, match=f"it cannot listen on {taken}: Address already in use"):
-        WebPage(Config(config.listen, config.data, web=parse_address(taken)), "127.0.0.1:1")
+        WebPage(Config(config.listen, config.data, web=parse_address(taken)), "127.0.0.1:1", "key")
     await first.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import secrets
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
@@ -13,8 +12,6 @@ from etfarm.wire.names import FORWARDED_KEY_METADATA, FORWARDED_PEER_METADATA
 
 PEER: Final = FORWARDED_PEER_METADATA
 KEY: Final = FORWARDED_KEY_METADATA
-PAGE_KEY: Final = secrets.token_urlsafe(32)
-"""The secret of the web page that this process starts, which calls for its visitors."""
 QUESTION: Final = "etfarm-forwarded-question"
 """The metadata of a call that only asks whether the leader admits its caller. It has no message, and the method is not called."""
 ACCEPTED: Final = "etfarm-accepted"
@@ -35,10 +32,11 @@ class Forwarded:
 
     Args:
         secret: the secret of the farm's servers; empty if no other server forwards calls to this one.
+        page_key: the secret of the web page that this process starts, which calls for its visitors; empty without a page.
     """
 
-    def __init__(self, secret: str = "") -> None:
-        self._secret = secret.encode()
+    def __init__(self, secret: str = "", page_key: str = "") -> None:
+        self._secrets = [each.encode() for each in (secret, page_key) if each]
 
     def peer(self, metadata: Any) -> str | None:
         """Return gRPC's name of the caller's connection; None for a call that the caller made here."""
@@ -46,8 +44,7 @@ class Forwarded:
         key, peer = sent.get(KEY), sent.get(PEER)
         if not isinstance(key, str) or not isinstance(peer, str):
             return None
-        is_server = bool(self._secret) and hmac.compare_digest(key.encode(), self._secret)
-        return peer[:MAX_PEER] if is_server or hmac.compare_digest(key.encode(), PAGE_KEY.encode()) else None
+        return peer[:MAX_PEER] if any(hmac.compare_digest(key.encode(), secret) for secret in self._secrets) else None
 
 
 def is_question(metadata: Any) -> bool:

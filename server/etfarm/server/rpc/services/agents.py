@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from pathlib import Path
 
 import structlog
 
@@ -16,7 +17,7 @@ from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import HEARTBEAT_INTERVAL_S, AgentSession
 from etfarm.server.devices.upgrades import Upgrades
-from etfarm.server.devices.wheels import AgentWheel, read_version
+from etfarm.server.devices.wheels import AgentWheel
 from etfarm.server.rpc.door.caller import caller
 from etfarm.server.rpc.door.roles import ADMIN
 from etfarm.server.rpc.services.artifacts import holder_of
@@ -78,7 +79,8 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         enrolment: Enrolment,
         upgrades: Upgrades,
         store: Store,
-        agent_wheel: AgentWheel | None = None,
+        agent_wheel: AgentWheel | None,
+        read_version: Callable[[Path], Awaitable[str]],
         *,
         version: str,
         clock: Callable[[], float],
@@ -87,6 +89,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         self._upgrades = upgrades
         self._store = store
         self._agent_wheel = agent_wheel
+        self._read_version = read_version
         self._registry = registry
         self._identities = identities
         self._runs = runs
@@ -172,7 +175,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             raise ArtifactMissing(request.digest)
         await self._store.require_whole([request.digest])
         path = self._store.path(request.digest)
-        version = await asyncio.to_thread(read_version, path)
+        version = await self._read_version(path)
         wheel = common_pb2.Artifact(digest=request.digest, size_bytes=path.stat().st_size)
         progress = self._upgrades.upgrade(
             request.agent_id, wheel, version, drain_s=drain_s, limit_s=limit_s, principal=caller().name

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tracemalloc
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etfarm.server.compile.screening import archives, expressions, payloads, screen
+from etfarm.server.compile.screening import archives, expressions, payloads, pickles, screen
 from etfarm.server.compile.screening.errors import NotAPt2, UnknownOperator, UnsafeModel
 from etfarm.wire.errors import UserError
 
@@ -78,7 +79,16 @@ def torch_saved(value: object) -> bytes:
 
 @pytest.mark.parametrize(
     "make",
-    [models.conv, models.fft, models.dict_inputs, models.dynamic, models.counter, models.unknown, models.elementwise],
+    [
+        models.conv,
+        models.fft,
+        models.dict_inputs,
+        models.dynamic,
+        models.marked_dynamic,
+        models.counter,
+        models.unknown,
+        models.elementwise,
+    ],
 )
 def test_what_torch_writes_passes(make: Callable[[], Any], tmp_path: Path) -> None:
     assert screen.screen_pt2(models.save(make, tmp_path / "digest-without-suffix")) is None  # type: ignore[func-returns-value]
@@ -106,6 +116,54 @@ def test_the_screen_loads_neither_torch_nor_numpy() -> None:
 )
 def test_sample_inputs_that_need_a_full_unpickle_are_refused(good: Members, tmp_path: Path, samples: bytes) -> None:
     assert refused(tmp_path / "m", good | {SAMPLES: samples}) == "NOT_WEIGHTS_ONLY"
+
+
+class Attributes:
+    """A tensor with attributes, as torch pickles it."""
+
+    def __init__(self, state: object, kind: Any = torch.Tensor, create: Any = torch._utils._rebuild_tensor_v2) -> None:
+        self.state, self.kind, self.create = state, kind, create
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        arguments: Any = (torch.ones(3).untyped_storage(), 0, (3,), (1,), False, OrderedDict())
+        return torch._tensor._rebuild_from_type_v2, (self.create, self.kind, arguments, self.state)
+
+
+@pytest.mark.parametrize("dimensions", [{0: []}, {0: [], 1: []}, {}], ids=str)
+def test_tensors_with_marked_dimensions_pass(good: Members, tmp_path: Path, dimensions: dict[int, list[object]]) -> None:
+    tensors = [Attributes({"_specialize_on": dimensions}), Attributes({"_specialize_on": {1: []}}), torch.ones(2)]
+    members = good | {SAMPLES: torch_saved(((tensors[0],), {"x": tensors[1:]}))}
+    assert screen.screen_pt2(write(tmp_path / "m", members)) is None  # type: ignore[func-returns-value]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Attributes({"data": torch.ones(1)}),
+        Attributes({"_specialize_on": {0: []}, "grad": None}),
+        Attributes({"_specialize_on": {0: [torch.Size]}}),
+        Attributes({"_specialize_on": {"x": []}}),
+        Attributes({"_specialize_on": []}),
+        Attributes(({}, {"_specialize_on": {0: []}})),
+        Attributes({"_specialize_on": {0: []}}, torch.nn.Parameter),
+        Attributes({"_specialize_on": {0: []}}, create=torch.Size),
+        Attributes({"_specialize_on": {0: []}}, create=torch.Tensor),
+        [Attributes({"_specialize_on": {0: []}}), torch.Tensor],
+        torch.Tensor,
+        torch._tensor._rebuild_from_type_v2,
+    ],
+    ids=lambda value: str(getattr(value, "state", value))[:40],
+)
+def test_tensors_with_other_attributes_are_refused(good: Members, tmp_path: Path, value: object) -> None:
+    assert refused(tmp_path / "m", good | {SAMPLES: torch_saved(((value,), {}))}) == "NOT_WEIGHTS_ONLY"
+
+
+def test_attributes_that_change_after_the_tensor_has_them_are_refused() -> None:
+    functions = b"ctorch._tensor\n_rebuild_from_type_v2\n(ctorch._utils\n_rebuild_tensor_v2\nctorch\nTensor\n"
+    call = functions + b")}X\x0e\0\0\0_specialize_on}K\0]"
+    pickles.check(b"\x80\x02" + call + b"sstR.", "x")
+    with pytest.raises(UnsafeModel):
+        pickles.check(b"\x80\x02" + call + b"q\x01sstRh\x01K\x07a.", "x")
 
 
 def test_sample_inputs_as_a_torchscript_archive_are_refused(good: Members, tmp_path: Path) -> None:

@@ -132,15 +132,23 @@ async def test_a_requested_run_for_which_somebody_waits_is_made_but_not_compared
         assert agent.answer(await agent.started())
 
 
-async def test_a_run_that_the_servers_own_work_holds_up_gives_up_and_holds_nothing(world: World) -> None:
+async def test_a_run_that_the_servers_own_work_holds_up_gives_up_and_holds_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     quiet = MeasurementLock()
     agent = Agent(world, "pi")
     agent.session.boot_id = boot_id()
-    async with quiet.work(), probed(world, quiet, replace(PROMPT, busy_s=1.0)) as health:
+    loop = asyncio.get_running_loop()
+    clock = loop.time
+    async with quiet.work(), probed(world, quiet) as health:
         await agent.connect()
         assert world.registry.is_on_this_machine("pi")
-        with pytest.raises(HealthRunAborted, match="on the same machine as pi, compiled or measured for"):
-            await health.check(world.registry.get("pi"), caller="ann", is_admin=False)
+        asked = asyncio.create_task(health.check(world.registry.get("pi"), caller="ann", is_admin=False))
+        await becomes(lambda: quiet.is_wanted)
+        with monkeypatch.context() as later:
+            later.setattr(loop, "time", lambda: clock() + PROMPT.busy_s)
+            with pytest.raises(HealthRunAborted, match="on the same machine as pi, compiled or measured for 600 s"):
+                await asked
         assert not world.runs.busy() and not quiet.is_wanted
         async with asyncio.timeout(WAIT_S), quiet.work():
             pass  # other compilations go on
