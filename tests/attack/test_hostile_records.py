@@ -21,7 +21,7 @@ from etfarm.server.artifacts.store import Store
 from etfarm.server.graphs.sources import module_of
 from etfarm.server.reports.findings import Findings
 from etfarm.server.reports.numerics import edge
-from etfarm.server.reports.request import AnalyzeRequest
+from etfarm.server.reports.request import CUT_SHORT, AnalyzeRequest
 from etfarm.server.reports.trace.graph import BadRecord
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
@@ -194,6 +194,18 @@ async def test_a_hostile_record_costs_its_lines_at_most(findings: Findings, tmp_
         assert asked.etrecord is not None
         asked.etrecord.unlink()
     assert not failed
+
+
+async def test_a_record_that_takes_too_long_costs_its_lines_at_most(
+    findings: Findings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etfarm.server.reports.findings.ANALYZE_TASK", "tests.support.worker_tasks:analyze_within_a_second")
+    asked = request(tmp_path, packed({GRAPH: b"[" + b"[]," * 20_000_000 + b"[]]"}))
+    report = await findings.of(asked, lambda _: None)
+    (warning,) = report.compile.warnings
+    assert (warning.code, "took more CPU time" in warning.message) == (CUT_SHORT, True), warning
+    rows = await findings.of(replace(asked, etrecord=None), lambda _: None)
+    assert rows.operators and [row.name for row in report.operators] == [row.name for row in rows.operators]
 
 
 @pytest.mark.parametrize("name", ["deep", "a bomb of LZMA", "large handles", "half a character in a path"])

@@ -164,7 +164,7 @@ class _Pool:
 
 
 class _Choice:
-    """The operators by debug handle that no instruction has taken yet. One operator of the model may become 10,000 of a handle."""
+    """The operators by debug handle that no instruction has taken. One operator of the model may become 10,000 of a handle."""
 
     def __init__(self, operators: Sequence[Operator]) -> None:
         self._places = [(handle, operator) for operator in operators for handle in operator.handles]
@@ -257,7 +257,7 @@ def _reassign_dequantizing(edge: EdgeGraph, groups: dict[int, list[Operator]]) -
         return users[name]
 
     for number, group in list(groups.items()):
-        kept = []
+        kept: list[Operator] = []
         for operator in group:
             is_twin = twins[operator.node.op_type, operator.takes] > 1
             owner = None

@@ -139,7 +139,7 @@ def steps(count: int, name: str, *, is_delegate: bool) -> tuple[EdgeGraph, Handl
     numbers = range(count)
     program = {(0, number): Instruction(f"aten.{name}.out", False) for number in numbers}
     value = Stored("float32", (2,), (1,), 0)
-    return graph(operators), dict.fromkeys(numbers, [7]), program, dict.fromkeys(numbers, [value])
+    return graph(operators), {number: [7] for number in numbers}, program, {number: [value] for number in numbers}
 
 
 @pytest.mark.parametrize("name", ["add", "dequantize_per_tensor"])
