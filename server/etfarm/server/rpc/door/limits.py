@@ -121,6 +121,8 @@ LIMITS: Final[dict[str, Limit]] = {
     "Cluster.cpus": Limit(4_096),
     "DeviceRunner.operators": Limit(5_000),
     # Reports that agents send of a run.
+    "RunProgress.attempt_id": _KEY,
+    "RunResult.attempt_id": _KEY,
     "RunProgress.log_lines": Limit(1_000),
     "RunProgress.log_lines[]": _LINE,
     "RunProgress.message": Limit(8 << 10),

@@ -200,6 +200,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             reader = aiter(messages)
             while True:
                 async with asyncio.timeout(session.silence_left_s()):
+                    await session.wait_read()
                     message = await anext(reader, None)
                 if message is None:
                     return
