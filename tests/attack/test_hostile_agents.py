@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator, Iterator
 
 import grpc
@@ -10,11 +11,23 @@ import pytest
 
 import etfarm.wire.channel
 from etfarm.client import Farm
-from etfarm.v1 import agent_pb2
+from etfarm.v1 import (
+    agent_pb2,
+    artifact_pb2,
+    artifact_pb2_grpc,
+    common_pb2,
+    compile_pb2,
+    job_pb2,
+    job_pb2_grpc,
+    session_pb2,
+)
+from etfarm.wire import digest
 from etfarm.wire.channel import CLIENT_OPTIONS, Access, open_channel
+from etfarm.wire.chunks import artifact_of, upload
 from tests.support.farm import Daemon
+from tests.support.programs import program
 from tests.support.runner import runner_archive
-from tests.support.session_ends import Agent
+from tests.support.session_ends import Agent, Caller
 
 pytestmark = pytest.mark.slow(reason="attacks a real server with agents")
 
@@ -76,3 +89,91 @@ async def test_an_agent_that_does_not_read_its_answers_is_not_read_either(server
                 acknowledged += 1
                 assert len(message.ack.attempt_id) <= 100
     assert 0 < acknowledged < sent / 2
+
+
+async def stored(channel: grpc.aio.Channel, data: bytes) -> common_pb2.Artifact:
+    artifact = artifact_of(data)
+    await upload(artifact_pb2_grpc.ArtifactServiceStub(channel), artifact, data)
+    return artifact
+
+
+async def test_an_answer_of_a_session_has_what_its_agent_uploaded_or_is_the_devices_fault(
+    channels: dict[str, grpc.aio.Channel],
+) -> None:
+    pte = await stored(channels["ann"], program("add").path.read_bytes())
+    thief = Agent(channels["thief"], "server")
+    await is_welcome(thief)
+    created = compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
+    caller = Caller(channels["ann"], session_pb2.OpenSessionRequest(selector=f"id={thief.devices[0].id}", program=created))
+    serving = thief.serve(await thief.started())
+    await caller.event("ready")
+    own = await stored(channels["thief"], b"an output")
+    never = await stored(channels["thief"], b"an output that no call asked for")
+    Tensors = session_pb2.SessionTensors
+    wrong = [
+        (1, Tensors(artifact=artifact_of(b"never uploaded"))),
+        (1, Tensors(artifact=common_pb2.Artifact(digest=own.digest, size_bytes=1 << 62))),
+        (1, Tensors(inline=bytes(2 << 20))),
+        (-1, Tensors(inline=b"x")),
+    ]
+    for number, (run_ns, outputs) in enumerate([*wrong, (1, Tensors(artifact=own))]):
+        serving.answer("nobody", 1, Tensors(artifact=never))
+        calling = caller.call(str(number))
+        serving.answer((await serving.call()).call_id, run_ns, outputs)
+        serving.answer(str(number), 9, Tensors(artifact=never))
+        error = (await calling).answer.error
+        expected = ("BAD_ANSWER", common_pb2.FAULT_DEVICE) if number < len(wrong) else ("", common_pb2.FAULT_UNSPECIFIED)
+        assert (error.reason, error.fault) == expected, (number, error)
+    missing = await artifact_pb2_grpc.ArtifactServiceStub(channels["ann"]).FindMissing(
+        artifact_pb2.FindMissingArtifactsRequest(digests=[own.digest, never.digest])
+    )
+    assert list(missing.missing) == [never.digest]
+    serving.end()
+    await caller.event("ended")
+    thief.close()
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        {"outputs": 1 << 62},
+        {"samples": 1},
+        {"blocks": [agent_pb2.InterleavedBlock(samples=100)]},
+    ],
+    ids=["large outputs", "small samples", "blocks"],
+)
+async def test_a_result_that_contradicts_its_files_or_plan_is_the_devices_fault(
+    channels: dict[str, grpc.aio.Channel], claim: dict[str, object], request: pytest.FixtureRequest
+) -> None:
+    name = request.node.callspec.id
+    pte = await stored(channels["ann"], program("add").path.read_bytes())
+    samples = await stored(channels["thief"], array("q", [1_000_000] * 100).tobytes())
+    thief = Agent(channels["thief"], name)
+    await is_welcome(thief)
+    jobs = job_pb2_grpc.JobServiceStub(channels["ann"])
+    spec = job_pb2.JobSpec(
+        name=name, candidates=[job_pb2.Candidate(name="add", program=compile_pb2.Program(pte=pte))],
+        devices=[job_pb2.DeviceChoice(selector=f"id={thief.devices[0].id}")],
+        measurement=job_pb2.Measurement(iterations=100, no_profile=True),
+    )  # fmt: skip
+    job = await jobs.Submit(job_pb2.SubmitJobRequest(request_id=name, spec=spec))
+    for _ in range(3):
+        start = await thief.started()
+        result = agent_pb2.CandidateResult(
+            cell_id=start.candidates[0].cell_id, threads=1, iterations=100, duration_ns=100_000_000,
+            stop_reason=common_pb2.STOP_REASON_ENOUGH, samples=samples, outputs=samples,
+        )  # fmt: skip
+        for field, value in claim.items():
+            if isinstance(value, int):
+                getattr(result, field).size_bytes = value
+            elif isinstance(value, list):
+                getattr(result, field).extend(value)
+        answer = agent_pb2.RunResult(attempt_id=start.attempt_id, device_id=start.device_id, candidates=[result])
+        await asyncio.sleep(0.2)  # the pass takes 0.1 s
+        thief.send(agent_pb2.AgentMessage(run_result=answer))
+    async with asyncio.timeout(WAIT_S):
+        async for _ in jobs.Watch(job_pb2.WatchJobRequest(job_id=job.id)):
+            pass
+    (cell,) = (await jobs.Get(job_pb2.GetJobRequest(job_id=job.id))).cells
+    assert (cell.error.reason, cell.error.fault) == ("RESULT_IMPLAUSIBLE", common_pb2.FAULT_DEVICE)
+    thief.close()

@@ -213,6 +213,10 @@ def _check_counts(result: agent_pb2.CandidateResult, measurement: job_pb2.Measur
         raise ImplausibleResult(f"{result.iterations:,} iterations have {result.samples.size_bytes:,} bytes of samples")
     if result.blocks and sum(block.samples for block in result.blocks) != result.iterations:
         raise ImplausibleResult("the samples of its blocks are not those of its iterations")
+    if result.blocks and not measurement.interleave:
+        raise ImplausibleResult("it has blocks of an interleaved attempt, which the job did not request")
+    if any(min(block.round, block.process_pair, block.place, block.samples) < 0 for block in result.blocks):
+        raise ImplausibleResult("a number of a block is negative")
 
 
 def _check_pass(

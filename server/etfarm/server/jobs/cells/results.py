@@ -147,6 +147,10 @@ class Results:
             foreign = next((each for each in named if each not in own), None)
             if foreign is not None and not candidate.HasField("error"):
                 raise ImplausibleResult(f"it names the artifact {foreign[:12]!r}, which its agent did not upload")
+            for artifact in artifacts_of(candidate):
+                if artifact.size_bytes != (size_bytes := stored.get(artifact.digest, artifact.size_bytes)):
+                    what = f"the artifact {artifact.digest[:12]!r} with {artifact.size_bytes:,} bytes, which has {size_bytes:,}"
+                    raise ImplausibleResult(f"it names {what}")
             await retry_while_away(lambda: self._store.require_whole(own))
             await self._readers.run(check_candidate, candidate, plan, self._store.path)
         except ImplausibleResult as error:
