@@ -177,3 +177,38 @@ async def test_a_result_that_contradicts_its_files_or_plan_is_the_devices_fault(
     (cell,) = (await jobs.Get(job_pb2.GetJobRequest(job_id=job.id))).cells
     assert (cell.error.reason, cell.error.fault) == ("RESULT_IMPLAUSIBLE", common_pb2.FAULT_DEVICE)
     thief.close()
+
+
+async def test_a_job_stays_small_whatever_its_agent_reports(channels: dict[str, grpc.aio.Channel]) -> None:
+    pte = await stored(channels["ann"], program("add").path.read_bytes())
+    thief = Agent(channels["thief"], "chatty")
+    await is_welcome(thief)
+    jobs = job_pb2_grpc.JobServiceStub(channels["ann"])
+    spec = job_pb2.JobSpec(
+        name="chatty", candidates=[job_pb2.Candidate(name="add", program=compile_pb2.Program(pte=pte))],
+        devices=[job_pb2.DeviceChoice(selector=f"id={thief.devices[0].id}")],
+    )  # fmt: skip
+    job = await jobs.Submit(job_pb2.SubmitJobRequest(request_id="chatty", spec=spec))
+    texts = {f"text {number}": "\N{PILE OF POO}" * 30_000 for number in range(100)}
+    for _ in range(3):
+        start = await thief.started()
+        result = agent_pb2.CandidateResult(
+            cell_id=start.candidates[0].cell_id,
+            error=common_pb2.Error(
+                fault=common_pb2.FAULT_DEVICE, reason="BROKEN", message="m" * 30_000, remedy="r" * 8_000, metadata=texts
+            ),
+        )
+        for _ in range(1_000):
+            result.phases.add(phase="\N{PILE OF POO}" * 1_000)
+        answer = agent_pb2.RunResult(attempt_id=start.attempt_id, device_id=start.device_id, candidates=[result])
+        thief.send(agent_pb2.AgentMessage(run_result=answer))
+    async with asyncio.timeout(WAIT_S):
+        async for _ in jobs.Watch(job_pb2.WatchJobRequest(job_id=job.id)):
+            pass
+    ended = await jobs.Get(job_pb2.GetJobRequest(job_id=job.id))
+    (cell,) = ended.cells
+    assert (cell.error.reason, cell.error.fault) == ("BROKEN", common_pb2.FAULT_DEVICE)
+    assert cell.error.message.startswith("m" * 4_000) and cell.error.metadata
+    assert cell.error.ByteSize() <= 64 << 10
+    assert ended.ByteSize() < 1 << 20
+    thief.close()

@@ -52,6 +52,7 @@ _VALUE = Limit(200)
 _RANK = Limit(64)
 _URL = Limit(2_000, "BAD_WEBHOOK")
 _LINE = Limit(64 << 10)
+_PHASE = Limit(40)
 _VALUES = Limit(10_000)
 _CELLS = Limit(1_000, "TOO_MANY_CELLS", "Send it as several jobs.")
 
@@ -123,10 +124,12 @@ LIMITS: Final[dict[str, Limit]] = {
     # Reports that agents send of a run.
     "RunProgress.attempt_id": _KEY,
     "RunResult.attempt_id": _KEY,
+    "RunProgress.phase": _PHASE,
     "RunProgress.log_lines": Limit(1_000),
     "RunProgress.log_lines[]": _LINE,
     "RunProgress.message": Limit(8 << 10),
     "RunResult.candidates": Limit(64),
+    "Phase.phase": _PHASE,
     "CandidateResult.traced_ns": Limit(1_000_000),
     "CandidateResult.blocks": Limit(100_000),
     "SystemReading.cpus": Limit(4_096),
