@@ -7,6 +7,7 @@ from array import array
 from collections.abc import AsyncIterator, Iterator
 
 import grpc
+import psutil
 import pytest
 
 import etfarm.wire.channel
@@ -24,6 +25,9 @@ from etfarm.v1 import (
 from etfarm.wire import digest
 from etfarm.wire.channel import CLIENT_OPTIONS, Access, open_channel
 from etfarm.wire.chunks import artifact_of, upload
+from etfarm.wire.names import PROTOCOL_VERSION
+from etfarm.wire.status import from_rpc_error
+from tests.support.agent_stream import AgentStream
 from tests.support.farm import Daemon
 from tests.support.programs import program
 from tests.support.runner import runner_archive
@@ -37,7 +41,8 @@ TOKENS = {name: f"token-of-{name}-0123456789" for name in PEOPLE}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, psutil.Process]]:
+    """A server's address and process."""
     folder = tmp_path_factory.mktemp("hostile")
     tokens = folder / "tokens"
     tokens.touch(mode=0o600)
@@ -52,10 +57,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         address = daemon.expect("listening on").rpartition(" ")[2]
         with Farm(address, token=TOKENS["root"]) as farm:
             farm.add_bundle(runner_archive())
-        yield address
+        yield address, psutil.Process(daemon.pid)
     finally:
         assert daemon.stop() == 0
         assert "Traceback" not in daemon.log.read_text()
+
+
+@pytest.fixture
+def server(running: tuple[str, psutil.Process]) -> str:
+    return running[0]
 
 
 @pytest.fixture
@@ -66,10 +76,33 @@ async def channels(server: str) -> AsyncIterator[dict[str, grpc.aio.Channel]]:
         await channel.close()
 
 
-async def is_welcome(agent: Agent) -> None:
+async def is_welcome(agent: AgentStream) -> None:
     async with asyncio.timeout(WAIT_S):
         message = await agent.stream.read()
     assert isinstance(message, agent_pb2.ServerMessage) and message.HasField("welcome"), message
+
+
+async def test_what_an_agent_says_at_first_does_not_stay_in_memory(
+    running: tuple[str, psutil.Process], channels: dict[str, grpc.aio.Channel]
+) -> None:
+    """One token may have a thousand agents, each with a Hello of up to 32 MiB."""
+    attempts = [f"{number:05}" + "\N{PILE OF POO}" * 95 for number in range(10_000)]
+    hello = agent_pb2.Hello(protocol_version=PROTOCOL_VERSION, unacknowledged_attempts=attempts)
+    agents = []
+    for number in range(31):
+        hello.agent_id = f"large-{number}"
+        agents.append(AgentStream(channels["thief"], hello))
+        await is_welcome(agents[-1])
+        if number == 0:
+            before = running[1].memory_info().rss
+    assert running[1].memory_info().rss - before < 30 * hello.ByteSize() / 2
+    for agent in agents:
+        agent.close()
+    hello.unacknowledged_attempts[0] += "longer than any"
+    refused = AgentStream(channels["thief"], hello)
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await is_welcome(refused)
+    assert from_rpc_error(error.value, server="here").reason == "LIMIT_EXCEEDED"
 
 
 async def test_an_agent_that_does_not_read_its_answers_is_not_read_either(server: str, monkeypatch: pytest.MonkeyPatch) -> None:

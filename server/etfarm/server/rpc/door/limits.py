@@ -110,7 +110,9 @@ LIMITS: Final[dict[str, Limit]] = {
     # Descriptions that agents send of themselves and of their devices.
     "Hello.agent_id": _KEY,
     "Hello.devices": Limit(1_000, remedy="Serve them with several agents."),
+    "Hello.active_attempts[]": _KEY,
     "Hello.unacknowledged_attempts": Limit(10_000),
+    "Hello.unacknowledged_attempts[]": _KEY,
     "Device.id": _VALUE,
     "Device.name": _VALUE,
     "Device.labels": _LABELS,
