@@ -100,10 +100,10 @@ def cases(draw: st.DrawFn) -> tuple[EdgeGraph, Handles, Program, Recorded]:
 
 @given(cases())
 def test_the_operators_are_those_of_an_exhaustive_search(case: tuple[EdgeGraph, Handles, Program, Recorded]) -> None:
-    found = edge.executed(*case)
-    assert found == searched(*case)
+    groups = edge.executed(*case)
+    assert groups == searched(*case)
     own = case[0]
-    for group in found.values():
+    for group in groups.values():
         members = {each.index for each in group}
         assert own.leaving(group) == [
             (each, at)
