@@ -1,12 +1,14 @@
-"""Hostile ETRecords, as a model that broke out of its compilation could write them, in the jailed child that analyses a run.
+"""Hostile ETRecords, as a model that broke out of its compilation could write them, and hostile traces of agents, in the jailed
+child that analyses a run.
 
-A record costs at most what only it provides: the rows of the trace stay.
+A record costs at most what only it provides: the rows of the trace stay. A trace costs its rows.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import random
 import struct
 import zipfile
 from collections.abc import AsyncIterator, Callable
@@ -21,7 +23,7 @@ from etfarm.server.artifacts.store import Store
 from etfarm.server.graphs.sources import module_of
 from etfarm.server.reports.findings import Findings
 from etfarm.server.reports.numerics import edge
-from etfarm.server.reports.request import AnalyzeRequest
+from etfarm.server.reports.request import CUT_SHORT, AnalyzeRequest
 from etfarm.server.reports.trace.graph import BadRecord
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
@@ -194,6 +196,46 @@ async def test_a_hostile_record_costs_its_lines_at_most(findings: Findings, tmp_
         assert asked.etrecord is not None
         asked.etrecord.unlink()
     assert not failed
+
+
+async def test_a_record_that_takes_too_long_costs_its_lines_at_most(
+    findings: Findings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etfarm.server.reports.findings.ANALYZE_TASK", "tests.support.worker_tasks:analyze_within_a_second")
+    asked = request(tmp_path, packed({GRAPH: b"[" + b"[]," * 20_000_000 + b"[]]"}))
+    report = await findings.of(asked, lambda _: None)
+    (warning,) = report.compile.warnings
+    assert (warning.code, "took more CPU time" in warning.message) == (CUT_SHORT, True), warning
+    rows = await findings.of(replace(asked, etrecord=None), lambda _: None)
+    assert rows.operators and [row.name for row in report.operators] == [row.name for row in rows.operators]
+
+
+def overwritten(data: bytes, seed: int) -> bytes:
+    damaged, numbers = bytearray(data), random.Random(seed)
+    for _ in range(200):
+        damaged[numbers.randrange(12, len(damaged))] = numbers.randrange(256)
+    return bytes(damaged)
+
+
+@pytest.mark.slow(reason="a child reads each of 9 traces")
+async def test_a_hostile_trace_costs_its_rows_and_names_itself(findings: Findings, tmp_path: Path) -> None:
+    plain = request(tmp_path, packed({}))
+    good = traced("portable").etdump.read_bytes()
+    traces = {
+        "nothing": b"", "half": good[: len(good) // 2], "noise": random.Random(1).randbytes(100_000),
+        "a size of 4 GiB": b"\xff" * 4 + good[4:], "only a name": b"\x08\0\0\0\x04\0\0\0ED00",
+        "zeros": b"\0\0\0\x04\x04\0\0\0ED00" + bytes(64 << 20),
+        "counts of 4 billion": good[:12] + good[12:].replace(b"\x01\0\0\0", b"\xff\xff\xff\xff"),
+        **{f"damage {seed}": overwritten(good, seed) for seed in range(2)},
+    }  # fmt: skip
+    for name, data in traces.items():
+        path = tmp_path / "trace"
+        path.write_bytes(data)
+        report = await findings.of(replace(plain, etdump=path), lambda _: None, fresh=True)
+        (warning,) = report.compile.warnings
+        expected = {"ANALYSIS_JOIN_FAILED", "ANALYSIS_TRACE_OF_ANOTHER_PROGRAM", "ANALYSIS_TRACE_OF_ANOTHER_RUN"}
+        assert warning.code in expected and warning.message.startswith("The trace "), (name, warning)
+        assert not report.operators and report.profile.iterations == len(plain.traced_ns), name
 
 
 @pytest.mark.parametrize("name", ["deep", "a bomb of LZMA", "large handles", "half a character in a path"])

@@ -133,6 +133,20 @@ def load_for_ever(request: Path, folder: Path, emit: Emit) -> bytes:
     return b""
 
 
+def parse_for_ever(request: Path, folder: Path, emit: Emit) -> bytes:
+    """Compute a number in native code, which holds the interpreter, while parsing a file."""
+    limits.PARSING_S = 0.5  # type: ignore[misc]
+    with limits.limit_parsing(request):
+        pow(3, 1 << 40)
+    return b""
+
+
+def analyze_within_a_second(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
+    """Analyze; parsing a trace may take one second of CPU time, and no more for a large file."""
+    limits.PARSING_S, limits.PARSING_S_PER_GIB = 1.0, 0.0  # type: ignore[misc]
+    return analyze(request, folder, emit)
+
+
 def load_in_time(request: Path, folder: Path, emit: Emit) -> bytes:
     """Load a model within its time, and take longer afterwards."""
     limits.LOADING_S = 1.0  # type: ignore[misc]

@@ -17,6 +17,9 @@ _MAX_MISSED = 3
 MAX_WAITING = 10_000
 """Maximum number of messages that wait to be read by an agent."""
 
+MAX_UNREAD = 1_000
+"""Number of them from which on an agent's own messages are not received: each may cause an answer."""
+
 
 _MAX_NAME = 100
 """Maximum length of the version and the host name that are kept of an agent."""
@@ -58,6 +61,7 @@ class AgentSession:
         self._outgoing: asyncio.Queue[agent_pb2.ServerMessage | None] = asyncio.Queue()
         self._alive_at_s = clock()
         self._sign = asyncio.Event()
+        self._has_read = asyncio.Event()
         self._ended = False
         self._on_overflow: Callable[[], object] = lambda: None
 
@@ -98,6 +102,12 @@ class AgentSession:
             return
         self._outgoing.put_nowait(message)
 
+    async def wait_read(self) -> None:
+        """Wait until fewer than `MAX_UNREAD` messages wait to be read."""
+        while not self._ended and self._outgoing.qsize() >= MAX_UNREAD:
+            self._has_read.clear()
+            await self._has_read.wait()
+
     def on_overflow(self, do: Callable[[], object]) -> None:
         """Register a function to call when the session ends because the agent does not read, to cancel its stream."""
         self._on_overflow = do
@@ -108,8 +118,10 @@ class AgentSession:
             self._ended = True
             self._outgoing.put_nowait(None)
             self._sign.set()
+            self._has_read.set()
 
     async def outgoing(self) -> AsyncIterator[agent_pb2.ServerMessage]:
         """Yield the messages to send, until the session ends."""
         while (message := await self._outgoing.get()) is not None:
+            self._has_read.set()
             yield message

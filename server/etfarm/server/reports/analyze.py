@@ -18,6 +18,7 @@ from etfarm.server.reports.latency import generation, interleaved, slow_group, s
 from etfarm.server.reports.numerics import accuracy, forced_text, numeric_gap, reference, reference_models
 from etfarm.server.reports.request import CUT_SHORT, PREFILL_TRACE_TIMES, TRACE_TIMES, AnalyzeRequest, Scores, Trace
 from etfarm.server.reports.trace import profile
+from etfarm.server.workers.limits import limit_parsing
 from etfarm.v1 import compile_pb2, report_pb2
 from etfarm.wire import series, tensors
 from etfarm.wire.errors import EtfarmError
@@ -70,7 +71,7 @@ def analyze(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
         with _part("QUANTIZED_ACCURACY", report, emit):
             _fill_accuracy(report, request, request.outputs, request.inputs, request.quantized, report_pb2.REFERENCE_QUANTIZED)
     if request.etdump is not None or request.traced_ns:
-        with _part("JOIN", report, emit):
+        with _part("JOIN", report, emit), limit_parsing(request.etdump, request.etrecord, request.pte):
             profile.fill(
                 report, request, lambda code, message: _warn(report, code, message), partial(_save_times, report, folder)
             )
@@ -78,12 +79,13 @@ def analyze(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
         with _part("GENERATION", report, emit):
             generation.fill(report.generation, request.generation)
     if request.prefill is not None:
-        with _part("PREFILL_JOIN", report, emit):
+        with _part("PREFILL_JOIN", report, emit), limit_parsing(request.prefill.etdump, request.etrecord, request.pte):
             _fill_prefill(report, request, request.prefill, folder)
     if request.encoders is not None:
         with _part("ENCODER_JOIN", report, emit):
             for trace in request.encoders:
-                _fill_encoder(report, request, trace)
+                with limit_parsing(trace.etdump, request.etrecord, request.pte):
+                    _fill_encoder(report, request, trace)
     if request.scores is not None:
         _fill_text_accuracy(report, request, request.scores, emit, deadline_s)
     if request.numerics is not None and request.inputs is not None:

@@ -29,7 +29,7 @@ from etfarm.server.state.engine import Database
 from etfarm.server.state.sql import insert
 from etfarm.server.workers import answers, output_files
 from etfarm.server.workers.child_pool import ChildPool, OnTurn
-from etfarm.server.workers.errors import BadAnswer, BadWorkerAnswer, ChildDied, ChildOutOfMemory, ChildTimedOut
+from etfarm.server.workers.errors import BadAnswer, BadWorkerAnswer, ChildDied, ChildOutOfMemory, ChildTimedOut, ParsingTimedOut
 from etfarm.v1 import common_pb2, compile_pb2, report_pb2
 from etfarm.wire import digest as digests
 from etfarm.wire import series
@@ -41,7 +41,7 @@ ANALYZE_TASK: Final = "etfarm.server.reports.analyze:analyze"
 KEPT_BYTES: Final = 256 << 20
 """Maximum size of all stored findings; the oldest are deleted. One has 10 KiB to a few MiB, depending on its operators."""
 
-_DEADLY: Final = (ChildDied, ChildTimedOut, ChildOutOfMemory, BadAnswer, BadWorkerAnswer)
+_DEADLY: Final = (ChildDied, ChildTimedOut, ParsingTimedOut, ChildOutOfMemory, BadAnswer, BadWorkerAnswer)
 
 _MEASURED: Final = (
     "inputs.tensors", "latency", "runs", "interleaved", "accuracy", "profile", "operators", "numeric_gap", "compile.warnings",

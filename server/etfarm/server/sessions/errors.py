@@ -80,7 +80,7 @@ class SessionLost(DeviceError):
 
 
 class BadAnswer(DeviceError):
-    """An answer from a device that exceeds the limits of a message."""
+    """An answer from a device that exceeds the limits of a message, or that contradicts what it has uploaded."""
 
     reason = "BAD_ANSWER"
     kind = Kind.INVALID_ARGUMENT

@@ -209,9 +209,17 @@ def stored_digests(*tensors: session_pb2.SessionTensors) -> list[str]:
 
 
 def limit_answer(answer: SessionAnswer) -> SessionAnswer:
-    """Return the answer for the owner, replaced by an error if a device sends more than may be inline."""
+    """Return the answer for the owner, replaced by an error if it has more than may be inline, or a negative number."""
     size = max(len(answer.outputs.inline), len(answer.measured.samples.inline))
-    if size <= sessions.INLINE_BYTES:
-        return answer
-    error = BadAnswer(f"The device answered with {size} bytes inline; at most 1 MiB is allowed.", "Update its etfarm.")
-    return SessionAnswer(error=to_proto(error))
+    if size > sessions.INLINE_BYTES:
+        return bad_answer(f"{size} bytes inline; at most 1 MiB is allowed")
+    for message in (answer, answer.measured, answer.generated):
+        for field, value in message.ListFields():
+            if isinstance(value, (int, float)) and value < 0:
+                return bad_answer(f"`{field.name}` of {value:g}, which cannot be negative")
+    return answer
+
+
+def bad_answer(what: str) -> SessionAnswer:
+    """Return the error for an answer with something that no device sends."""
+    return SessionAnswer(error=to_proto(BadAnswer(f"The device answered with {what}.", "Update its etfarm.")))

@@ -27,7 +27,15 @@ from etfarm.server.jobs.cells.requirements import MethodMissing, Requirements
 from etfarm.server.jobs.records.quotas import Counted, Quotas
 from etfarm.server.sessions.errors import AgentCannotGenerateInSessions, ForeignStream, NoReady, ServerStopped, SessionServed
 from etfarm.server.sessions.leasing import Leasing
-from etfarm.server.sessions.session import Lease, Session, limit_answer, lost_error, stored_digests, validate_request
+from etfarm.server.sessions.session import (
+    Lease,
+    Session,
+    bad_answer,
+    limit_answer,
+    lost_error,
+    stored_digests,
+    validate_request,
+)
 from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.v1 import agent_pb2, compile_pb2, job_pb2, session_pb2
 from etfarm.v1.session_pb2 import SessionAnswer, SessionEvent
@@ -331,15 +339,11 @@ class Sessions:
             async for reply in reader:
                 kind = reply.WhichOneof("reply")
                 if kind == "answered":
-                    answer = limit_answer(reply.answered.answer)
-                    outputs = stored_digests(answer.outputs, answer.measured.samples)
-                    # Only artifacts that the agent uploaded count, not any digest that it names, since the session deletes them
-                    # at its end.
-                    session.remember([each for each in outputs if await self._store.is_held(each, [holder])])
-                    uploaded = [each for each in outputs if await self._store.is_held(each, [holder, session.project])]
-                    await self._store.hold(session.project, uploaded, session.owner, for_now=True)
                     awaited = lease.answers.get(reply.answered.call_id)
-                    if awaited is not None and not awaited.done():
+                    if awaited is None or awaited.done():
+                        continue  # what it names would become the project's
+                    answer = await self._take_tensors(session, limit_answer(reply.answered.answer), holder)
+                    if not awaited.done():
                         awaited.set_result(answer)
                 elif kind == "tokens":
                     if (buffer := lease.texts.get(reply.tokens.call_id)) is not None:
@@ -352,6 +356,22 @@ class Sessions:
         except Exception as error:  # noqa: BLE001 - the session is over, whatever broke the stream
             log.info("a session's stream broke", session=session.id, error=str(error))
         lease.lose()
+
+    async def _take_tensors(self, session: Session, answer: SessionAnswer, holder: str) -> SessionAnswer:
+        """Return an answer whose tensors in the store the project holds, replaced by an error if they are not there."""
+        named = [each.artifact for each in (answer.outputs, answer.measured.samples) if each.HasField("artifact")]
+        if not named:
+            return answer
+        digests = [each.digest for each in named]
+        # Only artifacts that the agent uploaded count, not any digest that it names, since the session deletes them at its end.
+        session.remember(await self._store.find_held(digests, [holder]))
+        held = await self._store.find_held(digests, [holder, session.project])
+        sizes = await self._store.sizes(list(held), for_now=True)
+        for each in named:
+            if sizes.get(each.digest) != each.size_bytes:
+                return bad_answer(f"the artifact {each.digest[:12]} of {each.size_bytes} bytes, which its agent did not upload")
+        await self._store.hold(session.project, digests, session.owner, for_now=True)
+        return answer
 
     def _find_by_attempt(self, attempt_id: str) -> tuple[Session, Lease]:
         for session in self._sessions.values():

@@ -11,8 +11,8 @@ import signal
 import traceback
 from collections.abc import Mapping
 
-from etfarm.server.workers.limits import LOADING_S, LOADING_S_PER_GIB
-from etfarm.wire.errors import EtfarmError, FarmError, Fault, Kind, UserError, error_of
+from etfarm.server.workers.limits import LOADING_S, LOADING_S_PER_GIB, PARSING_S, PARSING_S_PER_GIB
+from etfarm.wire.errors import DeviceError, EtfarmError, FarmError, Fault, Kind, UserError, error_of
 
 MAX_TEXT = 8000
 """Maximum number of characters of each text in a child's error; longer texts are cut."""
@@ -168,6 +168,21 @@ class LoadingTimedOut(ChildTimedOut):
 
     def __init__(self, task: str, stage: str = "") -> None:
         super().__init__(task, LOADING_S, stage, clock="loading")
+
+
+class ParsingTimedOut(DeviceError):
+    """Parsing a trace took more CPU time than one of its size may take."""
+
+    reason = "TRACE_PARSING_TIMED_OUT"
+    kind = Kind.DEADLINE_EXCEEDED
+
+    def __init__(self, task: str, stage: str = "") -> None:
+        super().__init__(
+            f"Parsing the trace, with the ETRecord and the program that it is joined with, took more CPU time than the "
+            f"{PARSING_S:g} s, and {PARSING_S_PER_GIB:g} s for each GiB of these files, that it may take.",
+            "Update the agent of the device, which wrote the trace.",
+            stage=stage, task=task,
+        )  # fmt: skip
 
 
 class BadAnswer(FarmError):

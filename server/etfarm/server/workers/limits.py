@@ -13,6 +13,10 @@ LOADING_S: Final = 30.0
 """CPU time in seconds that loading any model may take."""
 LOADING_S_PER_GIB: Final = 20.0
 """Further CPU time in seconds for each GiB of the model's file."""
+PARSING_S: Final = 60.0
+"""CPU time in seconds that parsing a trace, with the ETRecord and the program that it is joined with, may take."""
+PARSING_S_PER_GIB: Final = 120.0
+"""Further CPU time in seconds for each GiB of these files; an honest trace takes about 30."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,26 @@ def limit_loading(model: Path) -> Iterator[None]:
 
     CPU time instead of a deadline: a busy host delays a valid model, but takes no more CPU time for it.
     """
-    signal.setitimer(signal.ITIMER_PROF, LOADING_S + LOADING_S_PER_GIB * model.stat().st_size / (1 << 30))
+    with _timer(signal.ITIMER_PROF, LOADING_S + LOADING_S_PER_GIB * model.stat().st_size / (1 << 30)):
+        yield
+
+
+@contextmanager
+def limit_parsing(*files: Path | None) -> Iterator[None]:
+    """Limit the CPU time of parsing files in a child, as `limit_loading` does. SIGVTALRM ends a child that exceeds it.
+
+    Args:
+        files: None stands for a file that is not parsed, and adds no time, as does a file that is missing.
+    """
+    size_bytes = sum(file.stat().st_size for file in files if file is not None and file.exists())
+    with _timer(signal.ITIMER_VIRTUAL, PARSING_S + PARSING_S_PER_GIB * size_bytes / (1 << 30)):
+        yield
+
+
+@contextmanager
+def _timer(which: int, seconds: float) -> Iterator[None]:
+    signal.setitimer(which, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(which, 0)

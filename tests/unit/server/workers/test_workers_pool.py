@@ -25,6 +25,7 @@ from etfarm.server.workers.errors import (
     ChildOutOfMemory,
     ChildTimedOut,
     LoadingTimedOut,
+    ParsingTimedOut,
     WorkersDown,
 )
 from etfarm.server.workers.limits import Limits
@@ -199,6 +200,13 @@ async def test_a_model_that_takes_too_long_to_load_ends_its_child_within_native_
     assert (caught.value.fault, caught.value.metadata["clock"]) == (Fault.USER, "loading")
     async with await workers.run(f"{TASKS}:load_in_time", model, deadline_s=600) as finished:
         assert finished.result == b"done"
+
+
+async def test_parsing_that_takes_too_long_ends_its_child_within_native_code(workers: Workers, tmp_path: Path) -> None:
+    (trace := tmp_path / "trace").write_bytes(b"")
+    with pytest.raises(ParsingTimedOut, match="Parsing the trace") as caught:
+        await workers.run(f"{TASKS}:parse_for_ever", trace, deadline_s=600)
+    assert caught.value.fault is Fault.DEVICE
 
 
 async def cancelled(workers: Workers) -> float:

@@ -31,6 +31,8 @@ CLOCK_SLACK_S: Final = 5.0
 _SAMPLE_BYTES: Final = 8
 MAX_SERIES: Final = {"traced iterations": 1_000, "blocks": 1_000, "points of telemetry": 120}
 """Maximum lengths of the lists in a result. What grows with the number of timed iterations is an artifact."""
+MAX_RESULT_BYTES: Final = 8 << 20
+"""Maximum size of a candidate's result, without the files that it names: a report has all of it."""
 _PIECE_BYTES: Final = _SAMPLE_BYTES << 14
 _GAP_NS: Final = 20_000
 """Maximum time between two timed iterations, for reading clocks and passing inputs; the slowest clock source takes some
@@ -96,11 +98,13 @@ def check_attempt(result: agent_pb2.RunResult, plan: Plan) -> None:
 
 
 def check_processes(result: agent_pb2.CandidateResult, plan: Plan) -> None:
-    """Check the number of processes, each of which names artifacts. Cheap, so call it before these are looked up.
+    """Check the size, and the number of processes, each of which names artifacts. Cheap, so call it before these are looked up.
 
     Raises:
-        ImplausibleResult: there are more than the job requested.
+        ImplausibleResult: there are more than the job requested, or the result is larger than any.
     """
+    if (size_bytes := result.ByteSize()) > MAX_RESULT_BYTES:
+        raise ImplausibleResult(f"it has {size_bytes:,} bytes, more than {MAX_RESULT_BYTES:,}")
     if len(result.generations) > max(1, plan.measurement.repeat if plan.measurement is not None else 1):
         raise ImplausibleResult(f"it has {len(result.generations):,} processes of generation, more than were requested")
 
@@ -213,6 +217,10 @@ def _check_counts(result: agent_pb2.CandidateResult, measurement: job_pb2.Measur
         raise ImplausibleResult(f"{result.iterations:,} iterations have {result.samples.size_bytes:,} bytes of samples")
     if result.blocks and sum(block.samples for block in result.blocks) != result.iterations:
         raise ImplausibleResult("the samples of its blocks are not those of its iterations")
+    if result.blocks and not measurement.interleave:
+        raise ImplausibleResult("it has blocks of an interleaved attempt, which the job did not request")
+    if any(min(block.round, block.process_pair, block.place, block.samples) < 0 for block in result.blocks):
+        raise ImplausibleResult("a number of a block is negative")
 
 
 def _check_pass(

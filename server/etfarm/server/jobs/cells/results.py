@@ -24,7 +24,7 @@ from etfarm.server.jobs.cells.plausibility import (
 from etfarm.server.jobs.cells.progress import OnProgress
 from etfarm.server.state.engine import retry_until_written
 from etfarm.server.workers.reader_threads import Readers
-from etfarm.v1 import agent_pb2, compile_pb2
+from etfarm.v1 import agent_pb2, common_pb2, compile_pb2
 from etfarm.v1.common_pb2 import Actor
 from etfarm.v1.job_pb2 import Progress
 from etfarm.wire import digest
@@ -40,6 +40,9 @@ _RESULT_BYTES: Final = 16 << 20
 
 _NUMERICS_BYTES: Final = 64 << 20
 """Estimated size of the recorded values of a cell."""
+
+MAX_ERROR_BYTES: Final = 64 << 10
+_CUT_CHARACTERS: Final = 4_000
 
 _OUTPUT_BYTES: Final = 256 << 20
 """Maximum estimated size of one output."""
@@ -105,9 +108,12 @@ class Results:
         except TimeoutError:
             raise AttemptOverdue(f"The agent sent no result within {overdue_s:g} s.", device=attempt.device_id) from None
         if answer.HasField("error"):
-            raise from_proto(answer.error)
+            raise from_proto(_cut(answer.error))
         plan = self._plan(cell_runs)
         check_attempt(answer, plan)
+        for candidate in answer.candidates:
+            if candidate.HasField("error"):
+                _cut(candidate.error)
         results = {candidate.cell_id: candidate for candidate in answer.candidates}
         return {run.cell.id: await self._check(results.get(run.cell.id), run, plan) for run in cell_runs}
 
@@ -147,6 +153,10 @@ class Results:
             foreign = next((each for each in named if each not in own), None)
             if foreign is not None and not candidate.HasField("error"):
                 raise ImplausibleResult(f"it names the artifact {foreign[:12]!r}, which its agent did not upload")
+            for artifact in artifacts_of(candidate):
+                if artifact.size_bytes != (size_bytes := stored.get(artifact.digest, artifact.size_bytes)):
+                    what = f"the artifact {artifact.digest[:12]!r} with {artifact.size_bytes:,} bytes, which has {size_bytes:,}"
+                    raise ImplausibleResult(f"it names {what}")
             await retry_while_away(lambda: self._store.require_whole(own))
             await self._readers.run(check_candidate, candidate, plan, self._store.path)
         except ImplausibleResult as error:
@@ -154,6 +164,19 @@ class Results:
         # From now on reports refer to the artifacts, so a session that also names them must not delete them.
         await retry_until_written(lambda: self._store.take_results(project, own, run.job.owner))
         return candidate
+
+
+def _cut(error: common_pb2.Error) -> common_pb2.Error:
+    """Cut the texts of an agent's error so that it has at most `MAX_ERROR_BYTES`: cells keep one of each attempt."""
+    for key in sorted(error.metadata, key=lambda key: len(error.metadata[key]), reverse=True):
+        if error.ByteSize() > MAX_ERROR_BYTES:
+            error.metadata[key] = error.metadata[key][:_CUT_CHARACTERS]
+    for key in sorted(error.metadata):
+        if error.ByteSize() > MAX_ERROR_BYTES:
+            del error.metadata[key]
+    if error.ByteSize() > MAX_ERROR_BYTES:
+        error.message, error.remedy = error.message[: 2 * _CUT_CHARACTERS], error.remedy[:_CUT_CHARACTERS]
+    return error
 
 
 def _estimate_bytes(run: CellRun) -> int:

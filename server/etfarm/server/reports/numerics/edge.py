@@ -6,8 +6,10 @@ The record's JSON is read as in `graph`, since torch's loader would execute code
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any, Final
 
@@ -73,11 +75,13 @@ class EdgeGraph:
     def leaving(self, group: Iterable[Operator]) -> list[tuple[Operator, int]]:
         """Return the outputs of a group that are used outside of it, as an operator and the index of its output."""
         members = {operator.index: operator for operator in group}
+        names = {output.name for operator in members.values() for output in operator.gives}
+        used = {name for name in names if any(user not in members for user in self.users.get(name, ()))}
         return [
             (operator, at)
             for _, operator in sorted(members.items())
             for at, output in enumerate(operator.gives)
-            if output.name in self.outputs or any(user not in members for user in self.users.get(output.name, ()))
+            if output.name in self.outputs or output.name in used
         ]
 
 
@@ -119,41 +123,16 @@ def executed(
         handles: debug handles by instruction, with the compiler's repetitions.
         recorded: values by instruction.
     """
-    by_handle: dict[int, list[Operator]] = {}
-    for operator in edge.operators:
-        for handle in operator.handles:
-            by_handle.setdefault(handle, []).append(operator)
-    producers = {output.name: operator.index for operator in edge.operators for output in operator.gives}
+    choice = _Choice(edge.operators)
     groups: dict[int, list[Operator]] = {}
-    done: set[int] = set()
-
-    def choose(candidates: Sequence[Operator], values: Sequence[Stored]) -> Operator:
-        return min(
-            candidates,
-            key=lambda candidate: (
-                bool(values)
-                and not any(fits(output, values[-1]) for output in candidate.gives[-1:] or ())
-                and len(candidate.gives) == 1,
-                any(producers.get(name, -1) not in done for name in candidate.takes if name in producers),
-                candidate.index,
-            ),
-        )
-
     for (_, number), instruction in sorted(program.items()):
         group = groups.setdefault(number, [])
-        known = [handle for handle in handles.get(number, ()) if by_handle.get(handle)]
+        known = [handle for handle in handles.get(number, ()) if choice.has(handle)]
         values = recorded.get(number, ()) if len(known) == 1 else ()
+        name = None if instruction.delegate else base_name(instruction.name)
         for handle in known:
-            candidates = by_handle[handle]
-            if not instruction.delegate:
-                candidates = [
-                    operator for operator in candidates if base_name(instruction.name) == base_name(operator.node.op_type)
-                ] or candidates
-            if candidates and (instruction.delegate or not group):
-                operator = choose(candidates, values)
-                by_handle[handle].remove(operator)
-                group.append(operator)
-                done.add(operator.index)
+            if (instruction.delegate or not group) and choice.has(handle):
+                group.append(choice.take(handle, name, values))
     _reassign_dequantizing(edge, groups)
     return {number: tuple(sorted(group, key=lambda operator: operator.index)) for number, group in groups.items()}
 
@@ -166,19 +145,126 @@ def fits(spec: OutputSpec, value: Stored) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """Operators of one handle, as positions in `_Choice`'s list, in two heaps that may still have operators that were taken."""
+
+    all: list[int] = field(default_factory=list)
+    ready: list[int] = field(default_factory=list)
+    """Those whose arguments are computed."""
+
+    def first(self, taken: Set[int]) -> tuple[bool, int] | None:
+        """Return the next operator, after whether it still lacks arguments; None if all are taken."""
+        for lacks, heap in ((False, self.ready), (True, self.all)):
+            while heap and heap[0] in taken:
+                heappop(heap)
+            if heap:
+                return lacks, heap[0]
+        return None
+
+
+class _Choice:
+    """The operators by debug handle that no instruction has taken. One operator of the model may become 10,000 of a handle."""
+
+    def __init__(self, operators: Sequence[Operator]) -> None:
+        self._places = [(handle, operator) for operator in operators for handle in operator.handles]
+        self._pools: dict[tuple[int, str | None], _Pool] = {}
+        """By handle and name; the name None stands for all."""
+        self._forms: dict[tuple[int, str | None], dict[OutputSpec | None, _Pool]] = {}
+        """The same by the form of the only output; that of None has those with no output or several."""
+        self._taken: set[int] = set()
+        self._done: set[int] = set()
+        self._producers = {output.name: operator.index for operator in operators for output in operator.gives}
+        self._users: dict[str, list[int]] = {}
+        self._lacking: dict[int, int] = {}
+        """Number of arguments that are not computed yet, by an operator's index."""
+        self._positions: dict[int, list[int]] = {}
+        """By an operator's index."""
+        for position, (handle, operator) in enumerate(self._places):
+            self._positions.setdefault(operator.index, []).append(position)
+            for pool in self._pools_with(handle, operator):
+                pool.all.append(position)
+        for operator in operators:
+            names = [name for name in dict.fromkeys(operator.takes) if name in self._producers]
+            self._lacking[operator.index] = len(names)
+            for name in names:
+                self._users.setdefault(name, []).append(operator.index)
+            if not names:
+                self._mark_ready(operator.index)
+
+    def has(self, handle: int) -> bool:
+        """Return whether a handle has operators left."""
+        return self._first(handle, None) is not None
+
+    def take(self, handle: int, name: str | None, values: Sequence[Stored]) -> Operator:
+        """Take the operator that an instruction executes, of a handle that has some left.
+
+        Args:
+            name: operators with this name come first; None for any name.
+            values: operators whose output may be the last one of these values come first.
+        """
+        if self._first(handle, name) is None:
+            name = None
+        first = self._first(handle, name)
+        if values:
+            forms = self._forms[handle, name].items()
+            fitting = [pool.first(self._taken) for form, pool in forms if form is None or fits(form, values[-1])]
+            first = min(filter(None, fitting), default=first)
+        assert first is not None, handle
+        _, position = first
+        self._taken.add(position)
+        _, operator = self._places[position]
+        self._finish(operator)
+        return operator
+
+    def _first(self, handle: int, name: str | None) -> tuple[bool, int] | None:
+        pool = self._pools.get((handle, name))
+        return None if pool is None else pool.first(self._taken)
+
+    def _pools_with(self, handle: int, operator: Operator) -> Iterator[_Pool]:
+        form = replace(operator.gives[0], name="") if len(operator.gives) == 1 else None
+        for name in (None, base_name(operator.node.op_type)):
+            yield self._pools.setdefault((handle, name), _Pool())
+            yield self._forms.setdefault((handle, name), {}).setdefault(form, _Pool())
+
+    def _finish(self, operator: Operator) -> None:
+        """Record that an operator's outputs are computed."""
+        if operator.index in self._done:
+            return
+        self._done.add(operator.index)
+        for name in dict.fromkeys(output.name for output in operator.gives):
+            for user in self._users.get(name, ()) if self._producers[name] == operator.index else ():
+                self._lacking[user] -= 1
+                if not self._lacking[user]:
+                    self._mark_ready(user)
+
+    def _mark_ready(self, index: int) -> None:
+        for position in self._positions.get(index, ()):
+            for pool in self._pools_with(*self._places[position]):
+                heappush(pool.ready, position)
+
+
 def _reassign_dequantizing(edge: EdgeGraph, groups: dict[int, list[Operator]]) -> None:
     """Assign operators that dequantize the same tensor, which share a handle, to the groups that use their outputs."""
     place = {operator.index: number for number, group in groups.items() for operator in group}
+    twins = Counter((operator.node.op_type, operator.takes) for operator in edge.operators)
+    users: dict[str, int | None] = {}
+    """By tensor: the instruction of the first of its users that an instruction executes."""
+
+    def user_of(name: str) -> int | None:
+        if name not in users:
+            users[name] = next((place[user] for user in edge.users.get(name, ()) if user in place), None)
+        return users[name]
+
     for number, group in list(groups.items()):
-        for operator in [member for member in group if base_name(member.node.op_type).startswith("dequantize")]:
-            twins = [
-                other for other in edge.operators if other.node.op_type == operator.node.op_type and other.takes == operator.takes
-            ]
-            users = [user for output in operator.gives for user in edge.users.get(output.name, ())]
-            owner = next((place[user] for user in users if user in place), number)
-            if len(twins) > 1 and owner != number:
-                groups[number].remove(operator)
-                groups[owner].append(operator)
+        kept: list[Operator] = []
+        for operator in group:
+            is_twin = twins[operator.node.op_type, operator.takes] > 1
+            owner = None
+            if is_twin and base_name(operator.node.op_type).startswith("dequantize"):
+                owner = next((user for output in operator.gives if (user := user_of(output.name)) is not None), None)
+            (kept if owner is None or owner == number else groups[owner]).append(operator)
+        group[:] = kept
 
 
 def _operator(index: int, node: Mapping[str, Any], metas: Mapping[str, Any]) -> Operator:

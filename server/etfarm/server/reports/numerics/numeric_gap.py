@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +20,7 @@ from etfarm.server.reports.numerics.operator_check import THRESHOLD_DB, Observer
 from etfarm.server.reports.request import Numerics
 from etfarm.server.reports.trace import graph, provenance
 from etfarm.server.reports.trace.recording import NothingRecorded, Recording
+from etfarm.server.workers.limits import limit_parsing
 from etfarm.v1 import compile_pb2, report_pb2
 from etfarm.wire import tensors
 from etfarm.wire.errors import FarmError, UserError
@@ -75,17 +77,19 @@ def fill(
     Raises:
         BadRecording, BadRecord, BadProgram, OtherExport, NothingToCompare: nothing can be compared.
     """
-    recording = _recording(files, method)
-    record = graph.read_record(files.etrecord, method)
-    operators = edge.read(files.etrecord, method)
-    program = graph.read_program(files.pte, method)
-    if not record.handles or not record.nodes:
-        raise graph.BadRecord("The ETRecord has no debug handles, by which recorded values are matched with the graph.")
-    if misfit := provenance.misfit_of_record(record, program):
-        raise OtherExport(f"The ETRecord is of another export: {misfit}.")
-    values = {recorded.instruction: recorded.values for recorded in recording.instructions}
-    executed = edge.executed(operators, record.handles, program, values)
-    outputs = list(counterparts.outputs(operators, executed, program, recording.instructions))
+    parsing = partial(limit_parsing, files.etdump, files.etrecord, files.pte)
+    with parsing():
+        recording = _recording(files, method)
+        record = graph.read_record(files.etrecord, method)
+        operators = edge.read(files.etrecord, method)
+        program = graph.read_program(files.pte, method)
+        if not record.handles or not record.nodes:
+            raise graph.BadRecord("The ETRecord has no debug handles, by which recorded values are matched with the graph.")
+        if misfit := provenance.misfit_of_record(record, program):
+            raise OtherExport(f"The ETRecord is of another export: {misfit}.")
+        values = {recorded.instruction: recorded.values for recorded in recording.instructions}
+        executed = edge.executed(operators, record.handles, program, values)
+        outputs = list(counterparts.outputs(operators, executed, program, recording.instructions))
     known = [recorded for recorded in recording.instructions if executed.get(recorded.instruction)]
     if 2 * len({id(output.group) for output in outputs}) < len(known):
         raise OtherExport(
@@ -108,7 +112,8 @@ def fill(
         if path is not None:
             try:
                 exported = reference.load(path, screen)
-                sides.append(_side(name, Counterparts(operators, exported, executed), outputs))
+                with parsing():
+                    sides.append(_side(name, Counterparts(operators, exported, executed), outputs))
                 observe = Observer(sides[-1].slots, recording, numbers, deadline_s, judges=name == judged)
                 reference.run_nodes(exported, leaves, observe)
             except (reference.ReferenceNotRunnable, OutOfTime) as error:
@@ -121,7 +126,8 @@ def fill(
             f"None of the {len(outputs)} values that the device recorded has a counterpart in the model's graph: the ETRecord "
             "and the model are of different exports."
         )  # fmt: skip
-    rows = _rows(sides, outputs)
+    with parsing():
+        rows = _rows(sides, outputs)
     report.numeric_gap.extend(row for row, _ in rows)
     bad = next((at for at, (_, slot) in enumerate(rows) if is_bad(slot)), None)
     report.numerics.threshold_db = THRESHOLD_DB

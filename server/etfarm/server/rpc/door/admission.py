@@ -53,9 +53,12 @@ def deserializer(method: str, decode: Callable[[bytes], Any] | None) -> Callable
     return deserialize
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Undecoded:
-    """The bytes of a request that is too large to decode unchecked, or that cannot be decoded."""
+    """The bytes of a request that is too large to decode unchecked, or that cannot be decoded.
+
+    gRPC keeps the last request of a stream until the next one comes, so that `message` takes the bytes out.
+    """
 
     data: bytes
     decode: Callable[[bytes], Any]
@@ -63,25 +66,26 @@ class Undecoded:
     size: Size
 
     async def message(self) -> Any:
-        """Return the decoded request.
+        """Return the decoded request. It can be called once.
 
         Raises:
             LimitExceeded: the request is too large, or would have too many entries.
             MalformedRequest: the bytes are not a message of the type.
         """
         name = self.descriptor.name if self.descriptor is not None else "The request"
-        if len(self.data) > self.size.most_bytes:
-            raise exceeded(name, Limit(self.size.most_bytes), "bytes", len(self.data))
+        data, self.data = self.data, b""
+        if len(data) > self.size.most_bytes:
+            raise exceeded(name, Limit(self.size.most_bytes), "bytes", len(data))
         pace = Pace()
         if self.descriptor is not None:
-            scan = Scan(self.data, self.descriptor, self.size.most_entries)
+            scan = Scan(data, self.descriptor, self.size.most_entries)
             try:
                 for _ in scan.slices(_STEPS):
                     await pace.pause()
             except TooManyFields as error:
                 raise exceeded(name, Limit(error.most), "entries", error.got) from None
         try:
-            message = self.decode(self.data)
+            message = self.decode(data)
             await pace.pause()
             return message
         except DecodeError:

@@ -52,6 +52,7 @@ _VALUE = Limit(200)
 _RANK = Limit(64)
 _URL = Limit(2_000, "BAD_WEBHOOK")
 _LINE = Limit(64 << 10)
+_PHASE = Limit(40)
 _VALUES = Limit(10_000)
 _CELLS = Limit(1_000, "TOO_MANY_CELLS", "Send it as several jobs.")
 
@@ -109,7 +110,9 @@ LIMITS: Final[dict[str, Limit]] = {
     # Descriptions that agents send of themselves and of their devices.
     "Hello.agent_id": _KEY,
     "Hello.devices": Limit(1_000, remedy="Serve them with several agents."),
+    "Hello.active_attempts[]": _KEY,
     "Hello.unacknowledged_attempts": Limit(10_000),
+    "Hello.unacknowledged_attempts[]": _KEY,
     "Device.id": _VALUE,
     "Device.name": _VALUE,
     "Device.labels": _LABELS,
@@ -121,10 +124,14 @@ LIMITS: Final[dict[str, Limit]] = {
     "Cluster.cpus": Limit(4_096),
     "DeviceRunner.operators": Limit(5_000),
     # Reports that agents send of a run.
+    "RunProgress.attempt_id": _KEY,
+    "RunResult.attempt_id": _KEY,
+    "RunProgress.phase": _PHASE,
     "RunProgress.log_lines": Limit(1_000),
     "RunProgress.log_lines[]": _LINE,
     "RunProgress.message": Limit(8 << 10),
     "RunResult.candidates": Limit(64),
+    "Phase.phase": _PHASE,
     "CandidateResult.traced_ns": Limit(1_000_000),
     "CandidateResult.blocks": Limit(100_000),
     "SystemReading.cpus": Limit(4_096),

@@ -132,14 +132,16 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 if not self._runs.knows(attempt_id):
                     cancel = agent_pb2.CancelRun(attempt_id=attempt_id, reason="the server no longer knows it")
                     session.send(agent_pb2.ServerMessage(cancel_run=cancel))
-            listening = asyncio.create_task(self._listen(session, request_iterator), name=f"agent-{hello.agent_id}")
+            # Up to 32 MiB, which would stay in memory for as long as the agent is connected.
+            del first, hello
+            listening = asyncio.create_task(self._listen(session, request_iterator), name=f"agent-{session.agent_id}")
             try:
                 async for message in session.outgoing():
                     yield message
             finally:
                 listening.cancel()
                 await asyncio.wait([listening])
-                log.info("agent disconnected", agent=hello.agent_id)
+                log.info("agent disconnected", agent=session.agent_id)
         finally:
             session.end()
             await self._registry.disconnect(session)
@@ -203,6 +205,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             reader = aiter(messages)
             while True:
                 async with asyncio.timeout(session.silence_left_s()):
+                    await session.wait_read()
                     message = await anext(reader, None)
                 if message is None:
                     return
@@ -211,6 +214,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                     return
                 session.mark_alive()
                 await self._take(session, message)
+                del message  # up to 32 MiB, until the next one comes
         except TimeoutError:
             log.warning("an agent stopped responding", agent=session.agent_id)
         except Exception:

@@ -128,6 +128,8 @@ def conclude(task: str, limits: Limits, output: ChildOutput, report: bytes) -> A
     log = "\n".join(output.tail)
     if status == -signal.SIGPROF:
         raise errors.LoadingTimedOut(task, output.stage)
+    if status == -signal.SIGVTALRM:
+        raise errors.ParsingTimedOut(task, output.stage)
     if status == -signal.SIGXCPU:
         raise errors.ChildTimedOut(task, limits.cpu_s, output.stage, clock="CPU")
     if errors.is_out_of_memory(RuntimeError(log)):

@@ -19,6 +19,7 @@ from tests.support.golden import Golden
 
 MEASUREMENT = job_pb2.Measurement(iterations=4, min_time_s=0.004)
 PLAN = Plan(frozenset({"c"}), elapsed_s=3.0, measurement=MEASUREMENT)
+INTERLEAVED = Plan(frozenset({"c"}), 3.0, job_pb2.Measurement(iterations=4, min_time_s=0.004, interleave=True))
 SAMPLES = [1_000_000, 1_100_000, 900_000, 1_000_000]
 
 LASTED = [common_pb2.STOP_REASON_MAX_TIME, common_pb2.STOP_REASON_MAX_SAMPLES, common_pb2.STOP_REASON_SETTLED]
@@ -234,10 +235,26 @@ def test_lists_of_a_result_have_at_most_the_length_that_an_honest_agent_sends(
     fill(longest, limit)
     if longest.blocks:
         longest.blocks[0].samples = longest.iterations
-    check(longest, tmp_path)
+    check(longest, tmp_path, INTERLEAVED)
     fill(longer, limit + 1)
     with pytest.raises(ImplausibleResult, match=f"it has {limit + 1:,} {what}, more than {limit:,}"):
         check(longer, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("plan", "blocks", "why"),
+    [
+        (PLAN, [{"samples": 4}], "which the job did not request"),
+        (INTERLEAVED, [{"samples": 6}, {"samples": -2}], "a number of a block is negative"),
+        (INTERLEAVED, [{"samples": 4, "round": -1}], "a number of a block is negative"),
+    ],
+)
+def test_blocks_that_cannot_be_are_refused(tmp_path: Path, plan: Plan, blocks: list[dict[str, int]], why: str) -> None:
+    result = honest()
+    for block in blocks:
+        result.blocks.add(**block)
+    with pytest.raises(ImplausibleResult, match=why):
+        check(result, tmp_path, plan)
 
 
 def test_all_artifacts_of_a_result_are_found() -> None:
