@@ -92,6 +92,9 @@ handshake with certificates of both sides."""
 FLOOD_BYTES: Final = 1 << 20
 """Number of bytes above which such a connection is paused at any time: frames that begin no call, as PING, are work, too."""
 
+MESSAGE_BYTES: Final = 16 << 20
+"""Further number of bytes for each call: so much of its messages may arrive before its client reads that it is refused."""
+
 FIRST_BYTES: Final = 256
 """Number of bytes of a segment that the kernel takes for a new connection while calls without a valid token are dropped.
 
@@ -420,7 +423,7 @@ class Connections:
             return
         for peer in strangers:
             received = 0 if peer in self._flooding else _received(descriptors[peer])
-            if received > FLOOD_BYTES:
+            if received > FLOOD_BYTES + MESSAGE_BYTES * self._strange_of[peer]:
                 self._flooding.add(peer)
             if peer in self._flooding or (self.is_flooded and received > self._many_bytes):
                 yield peer
