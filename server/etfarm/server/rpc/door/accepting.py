@@ -151,7 +151,11 @@ def _servers() -> dict[int, int]:
 
 
 def _begun(server: int) -> int:
-    return int(json.loads(cygrpc.channelz_get_server(server))["server"]["data"].get("callsStarted", 0))
+    try:
+        found = cygrpc.channelz_get_server(server)
+    except ValueError:  # it has ended
+        return 0
+    return int(json.loads(found)["server"]["data"].get("callsStarted", 0))
 
 
 def _return_memory() -> None:
