@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import json
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -139,25 +138,6 @@ class _Accepting(cygrpc.AioServer):  # type: ignore[misc]
             return True  # an error would end the loop that accepts the method's calls
 
 
-def _servers() -> dict[int, int]:
-    """Return the number of calls that have begun of each of this process's servers that count them, by gRPC's numbers."""
-    counts, first, is_last = {}, 0, False
-    while not is_last:
-        page = json.loads(cygrpc.channelz_get_servers(first))
-        for each in page.get("server", ()):
-            counts[int(each["ref"]["serverId"])] = int(each["data"].get("callsStarted", 0))
-        is_last, first = page.get("end", True), max(counts, default=0) + 1
-    return counts
-
-
-def _begun(server: int) -> int:
-    try:
-        found = cygrpc.channelz_get_server(server)
-    except ValueError:  # it has ended
-        return 0
-    return int(json.loads(found)["server"]["data"].get("callsStarted", 0))
-
-
 def _return_memory() -> None:
     """Return the memory of calls that have ended to the kernel, which glibc keeps otherwise."""
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
@@ -182,13 +162,11 @@ def new_server(
     if not hasattr(original, "_make_request_call_future"):
         # Before 1.85, the path is decoded in the task of the call itself.
         return grpc.aio.server(interceptors=interceptors, options=options)
-    cygrpc.AioServer, known = _Accepting, _servers()
+    cygrpc.AioServer = _Accepting
     try:
         server = grpc.aio.server(interceptors=interceptors, options=options)
     finally:
         cygrpc.AioServer = original
     if connections is not None:
-        if own := _servers().keys() - known:
-            connections.begun = partial(_begun, max(own))
         server._server.connections, server._server.has_token = connections, has_token  # type: ignore[attr-defined]
     return server

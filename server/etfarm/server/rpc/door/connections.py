@@ -6,8 +6,8 @@ and the sockets shut down, which gRPC handles as if the peer had closed them.
 A connection without a valid token may begin calls faster than the event loop can refuse them. While many calls wait, the loop
 drops those without a valid token, and a thread pauses the connections that begin them. A pause loses nothing: the kernel ignores
 what arrives, and the peer sends it again later. So a client whose first calls wait is only delayed, and an attacker does not
-notice that another connection is needed. While calls are dropped, each new connection receives its first bytes only, in which
-one call fits: an attacker that reconnects for each burst of calls would otherwise be faster than the thread.
+notice that another connection is needed. While calls are dropped, and while many connections are opened thereafter, each new one
+receives its first call only: an attacker that reconnects for each burst of calls would otherwise be faster than the thread.
 """
 
 from __future__ import annotations
@@ -75,12 +75,6 @@ MAX_METADATA_BYTES: Final = 16 << 10
 FLOOD_CALLS: Final = 128
 """Number of calls without a valid token between two ticks of the thread, above which they are a flood."""
 
-FLOOD_BEGUN: Final = 256
-"""Number of calls that begin between two ticks beyond those that the event loop takes, above which they are a flood, too.
-
-gRPC's own threads may keep the processors so busy that the loop takes few calls, and none of closed connections.
-"""
-
 FLOOD_S: Final = 0.5
 """Time for which a flood is assumed to go on after such a tick."""
 
@@ -96,13 +90,16 @@ MESSAGE_BYTES: Final = 16 << 20
 """Further number of bytes for each call: so much of its messages may arrive before its client reads that it is refused."""
 
 FIRST_BYTES: Final = 256
-"""Number of bytes of a segment that the kernel takes for a new connection while calls without a valid token are dropped.
+"""Number of bytes of a segment that the kernel takes for a new encrypted connection while it is held; for others, it takes one call.
 
 The peer sends the rest again after 0.2 s. By then the token of its first call is known.
 """
 
 HOLD_S: Final = 2.0
 """Time for which new connections are held after such a tick."""
+
+OPENED_A_SECOND: Final = 40.0
+"""Rate of new connections above which they are held further: an attacker that reconnects begins few calls meanwhile."""
 
 REFUSALS: Final = 256
 """Number of calls without a valid token that are refused at once; each takes 0.35 ms."""
@@ -123,7 +120,7 @@ _IDLE_TICK_S: Final = 0.25
 """The interval while no call waits and no connection without a valid token calls."""
 
 _FLOODED_SWITCH_S: Final = 0.0005
-"""Time after which a busy event loop lets the thread run during a flood; Python's 5 ms apply to each of its system calls."""
+"""Time after which a busy event loop lets the thread run during a flood, instead of Python's 5 ms."""
 
 _MIN_RESERVED: Final = 192
 """Minimum number of file descriptors reserved for the server: the database, children's pipes, and artifact transfers."""
@@ -157,9 +154,6 @@ def server_options(files: int, metadata_bytes: int = MAX_METADATA_BYTES) -> list
         # If more calls wait for the event loop, gRPC cancels random ones: a flood without tokens would end other callers' calls.
         ("grpc.server.max_pending_requests", MAX_PENDING),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
-        # Counts calls before the event loop takes them; it is not served.
-        ("grpc.enable_channelz", 1),
-        ("grpc.max_channel_trace_event_memory_per_node", 0),
         # Only "identity": etfarm's clients do not compress, and a small compressed message can expand to a large one.
         ("grpc.compression_enabled_algorithms_bitset", 1),
     ]
@@ -260,11 +254,7 @@ class Connections:
         self._strange = 0
         self._strange_of: Counter[Peer] = Counter()
         """Numbers of calls without a valid token, in total and by connection."""
-        self._many_bytes = MANY_BYTES
-        self.begun: Callable[[], int] = lambda: 0
-        """Returns the number of calls that connections have begun, also those that the event loop has not taken."""
-        self._taken = 0
-        """Number of calls that the event loop has taken."""
+        self.is_encrypted = False
         self.is_flooded = False
         """Whether many calls without a valid token arrive."""
         self._refusals = Allowance(REFUSALS, REFUSALS_A_SECOND, clock)
@@ -280,6 +270,8 @@ class Connections:
         self._ending: set[Peer] = set()
         """Connections to close although they have sent a valid token."""
         self._since: dict[Peer, float] = {}
+        self._opened = 0
+        """Number of connections that were found."""
         self._is_due = False
         """Whether a connection is to be closed, paused or resumed at the next tick."""
         self._called, self._closing = threading.Event(), False
@@ -294,7 +286,6 @@ class Connections:
             peer: gRPC's name of the connection's peer.
             has_token: returns whether the call has a valid token.
         """
-        self._taken += 1
         known = parse_peer(peer)
         if known is None or known in self._trusted or not self._asks_for_tokens():
             return True
@@ -333,7 +324,7 @@ class Connections:
 
     def start(self, port: int, *, is_encrypted: bool = False) -> None:
         """Close and pause connections in a thread of their own, since the event loop may be late, until `close`."""
-        self._many_bytes = MANY_ENCRYPTED_BYTES if is_encrypted else MANY_BYTES
+        self.is_encrypted = is_encrypted
         if self._open_files.is_dir():
             self._thread = threading.Thread(target=self._watch, args=(port,), name="connections", daemon=True)
             self._thread.start()
@@ -346,29 +337,33 @@ class Connections:
             self._thread.join()
 
     def _watch(self, port: int) -> None:
-        strange, waiting, flooded_s, looked_s, changed = 0, 0, -HOLD_S, self._clock(), 0
+        strange, opened, changed = 0, 0, 0
+        flooded_s = held_s = -HOLD_S
+        looked_s = counted_s = self._clock()
         switch_s = sys.getswitchinterval()
         while not self._closing:
             time.sleep(_TICK_S)
-            if not (self.is_flooded or self._is_due):
+            if not (self._holds_new or self._is_due):
                 self._called.wait(_IDLE_TICK_S)
             self._called.clear()
             now = self._clock()
             is_regular = now - looked_s >= LOOK_S
             try:
-                before = strange, waiting
-                strange, waiting = self._strange, self.begun() - self._taken
-                if strange - before[0] > FLOOD_CALLS or (waiting - before[1] > FLOOD_BEGUN and self._asks_for_tokens()):
+                if self._strange - strange > FLOOD_CALLS:
                     flooded_s = now
+                strange = self._strange
                 if (now - flooded_s < FLOOD_S) is not self.is_flooded:
                     self.is_flooded = not self.is_flooded
                     sys.setswitchinterval(_FLOODED_SWITCH_S if self.is_flooded else switch_s)
-                if (now - flooded_s < HOLD_S) is not self._holds_new:
+                if (now - max(flooded_s, held_s) < HOLD_S) is not self._holds_new:
                     self.hold_new(port, holds=not self._holds_new)
-                if not (is_regular or self._is_due or self.is_flooded):
+                if not (self.is_flooded or self._is_due or now - counted_s >= (_IDLE_TICK_S if self._holds_new else LOOK_S)):
                     continue
                 self._is_due = False
                 changed += self.look(port)
+                if self._holds_new and self._opened - opened > (now - counted_s) * OPENED_A_SECOND:
+                    held_s = now
+                opened, counted_s = self._opened, now
             except Exception:  # such as for a lack of descriptors: it is tried again
                 if is_regular:
                     log.exception("the connections could not be checked")
@@ -380,10 +375,10 @@ class Connections:
 
     def hold_new(self, port: int, *, holds: bool) -> None:
         """Let the kernel take only the first bytes for connections that are accepted from now on, or end this."""
-        self._has_held = True
+        self._has_held, first = True, _FIRST_BYTES if self.is_encrypted else _FIRST_CALL
         for path in self._open_files.iterdir():
             if _is_of(number := int(path.name), port) and _is_set(number, socket.SO_ACCEPTCONN):
-                _filter(number, _FIRST if holds else None)
+                _filter(number, first if holds else None)
         self._holds_new, self._is_due = holds, True
 
     def look(self, port: int) -> int:
@@ -395,6 +390,7 @@ class Connections:
         descriptors = self._list(port)
         if self._has_held:  # a connection has the filter that its listening socket had
             self._held = (self._held & descriptors.keys()) | (descriptors.keys() - self._since.keys())
+        self._opened += len(descriptors.keys() - self._since.keys())
         self._since = {peer: self._since.get(peer, now) for peer in descriptors}
         for current, listed in zip((self._trusted, self._distrusted, self._flooding), known, strict=True):
             if current is self._trusted or not self.is_flooded:  # else calls of closed connections may still wait
@@ -421,11 +417,12 @@ class Connections:
     def _to_pause(self, strangers: Collection[Peer], descriptors: Mapping[Peer, int]) -> Iterator[Peer]:
         if not strangers or not self._asks_for_tokens():
             return
+        many_bytes = MANY_ENCRYPTED_BYTES if self.is_encrypted else MANY_BYTES
         for peer in strangers:
             received = 0 if peer in self._flooding else _received(descriptors[peer])
             if received > FLOOD_BYTES + MESSAGE_BYTES * self._strange_of[peer]:
                 self._flooding.add(peer)
-            if peer in self._flooding or (self.is_flooded and received > self._many_bytes):
+            if peer in self._flooding or (self.is_flooded and received > many_bytes):
                 yield peer
 
     def _may_resume(self, peer: Peer) -> bool:
@@ -465,11 +462,51 @@ class Connections:
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # <asm/socket.h>, of all of etfarm's servers' architectures
 _NOTHING = struct.pack("=HBBI", 6, 0, 0, 0)
 """A program of the kernel's packet filter: the instruction `BPF_RET | BPF_K` with 0, which accepts no byte of any packet."""
-_FIRST = b"".join(
-    struct.pack("=HBBI", code, 0, 0, value)
-    for code, value in ((0x30, 12), (0x74, 4), (0x64, 2), (0x04, FIRST_BYTES), (0x16, 0))  # ldb, rsh, lsh, add, ret
-)
-"""A program that accepts the TCP header, the length of which is in the upper half of byte 12, and the first bytes after it."""
+
+
+def _first_bytes(number: int) -> list[tuple[int, int, int, int]]:
+    """Return the instructions of a program that accepts the TCP header and the first bytes after it.
+
+    The header's length is in the upper half of its byte 12.
+    """
+    return [(0x30, 0, 0, 12), (0x74, 0, 0, 4), (0x64, 0, 0, 2), (0x04, 0, 0, number), (0x16, 0, 0, 0)]  # ldb, rsh, lsh, add, ret
+
+
+def _first_call(frames: int = 6) -> list[tuple[int, int, int, int]]:
+    """Return the instructions of a program that accepts what ends a packet's first HEADERS frame of HTTP/2, and nothing after it.
+
+    X is where a frame begins. A packet without such a frame among its first ones ends after these; what is no frame, or none that
+    ends in the packet, is accepted.
+    """
+    frame = [
+        (0x80, 0, 0, 0), (0x2D, 0, 0xFF, 0), (0x1C, 0, 0, 0), (0x35, 0, 0xFF, 9),  # ld len, jgt x, sub x, jge 9
+        (0x50, 0, 0, 3), (0x15, 0xFE, 0, 1),  # ldb [x + 3], jeq HEADERS
+        (0x40, 0, 0, 0), (0x74, 0, 0, 8), (0x04, 0, 0, 9), (0x0C, 0, 0, 0), (0x07, 0, 0, 0),  # ld [x], rsh, add 9, add x, tax
+    ]  # fmt: skip
+    program = [
+        *_first_bytes(0)[:3], (0x07, 0, 0, 0),  # tax
+        (0x80, 0, 0, 0), (0x1C, 0, 0, 0), (0x35, 0, 0xFF, 24),  # ld len, sub x, jge 24
+        (0x40, 0, 0, 0), (0x15, 0, 3, int.from_bytes(b"PRI ", "big")), (0x87, 0, 0, 0), (0x04, 0, 0, 24), (0x07, 0, 0, 0),
+        *frame * frames,
+        (0x87, 0, 0, 0), (0x16, 0, 0, 0),  # txa, ret
+        *frame[6:10], (0x16, 0, 0, 0),  # the end of the HEADERS frame
+        (0x06, 0, 0, 0xFFFFFFFF),
+    ]  # fmt: skip
+    accept, headers = len(program) - 1, len(program) - 6
+    target = {0xFF: accept, 0xFE: headers}
+
+    def to(jump: int, at: int) -> int:
+        return target[jump] - at - 1 if jump in target else jump
+
+    return [(code, to(yes, at), to(no, at), value) for at, (code, yes, no, value) in enumerate(program)]
+
+
+def _assemble(program: list[tuple[int, int, int, int]]) -> bytes:
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+
+
+_FIRST_CALL, _FIRST_BYTES = _assemble(_first_call()), _assemble(_first_bytes(FIRST_BYTES))
+"""Programs for new connections during a flood, the second for encrypted ones."""
 
 
 def _filter(number: int, program: bytes | None) -> bool:

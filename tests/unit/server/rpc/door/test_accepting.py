@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import time
 from collections.abc import AsyncIterator
@@ -141,27 +140,3 @@ async def test_a_server_stops_while_dropped_calls_wait(server: Server) -> None:
                 await asyncio.sleep(0)
         async with asyncio.timeout(WAIT_S):
             await server.grpc.stop(None)
-
-
-async def test_a_flood_is_noticed_while_the_event_loop_takes_no_call(server: Server) -> None:
-    async with grpc.aio.insecure_channel(server.address) as channel:
-        assert await ask(channel) == b"x"
-        assert server.connections.begun() == 1
-        with ExitStack() as stack:  # without an await
-            for _ in range(4):
-                attacker = stack.enter_context(Http2(server.address, timeout_s=WAIT_S))
-                attacker.begin()
-                attacker.flood(PATH, 200)
-            wait_until(lambda: server.connections.is_flooded)
-        assert await ask(channel) == b"x"
-
-
-async def test_a_server_that_has_ended_has_begun_nothing() -> None:
-    ended = Server()
-    await ended.grpc.start()
-    assert ended.connections.begun() == 0
-    count = ended.connections.begun
-    await ended.grpc.stop(None)
-    del ended
-    gc.collect()
-    assert count() == 0

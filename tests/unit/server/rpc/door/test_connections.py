@@ -33,6 +33,7 @@ from etfarm.server.rpc.door.connections import (
     parse_peer,
 )
 from etfarm.server.rpc.door.failures import FLOOD, FORGET_S, FREE, MAX_ADDRESSES, MAX_WAIT_S, Allowance, Failures, address_of
+from tests.support.http2 import ACK, END_HEADERS, HEADERS, PREFACE, SETTINGS, frame
 
 
 class Clock:
@@ -49,12 +50,14 @@ class Server:
         self._stack = stack
         self._listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         self.port: int = self._listener.getsockname()[1]
+        self.accepted: list[socket.socket] = []
 
     def connect(self) -> tuple[socket.socket, str]:
         """Return a client's socket, and its peer as gRPC names it."""
         client = self._stack.enter_context(socket.create_connection(("127.0.0.1", self.port)))
         client.settimeout(30)
-        self._stack.enter_context(self._listener.accept()[0])
+        self.accepted.append(self._stack.enter_context(self._listener.accept()[0]))
+        self.accepted[-1].settimeout(30)
         return client, f"ipv4:127.0.0.1:{client.getsockname()[1]}"
 
 
@@ -300,6 +303,7 @@ def test_the_thread_outlives_a_lack_of_descriptors_when_a_flood_begins(tmp_path:
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_a_new_connection_is_held_until_its_token_is_known(host: str) -> None:
     watched = Connections(lambda: True, Clock())
+    watched.is_encrypted = True
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server((host, 0), family=family))
@@ -322,6 +326,37 @@ def test_a_new_connection_is_held_until_its_token_is_known(host: str) -> None:
         watched.look(port)
         clients[1].sendall(bytes(2 * FIRST_BYTES))
         assert receive(servers[1], 4 + 2 * FIRST_BYTES).startswith(b"more")
+
+
+@pytest.mark.parametrize("begins", [PREFACE + frame(SETTINGS, 0, 0, bytes(6)), frame(SETTINGS, ACK, 0, b""), b""])
+def test_a_new_connection_that_is_held_receives_one_call(server: Server, begins: bytes) -> None:
+    call = frame(HEADERS, END_HEADERS, 1, bytes(700))
+    watched = Connections(lambda: True, Clock())
+    watched.hold_new(server.port, holds=True)
+    client, peer = server.connect()
+    accepted = server.accepted[-1]
+    client.sendall(begins + call + frame(HEADERS, END_HEADERS, 3, b"more") * 200)
+    assert receive(accepted, len(begins + call)) == begins + call
+    watched.look(server.port)
+    watched.trust(peer)
+    watched.look(server.port)
+    assert receive(accepted, 200 * 13) == frame(HEADERS, END_HEADERS, 3, b"more") * 200
+    assert sent_again(client) > 0
+
+
+@pytest.mark.parametrize("data", [bytes([22, 3, 1, 2, 0]) + bytes(600), b"short", b"\xff" * 3000], ids=["TLS", "short", "noise"])
+def test_what_is_no_http2_passes_a_held_connection(server: Server, data: bytes) -> None:
+    watched = Connections(lambda: True, Clock())
+    watched.hold_new(server.port, holds=True)
+    client, _ = server.connect()
+    client.sendall(data)
+    assert receive(server.accepted[-1], len(data)) == data
+    assert sent_again(client) == 0
+
+
+def sent_again(client: socket.socket) -> int:
+    """Return `tcpi_total_retrans` of <linux/tcp.h>: the number of segments that were sent again."""
+    return int.from_bytes(client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)[100:], sys.byteorder)
 
 
 def receive(server: socket.socket, size: int) -> bytes:
