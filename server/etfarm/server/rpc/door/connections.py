@@ -90,9 +90,9 @@ MESSAGE_BYTES: Final = 16 << 20
 """Further number of bytes for each call: so much of its messages may arrive before its client reads that it is refused."""
 
 FIRST_BYTES: Final = 256
-"""Number of bytes of a segment that the kernel takes for a new encrypted connection while it is held; for others, it takes one call.
+"""Number of bytes of a segment that the kernel takes for a new encrypted connection while it is held.
 
-The peer sends the rest again after 0.2 s. By then the token of its first call is known.
+For others, it takes one call. The peer sends the rest again after 0.2 s. By then the token of its first call is known.
 """
 
 HOLD_S: Final = 2.0
