@@ -21,6 +21,12 @@ MAX_DEVICES: Final = 10_000
 MAX_DEVICE_BYTES: Final = 128 << 10
 """Maximum size of a device's serialized description."""
 
+USUAL_DEVICE_BYTES: Final = 12 << 10
+"""Size up to which a description takes nothing of the following limit; a real device has two to four thousand bytes."""
+
+MAX_LARGE_BYTES: Final = 64 << 20
+"""Maximum size of the larger descriptions of one principal, together."""
+
 _OF_SERVER: Final = (
     "state",
     "attempt_id",
@@ -96,6 +102,16 @@ class DeviceAdmission:
                 raise DeviceTooLarge(
                     f"The description of device {device.id} must have at most {MAX_DEVICE_BYTES} bytes, got {size}.",
                     "Give it fewer or shorter labels.", device=device.id, limit=MAX_DEVICE_BYTES, got=size,
+                )  # fmt: skip
+        large = {device.id: size for device in devices if (size := device.ByteSize()) > USUAL_DEVICE_BYTES}
+        if large and not session.is_admin:
+            known_sizes = {device.id: device.ByteSize() for device in self._devices_of(session)}
+            total = sum(size for size in (known_sizes | large).values() if size > USUAL_DEVICE_BYTES)
+            if total > MAX_LARGE_BYTES:
+                raise DeviceTooLarge(
+                    f"The descriptions of {session.principal}'s devices with over {USUAL_DEVICE_BYTES} bytes must have at most "
+                    f"{MAX_LARGE_BYTES} bytes together, got {total}.",
+                    "Give devices fewer or shorter labels.", device=next(iter(large)), limit=MAX_LARGE_BYTES, got=total,
                 )  # fmt: skip
         new = {device.id for device in devices} - self._known.keys()
         if not new:

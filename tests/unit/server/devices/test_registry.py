@@ -16,7 +16,7 @@ from etfarm.server.access.scope import Scope
 from etfarm.server.artifacts.store import Store
 from etfarm.server.devices import admission
 from etfarm.server.devices.bundles import Bundles
-from etfarm.server.devices.errors import AgentConnected, DeviceNotFound, DeviceOffline, TooManyDevices
+from etfarm.server.devices.errors import AgentConnected, DeviceNotFound, DeviceOffline, DeviceTooLarge, TooManyDevices
 from etfarm.server.devices.records import DeviceRecords
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import AttemptLost, Runs
@@ -493,6 +493,24 @@ async def test_agents_of_one_token_do_not_take_the_farms_room(
     golden.check(refused.value)
     await connect("b", "pi", "xl")
     assert [device.id for device in farm.devices()] == ["pi", "x", "xl", "y"]
+
+
+async def test_large_descriptions_of_one_token_have_a_limit_together(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MAX_LARGE_BYTES", 3 * admission.MAX_DEVICE_BYTES)
+    owners = {"a1": "thief", "a2": "thief", "b": "rack"}
+    farm = Registry(world.database, world.bundles, world.runs, world.now, lambda agent_id: owners[agent_id])
+    features = ["f" * 1_000] * 125
+
+    async def connect(agent: str, *devices: Device) -> None:
+        session = AgentSession(agent, "", lambda: world.seconds, principal=owners[agent])
+        await farm.connect(session, Hello(agent_id=agent, devices=devices))
+
+    await connect("a1", Device(id="x", features=features), Device(id="y", features=features), Device(id="small"))
+    with pytest.raises(DeviceTooLarge, match="thief's devices with over 12288 bytes"):
+        await connect("a2", Device(id="z", features=features), Device(id="w", features=features))
+    await connect("a2", Device(id="z", features=features[:10]))
+    await connect("b", Device(id="pi", features=features))
+    assert {device.id for device in farm.devices()} == {"x", "y", "small", "z", "pi"}
 
 
 async def test_a_new_device_is_restricted_as_all_others_of_its_token_are(world: World) -> None:
