@@ -98,8 +98,11 @@ For others, it takes one call. The peer sends the rest again after 0.2 s. By the
 HOLD_S: Final = 2.0
 """Time for which new connections are held after such a tick."""
 
-OPENED_A_SECOND: Final = 40.0
-"""Rate of new connections above which they are held further: an attacker that reconnects begins few calls meanwhile."""
+OPENED_A_SECOND: Final = 60.0
+"""Rate of new connections without a valid token above which a flood begins or goes on, however few calls the event loop takes.
+
+While it is late, each refusal takes long. And while new connections are held, few calls begin.
+"""
 
 REFUSALS: Final = 256
 """Number of calls without a valid token that are refused at once; each takes 0.35 ms."""
@@ -338,13 +341,14 @@ class Connections:
 
     def _watch(self, port: int) -> None:
         strange, opened, changed = 0, 0, 0
-        flooded_s = held_s = -HOLD_S
+        flooded_s = -HOLD_S
         looked_s = counted_s = self._clock()
         switch_s = sys.getswitchinterval()
         while not self._closing:
             time.sleep(_TICK_S)
             if not (self._holds_new or self._is_due):
                 self._called.wait(_IDLE_TICK_S)
+            is_called = self._called.is_set()
             self._called.clear()
             now = self._clock()
             is_regular = now - looked_s >= LOOK_S
@@ -355,15 +359,17 @@ class Connections:
                 if (now - flooded_s < FLOOD_S) is not self.is_flooded:
                     self.is_flooded = not self.is_flooded
                     sys.setswitchinterval(_FLOODED_SWITCH_S if self.is_flooded else switch_s)
-                if (now - max(flooded_s, held_s) < HOLD_S) is not self._holds_new:
+                if (now - flooded_s < HOLD_S) is not self._holds_new:
                     self.hold_new(port, holds=not self._holds_new)
-                if not (self.is_flooded or self._is_due or now - counted_s >= (_IDLE_TICK_S if self._holds_new else LOOK_S)):
+                is_soon = self._holds_new or is_called
+                if not (self.is_flooded or self._is_due or now - counted_s >= (_IDLE_TICK_S if is_soon else LOOK_S)):
                     continue
                 self._is_due = False
                 changed += self.look(port)
-                if self._holds_new and self._opened - opened > (now - counted_s) * OPENED_A_SECOND:
-                    held_s = now
-                opened, counted_s = self._opened, now
+                if now - counted_s >= _IDLE_TICK_S:
+                    if self._opened - opened > (now - counted_s) * OPENED_A_SECOND and self._asks_for_tokens():
+                        flooded_s = now
+                    opened, counted_s = self._opened, now
             except Exception:  # such as for a lack of descriptors: it is tried again
                 if is_regular:
                     log.exception("the connections could not be checked")
@@ -390,7 +396,7 @@ class Connections:
         descriptors = self._list(port)
         if self._has_held:  # a connection has the filter that its listening socket had
             self._held = (self._held & descriptors.keys()) | (descriptors.keys() - self._since.keys())
-        self._opened += len(descriptors.keys() - self._since.keys())
+        self._opened += len(descriptors.keys() - self._since.keys() - self._trusted)
         self._since = {peer: self._since.get(peer, now) for peer in descriptors}
         for current, listed in zip((self._trusted, self._distrusted, self._flooding), known, strict=True):
             if current is self._trusted or not self.is_flooded:  # else calls of closed connections may still wait

@@ -21,7 +21,7 @@ from etfarm.server.rpc.door.caller import Resolve, enter, resolve_default
 from etfarm.server.rpc.door.calls import Call, Calls, is_read
 from etfarm.server.rpc.door.connections import Connections
 from etfarm.server.rpc.door.failures import Failures, address_of
-from etfarm.server.rpc.door.forwarded import Forwarded, accept, is_question
+from etfarm.server.rpc.door.forwarded import KEY, Forwarded, accept, is_question
 from etfarm.server.workers.fair_slots import FairSlots
 from etfarm.v1.common_pb2 import Principal
 from etfarm.wire.errors import EtfarmError, FarmError, Kind
@@ -153,8 +153,11 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def has_token(self, metadata: Any) -> bool:
         """Return whether the metadata of a call contain a valid token, or are those of a server of the farm."""
+        header = _text(metadata, "authorization")
+        if header is None and _text(metadata, KEY) is None and self._tokens.asks_for_tokens:
+            return False  # a flood has many of these: the error would take most of the time
         try:
-            self._tokens.authenticate(_text(metadata, "authorization"))
+            self._tokens.authenticate(header)
         except EtfarmError:
             return self._forwarded.peer(metadata) is not None
         return True
