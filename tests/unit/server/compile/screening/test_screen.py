@@ -152,7 +152,6 @@ def test_tensors_with_marked_dimensions_pass(good: Members, tmp_path: Path, dime
         torch.Tensor,
         torch._tensor._rebuild_from_type_v2,
     ],
-    ids=lambda value: str(getattr(value, "state", value))[:40],
 )
 def test_tensors_with_other_attributes_are_refused(good: Members, tmp_path: Path, value: object) -> None:
     assert refused(tmp_path / "m", good | {SAMPLES: torch_saved(((value,), {}))}) == "NOT_WEIGHTS_ONLY"
