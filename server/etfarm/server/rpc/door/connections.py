@@ -436,8 +436,8 @@ class Connections:
 
     def _list(self, port: int) -> dict[Peer, int]:
         """Return the descriptors of the connections to the port by their peers."""
-        found = ((self._find_peer(int(path.name), port), int(path.name)) for path in self._open_files.iterdir())
-        return {peer: number for peer, number in found if peer is not None}
+        peers = ((self._find_peer(int(path.name), port), int(path.name)) for path in self._open_files.iterdir())
+        return {peer: number for peer, number in peers if peer is not None}
 
     def _excess(self, now: float) -> Iterator[Peer]:
         """Yield the connections to close. Per address, those without a valid token are closed first, then the newest."""
