@@ -313,12 +313,12 @@ async def costs_of_floods(folder: Path, floods: list[tuple[str, int, float]]) ->
     for number, (kind, connections, seconds) in enumerate(floods):
         results.append(await flood(folder / str(number), kind, connections, seconds))
         print(json.dumps(results[-1]), file=sys.stderr, flush=True)
-    found: dict[str, Any] = {"floods": results}
+    worst: dict[str, Any] = {"floods": results}
     for name in ("flood", "reconnect"):
         ours = [result["etfarm"] for result in results if (result["kind"] == "reconnect") is (name == "reconnect")]
-        found[f"{name}_longest_wait_s"] = max(max(each["longest_wait_connected_s"], each["longest_wait_new_s"]) for each in ours)
-        found[f"{name}_memory_after_to_before"] = max(each["mib_after"] / each["mib_before"] for each in ours)
-    return found
+        worst[f"{name}_longest_wait_s"] = max(max(each["longest_wait_connected_s"], each["longest_wait_new_s"]) for each in ours)
+        worst[f"{name}_memory_after_to_before"] = max(each["mib_after"] / each["mib_before"] for each in ours)
+    return worst
 
 
 def main(arguments: list[str]) -> int:
