@@ -7,13 +7,15 @@ A connection without a valid token may begin calls faster than the event loop ca
 drops those without a valid token, and a thread pauses the connections that begin them. A pause loses nothing: the kernel ignores
 what arrives, and the peer sends it again later. So a client whose first calls wait is only delayed, and an attacker does not
 notice that another connection is needed. While calls are dropped, and while many connections are opened thereafter, each new one
-receives its first call only: an attacker that reconnects for each burst of calls would otherwise be faster than the thread.
+receives only the first call of each packet: an attacker that reconnects for each burst of calls would otherwise be faster than
+the thread.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import ipaddress
 import resource
@@ -221,7 +223,7 @@ def _duplicate(number: int, peer: Peer, port: int) -> Iterator[int | None]:
     The descriptor of a file is never closed: that would release this process's locks on the file (`man 2 fcntl`). Without
     SQLite's locks, another program that opens the database would delete its write-ahead log.
     """
-    duplicate = _libc.dup(number) if find_peer(number, port) == peer else -1
+    duplicate = _libc.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 0) if find_peer(number, port) == peer else -1
     if find_peer(duplicate, port) == peer:
         try:
             yield duplicate

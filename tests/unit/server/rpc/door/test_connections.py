@@ -71,6 +71,14 @@ def server() -> Iterator[Server]:
         yield Server(stack)
 
 
+def test_a_duplicate_of_a_connection_is_not_inherited(server: Server) -> None:
+    _, peer = server.connect()
+    known = parse_peer(peer)
+    assert known is not None
+    with connections._duplicate(server.accepted[-1].fileno(), known, server.port) as duplicate:
+        assert duplicate is not None and not os.get_inheritable(duplicate)
+
+
 def is_open(client: socket.socket) -> bool:
     client.setblocking(False)
     try:
