@@ -7,13 +7,15 @@ A connection without a valid token may begin calls faster than the event loop ca
 drops those without a valid token, and a thread pauses the connections that begin them. A pause loses nothing: the kernel ignores
 what arrives, and the peer sends it again later. So a client whose first calls wait is only delayed, and an attacker does not
 notice that another connection is needed. While calls are dropped, and while many connections are opened thereafter, each new one
-receives its first call only: an attacker that reconnects for each burst of calls would otherwise be faster than the thread.
+receives only the first call of each packet: an attacker that reconnects for each burst of calls would otherwise be faster than
+the thread.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import ipaddress
 import resource
@@ -79,9 +81,9 @@ FLOOD_S: Final = 0.5
 """Time for which a flood is assumed to go on after such a tick."""
 
 MANY_BYTES: Final = 1 << 10
-MANY_ENCRYPTED_BYTES: Final = 4 << 10
+MANY_ENCRYPTED_BYTES: Final = 8 << 10
 """Number of bytes above which a connection without a valid token is paused during a flood: a first call has fewer, and also a
-handshake with certificates of both sides."""
+handshake with a chain of certificates of the client."""
 
 FLOOD_BYTES: Final = 1 << 20
 """Number of bytes above which such a connection is paused at any time: frames that begin no call, as PING, are work, too."""
@@ -90,9 +92,11 @@ MESSAGE_BYTES: Final = 16 << 20
 """Further number of bytes for each call: so much of its messages may arrive before its client reads that it is refused."""
 
 FIRST_BYTES: Final = 256
-"""Number of bytes of a segment that the kernel takes for a new encrypted connection while it is held.
+NEXT_BYTES: Final = 1 << 10
+"""Number of bytes that the kernel takes of a packet for a new encrypted connection while it is held: of one that begins with a
+record of calls, and of one that begins within a record, which may have a client's certificates.
 
-For others, it takes one call. The peer sends the rest again after 0.2 s. By then the token of its first call is known.
+For other connections, it takes one call. The peer sends the rest again after 0.2 s. By then the token of its first call is known.
 """
 
 HOLD_S: Final = 2.0
@@ -219,7 +223,7 @@ def _duplicate(number: int, peer: Peer, port: int) -> Iterator[int | None]:
     The descriptor of a file is never closed: that would release this process's locks on the file (`man 2 fcntl`). Without
     SQLite's locks, another program that opens the database would delete its write-ahead log.
     """
-    duplicate = _libc.dup(number) if find_peer(number, port) == peer else -1
+    duplicate = _libc.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 0) if find_peer(number, port) == peer else -1
     if find_peer(duplicate, port) == peer:
         try:
             yield duplicate
@@ -470,12 +474,20 @@ _NOTHING = struct.pack("=HBBI", 6, 0, 0, 0)
 """A program of the kernel's packet filter: the instruction `BPF_RET | BPF_K` with 0, which accepts no byte of any packet."""
 
 
-def _first_bytes(number: int) -> list[tuple[int, int, int, int]]:
-    """Return the instructions of a program that accepts the TCP header and the first bytes after it.
+_HEADER: Final = [(0x30, 0, 0, 12), (0x74, 0, 0, 4), (0x64, 0, 0, 2)]  # ldb, rsh, lsh: its length is in the upper half of byte 12
+"""Instructions that load the length of a packet's TCP header."""
 
-    The header's length is in the upper half of its byte 12.
-    """
-    return [(0x30, 0, 0, 12), (0x74, 0, 0, 4), (0x64, 0, 0, 2), (0x04, 0, 0, number), (0x16, 0, 0, 0)]  # ldb, rsh, lsh, add, ret
+
+def _first_bytes() -> list[tuple[int, int, int, int]]:
+    """Return the instructions of a program that accepts the first bytes of packets of TLS, and those of a handshake whole."""
+    return [
+        *_HEADER, (0x07, 0, 0, 0),  # tax
+        (0x80, 0, 0, 0), (0x1C, 0, 0, 0), (0x35, 0, 10, 2),  # ld len, sub x, jge 2
+        (0x48, 0, 0, 0), (0x15, 5, 0, 0x1703), (0x15, 7, 0, 0x1603), (0x15, 6, 0, 0x1403),  # ldh [x], jeq a kind of record
+        (0x87, 0, 0, 0), (0x04, 0, 0, NEXT_BYTES), (0x16, 0, 0, 0),  # txa, add, ret
+        (0x87, 0, 0, 0), (0x04, 0, 0, FIRST_BYTES), (0x16, 0, 0, 0),
+        (0x06, 0, 0, 0xFFFFFFFF),
+    ]  # fmt: skip
 
 
 def _first_call(frames: int = 6) -> list[tuple[int, int, int, int]]:
@@ -490,7 +502,7 @@ def _first_call(frames: int = 6) -> list[tuple[int, int, int, int]]:
         (0x40, 0, 0, 0), (0x74, 0, 0, 8), (0x04, 0, 0, 9), (0x0C, 0, 0, 0), (0x07, 0, 0, 0),  # ld [x], rsh, add 9, add x, tax
     ]  # fmt: skip
     program = [
-        *_first_bytes(0)[:3], (0x07, 0, 0, 0),  # tax
+        *_HEADER, (0x07, 0, 0, 0),  # tax
         (0x80, 0, 0, 0), (0x1C, 0, 0, 0), (0x35, 0, 0xFF, 24),  # ld len, sub x, jge 24
         (0x40, 0, 0, 0), (0x15, 0, 3, int.from_bytes(b"PRI ", "big")), (0x87, 0, 0, 0), (0x04, 0, 0, 24), (0x07, 0, 0, 0),
         *frame * frames,
@@ -511,7 +523,7 @@ def _assemble(program: list[tuple[int, int, int, int]]) -> bytes:
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
 
 
-_FIRST_CALL, _FIRST_BYTES = _assemble(_first_call()), _assemble(_first_bytes(FIRST_BYTES))
+_FIRST_CALL, _FIRST_BYTES = _assemble(_first_call()), _assemble(_first_bytes())
 """Programs for new connections during a flood, the second for encrypted ones."""
 
 

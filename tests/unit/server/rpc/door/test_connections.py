@@ -23,6 +23,7 @@ from etfarm.server.rpc.door.connections import (
     FLOOD_CALLS,
     MANY_BYTES,
     MAX_STREAMS,
+    NEXT_BYTES,
     REFUSALS,
     REFUSALS_A_SECOND,
     STRANGER_S,
@@ -34,6 +35,9 @@ from etfarm.server.rpc.door.connections import (
 )
 from etfarm.server.rpc.door.failures import FLOOD, FORGET_S, FREE, MAX_ADDRESSES, MAX_WAIT_S, Allowance, Failures, address_of
 from tests.support.http2 import ACK, END_HEADERS, HEADERS, PREFACE, SETTINGS, frame
+
+TLS_DATA = bytes([23, 3, 3])
+"""The beginning of a record of TLS that has calls, or a client's certificates."""
 
 
 class Clock:
@@ -65,6 +69,14 @@ class Server:
 def server() -> Iterator[Server]:
     with ExitStack() as stack:
         yield Server(stack)
+
+
+def test_a_duplicate_of_a_connection_is_not_inherited(server: Server) -> None:
+    _, peer = server.connect()
+    known = parse_peer(peer)
+    assert known is not None
+    with connections._duplicate(server.accepted[-1].fileno(), known, server.port) as duplicate:
+        assert duplicate is not None and not os.get_inheritable(duplicate)
 
 
 def is_open(client: socket.socket) -> bool:
@@ -314,7 +326,7 @@ def test_a_new_connection_is_held_until_its_token_is_known(host: str) -> None:
             clients.append(stack.enter_context(socket.create_connection((host, port))))
             servers.append(stack.enter_context(listener.accept()[0]))
             servers[-1].settimeout(30)
-            clients[-1].sendall(bytes(FIRST_BYTES) + b"more")
+            clients[-1].sendall(TLS_DATA + bytes(FIRST_BYTES - len(TLS_DATA)) + b"more")
             assert len(servers[-1].recv(2 * FIRST_BYTES)) == FIRST_BYTES
         peer = f"ipv6:[::1]:{clients[0].getsockname()[1]}" if ":" in host else f"ipv4:{host}:{clients[0].getsockname()[1]}"
         watched.look(port)
@@ -326,6 +338,24 @@ def test_a_new_connection_is_held_until_its_token_is_known(host: str) -> None:
         watched.look(port)
         clients[1].sendall(bytes(2 * FIRST_BYTES))
         assert receive(servers[1], 4 + 2 * FIRST_BYTES).startswith(b"more")
+
+
+@pytest.mark.parametrize("kind", [22, 20], ids=["hello", "certificates"])
+def test_the_handshake_of_a_new_connection_is_not_held(server: Server, kind: int) -> None:
+    """The kernel would take what it sends again in ever longer intervals: no chain of certificates would arrive in time."""
+    watched = Connections(lambda: True, Clock())
+    watched.is_encrypted = True
+    watched.hold_new(server.port, holds=True)
+    client, _ = server.connect()
+    flight = bytes([kind, 3, 3, 0, 1, 1]) + TLS_DATA + bytes(5000)
+    client.sendall(flight)
+    assert receive(server.accepted[-1], len(flight)) == flight
+    assert sent_again(client) == 0
+    watched.is_flooded = True
+    assert watched.look(server.port) == 0
+    client.sendall(bytes(NEXT_BYTES))  # the rest of a record
+    assert receive(server.accepted[-1], NEXT_BYTES) == bytes(NEXT_BYTES)
+    assert sent_again(client) == 0
 
 
 @pytest.mark.parametrize("begins", [PREFACE + frame(SETTINGS, 0, 0, bytes(6)), frame(SETTINGS, ACK, 0, b""), b""])
