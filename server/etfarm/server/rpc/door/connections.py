@@ -413,7 +413,7 @@ class Connections:
         self._ending -= ending
         for peer in excess:
             _shut_down(descriptors[peer], peer, port)
-        paused = set(self._to_pause(descriptors.keys() - excess - self._trusted - self._paused, descriptors))
+        paused = set(self._to_pause(descriptors.keys() - excess - self._trusted - self._paused, descriptors, now))
         for peer in paused:
             self._paused.add(peer)
             self._held.discard(peer)
@@ -424,13 +424,14 @@ class Connections:
             _resume(descriptors[peer], peer, port)
         return len(excess) + len(paused)
 
-    def _to_pause(self, strangers: Collection[Peer], descriptors: Mapping[Peer, int]) -> Iterator[Peer]:
+    def _to_pause(self, strangers: Collection[Peer], descriptors: Mapping[Peer, int], now: float) -> Iterator[Peer]:
         if not strangers or not self._asks_for_tokens():
             return
         many_bytes = MANY_ENCRYPTED_BYTES if self.is_encrypted else MANY_BYTES
         for peer in strangers:
             received = 0 if peer in self._flooding else _received(descriptors[peer])
-            if received > FLOOD_BYTES + MESSAGE_BYTES * self._strange_of[peer]:
+            is_young = now - self._since[peer] < YOUNG_S  # its first calls may wait for the event loop
+            if received > FLOOD_BYTES + MESSAGE_BYTES * self._strange_of[peer] and not is_young:
                 self._flooding.add(peer)
             if peer in self._flooding or (self.is_flooded and received > many_bytes):
                 yield peer

@@ -261,10 +261,13 @@ def test_a_connection_that_floods_without_calls_is_paused_until_its_token_is_kno
     accepted: Accepted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "FLOOD_BYTES", 8 << 10)
-    watched = Connections(lambda: True, Clock())
+    clock = Clock()
+    watched = Connections(lambda: True, clock)
     assert accepted.arrives(bytes(8 << 10))
     assert watched.look(accepted.port) == 0
     assert accepted.arrives(b"1")
+    assert watched.look(accepted.port) == 0  # its first calls may wait for the event loop
+    clock.now += YOUNG_S
     assert watched.look(accepted.port) == 1
     assert not accepted.arrives(b"2")
     assert watched.look(accepted.port) == 0
