@@ -120,13 +120,6 @@ class AgentSession:
             self._sign.set()
             self._has_read.set()
 
-    def abort(self) -> None:
-        """End the session, and also its stream if the agent does not read: the stream would wait to send."""
-        is_unread = not self._outgoing.empty()
-        self.end()
-        if is_unread:
-            self._on_overflow()
-
     async def outgoing(self) -> AsyncIterator[agent_pb2.ServerMessage]:
         """Yield the messages to send, until the session ends."""
         while (message := await self._outgoing.get()) is not None:

@@ -217,7 +217,8 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 del message  # up to 32 MiB, until the next one comes
         except TimeoutError:
             log.warning("an agent stopped responding", agent=session.agent_id)
-            session.abort()
+            # The stream of an agent that does not read waits to send, and ends later.
+            await self._registry.disconnect(session)
         except Exception:
             log.exception("an agent's message could not be handled", agent=session.agent_id)
         finally:
