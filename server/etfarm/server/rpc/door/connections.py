@@ -23,7 +23,6 @@ import socket
 import struct
 import sys
 import threading
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -281,7 +280,7 @@ class Connections:
         """Number of connections that were found."""
         self._is_due = False
         """Whether a connection is to be closed, paused or resumed at the next tick."""
-        self._called, self._closing = threading.Event(), False
+        self._called, self._closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
     def admits(self, peer: str, has_token: Callable[[], bool]) -> bool:
@@ -338,7 +337,7 @@ class Connections:
 
     def close(self) -> None:
         """End what `start` began."""
-        self._closing = True
+        self._closing.set()
         self._called.set()
         if self._thread is not None:
             self._thread.join()
@@ -348,8 +347,7 @@ class Connections:
         flooded_s = -HOLD_S
         looked_s = counted_s = self._clock()
         switch_s = sys.getswitchinterval()
-        while not self._closing:
-            time.sleep(_TICK_S)
+        while not self._closing.wait(_TICK_S):
             if not (self._holds_new or self._is_due):
                 self._called.wait(_IDLE_TICK_S)
             is_called = self._called.is_set()
