@@ -277,7 +277,7 @@ class Connections:
         """Connections to close although they have sent a valid token."""
         self._since: dict[Peer, float] = {}
         self._opened = 0
-        """Number of connections that were found."""
+        """Number of connections that had no valid token when they were first seen."""
         self._is_due = False
         """Whether a connection is to be closed, paused or resumed at the next tick."""
         self._called, self._closing = threading.Event(), threading.Event()
