@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import io
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import tempfile
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -88,8 +86,7 @@ def tree(release: Release = RELEASE_0_1) -> Path:
                 ["git", "archive", release.commit, *_PACKAGES, "pyproject.toml"], cwd=_ROOT, capture_output=True, check=True
             )
             part = Path(tempfile.mkdtemp(dir=cache_folder()))
-            with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
-                files.extractall(part, filter="data")
+            subprocess.run(["tar", "-x", "-C", part], input=archive.stdout, check=True)
             _describe(part, release)
             for package in _PACKAGES:
                 _close(part / package / "etfarm")
