@@ -46,11 +46,13 @@ def add(data: Path, content: bytes) -> None:
 
 
 def contents(data: Path) -> dict[str, str]:
-    """Return the digest of each file of a data folder, of its database that of the rows."""
+    """Return the digest of each file of a data folder, of its database that of tables and rows."""
     files = {str(path.relative_to(data)): path for path in data.rglob("*") if path.is_file() and path.name != LOCK}
     digest_by_name = {name: digests.of_file(path) for name, path in files.items() if name != DATABASE}
     with closing(sqlite3.connect(data / DATABASE)) as connection:
-        return digest_by_name | {DATABASE: digests.of_value(list(connection.iterdump()))}
+        # Tables get their constraints and indexes in the order of a set.
+        lines = sorted(line.rstrip(", ") for statement in connection.iterdump() for line in statement.splitlines())
+        return digest_by_name | {DATABASE: digests.of_value(lines)}
 
 
 def is_restored(data: Path) -> bool:

@@ -61,7 +61,7 @@ def test_damaged_models_and_programs_are_replaced_and_never_used(
             async with open_channel(Access(farm.address)) as channel:
                 await job_pb2_grpc.JobServiceStub(channel).Submit(job_pb2.SubmitJobRequest(request_id="again", spec=known.spec))
 
-        with pytest.raises(grpc.aio.AioRpcError, match="damaged on the server's disk"):
+        with pytest.raises(grpc.aio.AioRpcError, match="damaged where it is stored"):
             asyncio.run(submit())
         with farm.client() as client:
             again = client.compile(model)
