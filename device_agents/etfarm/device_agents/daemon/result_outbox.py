@@ -54,6 +54,8 @@ class ResultOutbox:
             await asyncio.to_thread(write_atomically, self._path(result.attempt_id), _encode(result), durable=True)
         except OSError as error:
             log.error("the result of attempt %s cannot be written: %s", result.attempt_id, error)
+        if result.attempt_id not in self._waiting:  # the server answered while the file was being written
+            self._path(result.attempt_id).unlink(missing_ok=True)
 
     def drop(self, attempt_id: str) -> None:
         """Discard an attempt's result, if there is one."""
