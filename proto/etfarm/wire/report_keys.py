@@ -69,6 +69,7 @@ _RENAMED: Final = {"etfarm.v1.OutputDifference": {"first": "one", "second": "oth
 
 _NULL_WHEN_EMPTY: Final = {
     "etfarm.v1.Report": {"accuracy", "operators", "numeric_gap"},
+    "etfarm.v1.ReportModel": {"sources"},
     "etfarm.v1.Memory": {"planned_bytes"},
     "etfarm.v1.Latency": {"p50_ci95_ns"},
     "etfarm.v1.Run": {"p50_ci95_ns"},
