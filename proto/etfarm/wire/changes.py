@@ -73,8 +73,8 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _STATE: Final = ("governor", "frequency limit", "temperature", "throttled", "charging")
 
 WHATS: Final = (
-    *(what for what, _, _ in (*_MADE_FROM, _PROGRAM)), _SOURCES, "inputs", *_ENCODERS.values(), *(what for what, _, _ in _RUN_BY), *_STATE,
-    "analyzing etfarm",
+    *(what for what, _, _ in (*_MADE_FROM, _PROGRAM)), _SOURCES, "inputs", *_ENCODERS.values(), *(what for what, _, _ in _RUN_BY),
+    *_STATE, "analyzing etfarm",
 )  # fmt: skip
 """Every possible `what`, in the order of the results."""
 

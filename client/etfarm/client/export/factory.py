@@ -22,7 +22,7 @@ from etfarm.client.export.errors import (
     with_article,
 )
 from etfarm.client.export.source import ModelSource
-from etfarm.client.export.spec import Demo, EagerSpec, FileFactory, HuggingFaceFolder
+from etfarm.client.export.spec import Demo, EagerSpec, FileFactory, HuggingFaceFolder, ModuleFactory
 from etfarm.client.export.traces import place_of
 from etfarm.wire.errors import EtfarmError
 

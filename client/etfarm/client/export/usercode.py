@@ -4,6 +4,8 @@ A factory imports from its root: the folder of its file, or of its top package. 
 from disk for each factory, so that no factory gets the helper of another one, or an earlier version. Everything else is shared,
 and so is whatever is installed, also where that lies below a root.
 """
+# Paths of modules are texts, and some links must be kept, which Path.resolve() does not.
+# ruff: noqa: PTH100, PTH117, PTH119, PTH120, PTH206
 
 from __future__ import annotations
 
@@ -199,7 +201,7 @@ class ModuleScope:
         _executed.add(real)
         self._files.add(SourceFile(_shown(self._relative(file)), _sha256(data)))
         tree = ast.parse(data, file)
-        # Stack traces show the lines that were executed, also if the file is edited meanwhile: linecache keeps lines without a time.
+        # Stack traces show the lines that were executed, also if the file is edited meanwhile: linecache keeps what has no time.
         lines = importlib.util.decode_source(data).splitlines(keepends=True)
         linecache.cache[file] = (len(data), None, lines, file)
         self._lines.add(file)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from etfarm.client.export.errors import FactoryFailed
@@ -83,7 +84,7 @@ def _serve() -> None:
         messages.flush()
 
     requests = os.fdopen(os.dup(0), "rb")
-    with open(os.devnull, "rb") as nothing:
+    with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     sys.path[:] = pickle.load(requests)
     steps, spec, name = pickle.loads(pickle.load(requests))

@@ -63,8 +63,8 @@ def validate_methods(candidate: job_pb2.Candidate, spec: job_pb2.JobSpec) -> Non
             )  # fmt: skip
     if len(model.sources) > MAX_SOURCES or any(not _is_source(file) for file in model.sources):
         raise BadJob(
-            f"{candidate.name} must have at most {MAX_SOURCES} source files, each with a path of 1 to {_PATH_CHARACTERS} characters and "
-            "a SHA-256.",
+            f"{candidate.name} must have at most {MAX_SOURCES} source files, each with a path of 1 to {_PATH_CHARACTERS} "
+            "characters and a SHA-256.",
             "Leave out the others.", limit=MAX_SOURCES,
         )  # fmt: skip
     known = sorted({*model.methods, *model.constant_methods})
