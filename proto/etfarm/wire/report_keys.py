@@ -205,7 +205,7 @@ def _compile() -> Iterable[Key]:
     for name in ("etrecord", "delegation", "toolchain"):
         yield inner(name)
     yield joined("warnings")
-    for name in ("sizes", "checks", "stayed_fp32"):
+    for name in ("sizes", "checks", "stayed_fp32", "selected"):
         yield inner(name)
     data = _field_key(compile_pb2.Program.DESCRIPTOR.fields_by_name["data"])
     yield Key("data", Type.OBJECT, Shape.MAP, lambda message: data.read(message.compilation.program), data.field, artifact)

@@ -117,7 +117,7 @@ class ModuleScope:
             file = _file_of(sys.modules[name])
             if not is_installed(file) if file else _folders_of(sys.modules[name]):
                 self._hide(name)
-        sys.meta_path.insert(0, self)  # type: ignore[arg-type]  # find_spec is all that is called
+        sys.meta_path.insert(0, self)
         self._torch = sys.modules.get("torch")
         if self._torch is not None:
             self._libraries = set(self._torch.ops.loaded_libraries)
@@ -132,7 +132,7 @@ class ModuleScope:
                 _registrations.update(
                     file for file in set(self._torch.ops.loaded_libraries) - self._libraries if not is_installed(str(file))
                 )
-            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            sys.meta_path.remove(self)
             self._remove_loaded()
             sys.path = self._path_list
             sys.path[:] = self._path
@@ -380,7 +380,7 @@ def _folders_of(module: ModuleType) -> list[str]:
 
 def _absolute_imports(tree: ast.AST) -> set[str]:
     """Return the top packages that a file imports by absolute names, also in its functions."""
-    names = set()
+    names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names.update(alias.name.partition(".")[0] for alias in node.names)
