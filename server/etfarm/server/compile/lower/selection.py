@@ -77,7 +77,7 @@ class Selection:
             chosen = _choose(self.names, model.graph)
             allows = _filter(chosen)
             quantizer.set_filter_function(allows)
-            with _separate_activations(allows):
+            with _kept([node for node in model.graph.nodes if not allows(node)]):
                 annotated = annotate_all(model)
             self.rows += [(argument, name, nodes) for (argument, name), nodes in chosen.items() if nodes]
             self.quantized |= {node for nodes in chosen.values() for node in nodes if _is_annotated(node)}
@@ -160,19 +160,25 @@ def _filter(chosen: Mapping[tuple[str, str], Sequence[Any]]) -> Callable[[Any], 
 
 
 @contextmanager
-def _separate_activations(allows: Callable[[Any], bool]) -> Iterator[None]:
-    """Let XNNPACK's quantizer see an activation that stays in fp32 as any other operator.
+def _kept(nodes: Sequence[Any]) -> Iterator[None]:
+    """Keep nodes in fp32 where XNNPACK's quantizer does not ask its filter.
 
-    Otherwise the operator before it would stay in fp32, too: the quantizer takes them together or not at all.
+    It quantizes what can share the scale of its input, such as a pool, unless that is annotated already. And it takes an
+    activation and the operator before it together or not at all, so that the activation must be any other operator here.
     """
     from executorch.backends.xnnpack.quantizer import xnnpack_quantizer_utils as utils
+    from torchao.quantization.pt2e.quantizer import QuantizationAnnotation
 
-    is_relu_node = utils.is_relu_node
-    utils.is_relu_node = lambda node: is_relu_node(node) and allows(node)
+    is_relu_node, kept = utils.is_relu_node, {node for node in nodes if not _is_annotated(node)}
+    utils.is_relu_node = lambda node: node not in kept and is_relu_node(node)
+    for node in kept:
+        node.meta[_ANNOTATION] = QuantizationAnnotation(_annotated=True)
     try:
         yield
     finally:
         utils.is_relu_node = is_relu_node
+        for node in kept:
+            del node.meta[_ANNOTATION]
 
 
 def _matching(name: str, operators: Sequence[_Operator]) -> list[_Operator]:
