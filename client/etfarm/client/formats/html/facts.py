@@ -169,15 +169,9 @@ def compilation(report: Json) -> Iterator[Fact]:
     for method, selected in (compiled.get("selected") or {}).items():
         of = f"{method}: " if len(compiled["selected"]) > 1 else ""
         for entry in (selected["names"] or ())[:12]:
-            yield "selected", f"{of}{describe_selected(entry)}"
+            yield "selected", f"{of}{sentences.selected(entry)}"
     for check in compiled["checks"] or ():
         yield "host check", _check(check)
-
-
-def describe_selected(entry: Json) -> str:
-    """Return what a name in a recipe file selected: `skip_modules head: 2 x linear, 0 of 2 quantized`."""
-    operators = ", ".join(f"{each['count']} x {each['op']}" for each in (entry["operators"] or ())[:8])
-    return f"{entry['argument']} {entry['name']}: {operators}, {entry['quantized']} of {entry['count']} quantized"
 
 
 def _places(places: Sequence[Json]) -> str:
