@@ -10,7 +10,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from etfarm.client.export.errors import FactoryFailed
 from etfarm.client.submit.prepared import PreparedModel
@@ -20,15 +20,19 @@ from etfarm.wire.status import from_proto, to_proto
 
 if TYPE_CHECKING:
     from etfarm.client.export.spec import FileFactory, ModuleFactory
-    from etfarm.client.submit.preparation import ExportSteps
 
 _SAY, _EXPORT, _DONE, _FAILED = "say", "export", "done", "failed"
 
 
-def prepare_apart(steps: ExportSteps, spec: FileFactory | ModuleFactory, name: str) -> PreparedModel:
+def prepare_apart(steps: Any, spec: FileFactory | ModuleFactory, name: str) -> PreparedModel:
     """Call a factory and export its model in a new process, with the working folder and sys.path of this one.
 
     What the factory prints goes to stderr. The process ends with this one.
+
+    Args:
+        steps: the `preparation.ExportSteps`, which call this.
+        spec: the factory.
+        name: the model's name.
 
     Raises:
         EtfarmError: as raised there.
@@ -59,7 +63,7 @@ def prepare_apart(steps: ExportSteps, spec: FileFactory | ModuleFactory, name: s
             process.stdin.close()
 
 
-def _answer(messages: IO[bytes], steps: ExportSteps) -> PreparedModel:
+def _answer(messages: IO[bytes], steps: Any) -> PreparedModel:
     """Pass messages on until the answer, and return it."""
     while True:
         kind, value = pickle.load(messages)
