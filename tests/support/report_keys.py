@@ -56,7 +56,7 @@ KEYS: dict[str, Any] = {
     "threads": None,
     "state": None,
     "error": dict.fromkeys(ERROR),
-    "model": dict.fromkeys(["name", "digest"]),
+    "model": {**dict.fromkeys(["name", "digest"]), "sources": [dict.fromkeys(["path", "sha256"])]},
     "device": dict.fromkeys(["id", "name", "arch", "soc", "os", "cores", "memory_bytes", "emulated"]),
     "runner": dict.fromkeys(["kind", "executorch", "bundle_digest", "cores"]),
     "compile": {
@@ -86,6 +86,16 @@ KEYS: dict[str, Any] = {
             }
         ],
         "stayed_fp32": {"METHOD": {"operators": [{**dict.fromkeys(["op", "count"]), "places": [PLACE]}]}},
+        "selected": {
+            "METHOD": {
+                "names": [
+                    {
+                        **dict.fromkeys(["argument", "name", "count", "quantized"]),
+                        "operators": [{**dict.fromkeys(["op", "count", "quantized"]), "places": [PLACE]}],
+                    }
+                ]
+            }
+        },
         "data": {"METHOD": dict.fromkeys(ARTIFACT)},
         "exported_programs": {"METHOD": dict.fromkeys(ARTIFACT)},
         "stopped_after": None,

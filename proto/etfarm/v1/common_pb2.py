@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x65tfarm/v1/common.proto\x12\tetfarm.v1\".\n\x08\x41rtifact\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"\xcb\x01\n\x05\x45rror\x12\x1f\n\x05\x66\x61ult\x18\x01 \x01(\x0e\x32\x10.etfarm.v1.Fault\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x0e\n\x06remedy\x18\x04 \x01(\t\x12\r\n\x05stage\x18\x05 \x01(\t\x12\x30\n\x08metadata\x18\x06 \x03(\x0b\x32\x1e.etfarm.v1.Error.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"m\n\tPrincipal\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.etfarm.v1.Role\x12\x10\n\x08projects\x18\x03 \x03(\t\x12\x0f\n\x07project\x18\x04 \x01(\t\x12\x10\n\x08\x61gent_id\x18\x05 \x01(\t*P\n\x05\x46\x61ult\x12\x15\n\x11\x46\x41ULT_UNSPECIFIED\x10\x00\x12\x0e\n\nFAULT_USER\x10\x01\x12\x10\n\x0c\x46\x41ULT_DEVICE\x10\x02\x12\x0e\n\nFAULT_FARM\x10\x03*\xf8\x01\n\tCellState\x12\x1a\n\x16\x43\x45LL_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x43\x45LL_STATE_QUEUED\x10\x01\x12\x18\n\x14\x43\x45LL_STATE_COMPILING\x10\x02\x12!\n\x1d\x43\x45LL_STATE_WAITING_FOR_DEVICE\x10\x03\x12\x16\n\x12\x43\x45LL_STATE_RUNNING\x10\x04\x12\x18\n\x14\x43\x45LL_STATE_ANALYZING\x10\x05\x12\x18\n\x14\x43\x45LL_STATE_SUCCEEDED\x10\x06\x12\x15\n\x11\x43\x45LL_STATE_FAILED\x10\x07\x12\x18\n\x14\x43\x45LL_STATE_CANCELLED\x10\x08*T\n\x05\x41\x63tor\x12\x15\n\x11\x41\x43TOR_UNSPECIFIED\x10\x00\x12\x10\n\x0c\x41\x43TOR_CLIENT\x10\x01\x12\x10\n\x0c\x41\x43TOR_SERVER\x10\x02\x12\x10\n\x0c\x41\x43TOR_DEVICE\x10\x03*n\n\nRunnerKind\x12\x1b\n\x17RUNNER_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12RUNNER_KIND_NATIVE\x10\x01\x12\x16\n\x12RUNNER_KIND_PYTHON\x10\x02\x12\x13\n\x0fRUNNER_KIND_OWN\x10\x03*\xc6\x01\n\tValueKind\x12\x1a\n\x16VALUE_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11VALUE_KIND_TENSOR\x10\x01\x12\x12\n\x0eVALUE_KIND_INT\x10\x02\x12\x15\n\x11VALUE_KIND_DOUBLE\x10\x03\x12\x13\n\x0fVALUE_KIND_BOOL\x10\x04\x12\x15\n\x11VALUE_KIND_STRING\x10\x05\x12\x13\n\x0fVALUE_KIND_NONE\x10\x06\x12\x1a\n\x16VALUE_KIND_UNSUPPORTED\x10\x07*\xab\x01\n\nStopReason\x12\x1b\n\x17STOP_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12STOP_REASON_ENOUGH\x10\x01\x12\x18\n\x14STOP_REASON_MAX_TIME\x10\x02\x12\x1b\n\x17STOP_REASON_MAX_SAMPLES\x10\x03\x12\x17\n\x13STOP_REASON_SETTLED\x10\x04\x12\x18\n\x14STOP_REASON_DRIFTING\x10\x05*\x84\x01\n\tLogSource\x12\x1a\n\x16LOG_SOURCE_UNSPECIFIED\x10\x00\x12\x16\n\x12LOG_SOURCE_COMPILE\x10\x01\x12\x15\n\x11LOG_SOURCE_RUNNER\x10\x02\x12\x17\n\x13LOG_SOURCE_ANALYSIS\x10\x03\x12\x13\n\x0fLOG_SOURCE_FARM\x10\x04*\x9a\x01\n\x0cQuantization\x12\x1c\n\x18QUANTIZATION_UNSPECIFIED\x10\x00\x12\x15\n\x11QUANTIZATION_NONE\x10\x01\x12\x1c\n\x18QUANTIZATION_PT2E_STATIC\x10\x02\x12\x1d\n\x19QUANTIZATION_PT2E_DYNAMIC\x10\x03\x12\x18\n\x14QUANTIZATION_TORCHAO\x10\x04*\\\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0e\n\nROLE_ADMIN\x10\x01\x12\r\n\tROLE_USER\x10\x02\x12\x0e\n\nROLE_AGENT\x10\x03\x12\x0f\n\x0bROLE_VIEWER\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x65tfarm/v1/common.proto\x12\tetfarm.v1\".\n\x08\x41rtifact\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"*\n\nSourceFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\t\"\xcb\x01\n\x05\x45rror\x12\x1f\n\x05\x66\x61ult\x18\x01 \x01(\x0e\x32\x10.etfarm.v1.Fault\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x0e\n\x06remedy\x18\x04 \x01(\t\x12\r\n\x05stage\x18\x05 \x01(\t\x12\x30\n\x08metadata\x18\x06 \x03(\x0b\x32\x1e.etfarm.v1.Error.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"m\n\tPrincipal\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.etfarm.v1.Role\x12\x10\n\x08projects\x18\x03 \x03(\t\x12\x0f\n\x07project\x18\x04 \x01(\t\x12\x10\n\x08\x61gent_id\x18\x05 \x01(\t*P\n\x05\x46\x61ult\x12\x15\n\x11\x46\x41ULT_UNSPECIFIED\x10\x00\x12\x0e\n\nFAULT_USER\x10\x01\x12\x10\n\x0c\x46\x41ULT_DEVICE\x10\x02\x12\x0e\n\nFAULT_FARM\x10\x03*\xf8\x01\n\tCellState\x12\x1a\n\x16\x43\x45LL_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x43\x45LL_STATE_QUEUED\x10\x01\x12\x18\n\x14\x43\x45LL_STATE_COMPILING\x10\x02\x12!\n\x1d\x43\x45LL_STATE_WAITING_FOR_DEVICE\x10\x03\x12\x16\n\x12\x43\x45LL_STATE_RUNNING\x10\x04\x12\x18\n\x14\x43\x45LL_STATE_ANALYZING\x10\x05\x12\x18\n\x14\x43\x45LL_STATE_SUCCEEDED\x10\x06\x12\x15\n\x11\x43\x45LL_STATE_FAILED\x10\x07\x12\x18\n\x14\x43\x45LL_STATE_CANCELLED\x10\x08*T\n\x05\x41\x63tor\x12\x15\n\x11\x41\x43TOR_UNSPECIFIED\x10\x00\x12\x10\n\x0c\x41\x43TOR_CLIENT\x10\x01\x12\x10\n\x0c\x41\x43TOR_SERVER\x10\x02\x12\x10\n\x0c\x41\x43TOR_DEVICE\x10\x03*n\n\nRunnerKind\x12\x1b\n\x17RUNNER_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12RUNNER_KIND_NATIVE\x10\x01\x12\x16\n\x12RUNNER_KIND_PYTHON\x10\x02\x12\x13\n\x0fRUNNER_KIND_OWN\x10\x03*\xc6\x01\n\tValueKind\x12\x1a\n\x16VALUE_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11VALUE_KIND_TENSOR\x10\x01\x12\x12\n\x0eVALUE_KIND_INT\x10\x02\x12\x15\n\x11VALUE_KIND_DOUBLE\x10\x03\x12\x13\n\x0fVALUE_KIND_BOOL\x10\x04\x12\x15\n\x11VALUE_KIND_STRING\x10\x05\x12\x13\n\x0fVALUE_KIND_NONE\x10\x06\x12\x1a\n\x16VALUE_KIND_UNSUPPORTED\x10\x07*\xab\x01\n\nStopReason\x12\x1b\n\x17STOP_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12STOP_REASON_ENOUGH\x10\x01\x12\x18\n\x14STOP_REASON_MAX_TIME\x10\x02\x12\x1b\n\x17STOP_REASON_MAX_SAMPLES\x10\x03\x12\x17\n\x13STOP_REASON_SETTLED\x10\x04\x12\x18\n\x14STOP_REASON_DRIFTING\x10\x05*\x84\x01\n\tLogSource\x12\x1a\n\x16LOG_SOURCE_UNSPECIFIED\x10\x00\x12\x16\n\x12LOG_SOURCE_COMPILE\x10\x01\x12\x15\n\x11LOG_SOURCE_RUNNER\x10\x02\x12\x17\n\x13LOG_SOURCE_ANALYSIS\x10\x03\x12\x13\n\x0fLOG_SOURCE_FARM\x10\x04*\x9a\x01\n\x0cQuantization\x12\x1c\n\x18QUANTIZATION_UNSPECIFIED\x10\x00\x12\x15\n\x11QUANTIZATION_NONE\x10\x01\x12\x1c\n\x18QUANTIZATION_PT2E_STATIC\x10\x02\x12\x1d\n\x19QUANTIZATION_PT2E_DYNAMIC\x10\x03\x12\x18\n\x14QUANTIZATION_TORCHAO\x10\x04*\\\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0e\n\nROLE_ADMIN\x10\x01\x12\r\n\tROLE_USER\x10\x02\x12\x0e\n\nROLE_AGENT\x10\x03\x12\x0f\n\x0bROLE_VIEWER\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,30 +33,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ERROR_METADATAENTRY']._loaded_options = None
   _globals['_ERROR_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_FAULT']._serialized_start=402
-  _globals['_FAULT']._serialized_end=482
-  _globals['_CELLSTATE']._serialized_start=485
-  _globals['_CELLSTATE']._serialized_end=733
-  _globals['_ACTOR']._serialized_start=735
-  _globals['_ACTOR']._serialized_end=819
-  _globals['_RUNNERKIND']._serialized_start=821
-  _globals['_RUNNERKIND']._serialized_end=931
-  _globals['_VALUEKIND']._serialized_start=934
-  _globals['_VALUEKIND']._serialized_end=1132
-  _globals['_STOPREASON']._serialized_start=1135
-  _globals['_STOPREASON']._serialized_end=1306
-  _globals['_LOGSOURCE']._serialized_start=1309
-  _globals['_LOGSOURCE']._serialized_end=1441
-  _globals['_QUANTIZATION']._serialized_start=1444
-  _globals['_QUANTIZATION']._serialized_end=1598
-  _globals['_ROLE']._serialized_start=1600
-  _globals['_ROLE']._serialized_end=1692
+  _globals['_FAULT']._serialized_start=446
+  _globals['_FAULT']._serialized_end=526
+  _globals['_CELLSTATE']._serialized_start=529
+  _globals['_CELLSTATE']._serialized_end=777
+  _globals['_ACTOR']._serialized_start=779
+  _globals['_ACTOR']._serialized_end=863
+  _globals['_RUNNERKIND']._serialized_start=865
+  _globals['_RUNNERKIND']._serialized_end=975
+  _globals['_VALUEKIND']._serialized_start=978
+  _globals['_VALUEKIND']._serialized_end=1176
+  _globals['_STOPREASON']._serialized_start=1179
+  _globals['_STOPREASON']._serialized_end=1350
+  _globals['_LOGSOURCE']._serialized_start=1353
+  _globals['_LOGSOURCE']._serialized_end=1485
+  _globals['_QUANTIZATION']._serialized_start=1488
+  _globals['_QUANTIZATION']._serialized_end=1642
+  _globals['_ROLE']._serialized_start=1644
+  _globals['_ROLE']._serialized_end=1736
   _globals['_ARTIFACT']._serialized_start=37
   _globals['_ARTIFACT']._serialized_end=83
-  _globals['_ERROR']._serialized_start=86
-  _globals['_ERROR']._serialized_end=289
-  _globals['_ERROR_METADATAENTRY']._serialized_start=242
-  _globals['_ERROR_METADATAENTRY']._serialized_end=289
-  _globals['_PRINCIPAL']._serialized_start=291
-  _globals['_PRINCIPAL']._serialized_end=400
+  _globals['_SOURCEFILE']._serialized_start=85
+  _globals['_SOURCEFILE']._serialized_end=127
+  _globals['_ERROR']._serialized_start=130
+  _globals['_ERROR']._serialized_end=333
+  _globals['_ERROR_METADATAENTRY']._serialized_start=286
+  _globals['_ERROR_METADATAENTRY']._serialized_end=333
+  _globals['_PRINCIPAL']._serialized_start=335
+  _globals['_PRINCIPAL']._serialized_end=444
 # @@protoc_insertion_point(module_scope)

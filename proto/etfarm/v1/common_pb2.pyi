@@ -325,6 +325,32 @@ class Artifact(_message.Message):
 Global___Artifact: _TypeAlias = Artifact  # noqa: Y015
 
 @_typing.final
+class SourceFile(_message.Message):
+    """A source file that a model was created from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """Relative to the root of the model's factory: the folder of its file or of its top package."""
+    sha256: _builtins.str
+    """Of the bytes that were executed."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        sha256: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "sha256", b"sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SourceFile: _TypeAlias = SourceFile  # noqa: Y015
+
+@_typing.final
 class Error(_message.Message):
     """Why something failed while it ran. A request that is refused is answered with a gRPC status instead."""
 

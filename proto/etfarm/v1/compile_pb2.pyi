@@ -986,6 +986,94 @@ class Fp32Operator(_message.Message):
 Global___Fp32Operator: _TypeAlias = Fp32Operator  # noqa: Y015
 
 @_typing.final
+class SelectedNames(_message.Message):
+    """What the names in a recipe file's quantizers selected in one method."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def names(self) -> _containers.RepeatedCompositeFieldContainer[Global___SelectedName]: ...
+    def __init__(
+        self,
+        *,
+        names: _abc.Iterable[Global___SelectedName] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SelectedNames: _TypeAlias = SelectedNames  # noqa: Y015
+
+@_typing.final
+class SelectedName(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ARGUMENT_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    QUANTIZED_FIELD_NUMBER: _builtins.int
+    OPERATORS_FIELD_NUMBER: _builtins.int
+    argument: _builtins.str
+    """The argument that has the name: only_modules, skip_modules, only_operators or skip_operators."""
+    name: _builtins.str
+    count: _builtins.int
+    """Number of operators that the name selected."""
+    quantized: _builtins.int
+    """How many of them are quantized."""
+    @_builtins.property
+    def operators(self) -> _containers.RepeatedCompositeFieldContainer[Global___SelectedOperator]:
+        """The operators by kind."""
+
+    def __init__(
+        self,
+        *,
+        argument: _builtins.str = ...,
+        name: _builtins.str = ...,
+        count: _builtins.int = ...,
+        quantized: _builtins.int = ...,
+        operators: _abc.Iterable[Global___SelectedOperator] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["argument", b"argument", "count", b"count", "name", b"name", "operators", b"operators", "quantized", b"quantized"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SelectedName: _TypeAlias = SelectedName  # noqa: Y015
+
+@_typing.final
+class SelectedOperator(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OP_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    QUANTIZED_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
+    op: _builtins.str
+    count: _builtins.int
+    quantized: _builtins.int
+    @_builtins.property
+    def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___Place]: ...
+    def __init__(
+        self,
+        *,
+        op: _builtins.str = ...,
+        count: _builtins.int = ...,
+        quantized: _builtins.int = ...,
+        places: _abc.Iterable[Global___Place] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "op", b"op", "places", b"places", "quantized", b"quantized"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SelectedOperator: _TypeAlias = SelectedOperator  # noqa: Y015
+
+@_typing.final
 class Compilation(_message.Message):
     """The result of compiling one model with one recipe."""
 
@@ -1096,6 +1184,27 @@ class Compilation(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class SelectedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___SelectedNames: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___SelectedNames | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     KEY_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
@@ -1113,6 +1222,7 @@ class Compilation(_message.Message):
     CHECKS_FIELD_NUMBER: _builtins.int
     STAYED_FP32_FIELD_NUMBER: _builtins.int
     MODULES_FIELD_NUMBER: _builtins.int
+    SELECTED_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     stopped_after: _builtins.str
     """The last stage that was requested; empty if the whole program was."""
@@ -1160,6 +1270,10 @@ class Compilation(_message.Message):
 
     @_builtins.property
     def modules(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModuleFootprint]: ...
+    @_builtins.property
+    def selected(self) -> _containers.MessageMap[_builtins.str, Global___SelectedNames]:
+        """By method; only for recipe files whose quantizers name modules or operators."""
+
     def __init__(
         self,
         *,
@@ -1180,10 +1294,11 @@ class Compilation(_message.Message):
         checks: _abc.Iterable[Global___HostCheck] | None = ...,
         stayed_fp32: _abc.Mapping[_builtins.str, Global___Fp32Operators] | None = ...,
         modules: _abc.Iterable[Global___ModuleFootprint] | None = ...,
+        selected: _abc.Mapping[_builtins.str, Global___SelectedNames] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "etrecord", b"etrecord", "facts", b"facts", "program", b"program", "sizes", b"sizes", "toolchain", b"toolchain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "delegation", b"delegation", "error", b"error", "etrecord", b"etrecord", "example_inputs", b"example_inputs", "exported_programs", b"exported_programs", "facts", b"facts", "key", b"key", "modules", b"modules", "program", b"program", "sizes", b"sizes", "stage_files", b"stage_files", "stages", b"stages", "stayed_fp32", b"stayed_fp32", "stopped_after", b"stopped_after", "toolchain", b"toolchain", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "delegation", b"delegation", "error", b"error", "etrecord", b"etrecord", "example_inputs", b"example_inputs", "exported_programs", b"exported_programs", "facts", b"facts", "key", b"key", "modules", b"modules", "program", b"program", "selected", b"selected", "sizes", b"sizes", "stage_files", b"stage_files", "stages", b"stages", "stayed_fp32", b"stayed_fp32", "stopped_after", b"stopped_after", "toolchain", b"toolchain", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -98,6 +98,7 @@ class Model(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     METHODS_FIELD_NUMBER: _builtins.int
     CONSTANT_METHODS_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     @_builtins.property
     def methods(self) -> _containers.MessageMap[_builtins.str, Global___MethodSource]: ...
@@ -105,16 +106,23 @@ class Model(_message.Message):
     def constant_methods(self) -> _containers.MessageMap[_builtins.str, _common_pb2.Artifact]:
         """Methods that only return a constant: for each, a tensor file of the flattened leaves."""
 
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SourceFile]:
+        """The files that the model's factory imported from below its root, by path, at most 1,000 with paths of at most 400 characters.
+        Empty if the model was exported before or has no factory. They affect nothing: reports show them.
+        """
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         methods: _abc.Mapping[_builtins.str, Global___MethodSource] | None = ...,
         constant_methods: _abc.Mapping[_builtins.str, _common_pb2.Artifact] | None = ...,
+        sources: _abc.Iterable[_common_pb2.SourceFile] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["constant_methods", b"constant_methods", "methods", b"methods", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["constant_methods", b"constant_methods", "methods", b"methods", "name", b"name", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

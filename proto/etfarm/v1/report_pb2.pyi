@@ -1439,18 +1439,26 @@ class ReportModel(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     digest: _builtins.str
     """The digest of the manifest of the methods' exported programs; for a ready program, that of the program's manifest."""
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SourceFile]:
+        """The files that the model's factory imported from below its root, by path; empty for a .pt2, a .pte, and whatever has no
+        factory. Of more than 1,000 files, the last entry stands for all further ones.
+        """
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         digest: _builtins.str = ...,
+        sources: _abc.Iterable[_common_pb2.SourceFile] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

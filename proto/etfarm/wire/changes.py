@@ -52,6 +52,14 @@ _RUN_BY: Final = (
 _INPUTS: Final = ("inputs", "inputs", "digest")
 """The inputs; shown by their shapes if those differ as well."""
 
+_SOURCES: Final = "source files"
+"""The user's files that the models were created from: those that differ, by their paths with the beginning of their digests. They
+can differ although the programs are equal.
+"""
+
+_MAX_SOURCES: Final = 20
+"""Maximum number of source files that a change names for each side."""
+
 _ENCODERS: Final = {"vision_encoder": "image", "audio_encoder": "sound"}
 """What the encoders of a vision-language program begin each prompt with, by method; reported by its digest."""
 
@@ -65,8 +73,8 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _STATE: Final = ("governor", "frequency limit", "temperature", "throttled", "charging")
 
 WHATS: Final = (
-    *(what for what, _, _ in (*_MADE_FROM, _PROGRAM, _INPUTS)), *_ENCODERS.values(), *(what for what, _, _ in _RUN_BY), *_STATE,
-    "analyzing etfarm",
+    *(what for what, _, _ in (*_MADE_FROM, _PROGRAM)), _SOURCES, "inputs", *_ENCODERS.values(), *(what for what, _, _ in _RUN_BY),
+    *_STATE, "analyzing etfarm",
 )  # fmt: skip
 """Every possible `what`, in the order of the results."""
 
@@ -84,6 +92,7 @@ def changes(base: Report, candidate: Report) -> list[Change]:
     differences = [*_differing(base, candidate, _MADE_FROM)]
     if not differences:
         differences += _differing(base, candidate, (_PROGRAM,))
+    differences += _sources(base, candidate)
     differences += _inputs(base, candidate)
     differences += _encoder_inputs(base, candidate)
     differences += _differing(base, candidate, _RUN_BY)
@@ -129,6 +138,23 @@ def _differing(base: Report, candidate: Report, facts: tuple[tuple[str, str | No
         old, new = _section(base, section), _section(candidate, section)
         if old is not None and new is not None and old.get(key) != new.get(key):
             yield Change(what=what, base=old.get(key), candidate=new.get(key))
+
+
+def _sources(base: Report, candidate: Report) -> Iterator[Change]:
+    """Yield the change of the source files, with those that differ: `helper.py (1f0a2b3c), net.py (9d8e7f6a)`."""
+    old, new = (
+        {file["path"]: str(file["sha256"] or "") for file in (_section(report, "model") or {}).get("sources") or ()}
+        for report in (base, candidate)
+    )
+    if old and new and old != new:
+        yield Change(what=_SOURCES, base=_other_files(old, new), candidate=_other_files(new, old))
+
+
+def _other_files(files: Mapping[str, str], others: Mapping[str, str]) -> str | None:
+    """Return the files that the others lack or have with another content; None if there are none."""
+    different = [f"{path} ({digest[:DIGEST_CHARACTERS]})" for path, digest in files.items() if others.get(path) != digest]
+    more = [f"{len(different) - _MAX_SOURCES} more"] if len(different) > _MAX_SOURCES else []
+    return ", ".join([*different[:_MAX_SOURCES], *more]) or None
 
 
 def _inputs(base: Report, candidate: Report) -> Iterator[Change]:

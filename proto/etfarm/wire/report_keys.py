@@ -69,6 +69,7 @@ _RENAMED: Final = {"etfarm.v1.OutputDifference": {"first": "one", "second": "oth
 
 _NULL_WHEN_EMPTY: Final = {
     "etfarm.v1.Report": {"accuracy", "operators", "numeric_gap"},
+    "etfarm.v1.ReportModel": {"sources"},
     "etfarm.v1.Memory": {"planned_bytes"},
     "etfarm.v1.Latency": {"p50_ci95_ns"},
     "etfarm.v1.Run": {"p50_ci95_ns"},
@@ -204,7 +205,7 @@ def _compile() -> Iterable[Key]:
     for name in ("etrecord", "delegation", "toolchain"):
         yield inner(name)
     yield joined("warnings")
-    for name in ("sizes", "checks", "stayed_fp32"):
+    for name in ("sizes", "checks", "stayed_fp32", "selected"):
         yield inner(name)
     data = _field_key(compile_pb2.Program.DESCRIPTOR.fields_by_name["data"])
     yield Key("data", Type.OBJECT, Shape.MAP, lambda message: data.read(message.compilation.program), data.field, artifact)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from etfarm.wire.changes import WHATS, changes, sentence
+from etfarm.wire.changes import WHATS, changes, is_other_program, sentence
 
 READING = {
     "cpus": [{"cpu": 0, "frequency_hz": 1_000_000_000, "limit_hz": 2_400_000_000, "governor": "performance"}],
@@ -78,6 +78,17 @@ def test_what_is_another_is_named_with_both_values(path: str, value: Any, what: 
     assert sentence(result) == expected
     (back,) = changes(with_(path, value), REPORT)
     assert (back["base"], back["candidate"]) == (result["candidate"], result["base"])
+
+
+def test_source_files_that_differ_are_named_although_programs_are_equal() -> None:
+    files = [{"path": f"p{place}.py", "sha256": f"{place % 10}" * 64} for place in range(30)]
+    base, candidate = with_("model.sources", files), with_("model.sources", [*files[:28], {"path": "p28.py", "sha256": "a" * 64}])
+    (result,) = changes(base, candidate)
+    assert result["what"] == "source files" and result["what"] in WHATS and not is_other_program([result])
+    assert sentence(result) == "source files p28.py (88888888), p29.py (99999999) -> p28.py (aaaaaaaa)"
+    assert changes(base, base) == changes(base, with_("model.sources", None)) == changes(REPORT, base) == []
+    (result,) = changes(base, with_("model.sources", [{"path": "x.py", "sha256": "b" * 64}]))
+    assert result["base"].endswith("p19.py (99999999), 10 more")
 
 
 def test_a_programs_digest_is_reported_only_without_another_explanation() -> None:

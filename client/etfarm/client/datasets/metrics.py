@@ -163,8 +163,8 @@ def _of_user(where: str, name: str) -> Function:
     path = Path(where)
     if is_file and not path.is_file():
         raise MetricNotFound(f"There is no file {where}.", f"Paths start at the working folder, {Path.cwd()}.", path=where)
-    with _users_code(where), usercode.on_path(path.resolve().parent if is_file else Path.cwd()):
-        module = usercode.import_file(path, "etfarm_metric") if is_file else importlib.import_module(where)
+    with _users_code(where), usercode.scope_of_file(path) if is_file else usercode.scope_of_module(where) as scope:
+        module = scope.import_file(path, "etfarm_metric") if is_file else importlib.import_module(where)
     if not hasattr(module, name):
         raise MetricNotFound(f"{where} has no {name}.", "Name a function of it.", metric=f"{where}:{name}")
     return _callable(f"{where}:{name}", getattr(module, name))

@@ -7,6 +7,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -21,7 +22,7 @@ from etfarm.client.export.errors import (
     with_article,
 )
 from etfarm.client.export.source import ModelSource
-from etfarm.client.export.spec import Demo, EagerSpec, FileFactory, HuggingFaceFolder
+from etfarm.client.export.spec import Demo, EagerSpec, FileFactory, HuggingFaceFolder, ModuleFactory
 from etfarm.client.export.traces import place_of
 from etfarm.wire.errors import EtfarmError
 
@@ -29,12 +30,39 @@ SEED = 0
 """Seed of the random generators of Python, numpy and torch before a factory runs."""
 
 
+@dataclass(frozen=True)
+class LoadedModel:
+    """The model of a factory, while its modules can be imported."""
+
+    source: ModelSource
+    scope: usercode.ModuleScope | None = None
+
+    @property
+    def sources(self) -> tuple[usercode.SourceFile, ...]:
+        """The files below the factory's root that were executed so far."""
+        return self.scope.sources if self.scope is not None else ()
+
+
 def load_source(spec: EagerSpec, *, say: Callable[[str], None] | None = None) -> ModelSource:
-    """Load the model of `spec` by calling its factory in this process.
+    """Load the model of `spec` as `opened` does; its modules cannot be imported by name afterwards."""
+    with opened(spec, say=say) as model:
+        return model.source
+
+
+@contextmanager
+def opened(
+    spec: EagerSpec, *, scope: usercode.ModuleScope | None = None, say: Callable[[str], None] | None = None
+) -> Iterator[LoadedModel]:
+    """Load the model of `spec` by calling its factory in this process; a context in which it is exported.
 
     torch, random and numpy are seeded with `SEED` before the file is imported and again before the factory is called,
-    so that random weights are equal every time and the server's cache has a hit. `say` is called with a sentence
-    about it. During the call sys.path starts with the file's folder, or with the working folder for a module.
+    so that random weights are equal every time and the server's cache has a hit. In the context sys.path starts with the file's
+    folder, or with the working folder for a module, and modules below the factory's root are its own; see `ModuleScope`.
+
+    Args:
+        spec: the model.
+        scope: the scope of the factory's modules; `scope_of(spec)` when None.
+        say: called with a sentence about the seed.
 
     Raises:
         ExtraMissing: torch is not installed.
@@ -49,16 +77,18 @@ def load_source(spec: EagerSpec, *, say: Callable[[str], None] | None = None) ->
         _require_torch(f"demo:{spec.name}")
         from etfarm.client.export.demos import make_demo
 
-        return make_demo(spec.name)
+        yield LoadedModel(make_demo(spec.name))
+        return
     if isinstance(spec, HuggingFaceFolder):
         _require_torch(f"hf:{spec.path}")
-        return ModelSource.huggingface(spec.path, say=say, **dict(spec.options))  # type: ignore[arg-type]  # checked by resolve
+        source = ModelSource.huggingface(spec.path, say=say, **dict(spec.options))  # type: ignore[arg-type]  # checked by resolve
+        yield LoadedModel(source)
+        return
     where = str(spec.path) if isinstance(spec, FileFactory) else spec.module
     _require_torch(f"{where}:{spec.name}")
-    folder = spec.path.resolve().parent if isinstance(spec, FileFactory) else Path.cwd()
-    with usercode.on_path(folder):
+    with scope or scope_of(spec) as own:
         seed(SEED)
-        module = _file_module(spec.path) if isinstance(spec, FileFactory) else _named_module(spec.module)
+        module = _file_module(spec.path, own) if isinstance(spec, FileFactory) else _named_module(spec.module)
         factory = getattr(module, spec.name, None)
         if not callable(factory):
             raise FactoryNotFound(where, spec.name, _functions(module))
@@ -68,7 +98,20 @@ def load_source(spec: EagerSpec, *, say: Callable[[str], None] | None = None) ->
             say(f"Seeded torch, numpy and random with {SEED} before calling {where}:{spec.name}.")
         with _users_code(f"{where}:{spec.name}"), construction.recorded(Path.cwd()):
             returned = factory()
-        return _as_source(f"{where}:{spec.name}", returned)
+        yield LoadedModel(_as_source(f"{where}:{spec.name}", returned), own)
+
+
+def scope_of(spec: FileFactory | ModuleFactory) -> usercode.ModuleScope:
+    """Return the scope of a factory's modules.
+
+    Raises:
+        FactoryFailed: the code of a factory, which is being loaded, needs another factory.
+    """
+    if usercode.is_loading():
+        text = "it submits a model while its own factory is loaded"
+        remedy = 'Put what starts jobs under `if __name__ == "__main__":`.'
+        raise FactoryFailed(str(spec.path if isinstance(spec, FileFactory) else spec.module), RuntimeError(text), "", remedy)
+    return usercode.scope_of_file(spec.path) if isinstance(spec, FileFactory) else usercode.scope_of_module(spec.module)
 
 
 def seed(value: int) -> None:
@@ -90,9 +133,9 @@ def _require_torch(model: str) -> None:
         ) from None
 
 
-def _file_module(path: Path) -> ModuleType:
+def _file_module(path: Path, scope: usercode.ModuleScope) -> ModuleType:
     with _users_code(str(path)):
-        return usercode.import_file(path, "etfarm_model")
+        return scope.import_file(path, "etfarm_model")
 
 
 def _named_module(name: str) -> ModuleType:

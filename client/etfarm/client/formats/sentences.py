@@ -275,3 +275,9 @@ def unquantized(report: Json) -> str:
         if warning["code"] == QUANTIZED_NOTHING and (not method or f" in {method}: " in warning["message"]):
             return str(warning["message"])
     return ""
+
+
+def selected(entry: Json) -> str:
+    """Return what a name in a recipe file selected: `skip_modules head: 2 x linear, 0 of 2 quantized`."""
+    operators = ", ".join(f"{each['count']} x {each['op']}" for each in (entry["operators"] or ())[:8])
+    return f"{entry['argument']} {entry['name']}: {operators}, {entry['quantized']} of {entry['count']} quantized"

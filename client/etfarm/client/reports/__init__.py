@@ -45,6 +45,9 @@ if TYPE_CHECKING:
         Place,
         ProgramFile,
         ProgramSizes,
+        SelectedName,
+        SelectedNames,
+        SelectedOperator,
         Stage,
         Toolchain,
     )
@@ -108,6 +111,7 @@ if TYPE_CHECKING:
         Phase,
         Report,
         Runner,
+        SourceFile,
     )
     from etfarm.client.reports.result import JobFacts, JobResult
     from etfarm.client.reports.runs import Run, RunSpread
@@ -223,7 +227,11 @@ __all__ = [
     "RunSpreadSource",
     "Runner",
     "Samples",
+    "SelectedName",
+    "SelectedNames",
+    "SelectedOperator",
     "SizeComparison",
+    "SourceFile",
     "SourceLine",
     "Stage",
     "StopReason",

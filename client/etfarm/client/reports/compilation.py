@@ -166,6 +166,39 @@ class Fp32Operators(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class SelectedOperator(JsonObject):
+    """The operators of one kind that a name in a recipe file selected."""
+
+    op: str = ""
+    count: int = 0
+    """Number of nodes."""
+    quantized: int = 0
+    """Number of nodes that are quantized."""
+    places: tuple[Place, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class SelectedName(JsonObject):
+    """What a name in a recipe file's quantizer selected."""
+
+    argument: str = ""
+    """The argument that has the name: `only_modules`, `skip_modules`, `only_operators` or `skip_operators`."""
+    name: str = ""
+    count: int = 0
+    """Number of operators that the name selected."""
+    quantized: int = 0
+    """How many of them are quantized."""
+    operators: tuple[SelectedOperator, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class SelectedNames(JsonObject):
+    """What the names in a recipe file's quantizers selected in one method."""
+
+    names: tuple[SelectedName, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ModuleFootprint(JsonObject):
     """What a module of the user's model takes of the program and of its planned memory, without the modules inside of it."""
 
@@ -200,6 +233,8 @@ class Compile(JsonObject):
     checks: tuple[HostCheck, ...] = ()
     stayed_fp32: Mapping[str, Fp32Operators] = field(default_factory=dict)
     """Operators that a quantizing recipe left in fp32, by method."""
+    selected: Mapping[str, SelectedNames] = field(default_factory=dict)
+    """What the names of modules and operators in a recipe file selected, by method."""
     data: Mapping[str, ProgramFile] = field(default_factory=dict)
     """The named data files (.ptd) beside the program, by name."""
     exported_programs: Mapping[str, ProgramFile] = field(default_factory=dict)

@@ -24,12 +24,26 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class SourceFile(JsonObject):
+    """A file that a factory imported from below its root."""
+
+    path: str
+    """Relative to the root: the folder of the factory's file, or of its top package."""
+    sha256: str = ""
+    """SHA-256 of the bytes that were executed."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ModelFacts(JsonObject):
     """The model of a cell."""
 
     name: str
     digest: str | None = None
     """SHA-256 of the manifest of its exported programs; for a ready program, of the program's manifest."""
+    sources: tuple[SourceFile, ...] | None = None
+    """The files that its factory imported from below its root, by path; None for a .pt2, a .pte, and whatever has no factory. Of
+    more than 1,000 files, the last entry stands for all further ones.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,6 @@ from etfarm.wire import chunks, digest
 from etfarm.wire.recipes import Recipe
 
 if TYPE_CHECKING:
-    from etfarm.client.export.source import ModelSource
     from etfarm.v1.artifact_pb2_grpc import ArtifactServiceAsyncStub
 
 CompileModel = Callable[[PreparedModel, Recipe], Awaitable[AsyncJob]]
@@ -53,10 +53,6 @@ class ServedModel:
         Raises:
             EtfarmError: it is not a model, cannot be exported, or lacks a method.
         """
-
-        def before_export(name: str, source: ModelSource) -> None:
-            check_source(name, source, methods, None)
-
         return prepare(
             self.model,
             recipes=[self.recipe],
@@ -64,7 +60,7 @@ class ServedModel:
             data=self.data,
             folder=folder,
             say=say,
-            before_export=before_export,
+            check=partial(check_source, methods=methods, inputs=None),
         )
 
     async def on_farm(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from etfarm.client.errors import UserError
 from etfarm.client.export import ModelSource, Pt2File, PteFile, resolve
-from etfarm.client.export.errors import BadModel
-from etfarm.client.export.spec import EagerSpec, FileFactory, ModelSpec
+from etfarm.client.export.errors import BadModel, FactoryFailed
+from etfarm.client.export.spec import EagerSpec, FileFactory, ModelSpec, ModuleFactory
 from etfarm.client.export.transform import torchao_parts
 from etfarm.client.submit.calibration import Calibration, calibrated
 from etfarm.client.submit.names_file import read_names
@@ -24,12 +24,15 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
     from etfarm.client.export import ExportedModel
+    from etfarm.client.export.usercode import ModuleScope
 
 Say: TypeAlias = Callable[[str], None]
 """Callback that takes one sentence about the current work."""
 
-BeforeExport: TypeAlias = Callable[[str, ModelSource], None]
-"""Callback that takes the name and source of an eager model, and raises to refuse its export."""
+CheckSource: TypeAlias = Callable[[str, ModelSource], None]
+"""Callback that takes the name and source of an eager model, and raises to refuse its export. A process of its own may call it,
+so that pickle must take it.
+"""
 
 _Method: TypeAlias = "nn.Module | ExportedProgram | str | Path"
 Model: TypeAlias = "_Method | Mapping[str, _Method] | ModelSource | ModelSpec | PreparedModel"
@@ -59,7 +62,8 @@ def prepare(
     name: str = "",
     folder: Path | None = None,
     say: Say | None = None,
-    before_export: BeforeExport | None = None,
+    check: CheckSource | None = None,
+    on_export: Callable[[str], None] | None = None,
 ) -> PreparedModel:
     """Prepare `model` for submission.
 
@@ -73,7 +77,8 @@ def prepare(
         folder: folder for exports and samples as files instead of in memory; the caller removes it after they are
             sent.
         say: called with a sentence about slow work.
-        before_export: called with the name and source of an eager model before it is exported.
+        check: called with the name and source of an eager model before it is exported.
+        on_export: called with the name of an eager model that is going to be exported.
 
     Raises:
         UserError: it is not a model, or it cannot be exported; see etfarm.client.export.
@@ -88,12 +93,12 @@ def prepare(
     else:
         if isinstance(model, str | Path):
             model = resolve(str(model))
-        label, content = _resolve(model, example_inputs, name, say)
-        if isinstance(content, ModelSource):
-            if before_export is not None:
-                before_export(label, content)
-            content = _exports(content, label, wanted, folder, say)
-        prepared = content
+        steps = ExportSteps(tuple(wanted), folder, check, say, on_export)
+        if isinstance(model, EagerSpec):
+            prepared = steps.of_spec(model, name or model.label)
+        else:
+            label, content = _resolve(model, example_inputs, name)
+            prepared = steps.of_source(content, label) if isinstance(content, ModelSource) else content
         if isinstance(model, PteFile | Pt2File | FileFactory):
             prepared = replace(prepared, file=model.path)
     if data:
@@ -106,20 +111,59 @@ def prepare(
     return prepared
 
 
-def _resolve(
-    model: Any, example_inputs: ExampleInputs | None, name: str, say: Say | None
-) -> tuple[str, ModelSource | PreparedModel]:
-    """Return a model's name, with its source if it has to be exported."""
+@dataclass(frozen=True)
+class ExportSteps:
+    """The export of eager models. The arguments are those of `prepare`."""
+
+    recipes: tuple[Recipe, ...]
+    folder: Path | None
+    check: CheckSource | None = None
+    say: Say | None = None
+    on_export: Callable[[str], None] | None = None
+
+    def of_spec(self, spec: EagerSpec, name: str) -> PreparedModel:
+        """Call a factory and export its model, in a process of its own if its modules cannot be loaded in this one."""
+        from etfarm.client.export.factory import scope_of
+        from etfarm.client.submit.factory_process import prepare_apart
+
+        if not isinstance(spec, FileFactory | ModuleFactory):
+            return self.here(spec, name)
+        scope = scope_of(spec)
+        if scope.must_be_alone:
+            return prepare_apart(self, spec, name)
+        try:
+            return self.here(spec, name, scope)
+        except FactoryFailed:
+            # What was loaded before may be what it fails on, such as a name that can be registered once.
+            if not scope.was_loaded_before:
+                raise
+        return prepare_apart(self, spec, name)
+
+    def here(self, spec: EagerSpec, name: str, scope: ModuleScope | None = None) -> PreparedModel:
+        """Call a factory and export its model in this process."""
+        from etfarm.client.export.factory import opened
+
+        with opened(spec, scope=scope, say=self.say) as model:
+            prepared = self.of_source(model.source, name)
+            return replace(prepared, sources=model.sources)
+
+    def of_source(self, source: ModelSource, name: str) -> PreparedModel:
+        """Export a model."""
+        if self.check is not None:
+            self.check(name, source)
+        if self.on_export is not None:
+            self.on_export(name)
+        return _exports(source, name, self.recipes, self.folder, self.say)
+
+
+def _resolve(model: Any, example_inputs: ExampleInputs | None, name: str) -> tuple[str, ModelSource | PreparedModel]:
+    """Return the name of a model without a factory, with its source if it has to be exported."""
     if isinstance(model, PteFile):
         label = name or model.label
         return label, PreparedModel(label, program=model.path, program_names=read_names(model.path))
     if isinstance(model, Pt2File):
         label = name or model.label
         return label, PreparedModel.of(label, {"forward": PreparedMethod.of_archive(model.path)})
-    if isinstance(model, EagerSpec):
-        from etfarm.client.export import load_source
-
-        return name or model.label, load_source(model, say=say)
     if isinstance(model, ModelSource):
         return name or type(next(iter(model.methods.values()))).__name__, model
     label, content = _of_methods(model, example_inputs) if isinstance(model, Mapping) else _in_memory(model, example_inputs)

@@ -15,6 +15,7 @@ from etfarm.wire import digest, pte
 from etfarm.wire.pt2 import InputType, read_archive
 
 if TYPE_CHECKING:
+    from etfarm.client.export.usercode import SourceFile
     from etfarm.v1 import compile_pb2
     from etfarm.wire.recipes import Recipe
 
@@ -99,6 +100,8 @@ class PreparedModel:
     """Whether it was exported here from modules, so that other recipes could get other exports."""
     file: Path | None = None
     """The user's file that it came from; None if there is no such file."""
+    sources: tuple[SourceFile, ...] = ()
+    """The files that its factory imported from below its root; empty for models without a factory."""
     program_names: ValueNames = field(default_factory=ValueNames)
     """Names of the ready program's inputs and outputs, as `etfarm compile` wrote them beside it; none if unknown."""
 

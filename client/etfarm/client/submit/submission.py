@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from etfarm.wire import tensors
 from etfarm.wire.errors import UserError
 
 if TYPE_CHECKING:
-    from etfarm.client.export.source import ModelSource
+    from etfarm.client.export.usercode import SourceFile
     from etfarm.client.submit.calibration import Calibration
     from etfarm.client.submit.prepared import PreparedExport
     from etfarm.v1 import common_pb2, job_pb2
@@ -71,7 +72,7 @@ class Submission:
                 export, reference, calibrate = model.export_for(recipe), model.reference_for(recipe), reads_values(recipe)
                 candidate = self.spec.candidates.add(name=name, recipe=recipe.json, recipe_label=recipe.label)
                 key = id(export), id(reference), calibrate
-                known = sent[key] = sent.get(key) or self._model(name, export, reference, calibrate)
+                known = sent[key] = sent.get(key) or self._model(name, export, reference, calibrate, model.sources)
                 candidate.model.CopyFrom(known)
                 candidate.stages_done.extend(export.stages_done())
 
@@ -108,14 +109,22 @@ class Submission:
             candidate.program.data[key].CopyFrom(artifact)
         candidate.program.digest = digest.of_program(pte.digest, {name: artifact.digest for name, artifact in data.items()})
 
-    def _model(self, name: str, export: PreparedExport, reference: PreparedExport | None, calibrate: bool) -> job_pb2.Model:
+    def _model(
+        self,
+        name: str,
+        export: PreparedExport,
+        reference: PreparedExport | None,
+        calibrate: bool,
+        sources: Sequence[SourceFile],
+    ) -> job_pb2.Model:
         """Return the message for an export.
 
         Samples are included only if they are used: there may be thousands.
         """
-        from etfarm.v1 import job_pb2
+        from etfarm.v1 import common_pb2, job_pb2
 
-        model = job_pb2.Model(name=name)
+        files = [common_pb2.SourceFile(path=file.path, sha256=file.sha256) for file in sources]
+        model = job_pb2.Model(name=name, sources=files)
         for method, prepared in export.methods.items():
             model.methods[method].exported_program.CopyFrom(self.add(prepared.pt2))
             if reference is not None:
@@ -162,9 +171,8 @@ class SubmissionRequest:
         inputs = read_named(self.inputs) if self.inputs is not None else None
         exporting = ""
 
-        def before_export(name: str, source: ModelSource) -> None:
+        def on_export(name: str) -> None:
             nonlocal exporting
-            check_source(name, source, methods, inputs)
             exporting = name
 
         models = []
@@ -179,7 +187,8 @@ class SubmissionRequest:
                     data=self.data if not has_program or is_program(model) else (),
                     folder=folder,
                     say=say,
-                    before_export=before_export,
+                    check=partial(check_source, methods=methods, inputs=inputs),
+                    on_export=on_export,
                 )
             except UserError as error:
                 # Most errors of an export name only the method, which several models have.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import os
 import sys
 import threading
@@ -41,8 +42,9 @@ async def in_thread(work: Callable[[], Answer]) -> Answer:
 
 
 def start(work: Callable[[], None]) -> None:
-    """Start work that is not awaited."""
-    threading.Thread(target=work, name=_THREAD_NAME, daemon=True).start()
+    """Start work that is not awaited, in the context of the caller."""
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(work,), name=_THREAD_NAME, daemon=True).start()
 
 
 def leave_busy_threads(code: int) -> None:

@@ -29,9 +29,18 @@ class ComponentSpecification:
     """The quantization of a quantizer without arguments."""
 
 
+_MODULE: Final = r"[^.:#\s\"'\x00-\x1f]+(\.[^.:#\s\"'\x00-\x1f]+)*"
+"""A module's name as `named_modules` has it: children of an nn.Sequential are numbers, and keys of an nn.ModuleDict any text."""
+
+
 def _modules(name: str, summary: str) -> Argument:
-    pattern = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*"
-    return Argument(name, summary, list, pattern=pattern, like="a list of modules' names like layer1.conv")
+    return Argument(name, summary, list, pattern=_MODULE, like="a list of modules' names like layer1.conv or 0")
+
+
+def _operators_of_modules(name: str, summary: str) -> Argument:
+    pattern = rf"({_MODULE})?:[A-Za-z_][A-Za-z0-9_.]*(#[0-9]{{1,6}})?|[^:\x00-\x1f]+\.py:[0-9]{{1,9}}"
+    like = "a list like layer1:relu, layer1:relu#0 (the first one), :add (of the model itself) or net.py:31 (a source line)"
+    return Argument(name, summary, list, pattern=pattern, like=like)
 
 
 def _operators(name: str, summary: str) -> Argument:
@@ -74,6 +83,8 @@ QUANTIZERS: Final[Mapping[str, ComponentSpecification]] = {
                 Argument("dynamic", "activation scales are computed at run time, without calibration", bool, default=False),
                 _modules("skip_modules", "modules that stay in fp32"),
                 _modules("only_modules", "the only modules that are quantized"),
+                _operators_of_modules("skip_operators", "operators that stay in fp32"),
+                _operators_of_modules("only_operators", "the only operators that are quantized, with those of only_modules"),
             ),
             quantization=Quantization.PT2E_STATIC,
         ),

@@ -90,10 +90,12 @@ def _check_quantizers(recipe: Recipe) -> None:
                 raise BadCombination(
                     f"Two quantizers {entry.name} cannot be combined: the first one takes the whole model, and leaves the second "
                     "nothing.",
-                    "Put the one with only_modules or dynamic = true first, or leave one out.", recipes=entry.name,
+                    "Put the one with only_modules, only_operators or dynamic = true first, or leave one out.",
+                    recipes=entry.name,
                 )  # fmt: skip
             arguments = entry.arguments
-            if not (arguments.get("dynamic") or arguments.get("only_modules") or arguments.get("skip_modules")):
+            names = ("only_modules", "skip_modules", "only_operators", "skip_operators")
+            if not any(arguments.get(name) for name in ("dynamic", *names)):
                 taken.add(entry.name)
 
 

@@ -25,7 +25,8 @@ from etfarm.wire.words import word_of
 MAX_FILES: Final = 10_000
 """Maximum number of files of one child: several for each of at most 1,000 methods."""
 
-_QUANTIZED: Final = ("compilation.stages", "compilation.warnings", "compilation.stayed_fp32", "exported_programs")
+_QUANTIZED: Final = ("compilation.stages", "compilation.warnings", "compilation.stayed_fp32", "compilation.selected",
+                     "exported_programs")  # fmt: skip
 _INSPECTED: Final = ("compilation.warnings", "compilation.facts", "compilation.sizes", "compilation.toolchain")
 _LOWERED: Final = (
     "compilation.stages", "compilation.stayed_fp32", "compilation.delegation", "compilation.modules", "compilation.checks",

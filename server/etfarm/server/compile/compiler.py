@@ -365,6 +365,8 @@ def _add_shared(compilation: Compilation, shared: Outcome) -> None:
     compilation.warnings.extend(shared.compilation.warnings)
     for method, operators in shared.compilation.stayed_fp32.items():
         compilation.stayed_fp32[method].CopyFrom(operators)
+    for method, names in shared.compilation.selected.items():
+        compilation.selected[method].CopyFrom(names)
     if shared.compilation.HasField("error"):
         compilation.error.CopyFrom(shared.compilation.error)
 

@@ -5,6 +5,7 @@ Standard library only. Errors of uploaded bytes are in `screening.errors`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from etfarm.wire.errors import FarmError, Kind, UserError
@@ -41,6 +42,19 @@ class QuantizedNothing(UserError):
             f"Recipe {recipe} found nothing to quantize in {method}: it is plain fp32.",
             "Use xnnpack_fp32, or a recipe that quantizes the operators of this model.",
             stage=stage, recipe=recipe, method=method,
+        )  # fmt: skip
+
+
+class NameNotFound(UserError):
+    """A name in a recipe file's quantizer that selects nothing in the model."""
+
+    reason = "RECIPE_NAME_NOT_FOUND"
+
+    def __init__(self, argument: str, name: str, methods: str, why: str, nearest: Sequence[str]) -> None:
+        remedy = f"Did you mean {' or '.join(map(repr, nearest))}?" if nearest else "Leave it out."
+        super().__init__(
+            f"{argument} names {name!r}, which selects nothing in {methods}: {why}.", remedy,
+            stage="QUANTIZE", argument=argument, name=name, methods=methods, nearest=",".join(nearest),
         )  # fmt: skip
 
 

@@ -197,6 +197,25 @@ class Warning(TypedDict):
     message: str
 
 
+class SelectedOperator(TypedDict):
+    """The operators of one kind that a name in a recipe file selected."""
+
+    op: str
+    count: int
+    quantized: int
+    places: list[Place]
+
+
+class SelectedName(TypedDict):
+    """What a name in a recipe file's quantizer selected."""
+
+    argument: str
+    name: str
+    count: int
+    quantized: int
+    operators: list[SelectedOperator]
+
+
 class QuantizeResult(TypedDict):
     """The answer of `quantize_model`."""
 
@@ -205,6 +224,7 @@ class QuantizeResult(TypedDict):
     """Names of .pt2 files by method, quantized and exported again."""
     warnings: list[Warning]
     stayed_fp32: dict[str, list[Fp32Operator]]
+    selected: dict[str, list[SelectedName]]
 
 
 class LowerResult(TypedDict):
@@ -260,6 +280,8 @@ def encode(result: QuantizeResult | LowerResult) -> bytes:
     fill(answer.compilation, {key: parts.get(key) for key in _SAME})
     for method, rows in result["stayed_fp32"].items():
         fill(answer.compilation.stayed_fp32[method], {"operators": rows})
+    for method, names in (parts.get("selected") or {}).items():
+        fill(answer.compilation.selected[method], {"names": names})
     for method, facts in (parts.get("facts") or {"methods": {}})["methods"].items():
         fill_facts(answer.compilation.facts.methods[method], facts)
     if parts.get("facts") is not None:

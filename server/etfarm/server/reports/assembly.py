@@ -65,7 +65,8 @@ def assemble(
         report.recipe_digest = digests.of_bytes(candidate.recipe.encode())
     if cell.HasField("threads"):
         report.threads = cell.threads
-    report.model.CopyFrom(report_pb2.ReportModel(name=candidate.name, digest=model_digest(candidate)))
+    model = report_pb2.ReportModel(name=candidate.name, digest=model_digest(candidate), sources=candidate.model.sources)
+    report.model.CopyFrom(model)
     if compilation is not None:
         report.compile.cached = cell.compile_cached
         report.compile.stages.extend(candidate.stages_done)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import re
 from typing import Any
 
 import pytest
@@ -77,7 +78,10 @@ def value(argument: Argument) -> st.SearchStrategy[Any]:
     if argument.or_bool:
         return st.booleans() | st.text("abz019_", min_size=1, max_size=8)
     if argument.kind is list:
-        one = st.sampled_from(argument.choices) if argument.choices else st.sampled_from(["aten.add.Tensor", "a.b"])
+        texts = [
+            text for text in ("aten.add.Tensor", "0.b", "a.b:add#1", ":relu", "net.py:31") if re.fullmatch(argument.pattern, text)
+        ]
+        one = st.sampled_from(argument.choices or texts)
         return st.lists(one, min_size=1, max_size=3) | one
     if argument.choices:
         return st.sampled_from(argument.choices)

@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from etfarm.client.formats import units
+from etfarm.client.formats import sentences, units
 from etfarm.wire import delegation as delegations
 from etfarm.wire.sqnr import decibels
 
@@ -56,6 +56,7 @@ def whole(compiled: Json, width: int, *, delegates: bool = True) -> Iterator[Fac
         yield from _undelegated(compiled, width, TOP)
         yield from _reasons(compiled, TOP)
     yield from _stayed(compiled, width, TOP)
+    yield from _selected(compiled)
     for check in compiled["checks"] or ():
         yield "host check", _check(check)
     yield from _warnings(compiled)
@@ -191,6 +192,14 @@ def _reasons(compiled: Json, top: int, shown: Collection[str] = ()) -> Iterator[
                     nodes[operator["op"], reason] += place["count"]
     for (op, reason), _ in nodes.most_common(top):
         yield "reason", Text(f"{op}: {reason}")
+
+
+def _selected(compiled: Json) -> Iterator[Fact]:
+    """Yield what the names in a recipe file selected."""
+    for method, selected in (compiled.get("selected") or {}).items():
+        of = f"{method}: " if len(compiled["selected"]) > 1 else ""
+        for entry in (selected["names"] or ())[:TOP]:
+            yield "selected", Text(f"{of}{sentences.selected(entry)}")
 
 
 def _stayed(compiled: Json, width: int, top: int) -> Iterator[Fact]:

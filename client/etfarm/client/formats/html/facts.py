@@ -124,6 +124,9 @@ def machine(report: Json) -> Iterator[Fact]:
         yield "toolchain", " · ".join(f"{name} {version}" for name, version in tools.items() if version)
     if report["model"] and report["model"]["digest"]:
         yield "model", f"{report['model']['name']}, {report['model']['digest'][:16]}"
+        files = [f"{file['path']} {file['sha256'][:8]}" for file in report["model"].get("sources") or () if file["sha256"]]
+        if files:
+            yield "source files", f"{', '.join(files[:12])}{f' and {len(files) - 12} more' if len(files) > 12 else ''}"
     if report["recipe"]:
         yield "recipe", f"{report['recipe']}{f', {digest[:16]}' if (digest := report['recipe_digest']) else ''}"
     if compiled.get("program"):
@@ -163,6 +166,10 @@ def compilation(report: Json) -> Iterator[Fact]:
         of = f"{method}: " if len(compiled["stayed_fp32"]) > 1 else ""
         for entry in (stayed["operators"] or ())[:12]:
             yield "stayed fp32", f"{of}{entry['count']} x {entry['op']}{_places(entry['places'] or ())}"
+    for method, selected in (compiled.get("selected") or {}).items():
+        of = f"{method}: " if len(compiled["selected"]) > 1 else ""
+        for entry in (selected["names"] or ())[:12]:
+            yield "selected", f"{of}{sentences.selected(entry)}"
     for check in compiled["checks"] or ():
         yield "host check", _check(check)
 

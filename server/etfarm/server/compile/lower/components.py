@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from etfarm.server.compile.errors import RecipeUnavailable
+from etfarm.server.compile.lower.selection import Selection
 from etfarm.server.compile.program.explain import first_line
 from etfarm.wire.recipes import Component, Plain
 
@@ -98,9 +99,9 @@ def _xnnpack_quantizer(arguments: Arguments) -> Any:
     quantizer = XNNPACKQuantizer()
     per_channel, dynamic = bool(arguments.get("per_channel")), bool(arguments.get("dynamic"))
     quantizer.set_global(get_symmetric_quantization_config(is_per_channel=per_channel, is_dynamic=dynamic))
-    only, skip = _string_list(arguments, "only_modules"), _string_list(arguments, "skip_modules")
-    if only or skip:
-        quantizer.set_filter_function(lambda node: (not only or _is_within(node, only)) and not _is_within(node, skip))
+    selection = Selection.of(arguments)
+    if selection is not None:
+        selection.restrict(quantizer)
     return quantizer
 
 
@@ -119,21 +120,14 @@ def _coreml_quantizer(arguments: Arguments) -> Any:
     )
     for module in _string_list(arguments, "skip_modules"):
         config = config.set_module_name(module, None)
-    return CoreMLQuantizer(config)
+    quantizer = CoreMLQuantizer(config)
+    quantizer.selection = Selection.of(arguments)
+    return quantizer
 
 
 def _string_list(arguments: Arguments, name: str) -> list[str]:
     value = arguments.get(name, ())
     return [value] if isinstance(value, str) else [str(text) for text in value] if isinstance(value, tuple) else []
-
-
-def _is_within(node: Any, modules: Sequence[str]) -> bool:
-    """Return whether a node comes from one of the modules or their submodules."""
-    for path, _ in (node.meta.get("nn_module_stack") or {}).values():
-        name = str(path).replace("L['self'].", "").replace("L__self___", "")
-        if any(name == module or name.startswith(f"{module}.") for module in modules):
-            return True
-    return False
 
 
 _PARTITIONERS: Final[Mapping[str, Callable[[Arguments], Any]]] = {

@@ -15,6 +15,7 @@ import torch
 from etfarm.server.compile.errors import QuantizedNothing, QuantizerFailed, RecipeNeedsEagerModule, StageFailed
 from etfarm.server.compile.inspect import facts, footprint, signature, sizes
 from etfarm.server.compile.lower import build, etrecord, integers, lowering, plugins, quantize, stage_files
+from etfarm.server.compile.lower.selection import Selection, require_found
 from etfarm.server.compile.program import fp32_layers, loading, places, refused_operators
 from etfarm.server.compile.program import values as wire_values
 from etfarm.server.compile.program.explain import describe_place, first_line, stage_failed
@@ -27,7 +28,7 @@ from etfarm.server.compile.verify.smoke import SmokeRunner
 from etfarm.server.workers.errors import is_disk_full, is_out_of_memory
 from etfarm.wire import recipes, tensors
 from etfarm.wire.errors import EtfarmError
-from etfarm.wire.recipes import Quantization, Recipe
+from etfarm.wire.recipes import MethodOptions, Quantization, Recipe
 from etfarm.wire.stages import check_order, check_stop_after
 
 _EXPORTING: Final = ("SOURCE_TRANSFORM", "QUANTIZE", "TORCH_EXPORT")
@@ -51,11 +52,12 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
     recipe = build.resolved(recipes.from_json(request.recipe_json))
     programs = _load(request.models, folder, request.operators)
     stages = lowering.Stages(_emitter(emit), programs)
-    result: QuantizeResult = {"stages": stages.times, "programs": {}, "warnings": [], "stayed_fp32": {}}
+    result: QuantizeResult = {"stages": stages.times, "programs": {}, "warnings": [], "stayed_fp32": {}, "selected": {}}
     quantizing = {method: built for method in programs if (built := build.quantization(recipe, method)) is not None}
     name = _quantizer_names(recipe)
     for method in quantizing:
         quantize.check(programs[method], name, method)
+    _check_names(recipe, quantizing, programs)
 
     modules = {}
     failures: list[EtfarmError] = []
@@ -71,6 +73,8 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
                 except Exception as error:  # noqa: BLE001 - raised again if the host or the model is at fault
                     failures.append(_quantizer_failure(error, recipe, method, programs))
                     continue
+            if names := [row for each in _selections(quantization) for row in each.listed()]:
+                result["selected"][method] = names
             _warn_of_integers(programs[method], quantization, method, result["warnings"])
             if not calibration and quantize.is_static(modules[method]):
                 _warn(
@@ -105,6 +109,26 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
             fp32_operators = places.fp32(exported, xnnpack=fp32_layers.by_xnnpack(quantizing[method].quantizers))
             _add_fp32(name, method, fp32_operators, result["stayed_fp32"], result["warnings"])
     return encode(result)
+
+
+def _selections(quantization: Any) -> list[Selection]:
+    """Return the selections of a QuantizationRecipe's quantizers."""
+    selections = (getattr(quantizer, "selection", None) for quantizer in quantization.quantizers)
+    return [selection for selection in selections if selection is not None]
+
+
+def _check_names(recipe: Recipe, quantizing: Mapping[str, Any], programs: Mapping[str, Any]) -> None:
+    """Check that each name in the quantizers selects something in the methods that they are for.
+
+    Raises:
+        NameNotFound: a name selects nothing.
+    """
+    alone = [method for method in quantizing if recipe.options.methods.get(method, MethodOptions()).quantizers is not None]
+    for methods in ([method for method in quantizing if method not in alone], *([method] for method in alone)):
+        selections = _selections(quantizing[methods[0]]) if methods else []
+        graphs = {method: programs[method].module(check_guards=False).graph for method in methods if selections}
+        for selection in selections:
+            require_found(selection, graphs)
 
 
 def _quantizer_failure(error: Exception, recipe: Recipe, method: str, programs: Mapping[str, Any]) -> EtfarmError:

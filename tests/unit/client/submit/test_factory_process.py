@@ -1,0 +1,69 @@
+"""Factories that register operators: each is built with its own, in a process of its own if need be."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from etfarm.client.export import usercode
+from etfarm.client.submit.early_checks import check_source
+from etfarm.client.submit.preparation import prepare
+from etfarm.wire.errors import UserError
+
+pytestmark = pytest.mark.slow(reason="starts processes that import torch")
+
+MODEL = """
+import torch
+from etfarm.client.export import ModelSource
+
+@torch.library.custom_op("two_versions::scale", mutates_args=())
+def scale(x: torch.Tensor) -> torch.Tensor:
+    return x * {factor}
+
+@scale.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return torch.relu(x) + {factor}
+
+def make():
+    print("not between the messages")
+    x = torch.full((2,), float(scale(torch.ones(1))))
+    return ModelSource.of(Net().eval(), (x,))
+
+def fails():
+    raise ValueError("as it is")
+
+def leaves():
+    import os
+    os._exit(3)
+"""
+
+
+def test_factories_that_register_operators_run_in_a_process_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usercode, "_registrations", set())
+    for side, factor in (("base", 2), ("candidate", 512)):
+        (tmp_path / side).mkdir()
+        (tmp_path / side / "model.py").write_text(MODEL.format(factor=factor))
+    said: list[str] = []
+    exported: list[str] = []
+    base, candidate = (
+        prepare(
+            f"{tmp_path / side}/model.py:make", say=said.append, on_export=exported.append,
+            check=partial(check_source, methods=["forward"], inputs=None), recipes=["xnnpack_pt2e_int8_static_per_channel"],
+        )
+        for side in ("base", "candidate")
+    )  # fmt: skip
+    assert len([line for line in said if "process of its own" in line]) == 1 and exported == ["model:make"] * 2
+    assert base.methods["forward"].pt2 != candidate.methods["forward"].pt2
+    assert [file.path for file in candidate.sources] == ["model.py"] and base.sources != candidate.sources
+    with pytest.raises(UserError) as failed:
+        prepare(f"{tmp_path}/candidate/model.py:fails")
+    assert failed.value.reason == "FACTORY_FAILED" and "ValueError: as it is" in failed.value.message
+    assert "model.py:" in failed.value.metadata["place"]
+    with pytest.raises(UserError, match="exit code 3"):
+        prepare(f"{tmp_path}/candidate/model.py:leaves")

@@ -1,0 +1,136 @@
+"""Names in a recipe file's quantizers: what they select, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("executorch")
+
+from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e  # noqa: E402 - needs torch
+
+from etfarm.server.compile.errors import NameNotFound  # noqa: E402
+from etfarm.server.compile.lower import components  # noqa: E402
+from etfarm.server.compile.lower.selection import Selection, require_found  # noqa: E402
+from etfarm.wire import recipes  # noqa: E402
+
+pytestmark = pytest.mark.slow(reason="exports models and inserts observers")
+
+nn = torch.nn
+IMAGE = (torch.rand(1, 3, 8, 8),)
+
+
+class Block(nn.Module):  # type: ignore[misc]
+    """Convolutions with a batch norm, an activation module and functional ones, and an attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1, self.act = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
+        self.layers = nn.ModuleDict({"a-b": nn.Conv2d(8, 8, 3), "c": nn.Conv2d(8, 8, 1)})
+        self.self_attn = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.act(self.bn1(self.conv1(x)))
+        x = nn.functional.relu(self.layers["a-b"](x))
+        x = torch.relu(self.layers["c"](x))
+        x = x.flatten(2).transpose(1, 2)
+        attended: torch.Tensor = self.self_attn(x, x, x)[0]
+        return attended
+
+
+def quantizer(text: str) -> Any:
+    """Return the quantizer of a recipe file."""
+    recipe = recipes.from_toml(f'partitioners = ["xnnpack"]\n[[quantizers]]\nname = "xnnpack"\n{text}\n')
+    (built,) = components.quantizers(recipe.options.quantizers or ())
+    return built
+
+
+def annotated(text: str, module: Any = None, *, strict: bool = False) -> tuple[list[str], list[Any]]:
+    """Return the operators with weights, sums and activations that are quantized, and what the names selected."""
+    module = module or Block()
+    program = torch.export.export(module.eval(), IMAGE, strict=strict)
+    built = quantizer(text)
+    require_found(built.selection, {"forward": program.module(check_guards=False).graph})
+    prepare_pt2e(program.module(check_guards=False), built)
+    return sorted(node.name for node in built.annotated), built.selection.listed()
+
+
+@pytest.fixture(autouse=True)
+def _noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Note the operators that were annotated before observers are inserted."""
+    original = Selection.restrict
+
+    def restrict(self: Selection, built: Any) -> None:
+        original(self, built)
+        annotate = built.annotate
+
+        def noting(model: Any) -> Any:
+            result = annotate(model)
+            built.annotated = [
+                node for node in result.graph.nodes
+                if node.op == "call_function" and getattr(node.meta.get("quantization_annotation"), "_annotated", False)
+                and str(node.target).split(".")[1] in ("conv2d", "linear", "relu")
+            ]  # fmt: skip
+            return result
+
+        built.annotate = noting
+
+    monkeypatch.setattr(Selection, "restrict", restrict)
+
+
+def stack() -> Any:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Sequential(nn.Conv2d(4, 4, 1)))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_children_of_a_root_sequential_are_named_by_their_numbers(strict: bool) -> None:
+    names, listed = annotated('only_modules = ["0", "3.0"]', stack(), strict=strict)
+    assert names == ["conv2d", "conv2d_2", "relu"]
+    assert [(row["name"], row["count"], row["quantized"]) for row in listed] == [("0", 1, 1), ("3.0", 1, 1)]
+    assert listed[1]["operators"][0]["places"][0]["module"] == "3.0"
+
+
+def test_an_activation_can_stay_in_fp32_without_the_convolution_before_it() -> None:
+    names, listed = annotated('skip_modules = ["1"]', stack())
+    assert names == ["conv2d", "conv2d_1", "conv2d_2"]
+    assert [(row["name"], row["quantized"]) for row in listed] == [("1", 0)]
+    assert annotated('skip_modules = ["0"]', stack())[0] == ["conv2d_1", "conv2d_2"]
+
+
+def test_functional_operators_are_named_by_module_operator_and_ordinal_or_by_line() -> None:
+    line = Block.forward.__code__.co_firstlineno + 3
+    for name, kept in (
+        (":relu#1", {"relu_2"}),
+        (f"test_selection.py:{line}", {"conv2d_2", "relu_2"}),
+        (":relu", {"relu_1", "relu_2"}),
+    ):
+        names, (row,) = annotated(f'skip_operators = ["{name}"]')
+        heavy = {each for each in names if not each.startswith("linear")}
+        assert heavy == {"conv2d", "conv2d_1", "conv2d_2", "relu", "relu_1", "relu_2"} - kept, name
+        assert row["name"] == name and (row["count"], row["quantized"]) == (len(kept), 0)
+    names, _ = annotated('only_operators = ["layers.a-b:conv2d"]')
+    assert names == ["conv2d_1", "relu_1"]
+
+
+def test_a_module_that_only_its_enclosing_one_calls_is_found_by_its_parameters() -> None:
+    _, (row,) = annotated('skip_modules = ["self_attn.out_proj"]')
+    assert [(each["op"], each["count"]) for each in row["operators"]] == [("linear", 1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "nearest"),
+    [
+        ('skip_modules = ["layers.d"]', "layers.d", "layers.c"),
+        ('only_modules = ["conv"]', "conv", "conv1"),
+        ('skip_modules = ["bn1"]', "bn1", "conv1"),
+        ('skip_operators = [":relu#7"]', ":relu#7", ":relu"),
+        ('skip_operators = ["test_selection.py:1"]', "test_selection.py:1", "test_selection.py:"),
+    ],
+)
+def test_a_name_that_selects_nothing_is_refused_with_the_nearest(text: str, name: str, nearest: str) -> None:
+    with pytest.raises(NameNotFound) as refused:
+        annotated(text)
+    assert refused.value.metadata["name"] == name and nearest in refused.value.remedy
+    assert refused.value.metadata["argument"] == text.split()[0]
