@@ -26,12 +26,12 @@ from etfarm.client.export.errors import (
     UnsupportedInput,
     UnsupportedOutput,
 )
-from etfarm.client.export.mutation import changes_constants, find_shared_buffers
+from etfarm.client.export.mutation import changes_constants, find_shared_buffers, keep_mutations
 from etfarm.client.export.noise import quiet
 from etfarm.client.export.samples import flat_values, input_leaves, leaf_names, must_match, unshared, wire_value
 from etfarm.client.export.shapes import must_be_bounded, normal_shapes, specialized
 from etfarm.client.export.source import ModelSource, must_be_tuple
-from etfarm.client.export.structures import name_outputs, plain_structures
+from etfarm.client.export.structures import plain_structures
 from etfarm.client.export.traces import make_relative, place_in, place_of
 from etfarm.client.export.transform import Transform
 from etfarm.wire import digest
@@ -68,11 +68,7 @@ class ExportedMethod:
     input_names: tuple[str, ...]
     """The inputs' names in flattened order: `x`, `state_0`, `options_mask`."""
     output_names: tuple[str, ...]
-    """The outputs' keys and fields (`logits`, `hidden_states_0`), else the names of the nodes that compute them, in flattened
-    order. Two outputs may have the same name.
-    """
-    output_keys: tuple[str, ...]
-    """The outputs' keys and fields alone, see `ArchiveFacts.output_names`."""
+    """The outputs' names in flattened order, see `ArchiveFacts.output_names`."""
     duration_ms: int
     """Duration of exporting and saving in ms, on the monotonic clock."""
     input_types: tuple[InputType | None, ...] = ()
@@ -186,7 +182,8 @@ class _Export:
         must_be_bounded(method, program)
         add_lines(program, module, self.base)
         make_relative(program, self.base)
-        name_outputs(program)
+        if self.source.keep_mutations:
+            keep_mutations(program)
         with _refusals(method, self.base), quiet():
             archive = archive_of(program)
         duration_ms = round((time.monotonic() - started) * 1000)
@@ -198,8 +195,7 @@ class _Export:
             pt2=self._kept(archive),
             calibration=tuple(self._samples(method, names, args, kwargs, early_names)),
             input_names=names,
-            output_names=tuple(spec.arg.name for spec in signature.output_specs if spec.kind.name == "USER_OUTPUT"),
-            output_keys=facts.output_names,
+            output_names=facts.output_names,
             duration_ms=duration_ms,
             input_types=facts.input_types,
             transform_ms=transform_ms,

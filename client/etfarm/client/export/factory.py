@@ -7,6 +7,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -68,7 +69,8 @@ def load_source(spec: EagerSpec, *, say: Callable[[str], None] | None = None) ->
             say(f"Seeded torch, numpy and random with {SEED} before calling {where}:{spec.name}.")
         with _users_code(f"{where}:{spec.name}"), construction.recorded(Path.cwd()):
             returned = factory()
-        return _as_source(f"{where}:{spec.name}", returned)
+        source = _as_source(f"{where}:{spec.name}", returned)
+        return replace(source, keep_mutations=True) if spec.keep_mutations else source
 
 
 def seed(value: int) -> None:

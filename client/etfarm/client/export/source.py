@@ -65,6 +65,10 @@ class ModelSource:
     """Functions `(method, module) -> module` that rewrite a copy of each method's module before it is exported, one after the
     other; reports show them as the stage SOURCE_TRANSFORM.
     """
+    keep_mutations: bool = False
+    """Whether inputs that a method writes to are returned, too: after its own outputs, named as the inputs. Programs work on
+    copies of them in any case.
+    """
 
     def __post_init__(self) -> None:
         if not isinstance(self.methods, Mapping) or not self.methods:
@@ -128,6 +132,7 @@ class ModelSource:
         dynamic_shapes: Any = None,
         constant_methods: Mapping[str, Any] | None = None,
         source_transforms: Sequence[SourceTransform] = (),
+        keep_mutations: bool = False,
     ) -> ModelSource:
         """Return a model of one method.
 
@@ -144,6 +149,7 @@ class ModelSource:
             dynamic_shapes={} if dynamic_shapes is None else {method: dynamic_shapes},
             constant_methods=constant_methods or {},
             source_transforms=source_transforms,
+            keep_mutations=keep_mutations,
         )
 
     @classmethod

@@ -18,6 +18,7 @@ from etfarm.server.compile.lower import build, etrecord, integers, lowering, plu
 from etfarm.server.compile.program import fp32_layers, loading, places, refused_operators
 from etfarm.server.compile.program import values as wire_values
 from etfarm.server.compile.program.explain import describe_place, first_line, stage_failed
+from etfarm.server.compile.program.input_copies import copy_written_inputs, describe_copies
 from etfarm.server.compile.program.toolchain import toolchain
 from etfarm.server.compile.request import LowerRequest, QuantizeRequest
 from etfarm.server.compile.result import Fp32Operator, LowerResult, QuantizeResult, StageEvent, Warning, encode
@@ -49,7 +50,7 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
     """
     torch.set_num_threads(request.threads)
     recipe = build.resolved(recipes.from_json(request.recipe_json))
-    programs = _load(request.models, folder, request.operators)
+    programs, copies = _load(request.models, folder, request.operators)
     stages = lowering.Stages(_emitter(emit), programs)
     result: QuantizeResult = {"stages": stages.times, "programs": {}, "warnings": [], "stayed_fp32": {}}
     quantizing = {method: built for method in programs if (built := build.quantization(recipe, method)) is not None}
@@ -72,6 +73,7 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
                     failures.append(_quantizer_failure(error, recipe, method, programs))
                     continue
             _warn_of_integers(programs[method], quantization, method, result["warnings"])
+            _warn_of_copies(method, copies[method], result["warnings"])
             if not calibration and quantize.is_static(modules[method]):
                 _warn(
                     result["warnings"], "FEW_CALIBRATION_INPUTS",
@@ -138,6 +140,11 @@ def _warn_of_integers(program: Any, quantization: Any, method: str, warnings: li
         )  # fmt: skip
 
 
+def _warn_of_copies(method: str, copies: Mapping[str, int], warnings: list[Warning]) -> None:
+    if copies:
+        _warn(warnings, "INPUT_COPIED", describe_copies(method, copies))
+
+
 def lower_model(request: LowerRequest, folder: Path, emit: Callable[[bytes], None]) -> bytes:
     """Task: run the stages from exported programs to a .pte. Emit StageEvents as JSON, return a CompileResult.
 
@@ -157,13 +164,15 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     recipe = build.resolved(recipes.from_json(request.recipe_json))
     built = build.export_recipe(recipe, sorted(request.models))
     remaining = _remaining_stages(recipe, built, request)
-    programs = _load(request.models, folder, request.operators)
+    programs, copies = _load(request.models, folder, request.operators)
     unquantized = {method: path for method, path in request.originals.items() if request.models[method] != path}
     result: LowerResult = {
         "stages": [], "program": None, "etrecord": None, "stage_files": {}, "inputs": checks.example_files(programs, folder),
         "delegation": {}, "toolchain": toolchain(), "warnings": [], "facts": None, "sizes": None, "modules": [], "checks": [],
         "stayed_fp32": {},
     }  # fmt: skip
+    for method in programs:
+        _warn_of_copies(method, copies[method], result["warnings"])
     quantized = _check_quantized(recipe, built, request, programs)
     for method in sorted(quantized) if not request.quantized_here else ():
         fp32_operators = places.fp32(programs[method], xnnpack=fp32_layers.by_xnnpack(build.partitioners(built, method)))
@@ -207,9 +216,8 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
 
     if unquantized:
         save_etrecord()
-    originals = programs | _load(
-        unquantized, folder, request.operators
-    )  # loaded late, so that their weights are not in memory while programs are lowered
+    # Loaded late, so that their weights are not in memory while programs are lowered.
+    originals = programs | _load(unquantized, folder, request.operators)[0]
     for method, original in originals.items():
         signature.add_exported(program_facts, method, original)
     result["sizes"] = sizes.of_program(described, data)
@@ -249,9 +257,14 @@ def _quantizer_names(recipe: Recipe) -> str:
     return "+".join(parts or sorted({part.name for quantizers in lists for part in quantizers or ()})) or recipe.name
 
 
-def _load(models: Mapping[str, Path], folder: Path, operators: Operators) -> dict[str, Any]:
-    """Return the loaded and checked programs by method, sorted, so that equal models give equal bytes."""
-    programs = {}
+def _load(
+    models: Mapping[str, Path], folder: Path, operators: Operators
+) -> tuple[dict[str, Any], dict[str, dict[str, int]]]:
+    """Return the loaded and checked programs by method, and the sizes of the inputs that each copies.
+
+    Sorted, so that equal models give equal bytes.
+    """
+    programs, copies = {}, {}
     for method, path in sorted(models.items()):
         if not method.isidentifier():
             raise ValueError(f"{method!r} is not a valid method name")
@@ -259,7 +272,8 @@ def _load(models: Mapping[str, Path], folder: Path, operators: Operators) -> dic
         subfolder.mkdir()
         programs[method] = loading.load(path, subfolder, operators)
         loading.check(programs[method], method)
-    return programs
+        copies[method] = copy_written_inputs(programs[method])
+    return programs, copies
 
 
 def _check_quantized(recipe: Recipe, built: Any, request: LowerRequest, programs: Mapping[str, Any]) -> set[str]:
