@@ -14,7 +14,7 @@ import torch
 
 from etfarm.server.compile.errors import QuantizedNothing, QuantizerFailed, RecipeNeedsEagerModule, StageFailed
 from etfarm.server.compile.inspect import facts, footprint, signature, sizes
-from etfarm.server.compile.lower import build, etrecord, integers, lowering, plugins, quantize, stage_files
+from etfarm.server.compile.lower import build, etrecord, integers, lowering, plugins, quantize, shared_state, stage_files
 from etfarm.server.compile.program import fp32_layers, loading, places, refused_operators
 from etfarm.server.compile.program import values as wire_values
 from etfarm.server.compile.program.explain import describe_place, first_line, stage_failed
@@ -181,6 +181,9 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
         result["stage_files"] = stage_files.of_exported(request.models, programs, folder)
         return result
 
+    shared = shared_state.plan_shared_state(programs, recipe, built.executorch_backend_config)
+    if shared:
+        _warn(result["warnings"], "STATE_SHARED", shared_state.describe(shared))
     stages = lowering.Stages(emit, programs)
     result["stages"] = stages.times
     exported = lowering.apply_aten_passes(built, programs)
@@ -189,6 +192,7 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
         {stage: plugins.stage(name, stage) for stage, name in recipe.options.replace.items() if stage in remaining},
         _load_constants(request),
         request.want_etrecord and remaining[-1] == "TO_EXECUTORCH",
+        shared,
     )
     lowered = lowering.lower(exported, built, pipeline, request.model_name, stages, places.undelegated)
     result["delegation"] = lowered.delegation
@@ -226,6 +230,13 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
         backends={method: program_facts["methods"][method]["backends"] for method in originals}, delegation=result["delegation"],
         located=located, meanwhile=save_etrecord,
     )  # fmt: skip
+    calls = list(request.calls) or [(method, None) for method in sorted(originals) if shared]
+    # In the host's runtime, methods overwrite each other's state unless the program shares it.
+    if calls and (shared or len({method for method, _ in calls}) == 1):
+        checks.check_calls(
+            smoke, checked, calls=calls, originals=originals, shared=frozenset().union(*shared.values()),
+            pte=folder / "model.pte", data=data, folder=folder, quantized=bool(quantized),
+        )  # fmt: skip
     result["checks"] = checked.checks
     result["warnings"].extend(checked.warnings)
     return result
@@ -257,9 +268,7 @@ def _quantizer_names(recipe: Recipe) -> str:
     return "+".join(parts or sorted({part.name for quantizers in lists for part in quantizers or ()})) or recipe.name
 
 
-def _load(
-    models: Mapping[str, Path], folder: Path, operators: Operators
-) -> tuple[dict[str, Any], dict[str, dict[str, int]]]:
+def _load(models: Mapping[str, Path], folder: Path, operators: Operators) -> tuple[dict[str, Any], dict[str, dict[str, int]]]:
     """Return the loaded and checked programs by method, and the sizes of the inputs that each copies.
 
     Sorted, so that equal models give equal bytes.

@@ -53,7 +53,7 @@ def test_a_silent_exit_is_no_success_either(tmp_path: Path) -> None:
 
 def test_a_crash_ends_its_own_run_only(tmp_path: Path) -> None:
     def behaviour(order: dict[str, str]) -> dict[str, object]:
-        if order["method"] == "second":
+        if order["calls"][0][0] == "second":
             crash(signal.SIGABRT)
         os.write(1, f"this is {order['method']}".encode())
         return {"ran": True}
@@ -67,7 +67,7 @@ def test_a_crash_ends_its_own_run_only(tmp_path: Path) -> None:
 @pytest.mark.slow(reason="waits for the deadline of a program that hangs")
 def test_a_hang_is_ended_and_the_next_run_goes_on(tmp_path: Path) -> None:
     def behaviour(order: dict[str, str]) -> dict[str, object]:
-        if order["method"] == "hangs":
+        if order["calls"][0][0] == "hangs":
             (tmp_path / "pid").write_text(str(os.getpid()))
             signal.pause()
         return {"ran": True}
