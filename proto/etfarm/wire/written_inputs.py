@@ -7,22 +7,11 @@ from operator import getitem
 from typing import Any, Final
 
 _MAY_RETURN_INPUT: Final = frozenset(
-    [
-        "atleast_1d",
-        "atleast_2d",
-        "atleast_3d",
-        "alpha_dropout",
-        "broadcast_tensors",
-        "cartesian_prod",
-        "conj_physical",
-        "dropout",
-        "feature_alpha_dropout",
-        "feature_dropout",
-        "meshgrid",
-        "sum_to_size",
-        "type_as",
-    ]
-)
+    {
+        "atleast_1d", "atleast_2d", "atleast_3d", "alpha_dropout", "broadcast_tensors", "cartesian_prod", "conj_physical",
+        "dropout", "feature_alpha_dropout", "feature_dropout", "meshgrid", "sum_to_size", "type_as",
+    }
+)  # fmt: skip
 """Operators of ATen that may return an input itself, or a view of it, although their schemas do not say so."""
 
 

@@ -1,8 +1,9 @@
 """Wire tensors in numpy's .npz files, for `--inputs` and `-o`.
 
 A key is an argument's or output's name, or its position `0`, `1`, ... in flattened order (`arr_0`, as np.savez calls them,
-works too); `METHOD/` before it selects the method. In a name, `/`, `%` and control characters are percent-escaped as in a URL, and
-so is the dot of an ending that a file gives a meaning of its own: `box%2Fscore` is `box/score`. A value whose type npz lacks has a sibling key `KEY.dtype`, a string:
+works too); `METHOD/` before it selects the method. In a name, `/`, `%` and control characters are percent-escaped as in a URL,
+and so is the dot of an ending that has a meaning in a file: the key `box%2Fscore` is the name `box/score`. A value whose type
+npz lacks has a sibling key `KEY.dtype`, a string:
 
     bfloat16, float8_e4m3fn, float8_e5m2   KEY holds the elements' bits as uint16 or uint8
     scalar                                 KEY holds a Python bool, int or float in no dims, or nothing: None

@@ -171,7 +171,7 @@ def _export(model: ExportedModel) -> PreparedExport:
         )
         for name, method in model.methods.items()
     }
-    return PreparedExport(methods, model.constant_methods)
+    return PreparedExport(methods, model.constant_methods, model.calls)
 
 
 def _calibrated(

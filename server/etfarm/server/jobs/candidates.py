@@ -12,6 +12,8 @@ from etfarm.wire.release_0_1.requests import require_later_client
 
 MAX_SAMPLES = 10_000
 """Maximum number of calibration samples of one method: all of ImageNet would calibrate no better, and take a day."""
+MAX_CALLS = 64
+"""Maximum number of calls by which a program is compared with its model."""
 _METHOD_BYTES = 100
 _CLIENT_STAGES = ("SOURCE_TRANSFORM", "QUANTIZE", "TORCH_EXPORT")
 
@@ -58,6 +60,12 @@ def validate_methods(candidate: job_pb2.Candidate, spec: job_pb2.JobSpec) -> Non
                 f"{name} of {candidate.name} has {len(method.calibration)} calibration samples, above {MAX_SAMPLES}.",
                 "Give fewer: some hundreds calibrate as well.", method=name, limit=MAX_SAMPLES,
             )  # fmt: skip
+    if len(model.calls) > MAX_CALLS:
+        message = f"{candidate.name} has {len(model.calls)} calls, above {MAX_CALLS}."
+        raise BadJob(message, "Give fewer calls.", limit=MAX_CALLS)
+    for call in model.calls:
+        if call.method not in model.methods:
+            raise MethodMissing(f"{candidate.name} has no method {call.method[:200]!r}.", call.method[:200], sorted(model.methods))
     known = sorted({*model.methods, *model.constant_methods})
     for name in (*spec.methods, *sorted(spec.inputs)):
         if name not in known:

@@ -186,10 +186,8 @@ def check_calls(
             ]
             if problems:
                 sequence = ", ".join(method for method, _ in calls[: index + 1])
-                message = (
-                    f"After the calls {sequence}, {run.method} gives other results than eager PyTorch: {'; '.join(problems)}."
-                )
-                checked.warn("OUTPUTS_DIFFER", message)
+                listed = "; ".join(problems)
+                checked.warn("OUTPUTS_DIFFER", f"After the calls {sequence}, {run.method} differs from eager PyTorch: {listed}.")
                 return
 
 
