@@ -64,8 +64,8 @@ def validate_methods(candidate: job_pb2.Candidate, spec: job_pb2.JobSpec) -> Non
         message = f"{candidate.name} has {len(model.calls)} calls, above {MAX_CALLS}."
         raise BadJob(message, "Give fewer calls.", limit=MAX_CALLS)
     for call in model.calls:
-        if call.method not in model.methods:
-            raise MethodMissing(f"{candidate.name} has no method {call.method[:200]!r}.", call.method[:200], sorted(model.methods))
+        if (name := call.method[:200]) not in model.methods:
+            raise MethodMissing(f"{candidate.name} has no method {name!r}.", name, sorted(model.methods))
     known = sorted({*model.methods, *model.constant_methods})
     for name in (*spec.methods, *sorted(spec.inputs)):
         if name not in known:
