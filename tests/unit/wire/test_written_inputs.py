@@ -70,6 +70,11 @@ def inputs() -> tuple[Tensor, Tensor]:
     return torch.arange(-3.0, 3.0).reshape(2, 3), torch.ones(2, 3)
 
 
+def expected_names(run: Any, written: list[str], functional: bool) -> list[str]:
+    """Return the written inputs; torch's decomposition of a dropout in evaluation copies, unlike the operator itself."""
+    return [] if functional and run is after_a_dropout else written
+
+
 def exported(run: Any, *, functional: bool = False) -> Any:
     program = torch.export.export(Runs(run).eval(), inputs())
     return program.run_decompositions({}) if functional else program
@@ -78,7 +83,7 @@ def exported(run: Any, *, functional: bool = False) -> Any:
 @pytest.mark.parametrize("functional", [False, True])
 @pytest.mark.parametrize(("run", "written"), CASES)
 def test_a_program_works_on_copies_of_what_it_writes_to(run: Any, written: list[str], functional: bool) -> None:
-    program = exported(run, functional=functional)
+    program, written = exported(run, functional=functional), expected_names(run, written, functional)
     assert list(written_inputs(program)) == written
     names = output_names(program)
     assert copy_written_inputs(program) == dict.fromkeys(written, 24)
@@ -94,7 +99,7 @@ def test_a_program_works_on_copies_of_what_it_writes_to(run: Any, written: list[
 @pytest.mark.parametrize("functional", [False, True])
 @pytest.mark.parametrize(("run", "written"), CASES)
 def test_kept_mutations_are_outputs_with_the_names_of_the_inputs(run: Any, written: list[str], functional: bool) -> None:
-    program = exported(run, functional=functional)
+    program, written = exported(run, functional=functional), expected_names(run, written, functional)
     names = output_names(program)
     assert keep_mutations(program) == tuple(written)
     clashing = set(names) & set(written)

@@ -63,8 +63,12 @@ def output_key(key: Any) -> Any:
     if isinstance(key, Integral):
         return int(key)
     if isinstance(key, tuple):
-        return str(tuple(map(output_key, key)))
+        return str(_plain_tuple(key))
     return str(key) if key is None or isinstance(key, str | float) else key
+
+
+def _plain_tuple(keys: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(_plain_tuple(key) if isinstance(key, tuple) else output_key(key) for key in keys)
 
 
 def input_key(key: Any) -> Any:
