@@ -53,7 +53,8 @@ def plan_shared_state(programs: Mapping[str, Any], recipe: Recipe, config: Any) 
     shared = _select(buffers, written, marked_only=has_marks or not wanted)
     if wanted is False or not shared:
         for program in programs.values():
-            rename_buffers(program, {name: name.removeprefix(PREFIX) for name in buffer_names(program).values()})
+            names = set(buffer_names(program).values())
+            rename_buffers(program, {name: shown_name(name) for name in names if shown_name(name) not in names})
         return {}
     for name, methods in shared.items():
         _require_possible(name, methods, programs, recipe, config)
@@ -63,7 +64,7 @@ def plan_shared_state(programs: Mapping[str, Any], recipe: Recipe, config: Any) 
         if any(not own.keys().isdisjoint(buffers[other]) for other in programs if other != method):
             rename_buffers(program, own)
     config.memory_planning_pass.share_mutable_buffers = True
-    return {method: buffers[method] & shared.keys() for method in programs}
+    return {method: frozenset(_used(program) & shared.keys()) for method, program in programs.items()}
 
 
 def describe(shared: SharedBuffers) -> str:
@@ -92,10 +93,7 @@ def require_shared(shared: SharedBuffers, manager: Any) -> None:
         StateNotShared: one has.
     """
     for method, names in shared.items():
-        program = manager.exported_program(method)
-        used = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
-        left = {buffer for placeholder, buffer in buffer_names(program).items() if placeholder in used}
-        for name in sorted(names - left):
+        for name in sorted(names - _used(manager.exported_program(method))):
             methods = " and ".join(each for each, own in shared.items() if name in own)
             raise StateNotShared(
                 shown_name(name), methods, f"the backend takes it into a delegate of {method}",
@@ -107,6 +105,27 @@ def _written(program: Any) -> set[str]:
     names = buffer_names(program)
     operators = {names[node.name] for node in written_placeholders(program.graph) if node.name in names}
     return operators | set(program.graph_signature.buffers_to_mutate.values())
+
+
+def require_kept(method: str, before: Any, after: Any) -> None:
+    """Check that a quantized method has the shared buffers of its original program.
+
+    Raises:
+        StateNotShared: the quantizer made a constant of one.
+    """
+    for name in sorted(_used(before) - _used(after)):
+        if name.startswith(PREFIX):
+            raise StateNotShared(
+                shown_name(name), f"{method} and other methods", f"quantization makes a constant of it in {method}",
+                f"Leave {method} unquantized (quantizers = [] in [methods.{method}])",
+            )  # fmt: skip
+
+
+def _used(program: Any) -> set[str]:
+    """Return the buffers that a program reads or writes."""
+    used = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
+    read = {buffer for placeholder, buffer in buffer_names(program).items() if placeholder in used}
+    return read | set(program.graph_signature.buffers_to_mutate.values())
 
 
 def _select(buffers: Mapping[str, frozenset[str]], written: Mapping[str, set[str]], *, marked_only: bool) -> dict[str, list[str]]:

@@ -98,7 +98,10 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
                 shutil.copyfile(request.models[method], file)
                 continue
             with lowering.timed(times, method):
-                exported = quantize.export_again(modules.pop(method), programs.pop(method), recipe.strict)
+                original = programs.pop(method)
+                exported = quantize.export_again(modules.pop(method), original, recipe.strict)
+                shared_state.require_kept(method, original, exported)
+                del original
                 if not quantize.is_quantized(exported):
                     raise QuantizedNothing(name, method, "TORCH_EXPORT")
                 quantize.settle_origins(exported)
