@@ -15,9 +15,9 @@ class Holder(nn.Module):
 
     n: Tensor
 
-    def __init__(self, start: float = 0.0) -> None:
+    def __init__(self, start: float = 0.0, shape: tuple[int, ...] = (2,)) -> None:
         super().__init__()
-        self.register_buffer("n", torch.full((2,), start))
+        self.register_buffer("n", torch.full(shape, start))
 
 
 class Add(nn.Module):
@@ -61,6 +61,24 @@ class Get(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.held.n * x
+
+
+class Weigh(nn.Module):
+    """Takes the buffer as a weight, which XNNPACK packs into its delegate."""
+
+    def __init__(self, holder: Holder) -> None:
+        super().__init__()
+        self.held = holder
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.held.n)
+
+
+def weights() -> ModelSource:
+    """Return `set` and `weigh` of one buffer."""
+    holder = Holder(shape=(2, 2))
+    methods: dict[str, nn.Module] = {"set": Set(holder).eval(), "weigh": Weigh(holder).eval()}
+    return ModelSource(methods=methods, example_inputs=dict.fromkeys(methods, (torch.ones(2, 2),)))
 
 
 def counter(start: float = 0.0, **more: Any) -> ModelSource:
