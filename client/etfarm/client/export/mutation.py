@@ -61,7 +61,7 @@ def keep_mutations(program: ExportedProgram) -> tuple[str, ...]:
     output.args = (tuple(node for _, node in kept),)
     program.graph_module.recompile()
     signature = program.module_call_graph[0].signature
-    leaves = [pytree.LeafSpec() for _ in names]
+    leaves = [pytree.tree_structure(0) for _ in names]
     signature.out_spec = pytree.TreeSpec(dict, ["", *names], [signature.out_spec, *leaves])
     signature.outputs.extend(TensorArgument(name=spec.arg.name) for spec in specs[-len(names) :])
     return names
