@@ -27,7 +27,7 @@ class Normalizes(nn.Module):
 
     def forward(self, x: Tensor) -> dict[Any, Any]:
         x.sub_(0.5).div_(0.25)
-        return {"température": x * 2, "box/score": x + 1, ("a", 1): x.relu(), 7: x, 0: {"plain": x.sum(1)}}
+        return {"température": x * 2, "box/score": x + 1, ("a", 1): x.relu(), 7: x - 1, 0: {"plain": x.sum(1)}}
 
 
 @pytest.fixture(scope="module")
