@@ -38,13 +38,13 @@ def client(farm: FarmProcess) -> Iterator[Farm]:
 
 def test_an_output_has_one_name_everywhere(client: Farm, tmp_path: Path) -> None:
     x = torch.rand(2, 3, generator=torch.Generator().manual_seed(0))
-    source = ModelSource.of(Normalizes().eval(), (x.clone(),), keep_mutations=True)
+    source = ModelSource.of(Normalizes().eval(), (x.clone(),))
     job = client.bench(source, recipes="portable", min_time_s=0.0, iterations=3)
     report = job.result().report
     assert report.compile is not None
     assert [warning.code for warning in report.compile.warnings] == ["INPUT_COPIED"]
     assert "'x' (24 bytes)" in report.compile.warnings[0].message
-    names = [*NAMES, "x"]
+    names = NAMES
     assert [row.output for row in report.accuracy] == names
     assert all(row.sqnr_db is not None and row.sqnr_db > 120 for row in report.accuracy)
     outputs = job.outputs()
@@ -57,9 +57,7 @@ def test_an_output_has_one_name_everywhere(client: Farm, tmp_path: Path) -> None
     with client.session(program=pte) as session:
         answer = session.run(given)
     assert list(answer.names) == names and np.array_equal(given, x.numpy())
-    changed = x.clone()
-    eager = Normalizes()(changed)
-    assert np.allclose(answer["température"], eager["température"]) and np.allclose(answer["x"], changed)
+    assert np.allclose(answer["température"], Normalizes()(x.clone())["température"])
 
 
 def test_methods_share_a_buffer_on_a_device(client: Farm) -> None:
