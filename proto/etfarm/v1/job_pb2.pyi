@@ -99,6 +99,7 @@ class Model(_message.Message):
     METHODS_FIELD_NUMBER: _builtins.int
     CONSTANT_METHODS_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     @_builtins.property
     def methods(self) -> _containers.MessageMap[_builtins.str, Global___MethodSource]: ...
@@ -112,6 +113,12 @@ class Model(_message.Message):
         Empty if the model was exported before or has no factory. They affect nothing: reports show them.
         """
 
+    @_builtins.property
+    def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelCall]:
+        """Calls, at most 64, by which the server compares the program with the model: one after the other, so that each continues the
+        state of those before. When empty, each method is called once if methods share state.
+        """
+
     def __init__(
         self,
         *,
@@ -119,14 +126,41 @@ class Model(_message.Message):
         methods: _abc.Mapping[_builtins.str, Global___MethodSource] | None = ...,
         constant_methods: _abc.Mapping[_builtins.str, _common_pb2.Artifact] | None = ...,
         sources: _abc.Iterable[_common_pb2.SourceFile] | None = ...,
+        calls: _abc.Iterable[Global___ModelCall] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["constant_methods", b"constant_methods", "methods", b"methods", "name", b"name", "sources", b"sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "constant_methods", b"constant_methods", "methods", b"methods", "name", b"name", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015
+
+@_typing.final
+class ModelCall(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METHOD_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    method: _builtins.str
+    """One of Model.methods."""
+    @_builtins.property
+    def inputs(self) -> _common_pb2.Artifact:
+        """A tensor file of the flattened leaves of (args, kwargs); the example inputs when absent."""
+
+    def __init__(
+        self,
+        *,
+        method: _builtins.str = ...,
+        inputs: _common_pb2.Artifact | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["inputs", b"inputs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["inputs", b"inputs", "method", b"method"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelCall: _TypeAlias = ModelCall  # noqa: Y015
 
 @_typing.final
 class MethodSource(_message.Message):

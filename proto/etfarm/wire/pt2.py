@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from etfarm.wire.output_names import names_of_structure
+
 _DTYPES: Final = {
     1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float16", 7: "float32", 8: "float64", 12: "bool",
     13: "bfloat16", 28: "uint16", 29: "float8_e4m3fn", 30: "float8_e5m2",
@@ -43,9 +45,7 @@ class ArchiveFacts:
     input_names: tuple[str, ...] = ()
     """Input names in flattened order; empty if unknown."""
     output_names: tuple[str, ...] = ()
-    """Keys and fields of the outputs in flattened order, as `logits` and `hidden_states_0`; the position as text for an output
-    without one. Empty if unknown.
-    """
+    """Output names in flattened order, see `etfarm.wire.output_names`; empty if unknown."""
     input_types: tuple[InputType | None, ...] = ()
     """Types parallel to `input_names`; None for an input that is not a tensor, or has an unsupported dtype."""
     quantized: bool = False
@@ -88,36 +88,13 @@ def _user_inputs(specs: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _output_names(module: dict[str, Any]) -> tuple[str, ...]:
-    """Return a name for each output, made of its keys in the structure that the model returns; none for other structures."""
     try:
         entry = next((each for each in module["module_call_graph"] if not each["fqn"]), None)
-        paths = [] if entry is None else list(_leaf_paths(json.loads(entry["signature"]["out_spec"])[1]))
+        names = () if entry is None else names_of_structure(entry["signature"]["out_spec"])
         count = sum("user_output" in spec for spec in module["signature"]["output_specs"])
     except (ValueError, KeyError, TypeError, IndexError, RecursionError):
         return ()
-    if len(paths) != count:
-        return ()
-    has_key = [any(isinstance(part, str) for part in path) for path in paths]
-    return tuple("_".join(map(str, path)) if has_key[place] else str(place) for place, path in enumerate(paths))
-
-
-def _leaf_paths(spec: dict[str, Any], prefix: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """Yield the keys, as text, and indices that lead to each leaf of a serialized pytree.
-
-    Raises:
-        TypeError: it has another class than dicts, tuples and lists.
-    """
-    children, kind = spec["children_spec"], spec["type"]
-    if kind is None:
-        yield prefix
-    elif kind in ("builtins.dict", "collections.OrderedDict"):
-        for key, child in zip(json.loads(spec["context"]), children, strict=True):
-            yield from _leaf_paths(child, (*prefix, str(key)))
-    elif kind in ("builtins.tuple", "builtins.list"):
-        for place, child in enumerate(children):
-            yield from _leaf_paths(child, (*prefix, place))
-    else:
-        raise TypeError(kind)
+    return names if len(names) == count else ()
 
 
 def _type(meta: dict[str, Any] | None) -> InputType | None:

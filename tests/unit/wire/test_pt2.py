@@ -47,7 +47,9 @@ def returning(spec: Any) -> Any:
         (structure("collections.OrderedDict", '["z", "q"]', LEAF, LEAF), ("z", "q")),
         (structure("builtins.tuple", "null", LEAF, structure("builtins.dict", '["b"]', LEAF)), ("0", "1_b")),
         (structure("builtins.dict", "[1]", LEAF), ("1",)),
-        (structure("my.Class", "null", LEAF), ()),
+        (structure("builtins.dict", '["b", "a"]', LEAF, structure("builtins.dict", '["é/"]', LEAF)), ("b", "a_é/")),
+        (structure("builtins.dict", '["", "0"]', LEAF, LEAF), ("0", "1")),
+        (structure("my.Class", "null", LEAF), ("0",)),
         (structure("builtins.dict", '["a"]', LEAF, LEAF), ()),
     ],
 )

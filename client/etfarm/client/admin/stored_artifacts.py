@@ -111,6 +111,9 @@ def _submitted_with(job: job_pb2.Job) -> Iterator[ArtifactUse]:
             artifacts_of_source += [("calibration", sample) for sample in source.calibration]
             for kind, artifact in artifacts_of_source:
                 yield ArtifactUse(artifact.digest, job.id, job.name, named, kind)
+        for call in candidate.model.calls:
+            if call.HasField("inputs"):
+                yield ArtifactUse(call.inputs.digest, job.id, job.name, f"{candidate.name} · {call.method}", "inputs")
         for method, artifact in sorted(candidate.model.constant_methods.items()):
             yield ArtifactUse(artifact.digest, job.id, job.name, f"{candidate.name} · {method}", "constant")
     for method, artifact in sorted(job.spec.inputs.items()):

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -16,6 +17,7 @@ from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.client.cli.usage import Usage
 
 if TYPE_CHECKING:
+    from etfarm.client.export.spec import ModelSpec
     from etfarm.wire.recipes import Recipe
 
 Item = TypeVar("Item")
@@ -104,6 +106,9 @@ Calibration = Annotated[
     typer.Option("--calibration", metavar="PATH", help="Samples for int8: an .npz, or a folder with one .npz per sample."),
 ]
 Batched = Annotated[bool, typer.Option("--batched", help="Axis 0 of every array of --calibration is the sample axis.")]
+KeepMutations = Annotated[
+    bool, typer.Option("--keep-mutations", help="Return the inputs that a factory's model writes to as outputs, too.")
+]
 Reservation = Annotated[
     str | None,
     typer.Option("--reservation", metavar="ID", help="Use the devices of a reservation; else ETFARM_RESERVATION."),
@@ -176,6 +181,25 @@ def recipes_of(texts: Sequence[str]) -> list[Recipe]:
 
     recipes = {text: read_recipe(text) for text in texts or (DEFAULT_RECIPE,)}
     return [recipes[text] for text in once("--recipe", texts or (DEFAULT_RECIPE,), lambda text: recipes[text].digest)]
+
+
+def keeping_mutations(specs: Sequence[ModelSpec]) -> list[ModelSpec]:
+    """Return the models of `--keep-mutations`.
+
+    Raises:
+        Usage: one of them is not a factory.
+    """
+    from etfarm.client.export.spec import FileFactory, ModuleFactory
+
+    kept: list[ModelSpec] = []
+    for spec in specs:
+        if not isinstance(spec, FileFactory | ModuleFactory):
+            raise Usage(
+                f"--keep-mutations requires a factory, and {spec.label} is exported already or changes no inputs.",
+                "Give file.py:factory or package.module:factory.",
+            )
+        kept.append(replace(spec, keep_mutations=True))
+    return kept
 
 
 def calibration_of(path: Path | None, batched: bool, recipes: Sequence[Recipe]) -> Path | None:

@@ -161,7 +161,7 @@ class Stack:
             if array is None or array.shape != first.shape or array.dtype != first.dtype:
                 this = "is missing" if array is None else f"is {array.dtype} {list(array.shape)}"
                 raise OutputsDiffer(
-                    f"The output {key} of {name} {this}, but was {first.dtype} {list(first.shape)} before, so they "
+                    f"The output {npz.name_of(key)} of {name} {this}, but was {first.dtype} {list(first.shape)} before, so they "
                     "cannot be stacked.",
                     "Give -o a folder for one file per sample.",
                     output=key,

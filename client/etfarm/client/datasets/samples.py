@@ -209,11 +209,12 @@ def _values(path: Path, arrays: Mapping[str, NDArray[Any]]) -> Iterator[tuple[st
         if npz.told_of(key, arrays) is not None:
             continue
         dtype = arrays.get(key + npz.DTYPE)
+        name = npz.name_of(key)
         if dtype is None and array.dtype.name not in ITEM_BYTES:
-            yield key, array
+            yield name, array
             continue
         # The program determines the memory layout, whatever `.dim_order` says.
-        yield key, npz.value_of_entry(path, key, key, array, dtype)
+        yield name, npz.value_of_entry(path, key, name, array, dtype)
 
 
 def _unreadable(path: Path, error: Exception) -> npz.InputFileUnreadable:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from etfarm.client.export.construction import add_lines
 from etfarm.client.export.errors import (
@@ -26,12 +26,13 @@ from etfarm.client.export.errors import (
     UnsupportedInput,
     UnsupportedOutput,
 )
-from etfarm.client.export.mutation import changes_constants, find_shared_buffers
+from etfarm.client.export.mutation import changes_constants, find_shared_buffers, keep_mutations
 from etfarm.client.export.noise import quiet
 from etfarm.client.export.samples import flat_values, input_leaves, leaf_names, must_match, unshared, wire_value
 from etfarm.client.export.shapes import must_be_bounded, normal_shapes, specialized
+from etfarm.client.export.shared_state import find_common_buffers, mark_shared
 from etfarm.client.export.source import ModelSource, must_be_tuple
-from etfarm.client.export.structures import name_outputs, plain_structures
+from etfarm.client.export.structures import plain_structures
 from etfarm.client.export.traces import make_relative, place_in, place_of
 from etfarm.client.export.transform import Transform
 from etfarm.wire import digest
@@ -55,6 +56,10 @@ _INTS = 1 << 63
 """ExecuTorch's ints have 64 bits, with this limit."""
 
 
+Call: TypeAlias = "tuple[str, bytes | Path | None]"
+"""A method with a tensor file of its inputs; None for the example inputs."""
+
+
 @dataclass(frozen=True)
 class ExportedMethod:
     """One method of an exported model."""
@@ -68,11 +73,7 @@ class ExportedMethod:
     input_names: tuple[str, ...]
     """The inputs' names in flattened order: `x`, `state_0`, `options_mask`."""
     output_names: tuple[str, ...]
-    """The outputs' keys and fields (`logits`, `hidden_states_0`), else the names of the nodes that compute them, in flattened
-    order. Two outputs may have the same name.
-    """
-    output_keys: tuple[str, ...]
-    """The outputs' keys and fields alone, see `ArchiveFacts.output_names`."""
+    """The outputs' names in flattened order, see `ArchiveFacts.output_names`."""
     duration_ms: int
     """Duration of exporting and saving in ms, on the monotonic clock."""
     input_types: tuple[InputType | None, ...] = ()
@@ -91,6 +92,8 @@ class ExportedModel:
     methods: Mapping[str, ExportedMethod]
     constant_methods: Mapping[str, bytes] = field(default_factory=dict)
     """A tensor file per constant method, with its leaves in flattened order."""
+    calls: tuple[Call, ...] = ()
+    """Calls by which the program is compared with the model; each method once if the methods share state."""
 
 
 def export_source(
@@ -132,7 +135,28 @@ def export_source(
     tell = say or (lambda _: None)
     export = _Export(source, base, strict, Transform(source, recipe, base, tell), calibrate, folder, tell)
     export.transform.must_find_something(name)
-    return ExportedModel(name, {method: export.method(method) for method in source.methods}, _constants(source))
+    groups = find_common_buffers(source.methods)
+    if not groups:
+        methods = {method: export.archived(export.program(method)) for method in source.methods}
+        return ExportedModel(name, methods, _constants(source), export.calls(methods))
+    programs = {method: export.program(method) for method in source.methods}
+    is_shared = mark_shared({method: exported.program for method, exported in programs.items()}, groups)
+    methods = {method: export.archived(exported) for method, exported in programs.items()}
+    calls = export.calls(methods) or (tuple((method, None) for method in methods) if is_shared else ())
+    return ExportedModel(name, methods, _constants(source), calls)
+
+
+@dataclass(frozen=True)
+class _Program:
+    """One exported method that is not archived yet."""
+
+    method: str
+    program: ExportedProgram
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    early_names: list[str]
+    transform_ms: float | None
+    export_s: float
 
 
 @dataclass(frozen=True)
@@ -150,11 +174,8 @@ class _Export:
     folder: Path | None
     say: Callable[[str], None]
 
-    def method(self, method: str) -> ExportedMethod:
-        """Export one method.
-
-        Copies of transformed modules are released before the next method.
-        """
+    def program(self, method: str) -> _Program:
+        """Export one method."""
         import torch
 
         module = self.source.methods[method]
@@ -186,25 +207,38 @@ class _Export:
         must_be_bounded(method, program)
         add_lines(program, module, self.base)
         make_relative(program, self.base)
-        name_outputs(program)
+        if self.source.keep_mutations:
+            keep_mutations(program)
+        return _Program(method, program, args, kwargs, early_names, transform_ms, time.monotonic() - started)
+
+    def archived(self, exported: _Program) -> ExportedMethod:
+        """Return an exported method as an archive and calibration samples."""
+        method, program = exported.method, exported.program
+        started = time.monotonic()
         with _refusals(method, self.base), quiet():
             archive = archive_of(program)
-        duration_ms = round((time.monotonic() - started) * 1000)
-
-        signature = program.graph_signature
-        names = tuple(spec.arg.name for spec in signature.input_specs if spec.kind.name == "USER_INPUT")
+        duration_ms = round((exported.export_s + time.monotonic() - started) * 1000)
+        names = tuple(spec.arg.name for spec in program.graph_signature.input_specs if spec.kind.name == "USER_INPUT")
         facts = read_archive(archive)
         return ExportedMethod(
             pt2=self._kept(archive),
-            calibration=tuple(self._samples(method, names, args, kwargs, early_names)),
+            calibration=tuple(self._samples(method, names, exported.args, exported.kwargs, exported.early_names)),
             input_names=names,
-            output_names=tuple(spec.arg.name for spec in signature.output_specs if spec.kind.name == "USER_OUTPUT"),
-            output_keys=facts.output_names,
+            output_names=facts.output_names,
             duration_ms=duration_ms,
             input_types=facts.input_types,
-            transform_ms=transform_ms,
+            transform_ms=exported.transform_ms,
             quantized=facts.quantized,
         )
+
+    def calls(self, methods: Mapping[str, ExportedMethod]) -> tuple[Call, ...]:
+        """Return the source's calls with their inputs as tensor files."""
+        calls: list[Call] = []
+        for method, inputs in self.source.calls:
+            kwargs = dict(self.source.example_kwargs.get(method, {}))
+            must_match(method, len(calls), self.source.example_inputs[method], inputs, leaf_names(inputs, kwargs))
+            calls.append((method, self._kept(encode(flat_values(method, methods[method].input_names, inputs, kwargs)))))
+        return tuple(calls)
 
     def _samples(
         self, method: str, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], early_names: list[str]

@@ -7,7 +7,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -98,7 +98,8 @@ def opened(
             say(f"Seeded torch, numpy and random with {SEED} before calling {where}:{spec.name}.")
         with _users_code(f"{where}:{spec.name}"), construction.recorded(Path.cwd()):
             returned = factory()
-        yield LoadedModel(_as_source(f"{where}:{spec.name}", returned), own)
+        source = _as_source(f"{where}:{spec.name}", returned)
+        yield LoadedModel(replace(source, keep_mutations=True) if spec.keep_mutations else source, own)
 
 
 def scope_of(spec: FileFactory | ModuleFactory) -> usercode.ModuleScope:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from etfarm.wire.written_inputs import is_mutation, written_inputs, written_placeholders
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -33,27 +35,45 @@ def changes_constants(program: ExportedProgram) -> bool:
     buffers, too. Only a strict export knows that.
     """
     constants = program.graph_signature.inputs_to_lifted_tensor_constants
-    return any(name in constants for name in _written(program, _is_alias))
+    return any(node.name in constants for node in written_placeholders(program.graph))
 
 
-def _written(program: ExportedProgram, follows: Callable[[Any], bool] = lambda node: True) -> Iterator[str]:
-    """Yield the placeholders that operators write to, themselves or what operators that `follows` accepts make of them."""
+def keep_mutations(program: ExportedProgram) -> tuple[str, ...]:
+    """Make the changed inputs of an exported program outputs of it, named as the inputs; return their names.
+
+    They follow the model's own outputs: what returned `y` returns `{"": y, "x": x}`.
+    """
+    from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
+    from torch.utils import _pytree as pytree
+
+    names = tuple(written_inputs(program))
+    if not names:
+        return names
+    nodes = {node.name: node for node in program.graph.nodes}
+    specs = program.graph_signature.output_specs
+    output = program.graph.output_node()
+    changed = {spec.target: node for spec, node in zip(specs, output.args[0], strict=True) if is_mutation(spec)}
+    kept = [(spec, node) for spec, node in zip(specs, output.args[0], strict=True) if not is_mutation(spec)]
+    for name in names:
+        node = changed.get(name, nodes[name])
+        kept.append((OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=node.name), None), node))
+    specs[:] = [spec for spec, _ in kept]
+    output.args = (tuple(node for _, node in kept),)
+    program.graph_module.recompile()
+    signature = program.module_call_graph[0].signature
+    leaves = [pytree.tree_structure(0) for _ in names]
+    signature.out_spec = pytree.TreeSpec(dict, ["", *names], [signature.out_spec, *leaves])
+    signature.outputs.extend(TensorArgument(name=spec.arg.name) for spec in specs[-len(names) :])
+    return names
+
+
+def _written(program: ExportedProgram) -> Iterator[str]:
+    """Yield the placeholders that operators write to, themselves or what operators make of them."""
     for node in program.graph.nodes:
         schema = getattr(node.target, "_schema", None)
         for place, argument in enumerate(schema.arguments if schema is not None and schema.is_mutable else ()):
             written = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            while (
-                argument.is_write
-                and getattr(written, "op", "") == "call_function"
-                and follows(written)
-                and written.all_input_nodes
-            ):
+            while argument.is_write and getattr(written, "op", "") == "call_function" and written.all_input_nodes:
                 written = written.all_input_nodes[0]
             if argument.is_write and getattr(written, "op", "") == "placeholder":
                 yield written.name
-
-
-def _is_alias(node: Any) -> bool:
-    """Return whether an operator returns its input or a view of it, unlike a copy."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.returns) and schema.returns[0].alias_info is not None

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from etfarm.client.export.errors import BadModelSource, DynamicShapesForm, ExampleInputsNotATuple, with_article
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     SourceTransform: TypeAlias = Callable[[str, nn.Module], nn.Module]
     """Takes a method's name and a copy of its module, and gives the module to export: the copy, changed, or another."""
+
+MAX_CALLS: Final = 64
+"""Maximum number of calls of `ModelSource.calls`."""
 
 Samples: TypeAlias = "Sequence[tuple[Any, ...]] | Callable[[], Iterable[tuple[Any, ...]]]"
 """Calibration samples of a method, or a function that returns an iterable of them, which need not keep them in memory."""
@@ -65,6 +68,14 @@ class ModelSource:
     """Functions `(method, module) -> module` that rewrite a copy of each method's module before it is exported, one after the
     other; reports show them as the stage SOURCE_TRANSFORM.
     """
+    calls: Sequence[tuple[str, tuple[Any, ...]]] = ()
+    """Calls of methods, each with its positional arguments, that the program is compared with the model by, one after the other:
+    for methods that share state, or that keep it. Each method once, in order, for methods that share state when empty.
+    """
+    keep_mutations: bool = False
+    """Whether inputs that a method writes to are returned, too: after its own outputs, named as the inputs. Programs work on
+    copies of them in any case.
+    """
 
     def __post_init__(self) -> None:
         if not isinstance(self.methods, Mapping) or not self.methods:
@@ -105,6 +116,19 @@ class ModelSource:
             samples = self.calibration_inputs.get(name, ())
             for sample in () if callable(samples) else samples:
                 must_be_tuple(name, sample)
+        for name, inputs in self.calls:
+            if name not in self.methods:
+                raise BadModelSource(
+                    f"calls has the method {name!r}, which is not in methods.",
+                    f"The methods are {', '.join(self.methods)}.",
+                    part="calls",
+                    method=name,
+                )
+            must_be_tuple(name, inputs)
+        if len(self.calls) > MAX_CALLS:
+            raise BadModelSource(
+                f"calls must have at most {MAX_CALLS} calls, got {len(self.calls)}.", "Leave some out.", part="calls"
+            )
         for transform in self.source_transforms:
             if not callable(transform):
                 raise BadModelSource(
@@ -128,6 +152,7 @@ class ModelSource:
         dynamic_shapes: Any = None,
         constant_methods: Mapping[str, Any] | None = None,
         source_transforms: Sequence[SourceTransform] = (),
+        keep_mutations: bool = False,
     ) -> ModelSource:
         """Return a model of one method.
 
@@ -144,6 +169,7 @@ class ModelSource:
             dynamic_shapes={} if dynamic_shapes is None else {method: dynamic_shapes},
             constant_methods=constant_methods or {},
             source_transforms=source_transforms,
+            keep_mutations=keep_mutations,
         )
 
     @classmethod

@@ -68,6 +68,8 @@ class FileFactory:
 
     path: Path
     name: str
+    keep_mutations: bool = False
+    """See `ModelSource.keep_mutations`."""
 
     @property
     def label(self) -> str:
@@ -81,6 +83,8 @@ class ModuleFactory:
 
     module: str
     name: str
+    keep_mutations: bool = False
+    """See `ModelSource.keep_mutations`."""
 
     @property
     def label(self) -> str:

@@ -6,42 +6,47 @@ none of these classes, and imports nothing that a file names.
 
 from __future__ import annotations
 
-import builtins
-import keyword
 import re
 from collections import OrderedDict, defaultdict, namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 _FIELD: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-"""Names that may become names of outputs, and that a server accepts as keys."""
+"""Names of fields that may become keys."""
+
+_NOT_IN_GUARDS: Final = re.compile(r"[^A-Za-z0-9_.\- :/]")
+"""Characters that a server does not accept in the keys of inputs, which torch writes into the code of guards."""
 
 
-def to_plain(value: Any) -> Any:
-    """Return a pytree with the same leaves in tuples, lists and dicts."""
+def to_plain(value: Any, plain_key: Callable[[Any], Any] | None = None) -> Any:
+    """Return a pytree with the same leaves in tuples, lists and dicts; see `plain_spec`."""
     from torch.utils import _pytree as pytree
 
     leaves, spec = pytree.tree_flatten(value)
-    return pytree.tree_unflatten(leaves, plain_spec(spec))
+    return pytree.tree_unflatten(leaves, plain_spec(spec, plain_key))
 
 
-def plain_spec(spec: Any) -> Any:
-    """Return a pytree's structure with tuples, lists and dicts only: a dict of its fields for a class with named fields."""
+def plain_spec(spec: Any, plain_key: Callable[[Any], Any] | None = None) -> Any:
+    """Return a pytree's structure with tuples, lists and dicts only: a dict of its fields for a class with named fields.
+
+    Args:
+        plain_key: returns the key of a dict in place of another one; `output_key` when None.
+    """
     from torch.utils import _pytree as pytree
 
     if spec.is_leaf():
         return spec
-    children = [plain_spec(child) for child in spec.children()]
-    if spec.type in (tuple, list, dict):
+    children = [plain_spec(child, plain_key) for child in spec.children()]
+    if spec.type in (tuple, list):
         return pytree.TreeSpec(spec.type, spec.context, children)
-    if spec.type is OrderedDict:
-        return pytree.TreeSpec(dict, list(spec.context), children)
-    if spec.type is defaultdict:
-        return pytree.TreeSpec(dict, list(spec.context[1]), children)
+    if _is_dict(spec):
+        return pytree.TreeSpec(dict, [(plain_key or output_key)(key) for key in _keys(spec)], children)
     names = _field_names(spec)
     if names is not None:
         return pytree.TreeSpec(dict, names, children)
@@ -49,39 +54,35 @@ def plain_spec(spec: Any) -> Any:
     return pytree.TreeSpec(list if is_list else tuple, None, children)
 
 
-def name_outputs(program: ExportedProgram) -> None:
-    """Rename the nodes that compute outputs to the outputs' keys and fields, such as `logits` or `hidden_states_0`.
-
-    An output without a key, one that is an input or a parameter itself, and one whose name is taken or Python's own keep
-    their names.
-    """
-    from torch.utils import _pytree as pytree
-
-    spec = plain_spec(program.call_spec.out_spec)
-    paths = pytree.tree_flatten_with_path(pytree.tree_unflatten([0] * spec.num_leaves, spec))[0]
-    outputs = [output for output in program.graph_signature.output_specs if output.kind.name == "USER_OUTPUT"]
-    nodes = {node.name: node for node in program.graph.nodes}
-    renamed: set[str] = set()
-    for output, (path, _) in zip(outputs, paths, strict=True):
-        node = nodes.get(getattr(output.arg, "name", ""))
-        name = "_".join(str(getattr(key, "key", getattr(key, "idx", ""))) for key in path)
-        if node is None or node.op != "call_function" or node.name in renamed or name in nodes or not _is_variable(name):
-            continue
-        before = node.name
-        node._rename(name)
-        nodes[node.name] = node
-        renamed.add(node.name)
-        program.graph_signature.replace_all_uses(before, node.name)
-        for entry in program.module_call_graph:
-            for argument in entry.signature.outputs if entry.signature is not None else ():
-                if getattr(argument, "name", None) == before:
-                    argument.name = node.name
+def output_key(key: Any) -> Any:
+    """Return a key that JSON represents: text, a whole number or a bool as it is, and a tuple of these as text: `('a', 1)`."""
+    if isinstance(key, Enum):
+        key = key.value if isinstance(key.value, str | int) else key.name
+    if isinstance(key, bool):
+        return key
+    if isinstance(key, Integral):
+        return int(key)
+    if isinstance(key, tuple):
+        return str(_plain_tuple(key))
+    return str(key) if key is None or isinstance(key, str | float) else key
 
 
-def _is_variable(name: str) -> bool:
-    """Return whether torch.fx accepts a name for a node as it is, and generates working code with it."""
-    is_name = _FIELD.fullmatch(name) is not None and not keyword.iskeyword(name) and not hasattr(builtins, name)
-    return is_name and name != "self"
+def _plain_tuple(keys: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(_plain_tuple(key) if isinstance(key, tuple) else output_key(key) for key in keys)
+
+
+def input_key(key: Any) -> Any:
+    """Return a key that may be part of a guard; characters that may not are replaced by their numbers: `:e9:` for `é`."""
+    plain = output_key(key)
+    return _NOT_IN_GUARDS.sub(lambda match: f":{ord(match[0]):x}:", plain) if isinstance(plain, str) else plain
+
+
+def _is_dict(spec: Any) -> bool:
+    return spec.type in (dict, OrderedDict, defaultdict)
+
+
+def _keys(spec: Any) -> list[Any]:
+    return list(spec.context[1] if spec.type is defaultdict else spec.context)
 
 
 @contextmanager
@@ -93,8 +94,8 @@ def plain_structures(program: ExportedProgram) -> Iterator[None]:
     try:
         program._guards_code = _plain_guards(guards, program.call_spec.in_spec)
         for signature, in_spec, out_spec in specs:
-            signature.in_spec, signature.out_spec = plain_spec(in_spec), plain_spec(out_spec)
-        program.example_inputs = to_plain(examples)
+            signature.in_spec, signature.out_spec = plain_spec(in_spec, input_key), plain_spec(out_spec)
+        program.example_inputs = to_plain(examples, input_key)
         yield
     finally:
         for signature, in_spec, out_spec in specs:
@@ -103,7 +104,9 @@ def plain_structures(program: ExportedProgram) -> Iterator[None]:
 
 
 def _plain_guards(guards: list[str], in_spec: Any) -> list[str]:
-    """Return guards that read inputs from dicts: `L['batch'].left` becomes `L['batch']['left']`."""
+    """Return guards that read inputs from dicts with plain keys: `L['batch'].left` becomes `L['batch']['left']`."""
+    for key in _changed_keys(in_spec):
+        guards = [guard.replace(f"[{key!r}]", f"[{input_key(key)!r}]") for guard in guards]
     fields = sorted(_attributes(in_spec), key=len, reverse=True)
     if not fields:
         return guards
@@ -111,11 +114,21 @@ def _plain_guards(guards: list[str], in_spec: Any) -> list[str]:
     return [pattern.sub(r"['\1']", guard) for guard in guards]
 
 
+def _changed_keys(spec: Any) -> Iterator[Any]:
+    """Yield the keys of a structure's dicts that `input_key` changes."""
+    if not spec.is_leaf():
+        for key in _keys(spec) if _is_dict(spec) else ():
+            if input_key(key) != key:
+                yield key
+        for child in spec.children():
+            yield from _changed_keys(child)
+
+
 def _attributes(spec: Any) -> set[str]:
     """Return the names of fields that are read as attributes."""
     if spec.is_leaf():
         return set()
-    foreign = spec.type not in (tuple, list, dict, OrderedDict, defaultdict)
+    foreign = spec.type not in (tuple, list) and not _is_dict(spec)
     names = set(_field_names(spec) or ()) if foreign else set()
     return names.union(*(_attributes(child) for child in spec.children()))
 

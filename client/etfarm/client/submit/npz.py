@@ -1,7 +1,9 @@
 """Wire tensors in numpy's .npz files, for `--inputs` and `-o`.
 
 A key is an argument's or output's name, or its position `0`, `1`, ... in flattened order (`arr_0`, as np.savez calls them,
-works too); `METHOD/` before it selects the method. A value whose type npz lacks has a sibling key `KEY.dtype`, a string:
+works too); `METHOD/` before it selects the method. In a name, `/`, `%` and control characters are percent-escaped as in a URL,
+and so is the dot of an ending that has a meaning in a file: the key `box%2Fscore` is the name `box/score`. A value whose type
+npz lacks has a sibling key `KEY.dtype`, a string:
 
     bfloat16, float8_e4m3fn, float8_e5m2   KEY holds the elements' bits as uint16 or uint8
     scalar                                 KEY holds a Python bool, int or float in no dims, or nothing: None
@@ -16,6 +18,7 @@ from __future__ import annotations
 import io
 import lzma
 import math
+import re
 import tokenize
 import zipfile
 import zlib
@@ -26,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Final
 from etfarm.client.errors import OutputUnwritable
 from etfarm.client.submit.input_names import UNSAID, Named, by_method, order
 from etfarm.wire.errors import UserError
+from etfarm.wire.output_names import distinct_names
 from etfarm.wire.tensors import ITEM_BYTES, Scalar, Tensor, Value, dtype_of, from_array, to_array
 
 if TYPE_CHECKING:
@@ -38,6 +42,9 @@ DTYPE = ".dtype"
 """Suffix of the sibling key with the type of an array that npz has no type for."""
 
 _DIM_ORDER = ".dim_order"
+
+_ESCAPED: Final = re.compile(r"[/%\x00-\x1f\x7f-\x9f]|\.(?=(?:dtype|dim_order|npy)\Z)")
+_ESCAPES: Final = re.compile(r"(?:%[0-9A-Fa-f]{2})+")
 
 
 class InputFileUnreadable(UserError):
@@ -76,6 +83,7 @@ def read_named(path: Path) -> dict[str, Named]:
         method, slash, name = key.partition("/")
         method, name = (method, name) if slash else (UNSAID, key)
         dtype = arrays.get(key + DTYPE)
+        name = name_of(name)
         value = value_of_entry(path, key, name, array, dtype)
         if (dim_order := arrays.get(key + _DIM_ORDER)) is not None:
             value = _laid_out(path, key, value, dim_order)
@@ -133,8 +141,8 @@ def write_outputs(
 ) -> None:
     """Write values to exactly `path`, in the form that `read_named` reads.
 
-    Keys start with `METHOD/` if there are several methods. `names` are the output names by method; an output without
-    a unique name uses its position.
+    Keys start with `METHOD/` if there are several methods. `names` are the output names by method, in order; an output has its
+    position where they are not unique.
 
     Args:
         with_dim_orders: write `KEY.dim_order` for values that are not contiguous; inputs need it, outputs do not.
@@ -155,6 +163,23 @@ def write_outputs(
         path.write_bytes(buffer.getbuffer())
     except OSError as error:
         raise OutputUnwritable(f"{path} cannot be written: {error.strerror or error}.", "Give another -o.", path=path) from None
+
+
+def key_of(name: str) -> str:
+    """Return the key of a name, in which characters with a meaning in files are percent-escaped."""
+    return _ESCAPED.sub(lambda match: "".join(f"%{byte:02X}" for byte in match[0].encode()), name)
+
+
+def name_of(key: str) -> str:
+    """Return the name of a key without `METHOD/`; escapes that are not UTF-8 stay as they are."""
+
+    def decoded(match: re.Match[str]) -> str:
+        try:
+            return bytes.fromhex(match[0].replace("%", "")).decode()
+        except UnicodeDecodeError:
+            return match[0]
+
+    return _ESCAPES.sub(decoded, key)
 
 
 def told_of(key: str, keys: Collection[str]) -> str | None:
@@ -334,10 +359,9 @@ def entries(
 
     for method, values in outputs.items():
         prefix = f"{method}/" if len(outputs) > 1 else ""
-        output_names = list(names.get(method, ()))
-        for place, value in enumerate(values):
-            name = output_names[place] if place < len(output_names) else ""
-            key = prefix + (name if name and output_names.count(name) == 1 else str(place))
+        output_names = distinct_names([*names.get(method, ()), *[""] * len(values)][: len(values)])
+        for name, value in zip(output_names, values, strict=True):
+            key = prefix + key_of(name)
             if isinstance(value, Scalar):
                 yield key, np.asarray(value.value) if value.value is not None else np.empty(0)
                 yield key + DTYPE, np.asarray(_SCALAR)

@@ -211,11 +211,11 @@ def _export(model: ExportedModel) -> PreparedExport:
             transformed=method.transform_ms is not None,
             transform_ms=method.transform_ms,
             quantized=method.quantized,
-            output_names=method.output_keys,
+            output_names=method.output_names,
         )
         for name, method in model.methods.items()
     }
-    return PreparedExport(methods, model.constant_methods)
+    return PreparedExport(methods, model.constant_methods, model.calls)
 
 
 def _calibrated(

@@ -69,6 +69,8 @@ class PreparedExport:
     methods: Mapping[str, PreparedMethod]
     constants: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     """A tensor file for each method that only returns a constant."""
+    calls: Sequence[tuple[str, bytes | Path | None]] = field(default=(), repr=False)
+    """See `ExportedModel.calls`."""
 
     def stages_done(self) -> list[compile_pb2.Stage]:
         """Return the stages that the client ran, in order, with durations by method for those that ran here."""

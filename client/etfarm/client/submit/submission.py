@@ -133,6 +133,8 @@ class Submission:
                 model.methods[method].calibration.extend(self.add(sample) for sample in prepared.calibration)
         for method, value in export.constants.items():
             model.constant_methods[method].CopyFrom(self.add(value))
+        for method, inputs in export.calls:
+            model.calls.add(method=method, inputs=None if inputs is None else self.add(inputs))
         return model
 
 

@@ -30,7 +30,7 @@ def memory(base: Json, candidate: Json) -> Json | None:
 def accuracy(base: Json, candidate: Json) -> list[Json]:
     """Return the accuracy part of a PAIR: outputs matched by name, else by order if both sides have equally many left.
 
-    An output has the name of its node in the graph, such as `relu_19`, whose number changes with the layers. Both sides are
+    An output of a report before etfarm 0.3 may have the name of its node in the graph, such as `relu_19`. Both sides are
     compared with the first common reference: the program before quantization, or the quantized one if a side lacks the former.
     Without a common reference, each side has the errors against its own first reference, and there is no change.
     """

@@ -121,6 +121,7 @@ EXECUTORCH: Final = {
         Argument("alloc_graph_input", "plan memory for inputs", bool),
         Argument("alloc_graph_output", "plan memory for outputs", bool),
         Argument("alloc_mutable_buffers", "plan memory for buffers that the program changes", bool),
+        Argument("share_mutable_buffers", "one memory for a buffer of several methods", bool),
         Argument("emit_stacktrace", "keep source lines in the program", bool),
         Argument("extract_delegate_segments", "delegates' data in segments that can be freed", bool),
         Argument("segment_alignment", "bytes", int, _ALIGNMENT),

@@ -10,7 +10,14 @@ from dataclasses import replace
 from typing import Any, Final
 
 from etfarm.wire.recipes import fields, pipeline
-from etfarm.wire.recipes.errors import BadRecipeArgument, BadRecipeField, BadRecipeText, UnknownRecipe, UnknownRecipeArgument
+from etfarm.wire.recipes.errors import (
+    BadCombination,
+    BadRecipeArgument,
+    BadRecipeField,
+    BadRecipeText,
+    UnknownRecipe,
+    UnknownRecipeArgument,
+)
 from etfarm.wire.recipes.recipe import Part, Recipe
 from etfarm.wire.recipes.table import RECIPES, Quantization, Specification
 from etfarm.wire.recipes.values import Plain, plain, spoken
@@ -150,6 +157,11 @@ def _checked(recipe: Recipe) -> Recipe:
             "The recipe names neither recipes nor partitioners.",
             'Write recipe = "name", combine = ["name", "name"] or partitioners = ["name"].',
         )
+    if options.executorch.get("share_mutable_buffers") and options.executorch.get("alloc_mutable_buffers") is False:
+        raise BadCombination(
+            "[executorch] has share_mutable_buffers = true and alloc_mutable_buffers = false, but only planned memory is shared.",
+            "Leave one of them out.", recipes=recipe.name,
+        )  # fmt: skip
     pipeline.check(recipe)
     return recipe
 

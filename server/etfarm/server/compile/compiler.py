@@ -220,6 +220,7 @@ class Compiler:
                 compilation.exported_programs[name].CopyFrom(artifact)
             model = todo.candidate.model
             await self._require_whole(lowered_from, model.constant_methods)
+            await self._store.require_whole(call.inputs.digest for call in model.calls if call.HasField("inputs"))
             await self._store.require_whole(original_of(method).digest for method in model.methods.values())
             request = LowerRequest(
                 models=self._paths(lowered_from),
@@ -227,6 +228,10 @@ class Compiler:
                 quantized_here=lowered_from is not sources, model_name=_ANY_MODEL,
                 recipe_json=todo.candidate.recipe, constant_methods=self._paths(model.constant_methods),
                 stop_after=todo.stop_after or None, threads=self._threads, operators=self._operators,
+                calls=[
+                    (call.method, self._store.path(call.inputs.digest) if call.HasField("inputs") else None)
+                    for call in model.calls
+                ],
             )  # fmt: skip
         except EtfarmError as error:
             return _failure(compilation, error)

@@ -144,6 +144,8 @@ def plan(
         "references": {n: m.reference.digest for n, m in candidate.model.methods.items() if m.HasField("reference")},
         "schema": "etfarm.compilation/2",
         "constant_methods": {name: artifact.digest for name, artifact in candidate.model.constant_methods.items()},
+        # Left out without calls, so that earlier compilations stay valid.
+        **({"calls": calls} if (calls := calls_of(candidate)) else {}),
         "recipe": digests.of_bytes(candidate.recipe.encode()),
         "strict": recipe.strict,
         "stop_after": draft.stop_after,
@@ -162,6 +164,11 @@ def plan(
     return Plan(
         candidate, recipe, draft.stop_after, digests.of_value(compilation), digests.of_value(quantization) if quantizes else ""
     )
+
+
+def calls_of(candidate: job_pb2.Candidate) -> list[list[str]]:
+    """Return the calls that the program is compared by: the method and the digest of its inputs, empty for the example inputs."""
+    return [[call.method, call.inputs.digest] for call in candidate.model.calls]
 
 
 def original_of(method: job_pb2.MethodSource) -> common_pb2.Artifact:

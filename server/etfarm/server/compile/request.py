@@ -43,6 +43,9 @@ class LowerRequest:
     """Whether a quantizing child produced `models`; that child has already reported the layers that stayed in fp32."""
     constant_methods: Mapping[str, Path] = field(default_factory=dict)
     """Tensor files with flattened leaves, by constant method."""
+    calls: Sequence[tuple[str, Path | None]] = ()
+    """Calls by which the program is compared with the model, one after the other: a method with a tensor file of its inputs, None
+    for the example inputs."""
     stop_after: str | None = None
     """Name of the last stage to run; None for all stages of the recipe."""
     want_etrecord: bool = True

@@ -15,6 +15,8 @@ MAX_SAMPLES = 10_000
 MAX_SOURCES = 1000
 """Maximum number of source files of one model."""
 _PATH_CHARACTERS = 400
+MAX_CALLS = 64
+"""Maximum number of calls by which a program is compared with its model."""
 _METHOD_BYTES = 100
 _CLIENT_STAGES = ("SOURCE_TRANSFORM", "QUANTIZE", "TORCH_EXPORT")
 
@@ -67,6 +69,12 @@ def validate_methods(candidate: job_pb2.Candidate, spec: job_pb2.JobSpec) -> Non
             "characters and a SHA-256.",
             "Leave out the others.", limit=MAX_SOURCES,
         )  # fmt: skip
+    if len(model.calls) > MAX_CALLS:
+        message = f"{candidate.name} has {len(model.calls)} calls, above {MAX_CALLS}."
+        raise BadJob(message, "Give fewer calls.", limit=MAX_CALLS)
+    for call in model.calls:
+        if (name := call.method[:200]) not in model.methods:
+            raise MethodMissing(f"{candidate.name} has no method {name!r}.", name, sorted(model.methods))
     known = sorted({*model.methods, *model.constant_methods})
     for name in (*spec.methods, *sorted(spec.inputs)):
         if name not in known:

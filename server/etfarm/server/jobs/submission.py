@@ -324,6 +324,7 @@ def _artifacts(spec: job_pb2.JobSpec) -> Iterator[common_pb2.Artifact]:
             if method.HasField("reference"):
                 yield method.reference
         yield from candidate.model.constant_methods.values()
+        yield from (call.inputs for call in candidate.model.calls if call.HasField("inputs"))
     yield from spec.inputs.values()
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from etfarm.client.export import ExportedMethod, ModelSource, export_source
 from etfarm.client.export.eager import archive_of
+from etfarm.server.compile.program import values
 from etfarm.server.compile.screening import screen
 from etfarm.wire.errors import EtfarmError
 from tests.support.golden import Golden
@@ -77,12 +81,11 @@ def loaded(pt2: Any) -> Any:
 def test_an_output_of_a_librarys_class_is_a_dict_whose_keys_name_the_outputs() -> None:
     exported = method(ModelSource.of(Encoder().eval(), (torch.ones(3),)))
     names = ("logits", "hidden_states_0", "hidden_states_1_low", "hidden_states_1_high", "x")
-    assert exported.output_names == exported.output_keys == names
+    assert exported.output_names == names
     program = loaded(exported.pt2)
     result = program.module()(torch.ones(3))
     assert type(result) is dict and list(result) == ["logits", "hidden_states", "x"]
     assert torch.equal(result["hidden_states"][1]["low"], torch.zeros(3))
-    assert [spec.arg.name for spec in program.graph_signature.output_specs] == list(exported.output_names)
 
 
 def test_registered_containers_of_inputs_are_dicts_in_the_archive(tmp_path: Any) -> None:
@@ -132,28 +135,66 @@ class Returns(nn.Module):
         return self.wrap(x)
 
 
+class Label(Enum):
+    CAT = 1
+    DOG = "dog"
+
+
 @pytest.mark.parametrize(
-    ("wrap", "names", "keys"),
+    ("wrap", "names"),
     [
-        (lambda x: {"sum": x + 1, "x": x * 2, "b": x}, ("add", "mul", "x"), ("sum", "x", "b")),
-        (lambda x: OrderedDict(a=x + 1), ("a",), ("a",)),
-        (lambda x: defaultdict(list, a=[x + 1]), ("a_0",), ("a_0",)),
-        (lambda x: (lambda y: {"a": y, "b": y})(x + 1), ("a", "a"), ("a", "b")),
-        (lambda x: (x + 1, [x * 2]), ("add", "mul"), ("0", "1")),
-        (lambda x: (x + 1, [{"a": x * 2}, x]), ("add", "mul", "x"), ("0", "1_0_a", "2")),
-        (lambda x: x + 1, ("add",), ("0",)),
-        (lambda x: {"a": 3, "b": x + 1}, ("", "b"), ("a", "b")),
-        (lambda x: {"self": x + 1, "b": x * 2}, ("add", "b"), ("self", "b")),
+        (lambda x: {"sum": x + 1, "x": x * 2, "b": x}, ("sum", "x", "b")),
+        (lambda x: OrderedDict(a=x + 1), ("a",)),
+        (lambda x: defaultdict(list, a=[x + 1]), ("a_0",)),
+        (lambda x: (lambda y: {"a": y, "b": y})(x + 1), ("a", "b")),
+        (lambda x: (x + 1, [x * 2]), ("0", "1")),
+        (lambda x: (x + 1, [{"a": x * 2}, x]), ("0", "1_0_a", "2")),
+        (lambda x: x + 1, ("0",)),
+        (lambda x: {"a": 3, "b": x + 1}, ("a", "b")),
+        (lambda x: {"self": x + 1, "b": x * 2}, ("self", "b")),
+        (lambda x: {"température": x + 1, 'it\'s "so"': x, "出力/é%\n": [x * 2]}, ("température", 'it\'s "so"', "出力/é%\n_0")),
+        (lambda x: {7: x + 1, True: x * 2, "plain": x}, ("7", "True", "plain")),
+        (lambda x: {("a", 1): x + 1, ("b", (2, "é")): {"c": x}}, ("('a', 1)", "('b', (2, 'é'))_c")),
+        (lambda x: {np.int64(3): x + 1, None: x * 2, 0.5: x}, ("3", "None", "0.5")),
+        (lambda x: {Label.CAT: x + 1, Label.DOG: x * 2}, ("1", "dog")),
+        (lambda x: {"": x + 1, "a": {"b_c": x}, "a_b": {"c": x * 2}}, ("0", "1", "2")),
+        (lambda x: {"1": x + 1, "": x * 2}, ("0", "1")),
     ],
 )
-def test_outputs_have_the_names_of_their_keys_where_these_are_free(
-    wrap: Any, names: tuple[str, ...], keys: tuple[str, ...]
-) -> None:
+def test_outputs_have_the_names_of_their_keys(wrap: Any, names: tuple[str, ...], tmp_path: Path) -> None:
     exported = method(ModelSource.of(Returns(wrap).eval(), (torch.ones(3),)))
-    assert (exported.output_names, exported.output_keys) == (names, keys)
+    assert exported.output_names == names
+    (tmp_path / "m.pt2").write_bytes(exported.pt2)  # type: ignore[arg-type]
+    screen.screen_pt2(tmp_path / "m.pt2")
     program = loaded(exported.pt2)
+    assert tuple(values.output_names(program)) == names
     plain, eager = pytree.tree_leaves(program.module()(torch.ones(3))), pytree.tree_leaves(wrap(torch.ones(3)))
     assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(plain, eager, strict=True))
+
+
+class Reads(nn.Module):
+    def __init__(self, key: Any) -> None:
+        super().__init__()
+        self.key = key
+
+    def forward(self, batch: dict[Any, Tensor]) -> Tensor:
+        x = batch[self.key]
+        return x[: x.shape[0] // 2] * 2 + batch["plain"]
+
+
+@pytest.mark.parametrize("key", ["é", "it's", '") or exit("', "{x}", 5, True, ("a", 1)])
+def test_keys_of_inputs_that_a_guard_cannot_contain_are_replaced(key: Any, tmp_path: Path) -> None:
+    batch = {key: torch.ones(8), "plain": torch.ones(1)}
+    dims = {"batch": {key: {0: Dim.DYNAMIC(min=4, max=64)}, "plain": None}}
+    exported = method(ModelSource.of(Reads(key).eval(), (batch,), dynamic_shapes=dims))
+    (tmp_path / "m.pt2").write_bytes(exported.pt2)  # type: ignore[arg-type]
+    screen.screen_pt2(tmp_path / "m.pt2")
+    program = loaded(exported.pt2)
+    args, kwargs = pytree.tree_unflatten([torch.ones(10), torch.ones(1)], program.call_spec.in_spec)
+    assert program.module()(*args, **kwargs).shape == (5,)
+    args, kwargs = pytree.tree_unflatten([torch.ones(3), torch.ones(1)], program.call_spec.in_spec)
+    with pytest.raises(AssertionError, match="Guard failed"):
+        program.module()(*args, **kwargs)
 
 
 @pytest.mark.parametrize("kind", [Unregistered, StaticKeysCache])

@@ -106,6 +106,37 @@ def test_outputs_of_several_methods_have_them_in_their_keys_and_equal_names_give
     assert (tmp_path / "o.npz").read_bytes() == first
 
 
+NAMES = [
+    "température",
+    "it's",
+    "box/score",
+    "100 %",
+    "a%2Fb",
+    "tab\tnul\0",
+    "\x85",
+    "x.dtype",
+    "x.dim_order",
+    "x.npy",
+    "a b",
+    "('a', 1)",
+]
+
+
+def test_any_name_of_an_output_is_a_key(tmp_path: Path) -> None:
+    values = [from_array("", np.full(1, place, np.int8)) for place in range(len(NAMES))]
+    npz.write_outputs(tmp_path / "o.npz", {"": values}, {"": NAMES})
+    with np.load(tmp_path / "o.npz") as file:
+        assert file.files[:4] == ["température", "it's", "box%2Fscore", "100 %25"]
+        assert file.files[6:10] == ["%C2%85", "x%2Edtype", "x%2Edim_order", "x%2Enpy"]
+    read = npz.read_named(tmp_path / "o.npz")[input_names.UNSAID]
+    assert list(read) == NAMES
+    assert [to_array(tensor(value)).tolist() for value in read.values()] == [[place] for place in range(len(NAMES))]
+
+
+def test_an_escape_that_is_no_text_stays(tmp_path: Path) -> None:
+    assert list(npz.read_named(saved(tmp_path, **{"a%FF": np.zeros(1), "50%": np.zeros(1)}))[""]) == ["a%FF", "50%"]
+
+
 def test_fortran_order_and_foreign_byte_order_become_plain(tmp_path: Path) -> None:
     array = np.arange(6, dtype=">f4").reshape(2, 3)
     value = tensor(npz.read_named(saved(tmp_path, x=np.asfortranarray(array)))[""]["x"])

@@ -146,6 +146,7 @@ def bench(
     ] = None,
     calibration: options.Calibration = None,
     batched: options.Batched = False,
+    keep_mutations: options.KeepMutations = False,
     name: options.Name = "",
     label: options.Labels = None,
     timeout: options.Timeout = None,
@@ -228,6 +229,8 @@ def bench(
     if inputs is not None:
         require_file(inputs)
     require_data_program(data or (), specs)
+    if keep_mutations:
+        specs = options.keeping_mutations(specs)
     if numerics:
         require_graphs("--numerics", specs)
     # A compiled language model is compared with the same program on the server.

@@ -64,6 +64,7 @@ def compile_(
     ] = "",
     calibration: options.Calibration = None,
     batched: options.Batched = False,
+    keep_mutations: options.KeepMutations = False,
     name: options.Name = "",
     label: options.Labels = None,
     strict_quantization: options.StrictQuantization = False,
@@ -95,6 +96,8 @@ def compile_(
     if isinstance(spec, PteFile):
         raise Usage(f"{model} is already compiled.", "Run it with `etfarm run` or measure it with `etfarm bench`.", path=model)
     _must_fit(stage, output, etrecord)
+    if keep_mutations:
+        (spec,) = options.keeping_mutations([spec])
     samples = options.calibration_of(calibration, batched, [read])
     sources = prepare_archives([spec], [read])
     report_random_weights([spec])

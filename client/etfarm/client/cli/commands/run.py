@@ -70,6 +70,7 @@ def run(
     data: Annotated[
         list[Path] | None, typer.Option("--data", metavar="X.ptd", help="A named data file of the .pte; repeatable.")
     ] = None,
+    keep_mutations: options.KeepMutations = False,
     name: options.Name = "",
     timeout: options.Timeout = None,
     reservation: options.Reservation = None,
@@ -101,6 +102,8 @@ def run(
     if recipe is not None and isinstance(spec, PteFile):
         raise Usage("--recipe cannot be combined with a .pte, which is already compiled.", "Leave --recipe out.")
     require_data_program(data or (), [spec])
+    if keep_mutations:
+        (spec,) = options.keeping_mutations([spec])
     (source,) = prepare_archives([spec], [read])
     report_random_weights([spec])
     if is_dataset(

@@ -31,14 +31,12 @@ def of_exported(program: Any) -> MethodFacts:
         for s in specs
         if s.kind.name == "USER_INPUT"
     ]
+    returned = [spec for spec in program.graph_signature.output_specs if spec.kind.name == "USER_OUTPUT"]
     outputs = []
-    for spec in program.graph_signature.output_specs:
-        if spec.kind.name == "USER_OUTPUT":
-            name = getattr(spec.arg, "name", "") or ""
-            value = by_name[name].meta.get("val") if name in by_name else None
-            outputs.append(_exported_value(program, name, value, spec.arg))
+    for name, spec in zip(output_names(program), returned, strict=True):
+        node = by_name.get(getattr(spec.arg, "name", "") or "")
+        outputs.append(_exported_value(program, name, None if node is None else node.meta.get("val"), spec.arg))
     assert len(inputs) == len(input_names(program))
-    assert len(outputs) == len(output_names(program))
     return {"inputs": inputs, "outputs": outputs, "operators": [], "backends": [], "planned_bytes": []}
 
 

@@ -227,7 +227,7 @@ def _apply_executorch(recipe: Recipe, built: ExportRecipe) -> None:
         algorithm = str(planned.pop("memory_planning", "greedy"))
         config.memory_planning_pass = MemoryPlanningPass(MemoryPlanningAlgorithmSuite([_ALGORITHMS[algorithm]]), **planned)
     for field, value in options.items():
-        if field not in _PLANNED:
+        if field not in (*_PLANNED, "share_mutable_buffers"):  # the latter depends on the programs; see `shared_state`
             setattr(config, field, _external_constants(value) if field == "external_constants" else value)
 
 

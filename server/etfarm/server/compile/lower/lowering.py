@@ -18,7 +18,7 @@ from executorch.export import ExportSession, StageType
 
 from etfarm.server.compile.errors import StageFailed
 from etfarm.server.compile.inspect import footprint
-from etfarm.server.compile.lower import build, regions, rejections
+from etfarm.server.compile.lower import build, regions, rejections, shared_state
 from etfarm.server.compile.program.explain import stage_failed
 from etfarm.server.compile.result import Delegation, Place, StageEvent, StageTime
 from etfarm.server.workers.errors import is_disk_full, is_out_of_memory
@@ -100,6 +100,8 @@ class Pipeline:
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Values of constant methods: a tensor, a plain Python value, or a tuple of them."""
     etrecord: bool = False
+    shared: shared_state.SharedBuffers = field(default_factory=dict)
+    """Buffers that methods share."""
 
     @property
     def partitions(self) -> bool:
@@ -222,6 +224,7 @@ class _StageHooks:
             self.lowered.delegation[method] = _delegation(info, places.get(method, {}))
 
     def _before_executorch(self, manager: Any) -> None:
+        shared_state.require_shared(self._pipeline.shared, manager)
         # Not earlier: before the edge dialect, in-place operators change buffers without an entry in the signature.
         names: set[str] = set()
         for method in sorted(manager.methods):

@@ -14,11 +14,12 @@ import torch
 
 from etfarm.server.compile.errors import QuantizedNothing, QuantizerFailed, RecipeNeedsEagerModule, StageFailed
 from etfarm.server.compile.inspect import facts, footprint, signature, sizes
-from etfarm.server.compile.lower import build, etrecord, integers, lowering, plugins, quantize, stage_files
+from etfarm.server.compile.lower import build, etrecord, integers, lowering, plugins, quantize, shared_state, stage_files
 from etfarm.server.compile.lower.selection import Selection, require_found
 from etfarm.server.compile.program import fp32_layers, loading, places, refused_operators
 from etfarm.server.compile.program import values as wire_values
 from etfarm.server.compile.program.explain import describe_place, first_line, stage_failed
+from etfarm.server.compile.program.input_copies import copy_written_inputs, describe_copies
 from etfarm.server.compile.program.toolchain import toolchain
 from etfarm.server.compile.request import LowerRequest, QuantizeRequest
 from etfarm.server.compile.result import Fp32Operator, LowerResult, QuantizeResult, StageEvent, Warning, encode
@@ -50,7 +51,7 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
     """
     torch.set_num_threads(request.threads)
     recipe = build.resolved(recipes.from_json(request.recipe_json))
-    programs = _load(request.models, folder, request.operators)
+    programs, copies = _load(request.models, folder, request.operators)
     stages = lowering.Stages(_emitter(emit), programs)
     result: QuantizeResult = {"stages": stages.times, "programs": {}, "warnings": [], "stayed_fp32": {}, "selected": {}}
     quantizing = {method: built for method in programs if (built := build.quantization(recipe, method)) is not None}
@@ -76,6 +77,7 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
             if names := [row for each in _selections(quantization) for row in each.listed()]:
                 result["selected"][method] = names
             _warn_of_integers(programs[method], quantization, method, result["warnings"])
+            _warn_of_copies(method, copies[method], result["warnings"])
             if not calibration and quantize.is_static(modules[method]):
                 _warn(
                     result["warnings"], "FEW_CALIBRATION_INPUTS",
@@ -100,7 +102,10 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
                 shutil.copyfile(request.models[method], file)
                 continue
             with lowering.timed(times, method):
-                exported = quantize.export_again(modules.pop(method), programs.pop(method), recipe.strict)
+                original = programs.pop(method)
+                exported = quantize.export_again(modules.pop(method), original, recipe.strict)
+                shared_state.require_kept(method, original, exported)
+                del original
                 if not quantize.is_quantized(exported):
                     raise QuantizedNothing(name, method, "TORCH_EXPORT")
                 quantize.settle_origins(exported)
@@ -162,6 +167,11 @@ def _warn_of_integers(program: Any, quantization: Any, method: str, warnings: li
         )  # fmt: skip
 
 
+def _warn_of_copies(method: str, copies: Mapping[str, int], warnings: list[Warning]) -> None:
+    if copies:
+        _warn(warnings, "INPUT_COPIED", describe_copies(method, copies))
+
+
 def lower_model(request: LowerRequest, folder: Path, emit: Callable[[bytes], None]) -> bytes:
     """Task: run the stages from exported programs to a .pte. Emit StageEvents as JSON, return a CompileResult.
 
@@ -181,13 +191,15 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     recipe = build.resolved(recipes.from_json(request.recipe_json))
     built = build.export_recipe(recipe, sorted(request.models))
     remaining = _remaining_stages(recipe, built, request)
-    programs = _load(request.models, folder, request.operators)
+    programs, copies = _load(request.models, folder, request.operators)
     unquantized = {method: path for method, path in request.originals.items() if request.models[method] != path}
     result: LowerResult = {
         "stages": [], "program": None, "etrecord": None, "stage_files": {}, "inputs": checks.example_files(programs, folder),
         "delegation": {}, "toolchain": toolchain(), "warnings": [], "facts": None, "sizes": None, "modules": [], "checks": [],
         "stayed_fp32": {},
     }  # fmt: skip
+    for method in programs:
+        _warn_of_copies(method, copies[method], result["warnings"])
     quantized = _check_quantized(recipe, built, request, programs)
     for method in sorted(quantized) if not request.quantized_here else ():
         fp32_operators = places.fp32(programs[method], xnnpack=fp32_layers.by_xnnpack(build.partitioners(built, method)))
@@ -196,6 +208,9 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
         result["stage_files"] = stage_files.of_exported(request.models, programs, folder)
         return result
 
+    shared = shared_state.plan_shared_state(programs, recipe, built.executorch_backend_config)
+    if shared:
+        _warn(result["warnings"], "STATE_SHARED", shared_state.describe(shared))
     stages = lowering.Stages(emit, programs)
     result["stages"] = stages.times
     exported = lowering.apply_aten_passes(built, programs)
@@ -204,6 +219,7 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
         {stage: plugins.stage(name, stage) for stage, name in recipe.options.replace.items() if stage in remaining},
         _load_constants(request),
         request.want_etrecord and remaining[-1] == "TO_EXECUTORCH",
+        shared,
     )
     lowered = lowering.lower(exported, built, pipeline, request.model_name, stages, places.undelegated)
     result["delegation"] = lowered.delegation
@@ -231,9 +247,8 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
 
     if unquantized:
         save_etrecord()
-    originals = programs | _load(
-        unquantized, folder, request.operators
-    )  # loaded late, so that their weights are not in memory while programs are lowered
+    # Loaded late, so that their weights are not in memory while programs are lowered.
+    originals = programs | _load(unquantized, folder, request.operators)[0]
     for method, original in originals.items():
         signature.add_exported(program_facts, method, original)
     result["sizes"] = sizes.of_program(described, data)
@@ -242,6 +257,13 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
         backends={method: program_facts["methods"][method]["backends"] for method in originals}, delegation=result["delegation"],
         located=located, meanwhile=save_etrecord,
     )  # fmt: skip
+    calls = list(request.calls) or [(method, None) for method in sorted(originals) if shared]
+    # In the host's runtime, methods overwrite each other's state unless the program shares it.
+    if calls and (shared or len({method for method, _ in calls}) == 1):
+        checks.check_calls(
+            smoke, checked, calls=calls, originals=originals, shared=frozenset().union(*shared.values()),
+            pte=folder / "model.pte", data=data, folder=folder, quantized=bool(quantized),
+        )  # fmt: skip
     result["checks"] = checked.checks
     result["warnings"].extend(checked.warnings)
     return result
@@ -273,9 +295,12 @@ def _quantizer_names(recipe: Recipe) -> str:
     return "+".join(parts or sorted({part.name for quantizers in lists for part in quantizers or ()})) or recipe.name
 
 
-def _load(models: Mapping[str, Path], folder: Path, operators: Operators) -> dict[str, Any]:
-    """Return the loaded and checked programs by method, sorted, so that equal models give equal bytes."""
-    programs = {}
+def _load(models: Mapping[str, Path], folder: Path, operators: Operators) -> tuple[dict[str, Any], dict[str, dict[str, int]]]:
+    """Return the loaded and checked programs by method, and the sizes of the inputs that each copies.
+
+    Sorted, so that equal models give equal bytes.
+    """
+    programs, copies = {}, {}
     for method, path in sorted(models.items()):
         if not method.isidentifier():
             raise ValueError(f"{method!r} is not a valid method name")
@@ -283,7 +308,8 @@ def _load(models: Mapping[str, Path], folder: Path, operators: Operators) -> dic
         subfolder.mkdir()
         programs[method] = loading.load(path, subfolder, operators)
         loading.check(programs[method], method)
-    return programs
+        copies[method] = copy_written_inputs(programs[method])
+    return programs, copies
 
 
 def _check_quantized(recipe: Recipe, built: Any, request: LowerRequest, programs: Mapping[str, Any]) -> set[str]:

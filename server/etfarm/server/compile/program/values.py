@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from etfarm.wire.output_names import names_of_structure
 from etfarm.wire.tensors import ITEM_BYTES, Scalar, Tensor, Value
 
 Leaf = Any
@@ -61,9 +62,12 @@ def input_names(program: Any) -> list[str]:
 
 
 def output_names(program: Any) -> list[str]:
-    """Return the names of the nodes that compute the outputs, in flattened order; empty for constants."""
-    specs = program.graph_signature.output_specs
-    return [getattr(s.arg, "name", "") or "" for s in specs if s.kind.name == "USER_OUTPUT"]
+    """Return the names of an exported program's outputs in flattened order; see `etfarm.wire.output_names`."""
+    count = sum(spec.kind.name == "USER_OUTPUT" for spec in program.graph_signature.output_specs)
+    structure = program.call_spec.out_spec
+    if structure is None or structure.num_leaves != count:
+        return [str(place) for place in range(count)]
+    return list(names_of_structure(pytree.treespec_dumps(structure)))
 
 
 def example_values(program: Any) -> list[Value] | None:

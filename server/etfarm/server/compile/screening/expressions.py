@@ -11,6 +11,7 @@ import ast
 import json
 import math
 import re
+import unicodedata
 from typing import Final
 
 from etfarm.server.compile.screening import operators
@@ -301,6 +302,48 @@ def check_verifiers(values: object, where: str) -> None:
         raise _unsafe("UNSAFE_VERIFIER", where, "verifier", str(values))
 
 
+def check_output_tree(text: str, where: str) -> None:
+    """Check the treespec of outputs as JSON. Its dict keys name outputs, and are in no code: they may be any text or number.
+
+    Raises:
+        UnsafeModel: it is not a treespec, a key is something else, or another container than a dict does not pass `check_tree`.
+    """
+    try:
+        version, root = json.loads(text)
+        others: list[object] = [version]
+        stack: list[object] = [root]
+        while stack:
+            node = stack.pop()
+            if not isinstance(node, dict) or node.keys() != _TREE_NODE or not isinstance(node["children_spec"], list):
+                raise _unsafe("UNSAFE_TREE", where, "pytree", text)
+            stack.extend(node["children_spec"])
+            if node["type"] not in _DICTS:
+                others.append({**node, "children_spec": []})
+            elif not isinstance(node["context"], str) or not _are_keys(json.loads(node["context"])):
+                raise _unsafe("UNSAFE_TREE", where, "pytree", text)
+        check_tree(json.dumps(others), where)
+    except (ValueError, TypeError, RecursionError):
+        raise _unsafe("UNSAFE_TREE", where, "pytree", text) from None
+
+
+_TREE_NODE: Final = frozenset({"type", "context", "children_spec"})
+_DICTS: Final = frozenset({"builtins.dict", "collections.OrderedDict"})
+
+
+def _are_keys(context: object) -> bool:
+    """Return whether a dict's context is a list of plain keys; torch would import the module of an enum, which is an object."""
+    return isinstance(context, list) and all(
+        _is_text(key) if isinstance(key, str) else key is None or isinstance(key, bool | int | float) for key in context
+    )
+
+
+def _is_text(key: str) -> bool:
+    try:
+        return len(key.encode()) <= 4 * MAX_NAME
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
+
+
 def check_tree(text: str, where: str) -> None:
     """Check a treespec as JSON. torch pastes its dict keys into the code of guards, so they must not end a string.
 
@@ -319,10 +362,18 @@ def check_tree(text: str, where: str) -> None:
                 stack.extend([*current.keys(), *current.values()])
             elif isinstance(current, list):
                 stack.extend(current)
-            elif isinstance(current, str) and not _TREE_TEXT.fullmatch(current):
+            elif isinstance(current, str) and not _is_tree_text(current):
                 stack.append(json.loads(current))  # a node's context is JSON inside of the JSON
     except (ValueError, RecursionError):
         raise _unsafe("UNSAFE_TREE", where, "pytree", text) from None
+
+
+def _is_tree_text(text: str) -> bool:
+    """Return whether a text has no characters that end a string or an expression: letters of any script are allowed."""
+    rest = "".join(character for character in text if ord(character) < 128)
+    return _TREE_TEXT.fullmatch(rest) is not None and all(
+        ord(character) < 128 or character.isalnum() or unicodedata.category(character).startswith("M") for character in text
+    )
 
 
 _IMPORTED: Final = frozenset({"__enum__", "default_factory_module", "default_factory_name"})

@@ -225,7 +225,7 @@ _PARSED: Final[dict[str, _Check]] = {"expr_str": expressions.check_symbol, "guar
 """Checks by key that need Python's parser, which takes microseconds per character."""
 _CHECKS: Final[dict[str, _Check]] = {
     "in_spec": expressions.check_tree,
-    "out_spec": expressions.check_tree,
+    "out_spec": expressions.check_output_tree,
     "fqn": expressions.check_path,
     "parameter_name": expressions.check_path,
     "buffer_name": expressions.check_path,

@@ -17,15 +17,16 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
 
 from etfarm.server.compile.errors import ProgramCannotRun
+from etfarm.server.compile.program import values
 from etfarm.server.compile.program.explain import missing_kernel
 from etfarm.server.compile.program.refused_operators import LocatedOperators, find_refused
 from etfarm.server.compile.result import Delegation, HostCheck, Warning
@@ -133,6 +134,61 @@ def check_program(
     if meanwhile is not None:
         meanwhile()
     return checked
+
+
+def check_calls(
+    smoke: SmokeRunner,
+    checked: Checked,
+    *,
+    calls: Sequence[tuple[str, Path | None]],
+    originals: Mapping[str, Any],
+    shared: Collection[str],
+    pte: Path,
+    data: Mapping[str, Path],
+    folder: Path,
+    quantized: bool,
+) -> None:
+    """Compare the outputs of calls, which continue the state of those before, with eager PyTorch's; add a warning if they differ.
+
+    Args:
+        checked: the results of `check_program`; nothing is called if a method did not run there.
+        calls: methods with tensor files of their inputs; None for the example inputs.
+        shared: names of the buffers that methods share.
+    """
+    ran = {check["method"] for check in checked.checks if check["ran"]}
+    if not {method for method, _ in calls} <= ran:
+        return
+    with tempfile.TemporaryDirectory(dir=folder, prefix="calls-") as temporary:
+        runs: list[Run] = []
+        inputs: list[tuple[str, list[Value]]] = []
+        for index, (method, file) in enumerate(calls):
+            if file is not None:
+                inputs.append((method, tensors.decode(file.read_bytes())))
+            else:
+                inputs.append((method, values.example_values(originals[method]) or []))
+            path = Path(temporary) / f"inputs-{index}.ett"
+            path.write_bytes(tensors.encode(inputs[-1][1]))
+            runs.append(Run(method, path, Path(temporary) / f"outputs-{index}.ett"))
+        try:
+            expected = reference.run_calls(originals, inputs, shared)
+        except ReferenceFailed as error:
+            checked.warn("NOT_COMPARED", f"The calls were not compared with eager PyTorch: it refuses them ({error.why}).")
+            return
+        (outcome,) = smoke.run(pte, data, [replace(runs[-1], after=tuple(runs[:-1]))], RUN_S)
+        if not outcome.ran:
+            checked.warn("NOT_RUN_ON_HOST", f"The calls were tried on the server, and {outcome.why}.")
+            return
+        for index, (run, wanted) in enumerate(zip(runs, expected, strict=True)):
+            problems = [
+                problem
+                for want, got in zip(wanted, tensors.decode(run.outputs.read_bytes()), strict=True)
+                if (problem := differences.find_problem(differences.difference(want.name, want, got), quantized=quantized))
+            ]
+            if problems:
+                sequence = ", ".join(method for method, _ in calls[: index + 1])
+                listed = "; ".join(problems)
+                checked.warn("OUTPUTS_DIFFER", f"After the calls {sequence}, {run.method} differs from eager PyTorch: {listed}.")
+                return
 
 
 def _not_on_host(backends: Sequence[str], data: Mapping[str, Path], trial: Trial | None) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from etfarm.server.compile.program import values
 from etfarm.server.compile.program.explain import first_line
 from etfarm.server.workers.errors import is_out_of_memory
 from etfarm.wire.errors import UserError
+from etfarm.wire.shared_state import buffer_names
 from etfarm.wire.tensors import Value
 
 _log = logging.getLogger(__name__)
@@ -65,6 +66,47 @@ def run_program(program: Any, inputs: Sequence[Value]) -> list[Value]:
         raise ReferenceFailed(first_line(error).rstrip(".")) from None
 
 
+def run_calls(
+    programs: Mapping[str, Any], calls: Sequence[tuple[str, Sequence[Value]]], shared: Collection[str]
+) -> list[list[Value]]:
+    """Return the outputs of each call of methods whose buffers keep their state.
+
+    Buffers that the methods change are restored afterwards.
+
+    Args:
+        shared: names of buffers that are one in all methods that have them.
+
+    Raises:
+        InputMismatch, ReferenceFailed: as `run_program`.
+    """
+    state: dict[str, torch.Tensor] = {}
+    results = []
+    with ExitStack() as stack:
+        for program in programs.values():
+            common = {name for name in buffer_names(program).values() if name in shared}
+            stack.enter_context(unchanged(program, changed_buffers(program) | common))
+        for method, inputs in calls:
+            program = programs[method]
+            check_inputs(method, of_exported(program), inputs)
+            names = [name for name in buffer_names(program).values() if name in shared]
+            buffers = {name: buffer for name in names if (buffer := _buffer(program, name)) is not None}
+            for name in buffers.keys() & state.keys():
+                buffers[name].copy_(state[name])
+            args, kwargs = values.to_arguments(program, [values.to_leaf(value) for value in inputs])
+            try:
+                with torch.no_grad():
+                    outputs = pytree.tree_leaves(program.module()(*args, **kwargs))
+                    named = zip(values.output_names(program), outputs, strict=True)
+                    results.append([values.to_value(name, leaf) for name, leaf in named])
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                traceback.print_exc()
+                raise ReferenceFailed(first_line(error).rstrip(".")) from None
+            state.update({name: buffer.clone() for name, buffer in buffers.items()})
+    return results
+
+
 def changed_buffers(program: Any) -> set[str]:
     """Return the names of the buffers that a run of the program writes to, for a program of any dialect."""
     signature = program.graph_signature
@@ -82,15 +124,21 @@ def changed_buffers(program: Any) -> set[str]:
 
 
 @contextmanager
-def unchanged(program: Any) -> Iterator[None]:
+def unchanged(program: Any, names: Collection[str] | None = None) -> Iterator[None]:
+    """Restore the buffers that runs change afterwards: those in `names`, or those that the program writes to when None."""
     # ep.module() shares its buffers with the program, so a run would otherwise change the program that is lowered later.
-    buffers = [program.state_dict.get(name, program.constants.get(name)) for name in sorted(changed_buffers(program))]
+    buffers = [_buffer(program, name) for name in sorted(changed_buffers(program) if names is None else names)]
     copies = [(buffer, buffer.clone()) for buffer in buffers if buffer is not None]
     try:
         yield
     finally:
         for buffer, copy in copies:
             buffer.copy_(copy)
+
+
+def _buffer(program: Any, name: str) -> torch.Tensor | None:
+    buffer: torch.Tensor | None = program.state_dict.get(name, program.constants.get(name))
+    return buffer
 
 
 def _find_placeholder(node: Any) -> str:

@@ -54,6 +54,8 @@ class Run:
     """A tensor file with flattened leaves."""
     outputs: Path
     """Path of the tensor file to write: flattened outputs, named by their positions."""
+    after: tuple[Run, ...] = ()
+    """Runs before it in the same process, whose state it continues."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,9 @@ class SmokeRunner:
         log = self._log.with_name(f"{self._log.name}.{self._count}")
         self._count += 1
         order = {
-            "pte": str(pte), "data": [str(path) for path in (data or {}).values()], "method": run.method,
-            "inputs": str(run.inputs), "outputs": str(run.outputs), "log": str(log), "timeout_s": timeout_s,
+            "pte": str(pte), "data": [str(path) for path in (data or {}).values()],
+            "calls": [[each.method, str(each.inputs), str(each.outputs)] for each in (*run.after, run)],
+            "log": str(log), "timeout_s": timeout_s,
         }  # fmt: skip
         self._started = (run, log, timeout_s)
         try:
@@ -252,7 +255,7 @@ def _redirect(log: Path) -> None:
 
 
 def execute_method(order: dict[str, Any]) -> dict[str, object]:
-    """Execute an order's method once with ExecuTorch's Python binding, and write its outputs."""
+    """Execute an order's methods, each once for each call, with ExecuTorch's Python binding, and write their outputs."""
     from executorch.runtime import Runtime, Verification
 
     from etfarm.server.compile.program.values import to_leaf, to_value
@@ -264,11 +267,14 @@ def execute_method(order: dict[str, Any]) -> dict[str, object]:
         program = runtime.load_program(
             Path(order["pte"]), verification=Verification.InternalConsistency, data_path=next(iter(order["data"]), None)
         )
-        method = program.load_method(order["method"])
-        assert method is not None
-        outputs = method.execute([to_leaf(value) for value in tensors.decode(Path(order["inputs"]).read_bytes())])
-        values = [to_value(str(index), leaf) for index, leaf in enumerate(outputs)]
-        Path(order["outputs"]).write_bytes(tensors.encode(values))
+        # All before the first call, as loading gives a method's buffers their initial values.
+        methods = {name: program.load_method(name) for name, _, _ in order["calls"]}
+        for name, inputs_file, outputs_file in order["calls"]:
+            method = methods[name]
+            assert method is not None
+            outputs = method.execute([to_leaf(value) for value in tensors.decode(Path(inputs_file).read_bytes())])
+            values = [to_value(str(index), leaf) for index, leaf in enumerate(outputs)]
+            Path(outputs_file).write_bytes(tensors.encode(values))
     except Exception as error:  # noqa: BLE001 - the runtime's message is the answer
         traceback.print_exc()
         return {"ran": False, "error": str(error) or type(error).__name__}

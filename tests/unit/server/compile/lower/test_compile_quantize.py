@@ -69,7 +69,7 @@ async def test_int8_of_a_pt2_is_int8_and_close(workers: Workers, tmp_path: Path)
     assert any("dequantize" in o["op"] for o in one.result["delegation"]["forward"]["operators"])
     assert not one.codes
     assert one.result["facts"] is not None
-    assert one.result["facts"]["methods"]["forward"]["outputs"][0]["name"] == "linear"
+    assert one.result["facts"]["methods"]["forward"]["outputs"][0]["name"] == "0"
     torch.manual_seed(0)
     program = models.conv().module()
     torch.manual_seed(99)

@@ -318,6 +318,58 @@ def test_a_dict_key_that_would_break_out_of_a_guards_message_is_refused(good: Me
     assert refused(tmp_path / "m", changed(good, change)) == "UNSAFE_TREE"
 
 
+def returning(node: Any) -> Callable[[Any], None]:
+    """Put a node into the treespec of the program's outputs."""
+
+    def change(program: Any) -> None:
+        program["graph_module"]["module_call_graph"][0]["signature"]["out_spec"] = json.dumps([1, node])
+
+    return change
+
+
+def node(context: Any, kind: str = "builtins.dict") -> dict[str, Any]:
+    leaf = {"type": None, "context": None, "children_spec": []}
+    return {"type": kind, "context": json.dumps(context), "children_spec": [leaf]}
+
+
+@pytest.mark.parametrize("key", ["é", "it's", '") or exit("', "a/b %\n\x85", 5, True, None, 0.5])
+def test_keys_of_outputs_may_be_any_text(good: Members, tmp_path: Path, key: Any) -> None:
+    screen.screen_pt2(write(tmp_path / "m", changed(good, returning(node([key])))))
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        node([{"__enum__": True, "fqn": "this:c", "name": "x"}]),
+        node([["a"]]),
+        node(["\ud800"]),
+        node(["x" * 8001]),
+        node({"a": 1}),
+        node("a"),
+        node([{"__enum__": True, "fqn": "this:c", "name": "x"}], "builtins.tuple"),
+        node({"default_factory_module": "this", "default_factory_name": "c", "dict_context": []}, "collections.defaultdict"),
+        node("it's", "my.Class"),
+        {**node(["a"]), "more": 1},
+        {**node(["a"]), "children_spec": {}},
+        {**node(["a"]), "context": ["a"]},
+        {**node(["a"]), "type": ["a"]},
+        "a",
+    ],
+)
+def test_other_keys_and_classes_of_outputs_are_refused(good: Members, tmp_path: Path, tree: Any) -> None:
+    assert refused(tmp_path / "m", changed(good, returning(tree))) == "UNSAFE_TREE"
+
+
+def test_letters_of_any_script_are_keys_of_inputs(good: Members, tmp_path: Path) -> None:
+    def change(program: Any) -> None:
+        signature = program["graph_module"]["module_call_graph"][0]["signature"]
+        spec = json.loads(signature["in_spec"])
+        spec[1]["children_spec"][1]["context"] = json.dumps(["température", "e\u0301", "入力"])
+        signature["in_spec"] = json.dumps(spec)
+
+    screen.screen_pt2(write(tmp_path / "m", changed(good, change)))
+
+
 def test_script_objects_are_refused(good: Members, tmp_path: Path) -> None:
     def change(program: Any) -> None:
         program["graph_module"]["graph"]["custom_obj_values"] = {"metadata": {"name": "o", "class_fqn": "c"}}

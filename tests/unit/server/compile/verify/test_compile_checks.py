@@ -46,7 +46,7 @@ async def test_a_static_method_is_compared_at_its_example(workers: Workers) -> N
     result = await checked(workers, "conv")
     assert ran_at(result) == [("EXAMPLE", ["1x3x8x8"])]
     [output] = result["checks"][0]["outputs"]
-    assert output["output"] == "linear"
+    assert output["output"] == "0"
     assert output["sqnr_db"] > 100
     assert output["max_abs_error"] < 1e-5
     assert result["warnings"] == []
@@ -78,7 +78,7 @@ async def test_sizes_that_a_guard_refuses_are_stepped_over(workers: Workers) -> 
 @in_children
 async def test_numbers_keywords_and_several_outputs_are_compared(workers: Workers) -> None:
     result = await checked(workers, "dict_inputs")
-    assert [(o["output"], o["equal"]) for o in result["checks"][0]["outputs"]] == [("add_1", True), ("1", True)]
+    assert [(o["output"], o["equal"]) for o in result["checks"][0]["outputs"]] == [("0", True), ("1", True)]
     assert result["inputs"] == {"forward": "inputs-0.ett"}
 
 
@@ -86,7 +86,7 @@ async def test_numbers_keywords_and_several_outputs_are_compared(workers: Worker
 async def test_a_lost_initial_value_is_found(workers: Workers) -> None:
     result = await checked(workers, "counter")  # lowered without the pass that keeps it
     assert codes(result) == ["OUTPUTS_DIFFER"]
-    assert "add has 0.2 dB" in result["warnings"][0]["message"]
+    assert "0 has 0.2 dB" in result["warnings"][0]["message"]
     assert "portable" in result["warnings"][0]["message"]
     assert result["checks"][0]["outputs"][0]["max_abs_error"] == 41
 

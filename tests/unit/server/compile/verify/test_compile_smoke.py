@@ -6,6 +6,7 @@ import faulthandler
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,10 +53,10 @@ def test_a_silent_exit_is_no_success_either(tmp_path: Path) -> None:
 
 
 def test_a_crash_ends_its_own_run_only(tmp_path: Path) -> None:
-    def behaviour(order: dict[str, str]) -> dict[str, object]:
-        if order["method"] == "second":
+    def behaviour(order: dict[str, Any]) -> dict[str, object]:
+        if order["calls"][0][0] == "second":
             crash(signal.SIGABRT)
-        os.write(1, f"this is {order['method']}".encode())
+        os.write(1, f"this is {order['calls'][0][0]}".encode())
         return {"ran": True}
 
     result = outcomes_of(tmp_path, behaviour, ("first", "second", "third"))
@@ -66,8 +67,8 @@ def test_a_crash_ends_its_own_run_only(tmp_path: Path) -> None:
 
 @pytest.mark.slow(reason="waits for the deadline of a program that hangs")
 def test_a_hang_is_ended_and_the_next_run_goes_on(tmp_path: Path) -> None:
-    def behaviour(order: dict[str, str]) -> dict[str, object]:
-        if order["method"] == "hangs":
+    def behaviour(order: dict[str, Any]) -> dict[str, object]:
+        if order["calls"][0][0] == "hangs":
             (tmp_path / "pid").write_text(str(os.getpid()))
             signal.pause()
         return {"ran": True}
@@ -80,7 +81,7 @@ def test_a_hang_is_ended_and_the_next_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_memory_that_is_used_up_says_nothing_against_the_program(tmp_path: Path) -> None:
-    def behaviour(order: dict[str, str]) -> dict[str, object]:
+    def behaviour(order: dict[str, Any]) -> dict[str, object]:
         os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'")
         crash(signal.SIGABRT)
 
@@ -90,7 +91,7 @@ def test_memory_that_is_used_up_says_nothing_against_the_program(tmp_path: Path)
 
 
 def test_a_kill_by_the_host_says_nothing_against_the_program(tmp_path: Path) -> None:
-    def behaviour(order: dict[str, str]) -> dict[str, object]:
+    def behaviour(order: dict[str, Any]) -> dict[str, object]:
         crash(signal.SIGKILL)
 
     [outcome] = outcomes_of(tmp_path, behaviour)

@@ -1,0 +1,154 @@
+"""One planned memory for the buffers that several methods share, where a method writes to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from executorch.exir.passes import MemoryPlanningPass
+
+from etfarm.wire.errors import UserError
+from etfarm.wire.recipes import Recipe
+from etfarm.wire.shared_state import PREFIX, buffer_names, rename_buffers
+from etfarm.wire.written_inputs import written_placeholders
+
+SharedBuffers = Mapping[str, frozenset[str]]
+"""Names of the shared buffers that each method uses, by method."""
+
+
+class StateNotShared(UserError):
+    """A buffer of several methods cannot be in one memory, so that each method would keep a state of its own.
+
+    Args:
+        why: the reason in the message.
+    """
+
+    reason = "STATE_NOT_SHARED"
+
+    def __init__(self, buffer: str, methods: str, why: str, remedy: str) -> None:
+        super().__init__(
+            f"{methods} share the buffer {buffer}, and {why}: each would keep a state of its own.",
+            f"{remedy}, or set share_mutable_buffers = false in [executorch] of a recipe file for separate states.",
+            buffer=buffer, methods=methods, stage="TO_EXECUTORCH",
+        )  # fmt: skip
+
+
+def plan_shared_state(programs: Mapping[str, Any], recipe: Recipe, config: Any) -> SharedBuffers:
+    """Plan one memory for each buffer that the client has marked as shared; return the names in the programs, without a mark.
+
+    Without `share_mutable_buffers` in the recipe, buffers that a method writes to are shared if they are one object in the model;
+    with true, also those of equal names in programs that were exported separately.
+
+    Args:
+        programs: exported programs by method, in which buffers are renamed.
+        config: the ExecutorchBackendConfig, which is changed.
+
+    Raises:
+        StateNotShared: the recipe, the memory planner or an initial value makes it impossible.
+    """
+    wanted = recipe.options.executorch.get("share_mutable_buffers")
+    buffers = {method: frozenset(buffer_names(program).values()) for method, program in programs.items()}
+    written = {method: _written(program) for method, program in programs.items()}
+    has_marks = any(name.startswith(PREFIX) for names in buffers.values() for name in names)
+    shared = _select(buffers, written, marked_only=has_marks or not wanted)
+    if wanted is False or not shared:
+        for program in programs.values():
+            names = set(buffer_names(program).values())
+            rename_buffers(program, {name: shown_name(name) for name in names if shown_name(name) not in names})
+        return {}
+    for name, methods in shared.items():
+        _require_possible(name, methods, programs, recipe, config)
+    for method, program in programs.items():
+        # ExecuTorch's planner shares all buffers of equal names.
+        own = {name: f"{method}.{name}" for name in written[method] - shared.keys()}
+        if any(not own.keys().isdisjoint(buffers[other]) for other in programs if other != method):
+            rename_buffers(program, own)
+    config.memory_planning_pass.share_mutable_buffers = True
+    return {method: frozenset(_used(program) & shared.keys()) for method, program in programs.items()}
+
+
+def describe(shared: SharedBuffers) -> str:
+    """Return the sentence about shared buffers for the report."""
+    names = sorted(frozenset().union(*shared.values()))
+    parts = [
+        f"{shown_name(name)} is one buffer of {' and '.join(method for method, own in shared.items() if name in own)}"
+        for name in names[:5]
+    ]
+    more = f", and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{'; '.join(parts)}{more}. share_mutable_buffers = false in [executorch] gives each method its own."
+
+
+def shown_name(name: str) -> str:
+    """Return a buffer's name in the model."""
+    return name.removeprefix(PREFIX)
+
+
+def require_shared(shared: SharedBuffers, manager: Any) -> None:
+    """Check that no partitioner has taken a shared buffer into a delegate, as a constant or as the backend's own state.
+
+    Args:
+        manager: the EdgeProgramManager before TO_EXECUTORCH.
+
+    Raises:
+        StateNotShared: one has.
+    """
+    for method, names in shared.items():
+        for name in sorted(names - _used(manager.exported_program(method))):
+            methods = " and ".join(each for each, own in shared.items() if name in own)
+            raise StateNotShared(
+                shown_name(name), methods, f"the backend takes it into a delegate of {method}",
+                f"Leave {method} to the portable kernels (partitioners = [] in [methods.{method}])",
+            )  # fmt: skip
+
+
+def _written(program: Any) -> set[str]:
+    names = buffer_names(program)
+    operators = {names[node.name] for node in written_placeholders(program.graph) if node.name in names}
+    return operators | set(program.graph_signature.buffers_to_mutate.values())
+
+
+def require_kept(method: str, before: Any, after: Any) -> None:
+    """Check that a quantized method has the shared buffers of its original program.
+
+    Raises:
+        StateNotShared: the quantizer made a constant of one.
+    """
+    for name in sorted(_used(before) - _used(after)):
+        if name.startswith(PREFIX):
+            raise StateNotShared(
+                shown_name(name), f"{method} and other methods", f"quantization makes a constant of it in {method}",
+                f"Leave {method} unquantized (quantizers = [] in [methods.{method}])",
+            )  # fmt: skip
+
+
+def _used(program: Any) -> set[str]:
+    """Return the buffers that a program reads or writes."""
+    used = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
+    read = {buffer for placeholder, buffer in buffer_names(program).items() if placeholder in used}
+    return read | set(program.graph_signature.buffers_to_mutate.values())
+
+
+def _select(buffers: Mapping[str, frozenset[str]], written: Mapping[str, set[str]], *, marked_only: bool) -> dict[str, list[str]]:
+    """Return the methods of each buffer that several have and one writes to."""
+    shared = {}
+    for name in sorted(frozenset().union(*written.values())):
+        methods = [method for method, names in buffers.items() if name in names]
+        if len(methods) > 1 and (name.startswith(PREFIX) or not marked_only):
+            shared[name] = methods
+    return shared
+
+
+def _require_possible(name: str, methods: list[str], programs: Mapping[str, Any], recipe: Recipe, config: Any) -> None:
+    listed, shown = " and ".join(methods), shown_name(name)
+    if recipe.options.executorch.get("alloc_mutable_buffers") is False:
+        raise StateNotShared(shown, listed, "the recipe plans no memory for it", "Leave alloc_mutable_buffers out")
+    if not isinstance(config.memory_planning_pass, MemoryPlanningPass):
+        raise StateNotShared(shown, listed, f"recipe {recipe.name} plans memory in another way", "Use another recipe")
+    values = [program.state_dict.get(name, program.constants.get(name)) for program in map(programs.__getitem__, methods)]
+    if any(value is not None and bool(value.count_nonzero()) for value in values):
+        raise StateNotShared(
+            shown, listed, "its initial value is not zero, which ExecuTorch sets when it loads each method",
+            "Let it start at zero, and set it by a method",
+        )  # fmt: skip
+    if len({(value.dtype, tuple(value.shape)) for value in values if value is not None}) > 1:
+        raise StateNotShared(shown, listed, "it has another dtype or shape in each", "Give it one shape")

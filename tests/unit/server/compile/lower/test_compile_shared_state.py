@@ -1,0 +1,77 @@
+"""Buffers that methods share: one memory in the program, compared in a sequence of calls, or refused with the reason."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("executorch")
+
+from etfarm.client.export import ModelSource, export_source  # noqa: E402 - needs torch
+from etfarm.server.workers.pool import Workers  # noqa: E402
+from etfarm.wire import recipes  # noqa: E402
+from etfarm.wire.errors import EtfarmError  # noqa: E402
+from tests.support.compiling import compiled  # noqa: E402
+from tests.support.shared_state import counter, weights  # noqa: E402
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow(reason="each test compiles in a child")]
+
+PLANNED = "[executorch]\nshare_mutable_buffers = {}\n"
+
+
+def programs(source: ModelSource) -> dict[str, Callable[[], Any]]:
+    exported = export_source(source, name="m").methods
+    return {name: lambda pt2=method.pt2: torch.export.load(io.BytesIO(pt2)) for name, method in exported.items()}  # type: ignore[misc]
+
+
+def called(pte: bytes, *calls: tuple[str, float]) -> list[float]:
+    """Return the first element of each call's output."""
+    from executorch.runtime import Runtime
+
+    program = Runtime.get().load_program(pte)
+    methods = {name: program.load_method(name) for name in ("set", "add", "get")}
+    return [float(methods[name].execute([torch.full((2,), value)])[0][0]) for name, value in calls]
+
+
+@pytest.mark.parametrize("recipe", ["portable", "xnnpack_fp32"])
+async def test_methods_share_a_buffer_and_keep_their_own(workers: Workers, tmp_path: Path, recipe: str) -> None:
+    one = await compiled(workers, tmp_path, programs(counter()), recipe)
+    assert one.codes == ["STATE_SHARED"]
+    assert "state.n is one buffer of" in one.result["warnings"][0]["message"]
+    results = called(one.pte, ("set", 5.0), ("add", 1.0), ("add", 1.0), ("get", 10.0), ("set", 1.0))
+    assert results == [105.0, 106.0, 207.0, 70.0, 201.0]
+
+
+async def test_a_recipe_file_gives_each_method_its_own(workers: Workers, tmp_path: Path) -> None:
+    recipe = recipes.from_toml(f'recipe = "portable"\n{PLANNED.format("false")}')
+    one = await compiled(workers, tmp_path, programs(counter()), recipe)
+    assert one.codes == []
+    planned = {method: len(facts["planned_bytes"]) for method, facts in one.result["facts"]["methods"].items()}  # type: ignore[index]
+    assert planned == {"set": 1, "add": 1, "get": 1}
+
+
+@pytest.mark.parametrize(
+    ("source", "recipe", "why"),
+    [
+        (counter(start=1.0), 'recipe = "portable"', "not zero"),
+        (counter(), 'recipe = "portable"\n[executorch]\nalloc_mutable_buffers = false', "plans no memory"),
+        (weights(), 'recipe = "xnnpack_fp32"', "into a delegate of weigh"),
+    ],
+)
+async def test_what_cannot_be_shared_is_refused(
+    workers: Workers, tmp_path: Path, source: ModelSource, recipe: str, why: str
+) -> None:
+    with pytest.raises(EtfarmError) as caught:
+        await compiled(workers, tmp_path, programs(source), recipes.from_toml(recipe))
+    assert caught.value.reason == "STATE_NOT_SHARED" and why in caught.value.message
+    assert caught.value.metadata["buffer"] == "state.n"
+
+
+def test_a_recipe_that_contradicts_itself_is_refused() -> None:
+    with pytest.raises(recipes.BadCombination):
+        recipes.from_toml(f'recipe = "portable"\n{PLANNED.format("true")}alloc_mutable_buffers = false')
