@@ -617,6 +617,7 @@ class MethodFacts(_message.Message):
     BACKENDS_FIELD_NUMBER: _builtins.int
     PLANNED_BYTES_FIELD_NUMBER: _builtins.int
     STATE_BYTES_FIELD_NUMBER: _builtins.int
+    RELATIONS_FIELD_NUMBER: _builtins.int
     state_bytes: _builtins.int
     """The size of the planned tensors that keep their values from one execution to the next, such as a KV cache: those that an
     instruction reads before any writes them. Absent if it is unknown.
@@ -637,6 +638,13 @@ class MethodFacts(_message.Message):
     def planned_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The sizes of the memory plan's buffers."""
 
+    @_builtins.property
+    def relations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Relations between the sizes of the inputs, which the export requires beside the ranges of dims: equalities of expressions of
+        integers and sizes of inputs by name, such as "b.shape[0] == 2*a.shape[0] + 1" and "x.shape[0] % 4 == 0". Absent if only the
+        .pte is known.
+        """
+
     def __init__(
         self,
         *,
@@ -646,10 +654,11 @@ class MethodFacts(_message.Message):
         backends: _abc.Iterable[_builtins.str] | None = ...,
         planned_bytes: _abc.Iterable[_builtins.int] | None = ...,
         state_bytes: _builtins.int | None = ...,
+        relations: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_state_bytes", b"_state_bytes", "state_bytes", b"state_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_state_bytes", b"_state_bytes", "backends", b"backends", "inputs", b"inputs", "operators", b"operators", "outputs", b"outputs", "planned_bytes", b"planned_bytes", "state_bytes", b"state_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_state_bytes", b"_state_bytes", "backends", b"backends", "inputs", b"inputs", "operators", b"operators", "outputs", b"outputs", "planned_bytes", b"planned_bytes", "relations", b"relations", "state_bytes", b"state_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__state_bytes: _TypeAlias = _typing.Literal["state_bytes"]  # noqa: Y015
     _WhichOneofArgType__state_bytes: _TypeAlias = _typing.Literal["_state_bytes", b"_state_bytes"]  # noqa: Y015

@@ -81,6 +81,8 @@ class ExportedMethod:
     """Duration of SOURCE_TRANSFORM in ms; None if there was none."""
     quantized: bool = False
     """Whether the module was quantized before, like a GraphModule of convert_pt2e."""
+    relations: tuple[str, ...] = ()
+    """Relations between the sizes of the inputs, see `ArchiveFacts`."""
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,7 @@ class _Export:
             input_types=facts.input_types,
             transform_ms=transform_ms,
             quantized=facts.quantized,
+            relations=facts.relations,
         )
 
     def _samples(

@@ -168,6 +168,7 @@ def _export(model: ExportedModel) -> PreparedExport:
             transform_ms=method.transform_ms,
             quantized=method.quantized,
             output_names=method.output_keys,
+            relations=method.relations,
         )
         for name, method in model.methods.items()
     }

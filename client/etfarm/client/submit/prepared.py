@@ -46,6 +46,8 @@ class PreparedMethod:
     """Whether it already contained PT2E's operators."""
     output_names: tuple[str, ...] = ()
     """Output names in flattened order, see `ArchiveFacts`; empty if unknown."""
+    relations: tuple[str, ...] = ()
+    """Relations between the sizes of the inputs, see `ArchiveFacts`."""
 
     @classmethod
     def of_archive(cls, pt2: bytes | Path) -> PreparedMethod:
@@ -56,6 +58,7 @@ class PreparedMethod:
             input_names=facts.input_names,
             output_names=facts.output_names,
             input_types=facts.input_types,
+            relations=facts.relations,
             transformed=facts.transformed,
             quantized=facts.quantized,
         )
@@ -134,6 +137,8 @@ class PreparedModel:
         return ValueNames(
             {name: method.input_names for name, method in self.methods.items()},
             {name: method.output_names for name, method in self.methods.items()},
+            {name: method.input_types for name, method in self.methods.items()},
+            {name: method.relations for name, method in self.methods.items()},
         )
 
     def export_for(self, recipe: Recipe) -> PreparedExport:

@@ -194,6 +194,7 @@ def facts_of(facts: compile_pb2.MethodFacts) -> MethodFacts:
     return {
         "inputs": [_value_facts(spec) for spec in facts.inputs], "outputs": [_value_facts(spec) for spec in facts.outputs],
         "operators": list(facts.operators), "backends": list(facts.backends), "planned_bytes": list(facts.planned_bytes),
+        "relations": list(facts.relations),
     }  # fmt: skip
 
 

@@ -65,6 +65,8 @@ class MethodFacts(TypedDict):
     """Backend ids of the delegates, like `XnnpackBackend`; sorted."""
     planned_bytes: list[int]
     """Sizes of the memory-planned buffers in bytes."""
+    relations: NotRequired[list[str]]
+    """Relations between the sizes of the inputs; absent if only the .pte is known, which has none."""
     state_bytes: NotRequired[int | None]
     """Size of the planned tensors that keep state from one execution to the next; None if it is unknown."""
 
@@ -280,7 +282,7 @@ def encode_recipes(result: RecipesResult) -> bytes:
 
 def fill_facts(message: compile_pb2.MethodFacts, facts: MethodFacts) -> None:
     """Set the fields of a method's facts."""
-    fill(message, {key: facts.get(key) for key in ("operators", "backends", "planned_bytes", "state_bytes")})
+    fill(message, {key: facts.get(key) for key in ("operators", "backends", "planned_bytes", "state_bytes", "relations")})
     for specs, values in ((message.inputs, facts["inputs"]), (message.outputs, facts["outputs"])):
         for value in values:
             spec = fill(specs.add(), {key: value[key] for key in ("name", "kind", "dtype", "dim_order")})

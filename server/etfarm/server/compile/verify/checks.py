@@ -26,6 +26,7 @@ from typing import Any, Final, Literal
 import torch
 
 from etfarm.server.compile.errors import ProgramCannotRun
+from etfarm.server.compile.inputs import SizesDoNotFit
 from etfarm.server.compile.program.explain import missing_kernel
 from etfarm.server.compile.program.refused_operators import LocatedOperators, find_refused
 from etfarm.server.compile.result import Delegation, HostCheck, Warning
@@ -223,6 +224,8 @@ def _run_reference(original: Any, trial: Trial) -> list[Value] | _Refused:
         return reference.run_program(original, trial.values)
     except ReferenceFailed as error:
         return _Refused(f"eager PyTorch refuses them ({error.why})", error.is_guard)
+    except SizesDoNotFit as error:
+        return _Refused(f"the model does not take them ({error.metadata['got']})", is_guard=True)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
