@@ -1105,6 +1105,27 @@ class Compilation(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class LocatedOperatorsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___LocatedOperators: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___LocatedOperators | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     KEY_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
@@ -1122,6 +1143,7 @@ class Compilation(_message.Message):
     CHECKS_FIELD_NUMBER: _builtins.int
     STAYED_FP32_FIELD_NUMBER: _builtins.int
     MODULES_FIELD_NUMBER: _builtins.int
+    LOCATED_OPERATORS_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     stopped_after: _builtins.str
     """The last stage that was requested; empty if the whole program was."""
@@ -1169,6 +1191,10 @@ class Compilation(_message.Message):
 
     @_builtins.property
     def modules(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModuleFootprint]: ...
+    @_builtins.property
+    def located_operators(self) -> _containers.MessageMap[_builtins.str, Global___LocatedOperators]:
+        """By method: what failures of the program on a device are located with. Empty for an uploaded .pte."""
+
     def __init__(
         self,
         *,
@@ -1189,14 +1215,85 @@ class Compilation(_message.Message):
         checks: _abc.Iterable[Global___HostCheck] | None = ...,
         stayed_fp32: _abc.Mapping[_builtins.str, Global___Fp32Operators] | None = ...,
         modules: _abc.Iterable[Global___ModuleFootprint] | None = ...,
+        located_operators: _abc.Mapping[_builtins.str, Global___LocatedOperators] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "etrecord", b"etrecord", "facts", b"facts", "program", b"program", "sizes", b"sizes", "toolchain", b"toolchain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "delegation", b"delegation", "error", b"error", "etrecord", b"etrecord", "example_inputs", b"example_inputs", "exported_programs", b"exported_programs", "facts", b"facts", "key", b"key", "modules", b"modules", "program", b"program", "sizes", b"sizes", "stage_files", b"stage_files", "stages", b"stages", "stayed_fp32", b"stayed_fp32", "stopped_after", b"stopped_after", "toolchain", b"toolchain", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "delegation", b"delegation", "error", b"error", "etrecord", b"etrecord", "example_inputs", b"example_inputs", "exported_programs", b"exported_programs", "facts", b"facts", "key", b"key", "located_operators", b"located_operators", "modules", b"modules", "program", b"program", "sizes", b"sizes", "stage_files", b"stage_files", "stages", b"stages", "stayed_fp32", b"stayed_fp32", "stopped_after", b"stopped_after", "toolchain", b"toolchain", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Compilation: _TypeAlias = Compilation  # noqa: Y015
+
+@_typing.final
+class LocatedOperators(_message.Message):
+    """The operators of a method with their source lines, "aten::bmm at models/net.py:31 (x @ y)"; at most 5,000 of each kind."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ByInstructionEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class ByHandleEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    BY_INSTRUCTION_FIELD_NUMBER: _builtins.int
+    BY_HANDLE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def by_instruction(self) -> _containers.ScalarMap[_builtins.int, _builtins.str]:
+        """By the index of the method's instruction: operators outside of delegates."""
+
+    @_builtins.property
+    def by_handle(self) -> _containers.ScalarMap[_builtins.int, _builtins.str]:
+        """By debug handle, which delegates name in their messages: operators inside of delegates."""
+
+    def __init__(
+        self,
+        *,
+        by_instruction: _abc.Mapping[_builtins.int, _builtins.str] | None = ...,
+        by_handle: _abc.Mapping[_builtins.int, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_handle", b"by_handle", "by_instruction", b"by_instruction"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocatedOperators: _TypeAlias = LocatedOperators  # noqa: Y015
 
 @_typing.final
 class Program(_message.Message):

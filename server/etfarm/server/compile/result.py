@@ -231,6 +231,8 @@ class LowerResult(TypedDict):
     checks: list[HostCheck]
     stayed_fp32: dict[str, list[Fp32Operator]]
     """Operators of methods that the client quantized; the quantizing child reports those of other methods."""
+    located: dict[str, compile_pb2.LocatedOperators]
+    """Operators by method, as in the Compilation."""
 
 
 class RecipeRow(TypedDict):
@@ -262,6 +264,8 @@ def encode(result: QuantizeResult | LowerResult) -> bytes:
     fill(answer.compilation, {key: parts.get(key) for key in _SAME})
     for method, rows in result["stayed_fp32"].items():
         fill(answer.compilation.stayed_fp32[method], {"operators": rows})
+    for method, operators in (parts.get("located") or {}).items():
+        answer.compilation.located_operators[method].CopyFrom(operators)
     for method, facts in (parts.get("facts") or {"methods": {}})["methods"].items():
         fill_facts(answer.compilation.facts.methods[method], facts)
     if parts.get("facts") is not None:

@@ -28,7 +28,6 @@ import torch
 from etfarm.server.compile.errors import ProgramCannotRun
 from etfarm.server.compile.inputs import SizesDoNotFit
 from etfarm.server.compile.program.explain import missing_kernel
-from etfarm.server.compile.program.refused_operators import LocatedOperators, find_refused
 from etfarm.server.compile.result import Delegation, HostCheck, Warning
 from etfarm.server.compile.verify import differences, reference, trials
 from etfarm.server.compile.verify.differences import Difference
@@ -36,7 +35,9 @@ from etfarm.server.compile.verify.reference import ReferenceFailed
 from etfarm.server.compile.verify.smoke import HOST_BACKENDS, MAX_DATA_FILES, Run, SmokeRunner
 from etfarm.server.compile.verify.trials import TooLarge, Trial
 from etfarm.server.workers.errors import is_out_of_memory
+from etfarm.v1.compile_pb2 import LocatedOperators
 from etfarm.wire import tensors
+from etfarm.wire.located_failures import find_operator
 from etfarm.wire.tensors import Value
 
 RUN_S: Final = 120.0
@@ -253,7 +254,7 @@ def _finish(program: _Program, method: str, original: Any, trial: Trial) -> list
     table = program.delegation.get(method)
     operator = missing_kernel(outcome.why, original, table["operators"] if table else ())
     if not operator:
-        operator = find_refused(outcome.log, program.located.get(method, LocatedOperators()))
+        operator = find_operator(outcome.log, program.located.get(method, LocatedOperators()))
     raise ProgramCannotRun(method, outcome.why, trial.words, operator)
 
 
