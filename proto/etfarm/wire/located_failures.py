@@ -29,7 +29,8 @@ _REMEDIES: Final = (
     ),
     (
         re.compile(
-            r"op_(?:embedding|index|gather|scatter|select|slice)\w*\.cpp|index.*(?:out of|range|bound)|ix [<>]|indices", re.IGNORECASE
+            r"op_(?:embedding|index|gather|scatter|select|slice)\w*\.cpp|index.*(?:out of|range|bound)|ix [<>]|indices",
+            re.IGNORECASE,
         ),
         "An index is outside of its table or dim: give indices from 0 to its size - 1, or clamp them in the model.",
     ),

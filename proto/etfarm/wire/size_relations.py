@@ -37,8 +37,8 @@ def relations_of(dims: Mapping[str, Sequence[int | str | None]], guards: Sequenc
     """Return the relations that an exported program has between the sizes of its inputs.
 
     Args:
-        dims: the dims of all inputs by name, in flattened order: an integer, a symbolic size as sympy writes it (`s0`, `2*s0 + 1`),
-            or None if it is unknown. An input that is not a tensor has none.
+        dims: the dims of all inputs by name, in flattened order: an integer, a symbolic size as sympy writes it (`2*s0 + 1`), or
+            None if it is unknown. An input that is not a tensor has none.
         guards: the program's `_guards_code`. Only equalities count: other guards tell sizes of 0 and 1 from others as well.
     """
     relations = [*_derived(dims), *_guarded(guards, list(dims))]

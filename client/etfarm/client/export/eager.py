@@ -28,7 +28,7 @@ from etfarm.client.export.errors import (
 )
 from etfarm.client.export.mutation import changes_constants, find_shared_buffers
 from etfarm.client.export.noise import quiet
-from etfarm.client.export.samples import flat_values, input_leaves, leaf_names, must_match, unshared, wire_value
+from etfarm.client.export.samples import dense, flat_values, input_leaves, leaf_names, must_match, unshared, wire_value
 from etfarm.client.export.shapes import must_be_bounded, normal_shapes, specialized
 from etfarm.client.export.source import ModelSource, must_be_tuple
 from etfarm.client.export.structures import name_outputs, plain_structures
@@ -116,7 +116,7 @@ def export_source(
         recipe: its source transform, if any, is applied first.
         calibrate: whether to include the calibration samples.
         folder: folder for archives and samples as files instead of in memory; the caller removes it.
-        say: called with a sentence if a method is exported in another mode than `strict` says.
+        say: called with a sentence if a method is exported in another mode than `strict` says, or with a copy of an input.
 
     Raises:
         TrainingMode: `.eval()` was not called.
@@ -169,7 +169,7 @@ class _Export:
         for index, sample in enumerate(() if callable(samples) else samples):
             must_match(method, index, args, sample, early_names)
         shapes = normal_shapes(method, module, args, kwargs, self.source.dynamic_shapes.get(method))
-        args, kwargs = unshared(args, kwargs)
+        args, kwargs = unshared(*dense(early_names, args, kwargs, self.say))
 
         module, transform_ms = self.transform.apply(method)
         _must_be_eval(method, module)

@@ -5,6 +5,7 @@ Standard library only. Errors of uploaded bytes are in `screening.errors`.
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from etfarm.wire.errors import FarmError, Kind, UserError
@@ -71,15 +72,21 @@ class DimWithoutMaximum(UserError):
 
 
 class TrainingMode(UserError):
-    """The program was exported from a module in training mode."""
+    """The program computes an operator in training mode.
+
+    Args:
+        where: the operator's source line, like `models/net.py:31 (F.dropout(x, 0.5))`; may be empty.
+    """
 
     reason = "TRAINING_MODE"
 
-    def __init__(self, method: str, operator: str, stage: str = "TORCH_EXPORT") -> None:
+    def __init__(self, method: str, operator: str, stage: str = "TORCH_EXPORT", where: str = "") -> None:
         super().__init__(
-            f"{method} was exported in training mode: its {operator} would change results at inference.",
-            "Call .eval() on the module before the export.",
-            stage=stage, method=method, operator=operator,
+            f"{method} computes {operator} in training mode{f' at {where}' if where else ''}, which would change results at "
+            "inference.",
+            "Call .eval() on the module before the export. Functions take the mode from their caller: F.dropout(x, p, "
+            "training=self.training), and dropout_p=0.0 of scaled_dot_product_attention.",
+            stage=stage, method=method, operator=operator, source=where,
         )  # fmt: skip
 
 
@@ -173,15 +180,26 @@ class UnsupportedQuantizedOp(UserError):
 
 
 class OperatorNotCoreAten(UserError):
-    """The edge dialect's verifier refuses an operator outside of Core ATen."""
+    """The edge dialect's verifier refuses an operator outside of Core ATen.
+
+    Args:
+        instead: what computes the same, like "x * 2**n for x << n"; may be empty.
+        has_kernel: whether ExecuTorch has a kernel for it all the same.
+    """
 
     reason = "OPERATOR_NOT_CORE_ATEN"
 
-    def __init__(self, stage: str, operators: str, names: str) -> None:
+    def __init__(self, stage: str, operators: str, names: str, instead: str = "", *, has_kernel: bool = True) -> None:
+        exceptions = (
+            "or list it in the recipe file's [edge] core_aten_exceptions, as ExecuTorch has a kernel for it."
+            if has_kernel
+            else "ExecuTorch has no kernel for it, so that [edge] core_aten_exceptions in a recipe file helps only where the "
+            "recipe's backend or the device's runtime adds one."
+        )
+        use = f"Use {instead}" if instead else "Use other operators"
         super().__init__(
             f"ExecuTorch has kernels for Core ATen only, which does not include {operators}.",
-            "Use other operators; or, if the backend or the device's runtime has these, list them in the recipe file's "
-            "[edge] core_aten_exceptions.",
+            f"{use}; {exceptions}" if has_kernel else f"{use}. {exceptions}",
             stage=stage, operators=names, places=operators,
         )  # fmt: skip
 
@@ -303,14 +321,23 @@ class StageFailed(UserError):
     """
 
     reason = "STAGE_FAILED"
+    UNKNOWN: Final = "The job's log has the whole message."
+    """The remedy where none is known."""
 
     def __init__(self, stage: str, kind: str, why: str, remedy: str = "") -> None:
         super().__init__(
             f"{stage} failed: {why}",
-            remedy or "The job's log has the whole message.",
+            remedy or self.UNKNOWN,
             stage=stage, exception=kind, why=why,
         )  # fmt: skip
 
+
+_KERNEL_CRASHES: Final = (
+    "One of ExecuTorch's own kernels crashes, as no delegate takes part: write the operator in another form, such as slices for "
+    "negative pads, and report the crash to ExecuTorch."
+)
+_FORMATS: Final = re.compile(r"dim[_ ]?order|memory.?format|channels.?last|contiguous|same_strides", re.IGNORECASE)
+"""What the runtime says of tensors with different memory formats."""
 
 _RUN_REMEDIES: Final = (
     ("planned memory", "ExecuTorch plans too little memory for sizes that depend on others: export narrower or static dims."),
@@ -343,13 +370,24 @@ class ProgramCannotRun(UserError):
         why: the runtime's reason, as returned by `smoke.explain`.
         at: the inputs, like "at its largest inputs (x: 64x3)"; empty for the example inputs.
         operator: the operator without a kernel, with its line, like `aten::histc at models/net.py:31 (torch.histc(x))`; or empty.
+        delegates: whether a backend runs a part of the method.
+        formats: inputs and weights that are not contiguous, such as `x, weight`; or empty.
     """
 
     reason = "PROGRAM_CANNOT_RUN"
 
-    def __init__(self, method: str, why: str, at: str = "", operator: str = "") -> None:
+    def __init__(
+        self, method: str, why: str, at: str = "", operator: str = "", *, delegates: bool = True, formats: str = ""
+    ) -> None:
         remedy = next((remedy for cause, remedy in _RUN_REMEDIES if cause in why), None)
-        if remedy is None and at:
+        if not delegates and "it crashed with" in why:
+            remedy = _KERNEL_CRASHES
+        if _FORMATS.search(why) or (remedy is None and formats and operator):
+            remedy = (
+                f"The operator's tensors have different memory formats: call .contiguous() on {formats or 'inputs and weights'}, "
+                "weights before the export and inputs as examples."
+            )
+        elif remedy is None and at:
             remedy = "It runs at the example inputs: narrow the dynamic dims to sizes that work, or use another recipe."
         elif remedy is None and operator:
             remedy = (

@@ -50,7 +50,10 @@ def of_exported(program: Any) -> MethodFacts:
 def _relations(program: Any) -> list[str]:
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     dims: dict[str, list[int | str | None]] = {
-        name: [str(size.node.expr) if isinstance(size, torch.SymInt) else int(size) for size in getattr(values.get(name), "shape", ())]
+        name: [
+            str(size.node.expr) if isinstance(size, torch.SymInt) else int(size)
+            for size in getattr(values.get(name), "shape", ())
+        ]
         for name in input_names(program)
     }
     return size_relations.relations_of(dims, getattr(program, "_guards_code", None) or ())

@@ -12,6 +12,7 @@ from etfarm.server.compile.program.explain import describe_node
 from etfarm.v1.compile_pb2 import LocatedOperators
 from etfarm.wire.located_failures import MAX_OPERATORS
 
+
 def of_program(manager: Any) -> dict[str, LocatedOperators]:
     """Return the operators of each method of an ExecutorchProgramManager.
 
@@ -28,7 +29,8 @@ def of_program(manager: Any) -> dict[str, LocatedOperators]:
                     by_handle.setdefault(handle, describe_node(inner))
         by_instruction = {index: describe_node(node) for index, node in _numbered(module)}
         located[method] = LocatedOperators(
-            by_instruction=dict(islice(by_instruction.items(), MAX_OPERATORS)), by_handle=dict(islice(by_handle.items(), MAX_OPERATORS))
+            by_instruction=dict(islice(by_instruction.items(), MAX_OPERATORS)),
+            by_handle=dict(islice(by_handle.items(), MAX_OPERATORS)),
         )
     return located
 

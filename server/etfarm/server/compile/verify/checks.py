@@ -27,6 +27,7 @@ import torch
 
 from etfarm.server.compile.errors import ProgramCannotRun
 from etfarm.server.compile.inputs import SizesDoNotFit
+from etfarm.server.compile.program import explain
 from etfarm.server.compile.program.explain import missing_kernel
 from etfarm.server.compile.result import Delegation, HostCheck, Warning
 from etfarm.server.compile.verify import differences, reference, trials
@@ -67,6 +68,7 @@ class _Program:
     data: Mapping[str, Path]
     folder: Path
     quantized: bool
+    backends: Mapping[str, Sequence[str]]
     delegation: Mapping[str, Delegation]
     located: Mapping[str, LocatedOperators]
 
@@ -123,7 +125,7 @@ def check_program(
     """
     checked = Checked()
     with tempfile.TemporaryDirectory(dir=folder, prefix="checks-") as temporary:
-        program = _Program(smoke, pte, data, Path(temporary), quantized, delegation or {}, located or {})
+        program = _Program(smoke, pte, data, Path(temporary), quantized, backends, delegation or {}, located or {})
         for method, original in sorted(originals.items()):
             trial = trials.example(original)
             why = _not_on_host(backends.get(method, ()), data, trial)
@@ -255,7 +257,11 @@ def _finish(program: _Program, method: str, original: Any, trial: Trial) -> list
     operator = missing_kernel(outcome.why, original, table["operators"] if table else ())
     if not operator:
         operator = find_operator(outcome.log, program.located.get(method, LocatedOperators()))
-    raise ProgramCannotRun(method, outcome.why, trial.words, operator)
+    crash = explain.find_crash(original) if outcome.crashed and not operator else ""
+    raise ProgramCannotRun(
+        method, outcome.why, trial.words, operator or crash, delegates=bool(program.backends.get(method)),
+        formats=explain.find_channels_last(original),
+    )  # fmt: skip
 
 
 def _host_check(method: str, trial: Trial, *, ran: bool, why: str = "") -> HostCheck:
@@ -309,9 +315,19 @@ def _compare(
     else:
         checked.warn(
             "OUTPUTS_DIFFER",
-            f"{method} gives other results than eager PyTorch{_where(trial)}: {listed}. Compile it with the "
-            "recipe portable too: if that agrees, the backend is the reason.",
+            f"{method} gives other results than eager PyTorch{_where(trial)}: {listed}. "
+            f"{_find_cause(original, delegates=bool(program.backends.get(method)))}",
         )
+
+
+def _find_cause(original: Any, *, delegates: bool) -> str:
+    """Return what may make a float program differ from eager PyTorch, and what to do about it."""
+    if suspects := explain.find_suspects(original):
+        return f"ExecuTorch's kernels or its memory plan often compute these wrongly: {suspects}"
+    numerics = "--numerics (numerics=True) of a benchmark names the operators that differ, with their lines"
+    if delegates:
+        return f"Compile it with the recipe portable too: if that agrees, the backend is the reason. {numerics}."
+    return f"No delegate takes part, so one of ExecuTorch's kernels or its memory plan is the cause: {numerics}."
 
 
 def _where(trial: Trial) -> str:
