@@ -1,4 +1,4 @@
-"""The operators of a lowered program by the numbers in the runtime's messages; `etfarm.wire.located_failures` finds them there."""
+"""The operators of a lowered program by the numbers in the runtime's messages; `etfarm.wire.located_failures` reads those."""
 
 from __future__ import annotations
 
