@@ -40,7 +40,9 @@ class Fragile(nn.Module):
 
 
 RELATED: Final = ModelSource.of(
-    Related().eval(), (torch.ones(8), torch.ones(3, 2), torch.ones(3, 2)), dynamic_shapes={"x": {0: 4 * K}, "a": {0: N}, "b": {0: N}}
+    Related().eval(),
+    (torch.ones(8), torch.ones(3, 2), torch.ones(3, 2)),
+    dynamic_shapes={"x": {0: 4 * K}, "a": {0: N}, "b": {0: N}},
 )
 FRAGILE: Final = ModelSource.of(Fragile().eval(), (torch.tensor([7, 8]), torch.tensor([2, 3]), torch.tensor([1, 2])))
 
