@@ -14,8 +14,8 @@ from tests.bench.operators import read_rows
 pytestmark = [pytest.mark.numeric, pytest.mark.slow(reason="compiles two dozen programs")]
 
 OPERATORS: Final = (
-    "add", "argmax", "bmm", "cat", "clamp", "cumsum", "div.floor_rounding", "expand", "gather", "index_select", "masked_fill", "mean",
-    "nn.functional.gelu", "nn.functional.pad.constant", "nn.functional.softmin", "pow", "roll", "sort", "topk", "where",
+    "add", "argmax", "bmm", "cat", "clamp", "cumsum", "div.floor_rounding", "expand", "gather", "index_select", "masked_fill",
+    "mean", "nn.functional.gelu", "nn.functional.pad.constant", "nn.functional.softmin", "pow", "roll", "sort", "topk", "where",
 )  # fmt: skip
 """Operators of several kinds; `python -m tests.bench.operators` tries all."""
 
