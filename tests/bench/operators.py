@@ -268,7 +268,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = read_rows(options.json)
-    os.environ["OMP_NUM_THREADS"] = "1"  # a fork of a torch with several threads hangs
+    if os.environ.get("OMP_NUM_THREADS") != "1":  # a fork of a process with several threads hangs
+        single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        os.execve(sys.executable, [sys.executable, "-m", "tests.bench.operators", *sys.argv[1:]], {**os.environ, **single})
     warm()
     chosen = [info for info in operators() if re.search(options.only, name_of(info))]
     done = {row.key for row in rows}

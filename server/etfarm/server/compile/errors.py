@@ -333,13 +333,17 @@ class StageFailed(UserError):
 
 
 _KERNEL_CRASHES: Final = (
-    "One of ExecuTorch's own kernels crashes, as no delegate takes part: write the operator in another form, such as slices for "
-    "negative pads, and report the crash to ExecuTorch."
+    "One of ExecuTorch's own kernels crashes, as no delegate takes part: write the operator in another form, and report "
+    "the crash to ExecuTorch."
 )
 _FORMATS: Final = re.compile(r"dim[_ ]?order|memory.?format|channels.?last|contiguous|same_strides", re.IGNORECASE)
 """What the runtime says of tensors with different memory formats."""
 
 _RUN_REMEDIES: Final = (
+    (
+        "Padding values must be non-negative",
+        "Crop with slices instead of negative pads, and pad the rest: F.pad(x[..., :-4], (3, 0)) for F.pad(x, (3, -4)).",
+    ),
     ("planned memory", "ExecuTorch plans too little memory for sizes that depend on others: export narrower or static dims."),
     (
         "no kernel",

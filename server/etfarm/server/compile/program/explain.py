@@ -148,20 +148,10 @@ def _has_own_size(node: Any) -> bool:
     return bool(sizes - known)
 
 
-def find_crash(program: Any) -> str:
-    """Return the operator of a program that crashes ExecuTorch's kernels, with its source line; empty if none is known."""
-    for node in program.graph.nodes:
-        if _schema_name(node) in ("aten::pad", "aten::constant_pad_nd"):
-            pads = [size for size in node.args[1] if isinstance(size, int)]
-            if min(pads, default=0) < 0 < max(pads, default=0):
-                return _describe(f"{_schema_name(node)} with negative and positive pads", places([node]))
-    kernels = {_schema_name(node): node for node in program.graph.nodes if _schema_name(node)}
-    return _describe(*_only(kernels)) if len(kernels) == 1 else ""
-
-
-def _only(kernels: Mapping[str | None, Any]) -> tuple[str, list[Place]]:
-    ((name, node),) = kernels.items()
-    return name or "", places([node])
+def find_only_kernel(program: Any) -> str:
+    """Return the operator of a program that has a single one, with its source line; else empty."""
+    kernels = {name: node for node in program.graph.nodes if (name := _schema_name(node)) is not None}
+    return "; ".join(_describe(name, places([node])) for name, node in kernels.items()) if len(kernels) == 1 else ""
 
 
 def find_channels_last(program: Any) -> str:

@@ -257,7 +257,7 @@ def _finish(program: _Program, method: str, original: Any, trial: Trial) -> list
     operator = missing_kernel(outcome.why, original, table["operators"] if table else ())
     if not operator:
         operator = find_operator(outcome.log, program.located.get(method, LocatedOperators()))
-    crash = explain.find_crash(original) if outcome.crashed and not operator else ""
+    crash = explain.find_only_kernel(original) if outcome.crashed and not operator else ""
     raise ProgramCannotRun(
         method, outcome.why, trial.words, operator or crash, delegates=bool(program.backends.get(method)),
         formats=explain.find_channels_last(original),
