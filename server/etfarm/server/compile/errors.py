@@ -10,6 +10,18 @@ from typing import Final
 
 from etfarm.wire.errors import FarmError, Kind, UserError
 
+_INSTEAD: Final = (
+    (re.compile(r"::_*(?:bitwise_left_|l)shift"), "x * 2**n for x << n"),
+    (re.compile(r"::_*(?:bitwise_right_|r)shift"), "torch.div(x, 2**n, rounding_mode='floor') for x >> n"),
+)
+"""What computes the same as operators that ExecuTorch lacks."""
+
+
+def _replace(operators: str) -> str:
+    """Return what to replace operators without a kernel with, as the beginning of a remedy."""
+    known = [words for pattern, words in _INSTEAD if pattern.search(operators)]
+    return f"Use {' and '.join(known)}" if known else "Use other operators"
+
 
 class RecipeNeedsEagerModule(UserError):
     """The recipe replaces modules, which an exported program does not have; the result would silently be fp32.
@@ -155,7 +167,7 @@ class MissingOutVariants(UserError):
     def __init__(self, stage: str, operators: str, names: str) -> None:
         super().__init__(
             f"ExecuTorch has no kernel for operators that no delegate took: {operators}.",
-            "Replace them: ExecuTorch's portable kernels lack some Core ATen operators too. "
+            f"{_replace(names)}: ExecuTorch's portable kernels lack some Core ATen operators too. "
             "Or use a recipe whose backend supports them.",
             stage=stage, operators=names, places=operators,
         )  # fmt: skip
@@ -183,20 +195,19 @@ class OperatorNotCoreAten(UserError):
     """The edge dialect's verifier refuses an operator outside of Core ATen.
 
     Args:
-        instead: what computes the same, like "x * 2**n for x << n"; may be empty.
         has_kernel: whether ExecuTorch has a kernel for it all the same.
     """
 
     reason = "OPERATOR_NOT_CORE_ATEN"
 
-    def __init__(self, stage: str, operators: str, names: str, instead: str = "", *, has_kernel: bool = True) -> None:
+    def __init__(self, stage: str, operators: str, names: str, *, has_kernel: bool = True) -> None:
         exceptions = (
             "or list it in the recipe file's [edge] core_aten_exceptions, as ExecuTorch has a kernel for it."
             if has_kernel
             else "ExecuTorch has no kernel for it, so that [edge] core_aten_exceptions in a recipe file helps only where the "
             "recipe's backend or the device's runtime adds one."
         )
-        use = f"Use {instead}" if instead else "Use other operators"
+        use = _replace(names)
         super().__init__(
             f"ExecuTorch has kernels for Core ATen only, which does not include {operators}.",
             f"{use}; {exceptions}" if has_kernel else f"{use}. {exceptions}",
@@ -386,6 +397,8 @@ class ProgramCannotRun(UserError):
         remedy = next((remedy for cause, remedy in _RUN_REMEDIES if cause in why), None)
         if not delegates and "it crashed with" in why:
             remedy = _KERNEL_CRASHES
+        if remedy is not None and "no kernel" in why and not _replace(f"{why}{operator}").startswith("Use other"):
+            remedy = f"{_replace(f'{why}{operator}')}: ExecuTorch has no kernel for it."
         if _FORMATS.search(why) or (remedy is None and formats and operator):
             remedy = (
                 f"The operator's tensors have different memory formats: call .contiguous() on {formats or 'inputs and weights'}, "

@@ -45,12 +45,6 @@ _QUANTIZED = ("quantized_decomposed::", "torchao::")
 
 _NO_KERNEL = re.compile(r"kernel '(\w+)::(\w+)(?:\.\w+)?' not found")
 
-_INSTEAD: Final = (
-    (re.compile(r"_*(?:bitwise_left_|l)shift"), "x * 2**n for x << n"),
-    (re.compile(r"_*(?:bitwise_right_|r)shift"), "torch.div(x, 2**n, rounding_mode='floor') for x >> n"),
-)
-"""What computes the same as operators that ExecuTorch lacks."""
-
 _CONTROL_FLOW: Final = ("cond", "map", "map_impl", "scan", "while_loop")
 _SUSPECTS: Final = {
     "control": "Compute both branches and choose with torch.where, and unroll loops of a fixed length.",
@@ -189,8 +183,7 @@ def _not_core_aten(stage: str, match: re.Match[str], text: str, programs: Progra
     name = re.sub(r"^(\w+)\.(\w+)(?:\.\w+)?$", r"\1::\2", match[1])
     if _TRAINING.search(name):
         return _training_mode(stage, name, programs)
-    instead = next((words for pattern, words in _INSTEAD if pattern.search(name)), "")
-    return OperatorNotCoreAten(stage, _describe_operators([name], programs), name, instead, has_kernel=_has_kernel(name))
+    return OperatorNotCoreAten(stage, _describe_operators([name], programs), name, has_kernel=_has_kernel(name))
 
 
 def _has_kernel(name: str) -> bool:
