@@ -25,6 +25,7 @@ import json
 import multiprocessing
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -43,7 +44,6 @@ from etfarm.client.export.eager import export_source
 from etfarm.client.export.source import ModelSource
 from etfarm.server.compile.errors import StageFailed
 from etfarm.server.compile.lower.tasks import lower_model
-from etfarm.server.compile.prewarm import warm
 from etfarm.server.compile.program import values
 from etfarm.server.compile.request import LowerRequest
 from etfarm.server.compile.verify import smoke
@@ -60,6 +60,15 @@ TIMEOUT_S: Final = 120.0
 LEAST_DB: Final = 60.0
 """Minimum SQNR of equal outputs: approximations of exp, gelu and others are within it."""
 WARNED: Final = ("OUTPUTS_DIFFER", "NOT_COMPARED", "NOT_RUN_ON_HOST")
+
+
+_WARM: Final = """
+import sys
+from etfarm.server.compile.prewarm import warm
+warm()
+from tests.bench import operators
+sys.exit(operators.run())
+"""
 
 
 @dataclass(frozen=True)
@@ -260,7 +269,13 @@ def read_rows(path: Path | None) -> list[Row]:
 
 
 def main() -> int:
-    """Sweep, and print what is silent or unknown."""
+    """Sweep in a process whose toolchain is warm and has one thread, as forks of one with several threads hang."""
+    single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-c", _WARM, *sys.argv[1:]], env={**os.environ, **single}, check=False).returncode
+
+
+def run() -> int:
+    """Sweep in this process, and print what is silent or unknown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="", help="operators whose name matches this regular expression")
     parser.add_argument("--recipes", default=",".join(RECIPES))
@@ -268,10 +283,6 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = read_rows(options.json)
-    if os.environ.get("OMP_NUM_THREADS") != "1":  # a fork of a process with several threads hangs
-        single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        os.execve(sys.executable, [sys.executable, "-m", "tests.bench.operators", *sys.argv[1:]], {**os.environ, **single})
-    warm()
     chosen = [info for info in operators() if re.search(options.only, name_of(info))]
     done = {row.key for row in rows}
     until = time.monotonic() + options.seconds

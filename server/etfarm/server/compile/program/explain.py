@@ -283,7 +283,7 @@ def _expanded(stage: str, match: re.Match[str], text: str, programs: Programs) -
         signature = program.graph_signature
         owned = {**signature.inputs_to_parameters, **signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
         for node in program.graph.nodes:
-            strides = getattr(node.meta.get("val"), "stride", tuple)() if node.op == "placeholder" else ()
+            strides: tuple[int, ...] = getattr(node.meta.get("val"), "stride", tuple)() if node.op == "placeholder" else ()
             if 0 in strides:
                 names.append(owned.get(node.name, node.name))
     shown = ", ".join(dict.fromkeys(names)) or "a tensor"
