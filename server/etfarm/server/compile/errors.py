@@ -362,6 +362,10 @@ _RUN_REMEDIES: Final = (
         "supports it.",
     ),
     (
+        "at most 6 dims",
+        "Reshape to at most six dims around that line, by joining dims that it treats alike; or compile with the recipe portable.",
+    ),
+    (
         "xnn_status",
         "XNNPACK accepted the operator when it was lowered, and refuses its shapes or dtypes now: compile with the recipe "
         "portable, or write that line in another form.",

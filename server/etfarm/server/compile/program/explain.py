@@ -52,6 +52,9 @@ _SUSPECTS: Final = {
 }
 """What works instead of operators that ExecuTorch often computes wrongly."""
 
+_XNNPACK_DIMS: Final = 6
+"""Source: XNN_MAX_TENSOR_DIMS of xnnpack.h."""
+
 _SYMBOL = re.compile(r"\bu\d+\b")
 """Names of sizes that depend on values."""
 
@@ -140,6 +143,15 @@ def _has_own_size(node: Any) -> bool:
         for symbol in _SYMBOL.findall(str(size))
     }
     return bool(sizes - known)
+
+
+def find_many_dims(program: Any) -> str:
+    """Return the first operator of a program whose output has more dims than XNNPACK takes, with its source line; else empty."""
+    for node in program.graph.nodes:
+        name = _schema_name(node)
+        if name is not None and len(getattr(node.meta.get("val"), "shape", ())) > _XNNPACK_DIMS:
+            return _describe(name, places([node]))
+    return ""
 
 
 def find_only_kernel(program: Any) -> str:

@@ -257,9 +257,12 @@ def _finish(program: _Program, method: str, original: Any, trial: Trial) -> list
     operator = missing_kernel(outcome.why, original, table["operators"] if table else ())
     if not operator:
         operator = find_operator(outcome.log, program.located.get(method, LocatedOperators()))
+    why = outcome.why
+    if not operator and "Failed to define tensor" in why and (operator := explain.find_many_dims(original)):
+        why = f"{why}, as XNNPACK takes at most 6 dims"
     crash = explain.find_only_kernel(original) if outcome.crashed and not operator else ""
     raise ProgramCannotRun(
-        method, outcome.why, trial.words, operator or crash, delegates=bool(program.backends.get(method)),
+        method, why, trial.words, operator or crash, delegates=bool(program.backends.get(method)),
         formats=explain.find_channels_last(original),
     )  # fmt: skip
 

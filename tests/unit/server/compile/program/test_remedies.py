@@ -78,6 +78,7 @@ def unrolled(i: torch.Tensor, x: torch.Tensor) -> Any:
 
 
 X: Final = torch.tensor([[0.5, -1.0, 2.0], [3.0, -0.25, 1.0]])
+SIX: Final = torch.rand(2, 1, 2, 1, 3, 4)
 EXPANDED: Final = torch.ones(1, 3).expand(2, 3)
 INTEGERS: Final = torch.arange(-4, 8, dtype=torch.int32)
 LAST: Final = torch.zeros(1, 2, 3, 4).to(memory_format=torch.channels_last)
@@ -123,6 +124,11 @@ CASES: Final[dict[str, tuple[nn.Module, tuple[Any, ...], nn.Module, tuple[Any, .
         Function(lambda x: torch.where(x > 0, x, 0.0)), (X,),
         None, ["OUTPUTS_DIFFER", "aten::nonzero at ", "test_remedies.py:", "torch.where"],
     ),
+    "seven dims": (
+        Function(lambda x: x.unsqueeze(0) + x.unsqueeze(1)), (SIX,),
+        Function(lambda x: (x.flatten(1).unsqueeze(0) + x.flatten(1).unsqueeze(1)).reshape(2, 2, *x.shape[1:])), (SIX,),
+        None, ["PROGRAM_CANNOT_RUN", "aten::", "test_remedies.py:", "at most 6 dims", "Reshape to at most six dims"],
+    ),
     "branches": (
         Function(branches), (X,), Function(chosen), (X,),
         None, ["OUTPUTS_DIFFER", "torch.cond at ", "test_remedies.py:", "torch.where"],
@@ -134,17 +140,18 @@ CASES: Final[dict[str, tuple[nn.Module, tuple[Any, ...], nn.Module, tuple[Any, .
 @pytest.mark.parametrize("name", CASES)
 async def test_a_remedy_helps(workers: Workers, tmp_path: Path, name: str) -> None:
     broken, inputs, mended, other_inputs, shapes, words = CASES[name]
+    recipe = "xnnpack_fp32" if name == "seven dims" else "portable"
 
     def make(module: nn.Module, args: tuple[Any, ...]) -> Callable[[], Any]:
         return lambda: torch.export.export(module.eval(), args, dynamic_shapes=(shapes,) if shapes else None)
 
     try:
-        result = (await compiled(workers, tmp_path / "broken", make(broken, inputs), "portable")).result
+        result = (await compiled(workers, tmp_path / "broken", make(broken, inputs), recipe)).result
         said = " ".join(f"{warning['code']} {warning['message']}" for warning in result["warnings"])
     except UserError as error:
         said = f"{error.reason} {error}"
     missing = [word for word in words if word not in said]
     assert not missing, f"{missing} not in: {said}"
-    result = (await compiled(workers, tmp_path / "mended", make(mended, other_inputs), "portable")).result
+    result = (await compiled(workers, tmp_path / "mended", make(mended, other_inputs), recipe)).result
     assert [warning["message"] for warning in result["warnings"]] == []
     assert all(check["ran"] and not check["why"] for check in result["checks"]) and result["checks"]
