@@ -129,7 +129,8 @@ def dense(
     """Return the same inputs, with a contiguous copy of each tensor whose elements are not dense in any order.
 
     Such are expanded tensors and slices, whose strides ExecuTorch does not support. The program receives dense tensors in any
-    case.
+    case. Tensors that are contiguous in several orders, such as channels-last ones with one channel, get the strides of new ones,
+    since ExecuTorch takes their order from the strides.
 
     Args:
         names: the leaves' names.
@@ -142,7 +143,12 @@ def dense(
 
     def copied(leaf: Any) -> Any:
         name = next(remaining, "")
-        if type(leaf) is not torch.Tensor or leaf.layout != torch.strided or leaf.permute(_dim_order(leaf)).is_contiguous():
+        if type(leaf) is not torch.Tensor or leaf.layout != torch.strided:
+            return leaf
+        if leaf.is_contiguous():
+            usual = leaf.stride() == torch.empty(leaf.shape, device="meta").stride()
+            return leaf if usual or leaf.numel() == 0 else leaf.detach().clone(memory_format=torch.contiguous_format)
+        if leaf.permute(_dim_order(leaf)).is_contiguous():
             return leaf
         say(f"The example input {name!r} has gaps or repeats in memory (strides {leaf.stride()}): a contiguous copy is exported.")
         return leaf.detach().contiguous()

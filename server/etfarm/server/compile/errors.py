@@ -363,7 +363,7 @@ _RUN_REMEDIES: Final = (
     ),
     (
         "at most 6 dims",
-        "Reshape to at most six dims around that line, by joining dims that it treats alike; or compile with the recipe portable.",
+        "Reshape to at most six dims around that line, by joining dims that it treats alike; or use the recipe portable.",
     ),
     (
         "xnn_status",
@@ -405,8 +405,9 @@ class ProgramCannotRun(UserError):
             remedy = f"{_replace(f'{why}{operator}')}: ExecuTorch has no kernel for it."
         if _FORMATS.search(why) or (remedy is None and formats and operator):
             remedy = (
-                f"The operator's tensors have different memory formats: call .contiguous() on {formats or 'inputs and weights'}, "
-                "weights before the export and inputs as examples."
+                "The operator's tensors have different memory formats: give "
+                f"{formats or 'inputs and weights'} the usual one with .clone(memory_format=torch.contiguous_format), weights before "
+                "the export and inputs as examples."
             )
         elif remedy is None and at:
             remedy = "It runs at the example inputs: narrow the dynamic dims to sizes that work, or use another recipe."

@@ -160,14 +160,28 @@ def find_only_kernel(program: Any) -> str:
     return "; ".join(_describe(name, places([node])) for name, node in kernels.items()) if len(kernels) == 1 else ""
 
 
+def _has_other_strides(shape: Sequence[Any], strides: Sequence[Any]) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if not isinstance(size, int) or not isinstance(stride, int):
+            return False
+        if stride != expected:
+            return True
+        expected *= max(size, 1)
+    return False
+
+
 def find_channels_last(program: Any) -> str:
-    """Return the inputs and weights of a program that are not contiguous, such as `x, weight`; at most three."""
+    """Return the inputs and weights of a program with other strides than new tensors have, such as `x, weight`; at most three.
+
+    torch calls channels-last tensors with one channel contiguous, too.
+    """
     signature = program.graph_signature
     owned = signature.inputs_to_parameters | signature.inputs_to_buffers | signature.inputs_to_lifted_tensor_constants
     names = []
     for node in program.graph.nodes:
         value = node.meta.get("val")
-        if node.op == "placeholder" and hasattr(value, "is_contiguous") and not value.is_contiguous():
+        if node.op == "placeholder" and hasattr(value, "stride") and _has_other_strides(value.shape, value.stride()):
             names.append(owned.get(node.name, node.name))
     return ", ".join(names[:_NAMED])
 

@@ -79,6 +79,7 @@ def unrolled(i: torch.Tensor, x: torch.Tensor) -> Any:
 
 X: Final = torch.tensor([[0.5, -1.0, 2.0], [3.0, -0.25, 1.0]])
 SIX: Final = torch.rand(2, 1, 2, 1, 3, 4)
+ONE: Final = torch.rand(1, 1, 7, 5).to(memory_format=torch.channels_last)
 EXPANDED: Final = torch.ones(1, 3).expand(2, 3)
 INTEGERS: Final = torch.arange(-4, 8, dtype=torch.int32)
 LAST: Final = torch.zeros(1, 2, 3, 4).to(memory_format=torch.channels_last)
@@ -95,7 +96,11 @@ CASES: Final[dict[str, tuple[nn.Module, tuple[Any, ...], nn.Module, tuple[Any, .
     ),
     "a weight of another memory format": (
         Scaled(contiguous=False), (LAST,), Scaled(contiguous=True), (LAST.contiguous(),),
-        None, ["PROGRAM_CANNOT_RUN", "test_remedies.py:", "memory formats", "weight", ".contiguous()"],
+        None, ["PROGRAM_CANNOT_RUN", "test_remedies.py:", "memory formats", "weight", "contiguous_format"],
+    ),
+    "one channel, channels last": (
+        nn.Conv2d(1, 5, 1), (ONE,), nn.Conv2d(1, 5, 1), (ONE.clone(memory_format=torch.contiguous_format),),
+        None, ["PROGRAM_CANNOT_RUN", "memory formats", "give input the usual one", "contiguous_format"],
     ),
     "pads of both signs": (
         Function(lambda x: F.pad(x, [3, -4, -2, 5, 1, 3, -3, -3], value=7.0)), (torch.ones(3, 9, 7, 8, 8),),
