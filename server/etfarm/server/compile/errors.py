@@ -403,11 +403,10 @@ class ProgramCannotRun(UserError):
             remedy = _KERNEL_CRASHES
         if remedy is not None and "no kernel" in why and not _replace(f"{why}{operator}").startswith("Use other"):
             remedy = f"{_replace(f'{why}{operator}')}: ExecuTorch has no kernel for it."
-        if _FORMATS.search(why) or (remedy is None and formats and operator):
+        if _FORMATS.search(why) or (formats and ("Propagating input shapes" in why or (remedy is None and operator))):
             remedy = (
-                "The operator's tensors have different memory formats: give "
-                f"{formats or 'inputs and weights'} the usual one with .clone(memory_format=torch.contiguous_format), weights before "
-                "the export and inputs as examples."
+                f"Tensors have different memory formats: give {formats or 'inputs and weights'} the usual one with "
+                ".clone(memory_format=torch.contiguous_format), weights before the export and inputs as examples."
             )
         elif remedy is None and at:
             remedy = "It runs at the example inputs: narrow the dynamic dims to sizes that work, or use another recipe."
