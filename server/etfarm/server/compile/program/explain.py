@@ -215,9 +215,10 @@ def _not_core_aten(stage: str, match: re.Match[str], text: str, programs: Progra
 def _has_kernel(name: str) -> bool:
     """Return whether ExecuTorch's runtime here has a kernel of an operator, such as `aten::bincount`."""
     # Imported late: only errors need the runtime, which a compiling child otherwise leaves to its fork.
-    from executorch.extension.pybindings.portable_lib import _get_operator_names
+    from executorch.runtime import Runtime
 
-    return any(known.partition(".")[0] == name and known.endswith("out") for known in _get_operator_names())
+    kernels = Runtime.get().operator_registry.operator_names
+    return any(known.partition(".")[0] == name and known.endswith("out") for known in kernels)
 
 
 def _mismatched_dtypes(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
