@@ -76,8 +76,9 @@ def locate(error: EtfarmError, operators: compile_pb2.LocatedOperators) -> Etfar
     operator = find_operator(log, operators)
     if not operator:
         return error
-    tail = "\n".join(log.strip().splitlines()[-8:])
-    known = next((remedy for pattern, remedy in _REMEDIES if pattern.search(tail)), _REMEDY)
+    # The message has the reason of this failure; the log may begin with earlier ones, and ends in the operator's arguments.
+    reason = "\n".join([error.message, *log.strip().splitlines()[-8:]])
+    known = next((remedy for pattern, remedy in _REMEDIES if pattern.search(reason)), _REMEDY)
     located = error_of(
         error.fault, error.reason, f"{error.message.rstrip('.')}, in {operator}.", known, kind=error.kind, stage=error.stage,
         metadata={**error.metadata, "places": operator},
