@@ -60,7 +60,7 @@ def test_an_error_gets_the_line_and_a_remedy(log: str, words: str) -> None:
 
 def test_a_reason_that_only_the_message_has_gets_its_remedy() -> None:
     log = "KernelCall failed at instruction 0:1 in operator aten::embedding.out: 0x12\n" + "arg 0 with type id 1\n" * 20
-    message = "method 'forward' failed: ExecuTorch says InvalidArgument: Check failed (indices_ptr[i] >= 0): indices_ptr[1] -1 < 0."
+    message = "method 'forward' failed: ExecuTorch says InvalidArgument: indices_ptr[1] -1 < 0."
     error = error_of(Fault.USER, "PROGRAM_FAILED", message, "", metadata={"log": log})
     assert "outside of its table" in locate(error, OPERATORS).remedy
 
