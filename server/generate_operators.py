@@ -77,15 +77,16 @@ _STATE: Final = re.compile(r"sym_constrain_range(_for_size)?|_assert_(async|scal
 """Checks, which give nothing."""
 
 ALSO: Final = _words(
-    "_assert_async _assert_scalar _assert_tensor_metadata _conj _fft_c2c _functional_assert_async _functional_assert_scalar "
-    "_functional_sym_constrain_range _functional_sym_constrain_range_for_size _int_mm _is_all_true _is_any_true "
-    "_linalg_check_errors _logcumsumexp _trilinear _unique _unique2 addbmm angle as_strided_ bartlett_window bernoulli_ "
-    "bincount blackman_window cummax cummin detach_ detach_copy empty_permuted equal fft_fftfreq fft_rfftfreq grid_sampler_3d "
-    "hamming_window histc kaiser_window kthvalue lift_fresh_copy linalg_cholesky_ex linalg_eig linalg_inv_ex linalg_qr "
-    "linalg_solve_triangular logcumsumexp lu_unpack masked_select median mode multinomial nanmedian nonzero_static poisson "
-    "polygamma rand_like randint randint_like randn randn_like random range searchsorted sort special_bessel_y0 squeeze_ "
-    "sym_constrain_range sym_constrain_range_for_size t_ transpose_ triangular_solve unique_consecutive unique_dim "
-    "unique_dim_consecutive unsqueeze_ upsample_bicubic2d view_as_complex view_as_complex_copy view_as_real view_as_real_copy"
+    "__lshift__ __rshift__ _assert_async _assert_scalar _assert_tensor_metadata _conj _fft_c2c _functional_assert_async "
+    "_functional_assert_scalar _functional_sym_constrain_range _functional_sym_constrain_range_for_size _int_mm "
+    "_is_all_true _is_any_true _linalg_check_errors _logcumsumexp _trilinear _unique _unique2 addbmm angle as_strided_ "
+    "bartlett_window bernoulli_ bincount blackman_window cummax cummin detach_ detach_copy empty_permuted equal fft_fftfreq "
+    "fft_rfftfreq grid_sampler_3d hamming_window histc kaiser_window kthvalue lift_fresh_copy linalg_cholesky_ex linalg_eig "
+    "linalg_inv_ex linalg_qr linalg_solve_triangular logcumsumexp lu_unpack masked_select median mode multinomial nanmedian "
+    "nonzero_static poisson polygamma rand_like randint randint_like randn randn_like random range searchsorted sort "
+    "special_bessel_y0 squeeze_ sym_constrain_range sym_constrain_range_for_size t_ transpose_ triangular_solve "
+    "unique_consecutive unique_dim unique_dim_consecutive unsqueeze_ upsample_bicubic2d view_as_complex "
+    "view_as_complex_copy view_as_real view_as_real_copy"
 )
 """ATen operators that no table of step 1 has and that are as harmless as those: they compute, or check."""
 

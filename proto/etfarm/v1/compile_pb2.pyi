@@ -617,6 +617,7 @@ class MethodFacts(_message.Message):
     BACKENDS_FIELD_NUMBER: _builtins.int
     PLANNED_BYTES_FIELD_NUMBER: _builtins.int
     STATE_BYTES_FIELD_NUMBER: _builtins.int
+    RELATIONS_FIELD_NUMBER: _builtins.int
     state_bytes: _builtins.int
     """The size of the planned tensors that keep their values from one execution to the next, such as a KV cache: those that an
     instruction reads before any writes them. Absent if it is unknown.
@@ -637,6 +638,13 @@ class MethodFacts(_message.Message):
     def planned_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The sizes of the memory plan's buffers."""
 
+    @_builtins.property
+    def relations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Relations between the sizes of the inputs, which the export requires beside the ranges of dims: equalities of expressions of
+        integers and sizes of inputs by name, such as "b.shape[0] == 2*a.shape[0] + 1" and "x.shape[0] % 4 == 0". Absent if only the
+        .pte is known.
+        """
+
     def __init__(
         self,
         *,
@@ -646,10 +654,11 @@ class MethodFacts(_message.Message):
         backends: _abc.Iterable[_builtins.str] | None = ...,
         planned_bytes: _abc.Iterable[_builtins.int] | None = ...,
         state_bytes: _builtins.int | None = ...,
+        relations: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_state_bytes", b"_state_bytes", "state_bytes", b"state_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_state_bytes", b"_state_bytes", "backends", b"backends", "inputs", b"inputs", "operators", b"operators", "outputs", b"outputs", "planned_bytes", b"planned_bytes", "state_bytes", b"state_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_state_bytes", b"_state_bytes", "backends", b"backends", "inputs", b"inputs", "operators", b"operators", "outputs", b"outputs", "planned_bytes", b"planned_bytes", "relations", b"relations", "state_bytes", b"state_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__state_bytes: _TypeAlias = _typing.Literal["state_bytes"]  # noqa: Y015
     _WhichOneofArgType__state_bytes: _TypeAlias = _typing.Literal["_state_bytes", b"_state_bytes"]  # noqa: Y015
@@ -1205,6 +1214,27 @@ class Compilation(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class LocatedOperatorsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___LocatedOperators: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___LocatedOperators | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     KEY_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
@@ -1223,6 +1253,7 @@ class Compilation(_message.Message):
     STAYED_FP32_FIELD_NUMBER: _builtins.int
     MODULES_FIELD_NUMBER: _builtins.int
     SELECTED_FIELD_NUMBER: _builtins.int
+    LOCATED_OPERATORS_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     stopped_after: _builtins.str
     """The last stage that was requested; empty if the whole program was."""
@@ -1274,6 +1305,10 @@ class Compilation(_message.Message):
     def selected(self) -> _containers.MessageMap[_builtins.str, Global___SelectedNames]:
         """By method; only for recipe files whose quantizers name modules or operators."""
 
+    @_builtins.property
+    def located_operators(self) -> _containers.MessageMap[_builtins.str, Global___LocatedOperators]:
+        """By method: what failures of the program on a device are located with. Empty for an uploaded .pte."""
+
     def __init__(
         self,
         *,
@@ -1295,14 +1330,85 @@ class Compilation(_message.Message):
         stayed_fp32: _abc.Mapping[_builtins.str, Global___Fp32Operators] | None = ...,
         modules: _abc.Iterable[Global___ModuleFootprint] | None = ...,
         selected: _abc.Mapping[_builtins.str, Global___SelectedNames] | None = ...,
+        located_operators: _abc.Mapping[_builtins.str, Global___LocatedOperators] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "etrecord", b"etrecord", "facts", b"facts", "program", b"program", "sizes", b"sizes", "toolchain", b"toolchain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "delegation", b"delegation", "error", b"error", "etrecord", b"etrecord", "example_inputs", b"example_inputs", "exported_programs", b"exported_programs", "facts", b"facts", "key", b"key", "modules", b"modules", "program", b"program", "selected", b"selected", "sizes", b"sizes", "stage_files", b"stage_files", "stages", b"stages", "stayed_fp32", b"stayed_fp32", "stopped_after", b"stopped_after", "toolchain", b"toolchain", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "delegation", b"delegation", "error", b"error", "etrecord", b"etrecord", "example_inputs", b"example_inputs", "exported_programs", b"exported_programs", "facts", b"facts", "key", b"key", "located_operators", b"located_operators", "modules", b"modules", "program", b"program", "selected", b"selected", "sizes", b"sizes", "stage_files", b"stage_files", "stages", b"stages", "stayed_fp32", b"stayed_fp32", "stopped_after", b"stopped_after", "toolchain", b"toolchain", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Compilation: _TypeAlias = Compilation  # noqa: Y015
+
+@_typing.final
+class LocatedOperators(_message.Message):
+    """The operators of a method with their source lines, "aten::bmm at models/net.py:31 (x @ y)"; at most 5,000 of each kind."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ByInstructionEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class ByHandleEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    BY_INSTRUCTION_FIELD_NUMBER: _builtins.int
+    BY_HANDLE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def by_instruction(self) -> _containers.ScalarMap[_builtins.int, _builtins.str]:
+        """By the index of the method's instruction: operators outside of delegates."""
+
+    @_builtins.property
+    def by_handle(self) -> _containers.ScalarMap[_builtins.int, _builtins.str]:
+        """By debug handle, which delegates name in their messages: operators inside of delegates."""
+
+    def __init__(
+        self,
+        *,
+        by_instruction: _abc.Mapping[_builtins.int, _builtins.str] | None = ...,
+        by_handle: _abc.Mapping[_builtins.int, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_handle", b"by_handle", "by_instruction", b"by_instruction"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocatedOperators: _TypeAlias = LocatedOperators  # noqa: Y015
 
 @_typing.final
 class Program(_message.Message):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ from etfarm.client.submit.run_options import RunOptions
 from etfarm.client.transport import transfers
 from etfarm.client.transport.daemon_thread import in_thread
 from etfarm.client.transport.versions import require_protocol
-from etfarm.v1 import job_pb2, session_pb2
+from etfarm.v1 import compile_pb2, job_pb2, session_pb2
 from etfarm.wire import selectors
 
 if TYPE_CHECKING:
@@ -260,11 +260,18 @@ class AsyncSubmissions(AsyncConnected):
 
         async def connect(_: AsyncExitStack) -> Line:
             stubs = self._open
-            program_message, names = await served.on_farm(stubs, spec, self.compile, on_upload=on_upload, on_status=on_status)
+            stored = await served.on_farm(stubs, spec, self.compile, on_upload=on_upload, on_status=on_status)
             if on_status is not None:
                 on_status("Waiting for a device.")
-            request.program.CopyFrom(program_message)
-            return Line(stubs.server, stubs.sessions, stubs.artifacts, request, names)
+            request.program.CopyFrom(stored.program)
+
+            async def located_operators() -> Mapping[str, compile_pb2.LocatedOperators]:
+                if not stored.compilation_key:
+                    return {}
+                compiled = await stubs.compiler.GetCompilation(compile_pb2.GetCompilationRequest(key=stored.compilation_key))
+                return compiled.located_operators
+
+            return Line(stubs.server, stubs.sessions, stubs.artifacts, request, stored.names, located_operators)
 
         return AsyncSession(connect, on_wait=on_wait, on_log=on_log)
 

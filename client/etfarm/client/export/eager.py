@@ -28,7 +28,7 @@ from etfarm.client.export.errors import (
 )
 from etfarm.client.export.mutation import changes_constants, find_shared_buffers, keep_mutations
 from etfarm.client.export.noise import quiet
-from etfarm.client.export.samples import flat_values, input_leaves, leaf_names, must_match, unshared, wire_value
+from etfarm.client.export.samples import dense, flat_values, input_leaves, leaf_names, must_match, unshared, wire_value
 from etfarm.client.export.shapes import must_be_bounded, normal_shapes, specialized
 from etfarm.client.export.shared_state import find_common_buffers, mark_shared
 from etfarm.client.export.source import ModelSource, must_be_tuple
@@ -82,6 +82,8 @@ class ExportedMethod:
     """Duration of SOURCE_TRANSFORM in ms; None if there was none."""
     quantized: bool = False
     """Whether the module was quantized before, like a GraphModule of convert_pt2e."""
+    relations: tuple[str, ...] = ()
+    """Relations between the sizes of the inputs, see `ArchiveFacts`."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def export_source(
         recipe: its source transform, if any, is applied first.
         calibrate: whether to include the calibration samples.
         folder: folder for archives and samples as files instead of in memory; the caller removes it.
-        say: called with a sentence if a method is exported in another mode than `strict` says.
+        say: called with a sentence if a method is exported in another mode than `strict` says, or with a copy of an input.
 
     Raises:
         TrainingMode: `.eval()` was not called.
@@ -188,7 +190,7 @@ class _Export:
         for index, sample in enumerate(() if callable(samples) else samples):
             must_match(method, index, args, sample, early_names)
         shapes = normal_shapes(method, module, args, kwargs, self.source.dynamic_shapes.get(method))
-        args, kwargs = unshared(args, kwargs)
+        args, kwargs = unshared(*dense(early_names, args, kwargs, self.say))
 
         module, transform_ms = self.transform.apply(method)
         _must_be_eval(method, module)
@@ -229,6 +231,7 @@ class _Export:
             input_types=facts.input_types,
             transform_ms=exported.transform_ms,
             quantized=facts.quantized,
+            relations=facts.relations,
         )
 
     def calls(self, methods: Mapping[str, ExportedMethod]) -> tuple[Call, ...]:

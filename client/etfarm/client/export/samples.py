@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from etfarm.client.export.errors import CalibrationMismatch, UnsupportedInput, with_article
@@ -120,6 +120,40 @@ def unshared(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[An
         return leaf
 
     own_args, own_kwargs = pytree.tree_map(fresh, (args, dict(kwargs)))
+    return own_args, own_kwargs
+
+
+def dense(
+    names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any], say: Callable[[str], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the same inputs, with a contiguous copy of each tensor whose elements are not dense in any order.
+
+    Such are expanded tensors and slices, whose strides ExecuTorch does not support. The program receives dense tensors in any
+    case. Tensors that are contiguous in several orders, such as channels-last ones with one channel, get the strides of new ones,
+    since ExecuTorch takes their order from the strides.
+
+    Args:
+        names: the leaves' names.
+        say: called with a sentence for each copy.
+    """
+    import torch
+    from torch.utils import _pytree as pytree
+
+    remaining = iter(names)
+
+    def copied(leaf: Any) -> Any:
+        name = next(remaining, "")
+        if type(leaf) is not torch.Tensor or leaf.layout != torch.strided:
+            return leaf
+        if leaf.is_contiguous():
+            usual = leaf.stride() == torch.empty(leaf.shape, device="meta").stride()
+            return leaf if usual or leaf.numel() == 0 else leaf.detach().clone(memory_format=torch.contiguous_format)
+        if leaf.permute(_dim_order(leaf)).is_contiguous():
+            return leaf
+        say(f"The example input {name!r} has gaps or repeats in memory (strides {leaf.stride()}): a contiguous copy is exported.")
+        return leaf.detach().contiguous()
+
+    own_args, own_kwargs = pytree.tree_map(copied, (args, dict(kwargs)))
     return own_args, own_kwargs
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -14,8 +14,9 @@ from etfarm.client.errors import EtfarmError, FarmError, Kind, UserError, from_r
 from etfarm.client.sessions.text import Parts
 from etfarm.client.submit.value_names import ValueNames
 from etfarm.client.transport import transfers
-from etfarm.v1 import common_pb2, session_pb2
+from etfarm.v1 import common_pb2, compile_pb2, session_pb2
 from etfarm.wire import chunks, sessions, tensors
+from etfarm.wire.located_failures import LOCATED_REASONS, locate
 from etfarm.wire.status import from_proto
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ class SessionCut(FarmError):
     kind = Kind.UNAVAILABLE
 
 
+LocatedOperators = Callable[[], Awaitable[Mapping[str, compile_pb2.LocatedOperators]]]
+
+
 @dataclass(frozen=True)
 class Line:
     """The stubs of a session's server, and its open request."""
@@ -56,6 +60,8 @@ class Line:
     request: session_pb2.OpenSessionRequest
     names: ValueNames = field(default_factory=ValueNames)
     """Names of the program's inputs and outputs; the program's own, or positions, for a method without any."""
+    located_operators: LocatedOperators | None = None
+    """Returns the program's operators with their source lines, by method; None for a ready program."""
 
 
 Connect = Callable[[AsyncExitStack], Awaitable[Line]]
@@ -196,8 +202,18 @@ class SessionCalls:
         finally:
             self._under_way.discard(calling)
         if answer.HasField("error"):
-            raise from_proto(answer.error)
+            raise await self._located(from_proto(answer.error), task.method, line)
         return answer
+
+    async def _located(self, error: EtfarmError, method: str, line: Line) -> EtfarmError:
+        """Return the device's error with the source line of the operator that failed, if the compilation knows it."""
+        if error.reason not in LOCATED_REASONS or line.located_operators is None:
+            return error
+        try:
+            operators = await line.located_operators()
+        except EtfarmError:  # the compilation is gone, or the server cannot be reached: the device's error says enough
+            return error
+        return locate(error, operators[method]) if method in operators else error
 
     async def _reason(self, error: grpc.aio.AioRpcError, line: Line) -> EtfarmError:
         """Return why a call failed: the reason of the session's end says more than the failed call."""

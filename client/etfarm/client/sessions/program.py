@@ -31,6 +31,17 @@ CompileModel = Callable[[PreparedModel, Recipe], Awaitable[AsyncJob]]
 
 
 @dataclass(frozen=True)
+class StoredProgram:
+    """A session's program in the farm's store."""
+
+    program: compile_pb2.Program
+    names: ValueNames
+    """Names of its inputs and outputs, as far as known."""
+    compilation_key: str = ""
+    """Key of its compilation; empty for a ready program."""
+
+
+@dataclass(frozen=True)
 class ServedModel:
     """A session's program in the form that the caller passed."""
 
@@ -71,8 +82,8 @@ class ServedModel:
         *,
         on_upload: transfers.Moved | None,
         on_status: Say | None,
-    ) -> tuple[compile_pb2.Program, ValueNames]:
-        """Put the program into the farm's store; return it with the names of its inputs and outputs, as far as known.
+    ) -> StoredProgram:
+        """Put the program into the farm's store.
 
         Args:
             spec: a job with the session's requirements. The server checks it before a model is exported.
@@ -92,7 +103,7 @@ class ServedModel:
             model = await in_thread(lambda: served.prepared(Path(folder), spec.methods, on_status))
             if model.program is not None:
                 sent = await send_program(stubs.artifacts, model, server=stubs.server, on_upload=on_upload)
-                return sent, model.names
+                return StoredProgram(sent, model.names)
             job = await compile_model(model, recipe)
         if on_status is not None:
             on_status(f"Compiling {model.name}.")
@@ -106,7 +117,7 @@ class ServedModel:
         (cell,) = (await stubs.jobs.Get(request)).cells
         if (error := decode.cell(cell).error) is not None:
             raise error
-        return cell.program, model.names
+        return StoredProgram(cell.program, model.names, cell.compilation_key)
 
 
 class SharedModel:
@@ -114,7 +125,7 @@ class SharedModel:
 
     def __init__(self, served: ServedModel) -> None:
         self._served = served
-        self._making: asyncio.Task[tuple[compile_pb2.Program, ValueNames]] | None = None
+        self._making: asyncio.Task[StoredProgram] | None = None
 
     async def on_farm(
         self,
@@ -124,7 +135,7 @@ class SharedModel:
         *,
         on_upload: transfers.Moved | None,
         on_status: Say | None,
-    ) -> tuple[compile_pb2.Program, ValueNames]:
+    ) -> StoredProgram:
         """See `ServedModel.on_farm`.
 
         A caller that is cancelled while it waits does not affect the others.

@@ -8,6 +8,7 @@ with Farm() as farm, farm.session(device="arch=aarch64", program="x.pte") as s:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from etfarm.client.errors import EtfarmError
@@ -16,6 +17,7 @@ from etfarm.client.sessions.calls import Loop, Outputs, flattened, loop_of
 from etfarm.client.sessions.open_calls import Connect, SessionCalls, SessionClosed, TextCallback
 from etfarm.client.sessions.text import AsyncTokenStream, TextContext, request_of
 from etfarm.client.submit.early_checks import NoSuchMethod
+from etfarm.client.submit.input_types import require_fitting
 from etfarm.client.transport import decode_devices
 from etfarm.v1 import session_pb2
 from etfarm.wire import sessions, tensors
@@ -133,6 +135,7 @@ class AsyncSession:
         described = self._method(method)
         names = self._calls.require_open().names.inputs.get(method, ())
         values = flattened(method, described, names, inputs, named)
+        self._require_fitting(method, values)
         task = session_pb2.SessionTask(method=method, timeout_s=timeout_s)
         answer = await self._calls.call(task, values)
         return await self._outputs(method, answer)
@@ -167,6 +170,7 @@ class AsyncSession:
         if inputs is not None:
             in_order, named = ((), inputs) if isinstance(inputs, Mapping) else (tuple(inputs), {})
             values = flattened(method, described, line.names.inputs.get(method, ()), in_order, named)
+            self._require_fitting(method, values)
         task = session_pb2.SessionTask(method=method, timeout_s=timeout_s)
         task.loop.CopyFrom(
             session_pb2.SessionLoop(iterations=iterations, warmup=warmup, min_time_s=min_time_s, max_time_s=max_time_s)
@@ -229,6 +233,16 @@ class AsyncSession:
         """
         await self._calls.call(session_pb2.SessionTask(reset=True), None)
         self._context.tokens = 0
+
+    def _require_fitting(self, method: str, values: Sequence[tensors.Value]) -> None:
+        """Check what only the model has: minimum sizes, and relations between sizes. The device checks the rest."""
+        known = self._calls.require_open().names
+        # The device compares dtypes: a recipe may have changed those of the program's inputs.
+        types = [
+            replace(wanted, dtype=value.dtype) if wanted is not None and isinstance(value, tensors.Tensor) else None
+            for wanted, value in zip(known.types.get(method, ()), values, strict=False)
+        ]
+        require_fitting(method, values, types, known.relations.get(method, ()))
 
     async def _outputs(self, method: str, answer: session_pb2.SessionAnswer) -> Outputs:
         run_ns = answer.run_ns if answer.HasField("run_ns") else None

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from etfarm.client.errors import UserError
+from etfarm.wire import size_relations
 from etfarm.wire.tensors import Tensor, Value
 
 if TYPE_CHECKING:
     from etfarm.wire.pt2 import InputType
+
+
+_RESHAPE: Final = "Reshape it, or give example inputs of its shape."
+_RESIZE: Final = "Give it sizes in these ranges, or export the model with other dynamic shapes."
 
 
 class InputMismatch(UserError):
@@ -20,10 +25,23 @@ class InputMismatch(UserError):
     def __init__(self, method: str, name: str, got: str, expected: InputType) -> None:
         super().__init__(
             f"Input {name!r} of {method} is {got}, but the model takes {expected}.",
-            "Reshape it, or give example inputs of its shape."
+            (_RESIZE if ".." in str(expected) else _RESHAPE)
             if got.startswith(f"{expected.dtype} ")
             else f"Convert it, for example with array.astype({expected.dtype!r}).",
             method=method, input=name, got=got, expected=str(expected),
+        )  # fmt: skip
+
+
+class SizesDoNotFit(UserError):
+    """The sizes of inputs are not related as the model needs."""
+
+    reason = "INPUT_MISMATCH"
+
+    def __init__(self, method: str, why: str) -> None:
+        super().__init__(
+            f"The sizes of the inputs of {method} do not fit: {why}.",
+            "Give sizes that fit; the model's dynamic shapes declare this.",
+            method=method, got=why,
         )  # fmt: skip
 
 
@@ -43,15 +61,28 @@ def find_mismatches(values: Sequence[Value], types: Sequence[InputType | None]) 
             yield value, f"{value.dtype} {list(value.shape)}", wanted
 
 
-def _is_of_sizes(shape: Sequence[int], sizes: Sequence[int | None]) -> bool:
-    return len(shape) == len(sizes) and all(want in (None, size) for size, want in zip(shape, sizes, strict=True))
+def _is_of_sizes(shape: Sequence[int], sizes: Sequence[int | tuple[int, int] | None]) -> bool:
+    return len(shape) == len(sizes) and all(map(_is_of_size, shape, sizes))
 
 
-def require_fitting(method: str, values: Sequence[Value], types: Sequence[InputType | None]) -> None:
+def _is_of_size(size: int, wanted: int | tuple[int, int] | None) -> bool:
+    return wanted[0] <= size <= wanted[1] if isinstance(wanted, tuple) else wanted in (None, size)
+
+
+def require_fitting(
+    method: str, values: Sequence[Value], types: Sequence[InputType | None], relations: Sequence[str] = ()
+) -> None:
     """Check the inputs of a method.
+
+    Args:
+        relations: relations between their sizes, see `etfarm.wire.size_relations`.
 
     Raises:
         InputMismatch: one has another dtype or shape; the first one is named.
+        SizesDoNotFit: their sizes break a relation.
     """
     for value, got, wanted in find_mismatches(values, types):
         raise InputMismatch(method, value.name, got, wanted)
+    shapes = {value.name: value.shape for value in values if isinstance(value, Tensor)}
+    if broken := size_relations.find_broken(relations, shapes):
+        raise SizesDoNotFit(method, broken)

@@ -1,8 +1,10 @@
 """The file of names beside a compiled program: `x.inputs.json` beside `x.pte`, which itself has no names.
 
-{"schema": "etfarm.inputs/1", "program": SHA256, "methods": {"forward": ["x", "mask"]}, "outputs": {"forward": ["logits"]}}
+{"schema": "etfarm.inputs/1", "program": SHA256, "methods": {"forward": ["x", "mask"]}, "outputs": {"forward": ["logits"]},
+ "types": {"forward": [["float32", [[2, 16], 4]], null]}, "relations": {"forward": ["mask.shape[0] == x.shape[0]"]}}
 
-`methods` has the names of inputs; `outputs`, which older files lack, those of outputs.
+`methods` has the names of inputs; `outputs` those of outputs; `types` the dtype and sizes of inputs, where a dynamic dim has its
+minimum and maximum; `relations` those of `etfarm.wire.size_relations`. Older files have `methods` only.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from etfarm.client.errors import OutputUnwritable
 from etfarm.client.submit.value_names import ValueNames
 from etfarm.wire import digest
 from etfarm.wire.atomic_write import write_atomically
+from etfarm.wire.pt2 import InputType
 
 SCHEMA: Final = "etfarm.inputs/1"
 _MAX_BYTES: Final = 1 << 20
@@ -37,6 +40,8 @@ def write_names(program: Path, names: ValueNames) -> Path:
         "program": digest.of_file(program),
         "methods": {method: list(inputs) for method, inputs in names.inputs.items()},
         "outputs": {method: list(outputs) for method, outputs in names.outputs.items()},
+        "types": {method: [each and [each.dtype, each.sizes] for each in types] for method, types in names.types.items()},
+        "relations": {method: list(relations) for method, relations in names.relations.items()},
     }
     try:
         write_atomically(path, (json.dumps(document, indent=1) + "\n").encode())
@@ -52,11 +57,35 @@ def read_names(program: Path) -> ValueNames:
         if not path.is_file() or path.stat().st_size > _MAX_BYTES:
             return ValueNames()
         document = json.loads(path.read_bytes())
-        names = ValueNames(_read(document["methods"]), _read(document.get("outputs", {})))
+        names = ValueNames(
+            _read(document["methods"]),
+            _read(document.get("outputs", {})),
+            {str(method): tuple(map(_read_type, types)) for method, types in document.get("types", {}).items()},
+            _read(document.get("relations", {})),
+        )
         belongs = document["schema"] == SCHEMA and document["program"] == digest.of_file(program)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return ValueNames()
     return names if belongs else ValueNames()
+
+
+def _read_type(value: Any) -> InputType | None:
+    """Return an input's type.
+
+    Raises:
+        ValueError, TypeError: it is none.
+    """
+    if value is None:
+        return None
+    dtype, sizes = value
+    return InputType(str(dtype), tuple(_read_size(size) for size in sizes))
+
+
+def _read_size(size: Any) -> int | tuple[int, int] | None:
+    if isinstance(size, list):
+        low, high = size
+        return int(low), int(high)
+    return None if size is None else int(size)
 
 
 def _read(names: Any) -> dict[str, tuple[str, ...]]:

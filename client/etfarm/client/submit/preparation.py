@@ -212,6 +212,7 @@ def _export(model: ExportedModel) -> PreparedExport:
             transform_ms=method.transform_ms,
             quantized=method.quantized,
             output_names=method.output_names,
+            relations=method.relations,
         )
         for name, method in model.methods.items()
     }

@@ -47,6 +47,8 @@ class PreparedMethod:
     """Whether it already contained PT2E's operators."""
     output_names: tuple[str, ...] = ()
     """Output names in flattened order, see `ArchiveFacts`; empty if unknown."""
+    relations: tuple[str, ...] = ()
+    """Relations between the sizes of the inputs, see `ArchiveFacts`."""
 
     @classmethod
     def of_archive(cls, pt2: bytes | Path) -> PreparedMethod:
@@ -57,6 +59,7 @@ class PreparedMethod:
             input_names=facts.input_names,
             output_names=facts.output_names,
             input_types=facts.input_types,
+            relations=facts.relations,
             transformed=facts.transformed,
             quantized=facts.quantized,
         )
@@ -139,6 +142,8 @@ class PreparedModel:
         return ValueNames(
             {name: method.input_names for name, method in self.methods.items()},
             {name: method.output_names for name, method in self.methods.items()},
+            {name: method.input_types for name, method in self.methods.items()},
+            {name: method.relations for name, method in self.methods.items()},
         )
 
     def export_for(self, recipe: Recipe) -> PreparedExport:

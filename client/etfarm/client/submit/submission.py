@@ -86,8 +86,7 @@ class Submission:
         files: dict[str, bytes] = {}
         for model in models:
             for method, values in values_of(named, model, methods).items():
-                if (prepared := model.methods.get(method)) is not None:
-                    require_fitting(method, values, prepared.input_types)
+                require_fitting(method, values, model.names.types.get(method, ()), model.names.relations.get(method, ()))
                 data = tensors.encode(values)
                 if files.setdefault(method, data) != data:
                     raise InputsDiffer(

@@ -1,4 +1,4 @@
-"""Names of a program's inputs and outputs, which come from its model: the program itself has none."""
+"""Names of a program's inputs and outputs, and the sizes that its inputs may have: all that only its model has."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from etfarm.wire.output_names import distinct_names
+from etfarm.wire.pt2 import InputType
 from etfarm.wire.tensors import Value
 
 
@@ -17,6 +18,10 @@ class ValueNames:
     """Names of the arguments: `x`, `state_0`, `options_mask`."""
     outputs: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Names of the outputs, see `etfarm.wire.output_names`."""
+    types: Mapping[str, Sequence[InputType | None]] = field(default_factory=dict)
+    """Types parallel to `inputs`, as far as they are known."""
+    relations: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Relations between the sizes of the inputs, see `etfarm.wire.size_relations`."""
 
     def __bool__(self) -> bool:
         """Return whether any name is known."""

@@ -30,6 +30,7 @@ _QUANTIZED: Final = ("compilation.stages", "compilation.warnings", "compilation.
 _INSPECTED: Final = ("compilation.warnings", "compilation.facts", "compilation.sizes", "compilation.toolchain")
 _LOWERED: Final = (
     "compilation.stages", "compilation.stayed_fp32", "compilation.delegation", "compilation.modules", "compilation.checks",
+    "compilation.located_operators",
     *_INSPECTED, "pte", "data", "etrecord", "example_inputs", "stage_files",
 )  # fmt: skip
 """The fields of a CompileResult that each task may set."""
@@ -195,6 +196,7 @@ def facts_of(facts: compile_pb2.MethodFacts) -> MethodFacts:
     return {
         "inputs": [_value_facts(spec) for spec in facts.inputs], "outputs": [_value_facts(spec) for spec in facts.outputs],
         "operators": list(facts.operators), "backends": list(facts.backends), "planned_bytes": list(facts.planned_bytes),
+        "relations": list(facts.relations),
     }  # fmt: skip
 
 

@@ -5,10 +5,23 @@ Standard library only. Errors of uploaded bytes are in `screening.errors`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Final
 
 from etfarm.wire.errors import FarmError, Kind, UserError
+
+_INSTEAD: Final = (
+    (re.compile(r"::_*(?:bitwise_left_|l)shift"), "x * 2**n for x << n"),
+    (re.compile(r"::_*(?:bitwise_right_|r)shift"), "torch.div(x, 2**n, rounding_mode='floor') for x >> n"),
+)
+"""What computes the same as operators that ExecuTorch lacks."""
+
+
+def _replace(operators: str) -> str:
+    """Return what to replace operators without a kernel with, as the beginning of a remedy."""
+    known = [words for pattern, words in _INSTEAD if pattern.search(operators)]
+    return f"Use {' and '.join(known)}" if known else "Use other operators"
 
 
 class RecipeNeedsEagerModule(UserError):
@@ -85,15 +98,21 @@ class DimWithoutMaximum(UserError):
 
 
 class TrainingMode(UserError):
-    """The program was exported from a module in training mode."""
+    """The program computes an operator in training mode.
+
+    Args:
+        where: the operator's source line, like `models/net.py:31 (F.dropout(x, 0.5))`; may be empty.
+    """
 
     reason = "TRAINING_MODE"
 
-    def __init__(self, method: str, operator: str, stage: str = "TORCH_EXPORT") -> None:
+    def __init__(self, method: str, operator: str, stage: str = "TORCH_EXPORT", where: str = "") -> None:
         super().__init__(
-            f"{method} was exported in training mode: its {operator} would change results at inference.",
-            "Call .eval() on the module before the export.",
-            stage=stage, method=method, operator=operator,
+            f"{method} computes {operator} in training mode{f' at {where}' if where else ''}, which would change results at "
+            "inference.",
+            "Call .eval() on the module before the export. Functions take the mode from their caller: F.dropout(x, p, "
+            "training=self.training), and dropout_p=0.0 of scaled_dot_product_attention.",
+            stage=stage, method=method, operator=operator, source=where,
         )  # fmt: skip
 
 
@@ -162,7 +181,7 @@ class MissingOutVariants(UserError):
     def __init__(self, stage: str, operators: str, names: str) -> None:
         super().__init__(
             f"ExecuTorch has no kernel for operators that no delegate took: {operators}.",
-            "Replace them: ExecuTorch's portable kernels lack some Core ATen operators too. "
+            f"{_replace(names)}: ExecuTorch's portable kernels lack some Core ATen operators too. "
             "Or use a recipe whose backend supports them.",
             stage=stage, operators=names, places=operators,
         )  # fmt: skip
@@ -187,15 +206,25 @@ class UnsupportedQuantizedOp(UserError):
 
 
 class OperatorNotCoreAten(UserError):
-    """The edge dialect's verifier refuses an operator outside of Core ATen."""
+    """The edge dialect's verifier refuses an operator outside of Core ATen.
+
+    Args:
+        has_kernel: whether ExecuTorch has a kernel for it all the same.
+    """
 
     reason = "OPERATOR_NOT_CORE_ATEN"
 
-    def __init__(self, stage: str, operators: str, names: str) -> None:
+    def __init__(self, stage: str, operators: str, names: str, *, has_kernel: bool = True) -> None:
+        exceptions = (
+            "or list it in the recipe file's [edge] core_aten_exceptions, as ExecuTorch has a kernel for it."
+            if has_kernel
+            else "ExecuTorch has no kernel for it, so that [edge] core_aten_exceptions in a recipe file helps only where the "
+            "recipe's backend or the device's runtime adds one."
+        )
+        use = _replace(names)
         super().__init__(
             f"ExecuTorch has kernels for Core ATen only, which does not include {operators}.",
-            "Use other operators; or, if the backend or the device's runtime has these, list them in the recipe file's "
-            "[edge] core_aten_exceptions.",
+            f"{use}; {exceptions}" if has_kernel else f"{use}. {exceptions}",
             stage=stage, operators=names, places=operators,
         )  # fmt: skip
 
@@ -317,21 +346,38 @@ class StageFailed(UserError):
     """
 
     reason = "STAGE_FAILED"
+    UNKNOWN: Final = "The job's log has the whole message."
+    """The remedy where none is known."""
 
     def __init__(self, stage: str, kind: str, why: str, remedy: str = "") -> None:
         super().__init__(
             f"{stage} failed: {why}",
-            remedy or "The job's log has the whole message.",
+            remedy or self.UNKNOWN,
             stage=stage, exception=kind, why=why,
         )  # fmt: skip
 
 
+_KERNEL_CRASHES: Final = (
+    "One of ExecuTorch's own kernels crashes, as no delegate takes part: write the operator in another form, and report "
+    "the crash to ExecuTorch."
+)
+_FORMATS: Final = re.compile(r"dim[_ ]?order|memory.?format|channels.?last|contiguous|same_strides", re.IGNORECASE)
+"""What the runtime says of tensors with different memory formats."""
+
 _RUN_REMEDIES: Final = (
+    (
+        "Padding values must be non-negative",
+        "Crop with slices instead of negative pads, and pad the rest: F.pad(x[..., :-4], (3, 0)) for F.pad(x, (3, -4)).",
+    ),
     ("planned memory", "ExecuTorch plans too little memory for sizes that depend on others: export narrower or static dims."),
     (
         "no kernel",
         "Replace the operator: ExecuTorch's portable kernels lack some Core ATen operators too. Or use a recipe whose backend "
         "supports it.",
+    ),
+    (
+        "at most 6 dims",
+        "Reshape to at most six dims around that line, by joining dims that it treats alike; or use the recipe portable.",
     ),
     (
         "xnn_status",
@@ -357,13 +403,26 @@ class ProgramCannotRun(UserError):
         why: the runtime's reason, as returned by `smoke.explain`.
         at: the inputs, like "at its largest inputs (x: 64x3)"; empty for the example inputs.
         operator: the operator without a kernel, with its line, like `aten::histc at models/net.py:31 (torch.histc(x))`; or empty.
+        delegates: whether a backend runs a part of the method.
+        formats: inputs and weights that are not contiguous, such as `x, weight`; or empty.
     """
 
     reason = "PROGRAM_CANNOT_RUN"
 
-    def __init__(self, method: str, why: str, at: str = "", operator: str = "") -> None:
+    def __init__(
+        self, method: str, why: str, at: str = "", operator: str = "", *, delegates: bool = True, formats: str = ""
+    ) -> None:
         remedy = next((remedy for cause, remedy in _RUN_REMEDIES if cause in why), None)
-        if remedy is None and at:
+        if not delegates and "it crashed with" in why:
+            remedy = _KERNEL_CRASHES
+        if remedy is not None and "no kernel" in why and not _replace(f"{why}{operator}").startswith("Use other"):
+            remedy = f"{_replace(f'{why}{operator}')}: ExecuTorch has no kernel for it."
+        if _FORMATS.search(why) or (formats and ("Propagating input shapes" in why or (remedy is None and operator))):
+            remedy = (
+                f"Tensors have different memory formats: give {formats or 'inputs and weights'} the usual one with "
+                ".clone(memory_format=torch.contiguous_format), weights before the export and inputs as examples."
+            )
+        elif remedy is None and at:
             remedy = "It runs at the example inputs: narrow the dynamic dims to sizes that work, or use another recipe."
         elif remedy is None and operator:
             remedy = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from etfarm.server.compile.result import DimRange, MethodFacts, ValueFacts
+from etfarm.wire import size_relations
 from etfarm.wire.errors import UserError
 from etfarm.wire.tensors import Layout, Scalar, Tensor
 
@@ -48,6 +49,17 @@ class ValueMismatch(InputMismatch):
         )  # fmt: skip
 
 
+class SizesDoNotFit(InputMismatch):
+    """The sizes of inputs are not related as the method needs."""
+
+    def __init__(self, method: str, why: str) -> None:
+        super().__init__(
+            f"The sizes of the inputs of {method} do not fit: {why}.",
+            "Give sizes that fit; the model's dynamic shapes declare this.",
+            method=method, input="", what="sizes", expected="", got=why,
+        )  # fmt: skip
+
+
 def check_inputs(method: str, facts: MethodFacts, values: Sequence[Value]) -> None:
     """Refuse inputs that the method would fail on, or would silently read wrongly.
 
@@ -57,6 +69,7 @@ def check_inputs(method: str, facts: MethodFacts, values: Sequence[Value]) -> No
 
     Raises:
         CountMismatch: the number of values differs from the method's.
+        SizesDoNotFit: their sizes break a relation.
         ValueMismatch: a value differs in kind, dtype, shape, dim order or baked-in value; the first such value is reported.
     """
     expected = facts["inputs"]
@@ -64,6 +77,13 @@ def check_inputs(method: str, facts: MethodFacts, values: Sequence[Value]) -> No
         raise CountMismatch(method, [_name(fact, index) for index, fact in enumerate(expected)], len(values))
     for index, (fact, value) in enumerate(zip(expected, values, strict=True)):
         _check_value(method, _name(fact, index), fact, value)
+    shapes = {
+        _name(fact, index): value.shape
+        for index, (fact, value) in enumerate(zip(expected, values, strict=True))
+        if not isinstance(value, Scalar)
+    }
+    if broken := size_relations.find_broken(facts.get("relations", ()), shapes):
+        raise SizesDoNotFit(method, broken)
 
 
 def _check_value(method: str, name: str, fact: ValueFacts, value: Value) -> None:

@@ -65,6 +65,8 @@ class MethodFacts(TypedDict):
     """Backend ids of the delegates, like `XnnpackBackend`; sorted."""
     planned_bytes: list[int]
     """Sizes of the memory-planned buffers in bytes."""
+    relations: NotRequired[list[str]]
+    """Relations between the sizes of the inputs; absent if only the .pte is known, which has none."""
     state_bytes: NotRequired[int | None]
     """Size of the planned tensors that keep state from one execution to the next; None if it is unknown."""
 
@@ -249,6 +251,8 @@ class LowerResult(TypedDict):
     checks: list[HostCheck]
     stayed_fp32: dict[str, list[Fp32Operator]]
     """Operators of methods that the client quantized; the quantizing child reports those of other methods."""
+    located: dict[str, compile_pb2.LocatedOperators]
+    """Operators by method, as in the Compilation."""
 
 
 class RecipeRow(TypedDict):
@@ -282,6 +286,8 @@ def encode(result: QuantizeResult | LowerResult) -> bytes:
         fill(answer.compilation.stayed_fp32[method], {"operators": rows})
     for method, names in (parts.get("selected") or {}).items():
         fill(answer.compilation.selected[method], {"names": names})
+    for method, operators in (parts.get("located") or {}).items():
+        answer.compilation.located_operators[method].CopyFrom(operators)
     for method, facts in (parts.get("facts") or {"methods": {}})["methods"].items():
         fill_facts(answer.compilation.facts.methods[method], facts)
     if parts.get("facts") is not None:
@@ -302,7 +308,7 @@ def encode_recipes(result: RecipesResult) -> bytes:
 
 def fill_facts(message: compile_pb2.MethodFacts, facts: MethodFacts) -> None:
     """Set the fields of a method's facts."""
-    fill(message, {key: facts.get(key) for key in ("operators", "backends", "planned_bytes", "state_bytes")})
+    fill(message, {key: facts.get(key) for key in ("operators", "backends", "planned_bytes", "state_bytes", "relations")})
     for specs, values in ((message.inputs, facts["inputs"]), (message.outputs, facts["outputs"])):
         for value in values:
             spec = fill(specs.add(), {key: value[key] for key in ("name", "kind", "dtype", "dim_order")})

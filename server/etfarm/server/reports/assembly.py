@@ -71,6 +71,7 @@ def assemble(
         report.compile.cached = cell.compile_cached
         report.compile.stages.extend(candidate.stages_done)
         report.compile.compilation.CopyFrom(compilation)
+        report.compile.compilation.ClearField("located_operators")  # thousands of lines, which failures alone need
     if device is not None:
         report.device.CopyFrom(_device(device))
     if result is not None:

@@ -9,11 +9,13 @@ import torch
 from etfarm.server.compile.program import loading
 from etfarm.server.compile.program.values import input_names, output_names
 from etfarm.server.compile.result import DimRange, MethodFacts, ProgramFacts, ValueFacts
+from etfarm.wire import size_relations
 
 
 def add_exported(facts: ProgramFacts, method: str, program: Any) -> None:
     """Add information that only the exported program has to a method's facts: names, and the range of each dim."""
     known, exact = facts["methods"][method], of_exported(program)
+    known["relations"] = exact["relations"]
     for known_values, exact_values in ((known["inputs"], exact["inputs"]), (known["outputs"], exact["outputs"])):
         if len(known_values) == len(exact_values):
             for value, exact_value in zip(known_values, exact_values, strict=True):
@@ -37,7 +39,22 @@ def of_exported(program: Any) -> MethodFacts:
         node = by_name.get(getattr(spec.arg, "name", "") or "")
         outputs.append(_exported_value(program, name, None if node is None else node.meta.get("val"), spec.arg))
     assert len(inputs) == len(input_names(program))
-    return {"inputs": inputs, "outputs": outputs, "operators": [], "backends": [], "planned_bytes": []}
+    return {
+        "inputs": inputs, "outputs": outputs, "operators": [], "backends": [], "planned_bytes": [],
+        "relations": _relations(program),
+    }  # fmt: skip
+
+
+def _relations(program: Any) -> list[str]:
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    dims: dict[str, list[int | str | None]] = {
+        name: [
+            str(size.node.expr) if isinstance(size, torch.SymInt) else int(size)
+            for size in getattr(values.get(name), "shape", ())
+        ]
+        for name in input_names(program)
+    }
+    return size_relations.relations_of(dims, getattr(program, "_guards_code", None) or ())
 
 
 def _exported_value(program: Any, name: str, value: Any, argument: Any) -> ValueFacts:

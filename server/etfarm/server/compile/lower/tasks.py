@@ -196,7 +196,7 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     result: LowerResult = {
         "stages": [], "program": None, "etrecord": None, "stage_files": {}, "inputs": checks.example_files(programs, folder),
         "delegation": {}, "toolchain": toolchain(), "warnings": [], "facts": None, "sizes": None, "modules": [], "checks": [],
-        "stayed_fp32": {},
+        "stayed_fp32": {}, "located": {},
     }  # fmt: skip
     for method in programs:
         _warn_of_copies(method, copies[method], result["warnings"])
@@ -237,7 +237,7 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     described = sizes.read(folder / "model.pte")
     program_facts = result["facts"] = facts.of_program(described.program)
     _add_footprint(lowered, result)
-    located = refused_operators.of_program(lowered.manager)
+    located = result["located"] = refused_operators.of_program(lowered.manager)
     unsaved = [lowered] if request.want_etrecord else []
     del lowered
 

@@ -45,6 +45,16 @@ _QUANTIZED = ("quantized_decomposed::", "torchao::")
 
 _NO_KERNEL = re.compile(r"kernel '(\w+)::(\w+)(?:\.\w+)?' not found")
 
+_CONTROL_FLOW: Final = ("cond", "map", "map_impl", "scan", "while_loop")
+_SUSPECTS: Final = {
+    "control": "Compute both branches and choose with torch.where, and unroll loops of a fixed length.",
+    "sizes": "Use operators whose output sizes follow from input sizes, such as torch.where with a mask.",
+}
+"""What works instead of operators that ExecuTorch often computes wrongly."""
+
+_XNNPACK_DIMS: Final = 6
+"""Source: XNN_MAX_TENSOR_DIMS of xnnpack.h."""
+
 _SYMBOL = re.compile(r"\bu\d+\b")
 """Names of sizes that depend on values."""
 
@@ -105,6 +115,77 @@ def missing_kernel(why: str, program: Any, operators: Iterable[OperatorDelegatio
     return _describe_operators([name], {"": program}) if shown == name else shown
 
 
+def find_suspects(program: Any) -> str:
+    """Return the operators of an exported program that ExecuTorch often computes wrongly, with what works; empty without any."""
+    found: dict[str, list[Any]] = defaultdict(list)
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        name = str(getattr(node.target, "__name__", node.target))
+        if name in _CONTROL_FLOW and not hasattr(node.target, "_schema"):
+            found["control"].append((f"torch.{name.removesuffix('_impl')}", node))
+        elif _schema_name(node) and _has_own_size(node):
+            found["sizes"].append((_schema_name(node), node))
+    sentences = []
+    for kind, rows in found.items():
+        shown = "; ".join(dict.fromkeys(_describe(name, places([node])) for name, node in rows[:_NAMED]))
+        sentences.append(f"{shown}. {_SUSPECTS[kind]}")
+    return " ".join(sentences)
+
+
+def _has_own_size(node: Any) -> bool:
+    """Return whether an operator's output has a size that its inputs do not have, which depends on values."""
+    sizes = {symbol for size in getattr(node.meta.get("val"), "shape", ()) for symbol in _SYMBOL.findall(str(size))}
+    known = {
+        symbol
+        for each in node.all_input_nodes
+        for size in getattr(each.meta.get("val"), "shape", ())
+        for symbol in _SYMBOL.findall(str(size))
+    }
+    return bool(sizes - known)
+
+
+def find_many_dims(program: Any) -> str:
+    """Return the first operator of a program whose output has more dims than XNNPACK takes, with its source line; else empty."""
+    for node in program.graph.nodes:
+        name = _schema_name(node)
+        if name is not None and len(getattr(node.meta.get("val"), "shape", ())) > _XNNPACK_DIMS:
+            return _describe(name, places([node]))
+    return ""
+
+
+def find_only_kernel(program: Any) -> str:
+    """Return the operator of a program that has a single one, with its source line; else empty."""
+    kernels = {name: node for node in program.graph.nodes if (name := _schema_name(node)) is not None}
+    return "; ".join(_describe(name, places([node])) for name, node in kernels.items()) if len(kernels) == 1 else ""
+
+
+def _has_other_strides(shape: Sequence[Any], strides: Sequence[Any]) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if not isinstance(size, int) or not isinstance(stride, int):
+            return False
+        if stride != expected:
+            return True
+        expected *= max(size, 1)
+    return False
+
+
+def find_channels_last(program: Any) -> str:
+    """Return the inputs and weights of a program with other strides than new tensors have, such as `x, weight`; at most three.
+
+    torch calls channels-last tensors with one channel contiguous, too.
+    """
+    signature = program.graph_signature
+    owned = signature.inputs_to_parameters | signature.inputs_to_buffers | signature.inputs_to_lifted_tensor_constants
+    names = []
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and hasattr(value, "stride") and _has_other_strides(value.shape, value.stride()):
+            names.append(owned.get(node.name, node.name))
+    return ", ".join(names[:_NAMED])
+
+
 def _find_cause(error: BaseException) -> BaseException:
     for _ in range(8):
         if error.__cause__ is None or not str(error).lstrip().startswith("An error occurred when running"):
@@ -128,7 +209,16 @@ def _not_core_aten(stage: str, match: re.Match[str], text: str, programs: Progra
     name = re.sub(r"^(\w+)\.(\w+)(?:\.\w+)?$", r"\1::\2", match[1])
     if _TRAINING.search(name):
         return _training_mode(stage, name, programs)
-    return OperatorNotCoreAten(stage, _describe_operators([name], programs), name)
+    return OperatorNotCoreAten(stage, _describe_operators([name], programs), name, has_kernel=_has_kernel(name))
+
+
+def _has_kernel(name: str) -> bool:
+    """Return whether ExecuTorch's runtime here has a kernel of an operator, such as `aten::bincount`."""
+    # Imported late: only errors need the runtime, which a compiling child otherwise leaves to its fork.
+    from executorch.runtime import Runtime
+
+    kernels = Runtime.get().operator_registry.operator_names
+    return any(known.partition(".")[0] == name and known.endswith("out") for known in kernels)
 
 
 def _mismatched_dtypes(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
@@ -187,22 +277,65 @@ def _combine(stage: str, match: re.Match[str], text: str, programs: Programs) ->
 
 
 def _no_output(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
-    empty = [name for name, program in programs.items() if not any(_outputs_present(program))]
-    method = f"{', '.join(empty)} returns" if empty else "a method returns"
-    return StageFailed(stage, "InternalError", f"{method} nothing, but a program needs an output.", "Return a tensor.")
+    empty = [name for name, program in programs.items() if all(value is None for value in _outputs(program))]
+    if empty or not programs:
+        method = f"{', '.join(empty)} returns" if empty else "a method returns"
+        return StageFailed(stage, "InternalError", f"{method} nothing, but a program needs an output.", "Return a tensor.")
+    numbers = [name for name, program in programs.items() if not any(map(_is_tensor, _outputs(program)))]
+    method = f"{', '.join(numbers)} returns" if numbers else "a method returns"
+    why = f"{method} numbers only, and ExecuTorch plans no memory for a program without a tensor among its outputs."
+    remedy = "Return a tensor beside the numbers; or compute them from the inputs' shapes where the program is called."
+    return StageFailed(stage, "InternalError", why, remedy)
 
 
-def _outputs_present(program: Any) -> Iterable[bool]:
-    outputs = next((node.args[0] for node in program.graph.nodes if node.op == "output"), ())
-    return (value is not None for value in outputs)
+def _unknown_control_flow(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
+    name = (match[1] or match[2]).rpartition(".")[2].strip("'\"<>,")
+    nodes = [
+        node for program in programs.values() for node in program.graph.nodes
+        if node.op == "call_function" and name in (str(node.target), getattr(node.target, "__name__", ""))
+    ]  # fmt: skip
+    if name == "while_loop":
+        remedy = (
+            "Write a loop with a fixed number of steps in Python, which the export unrolls; where the number depends on values, "
+            "take its maximum and keep finished values with torch.where. Or call the body as a program from outside."
+        )
+    else:
+        remedy = "Write it with operators, which ExecuTorch lowers; torch.cond, map and scan work too."
+    return StageFailed(stage, "InternalError", f"ExecuTorch cannot emit {_describe(f'torch.{name}', places(nodes))}.", remedy)
+
+
+def _expanded(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
+    names = []
+    for program in programs.values():
+        signature = program.graph_signature
+        owned = {**signature.inputs_to_parameters, **signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
+        for node in program.graph.nodes:
+            strides: tuple[int, ...] = getattr(node.meta.get("val"), "stride", tuple)() if node.op == "placeholder" else ()
+            if 0 in strides:
+                names.append(owned.get(node.name, node.name))
+    shown = ", ".join(dict.fromkeys(names)) or "a tensor"
+    why = f"ExecuTorch does not support expanded tensors, whose elements repeat in memory: {shown}."
+    return StageFailed(stage, "RuntimeError", why, "Call .contiguous() on the result of expand, before the export.")
+
+
+def _outputs(program: Any) -> list[Any]:
+    """Return what a program returns: nodes, numbers and None; without the new values of buffers and inputs."""
+    specs = program.graph_signature.output_specs
+    returned = next((node.args[0] for node in program.graph.nodes if node.op == "output"), ())
+    return [value for spec, value in zip(specs, returned, strict=False) if spec.kind.name == "USER_OUTPUT"]
+
+
+def _is_tensor(value: Any) -> bool:
+    return hasattr(getattr(value, "meta", {}).get("val"), "shape")
 
 
 def _training_mode(stage: str, name: str, programs: Programs) -> EtfarmError:
     mark = _TRAINING.search(name)
     operator = mark[0] if mark else name
     for method, program in programs.items():
-        if any(operator in (_schema_name(node) or "") for node in program.graph.nodes):
-            return TrainingMode(method, operator, stage)
+        nodes = [node for node in program.graph.nodes if operator in (_schema_name(node) or "")]
+        if nodes:
+            return TrainingMode(method, operator, stage, describe_place(places(nodes)))
     return TrainingMode("The model", operator, stage)
 
 
@@ -290,6 +423,8 @@ _EXPLAINED: Final[tuple[tuple[re.Pattern[str], _Explained], ...]] = (
         ),
     ),
     (re.compile(r"graph_output_allocated not set"), _no_output),
+    (re.compile(r"Unsupported control flow operator: (\w+)|invalid target for call_function (\S+)"), _unknown_control_flow),
+    (re.compile(r"0 in strides is not supported"), _expanded),
     (
         re.compile(r"expected compiled_fn to be GraphModule"),
         _fails(

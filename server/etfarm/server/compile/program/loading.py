@@ -15,7 +15,8 @@ import torch
 from torch._export.serde import schema
 
 from etfarm.server.compile.errors import DimWithoutMaximum, TrainingMode
-from etfarm.server.compile.program.explain import first_line
+from etfarm.server.compile.program.explain import describe_place, first_line
+from etfarm.server.compile.program.places import places
 from etfarm.server.compile.screening import archives, screen
 from etfarm.server.compile.screening.errors import NotAPt2, Pt2OfAnotherTorch, UnknownStructure
 from etfarm.server.compile.screening.operators import Operators
@@ -154,7 +155,8 @@ def check(program: Any, method: str) -> None:
     """
     for node in program.graph.nodes:
         if node.op == "call_function" and _is_training(node):
-            raise TrainingMode(method, str(node.target).rpartition(".")[0].removeprefix("aten."))
+            operator = str(node.target).rpartition(".")[0].removeprefix("aten.")
+            raise TrainingMode(method, operator, where=describe_place(places([node])))
     inputs = {s.arg.name for s in program.graph_signature.input_specs if s.kind.name == "USER_INPUT"}
     for node in program.graph.nodes:
         if node.op == "placeholder" and node.name in inputs and isinstance(node.meta.get("val"), torch.Tensor):
@@ -165,12 +167,14 @@ def check(program: Any, method: str) -> None:
 
 def _is_training(node: Any) -> bool:
     schema = getattr(node.target, "_schema", None)
-    if schema is None or not any(word in schema.name for word in ("batch_norm", "dropout")):
+    if schema is None:
         return False
     for index, argument in enumerate(schema.arguments):
-        if argument.name in ("training", "train"):
-            training = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-            return training is True and ("dropout" not in schema.name or node.args[1:2] != (0.0,))
+        value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+        if argument.name == "dropout_p":
+            return isinstance(value, float) and value > 0
+        if argument.name in ("training", "train") and any(word in schema.name for word in ("batch_norm", "dropout", "rrelu")):
+            return value is True and ("dropout" not in schema.name or node.args[1:2] != (0.0,))
     return False
 
 

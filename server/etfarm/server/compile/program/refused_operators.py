@@ -1,30 +1,16 @@
-"""The operators behind the numbers in the runtime's messages: an instruction of a method, or a node of XNNPACK's graph."""
+"""The operators of a lowered program by the numbers in the runtime's messages; `etfarm.wire.located_failures` reads those."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
 
 from executorch.exir.lowered_backend_module import LoweredBackendModule
 
 from etfarm.server.compile.program.explain import describe_node
-
-_NODE: Final = re.compile(r"Failed to (?:create|define) .*?\bnode (\d{1,9})\b")
-"""XNNPACK's refusal of a node, with the debug handle. Source: executorch/backends/xnnpack/runtime/XNNCompiler.cpp 1.5.1."""
-_KERNEL: Final = re.compile(r"KernelCall failed at instruction \d{1,9}:(\d{1,9}) in operator ([\w:.]{1,200}?)[.:]? ")
-"""A kernel's refusal of its arguments. Source: executorch/runtime/executor/method.cpp 1.5.1."""
-
-
-@dataclass(frozen=True)
-class LocatedOperators:
-    """The operators of one method, each with its source line: `aten::bmm at models/net.py:31 (x @ y)`."""
-
-    by_handle: Mapping[int, str] = field(default_factory=dict)
-    """By debug handle, for operators inside of delegates."""
-    by_instruction: Mapping[int, str] = field(default_factory=dict)
-    """By the index of the method's instruction, for operators outside of delegates."""
+from etfarm.v1.compile_pb2 import LocatedOperators
+from etfarm.wire.located_failures import MAX_OPERATORS
 
 
 def of_program(manager: Any) -> dict[str, LocatedOperators]:
@@ -42,17 +28,11 @@ def of_program(manager: Any) -> dict[str, LocatedOperators]:
                 for handle, inner in _numbered(delegate.original_module.graph_module):
                     by_handle.setdefault(handle, describe_node(inner))
         by_instruction = {index: describe_node(node) for index, node in _numbered(module)}
-        located[method] = LocatedOperators(by_handle, by_instruction)
+        located[method] = LocatedOperators(
+            by_instruction=dict(islice(by_instruction.items(), MAX_OPERATORS)),
+            by_handle=dict(islice(by_handle.items(), MAX_OPERATORS)),
+        )
     return located
-
-
-def find_refused(log: str, operators: LocatedOperators) -> str:
-    """Return the operator that the runtime's log blames, with its source line; empty if it blames none."""
-    if (match := _NODE.search(log)) is not None:
-        return operators.by_handle.get(int(match[1]), "")
-    if (match := _KERNEL.search(log)) is not None:
-        return operators.by_instruction.get(int(match[1]), match[2])
-    return ""
 
 
 def _numbered(module: Any) -> Iterator[tuple[int, Any]]:

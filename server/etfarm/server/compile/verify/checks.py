@@ -26,9 +26,9 @@ from typing import Any, Final, Literal
 import torch
 
 from etfarm.server.compile.errors import ProgramCannotRun
-from etfarm.server.compile.program import values
+from etfarm.server.compile.inputs import SizesDoNotFit
+from etfarm.server.compile.program import explain, values
 from etfarm.server.compile.program.explain import missing_kernel
-from etfarm.server.compile.program.refused_operators import LocatedOperators, find_refused
 from etfarm.server.compile.result import Delegation, HostCheck, Warning
 from etfarm.server.compile.verify import differences, reference, trials
 from etfarm.server.compile.verify.differences import Difference
@@ -36,7 +36,9 @@ from etfarm.server.compile.verify.reference import ReferenceFailed
 from etfarm.server.compile.verify.smoke import HOST_BACKENDS, MAX_DATA_FILES, Run, SmokeRunner
 from etfarm.server.compile.verify.trials import TooLarge, Trial
 from etfarm.server.workers.errors import is_out_of_memory
+from etfarm.v1.compile_pb2 import LocatedOperators
 from etfarm.wire import tensors
+from etfarm.wire.located_failures import find_operator
 from etfarm.wire.tensors import Value
 
 RUN_S: Final = 120.0
@@ -66,6 +68,7 @@ class _Program:
     data: Mapping[str, Path]
     folder: Path
     quantized: bool
+    backends: Mapping[str, Sequence[str]]
     delegation: Mapping[str, Delegation]
     located: Mapping[str, LocatedOperators]
 
@@ -122,7 +125,7 @@ def check_program(
     """
     checked = Checked()
     with tempfile.TemporaryDirectory(dir=folder, prefix="checks-") as temporary:
-        program = _Program(smoke, pte, data, Path(temporary), quantized, delegation or {}, located or {})
+        program = _Program(smoke, pte, data, Path(temporary), quantized, backends, delegation or {}, located or {})
         for method, original in sorted(originals.items()):
             trial = trials.example(original)
             why = _not_on_host(backends.get(method, ()), data, trial)
@@ -279,6 +282,8 @@ def _run_reference(original: Any, trial: Trial) -> list[Value] | _Refused:
         return reference.run_program(original, trial.values)
     except ReferenceFailed as error:
         return _Refused(f"eager PyTorch refuses them ({error.why})", error.is_guard)
+    except SizesDoNotFit as error:
+        return _Refused(f"the model does not take them ({error.metadata['got']})", is_guard=True)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -306,8 +311,15 @@ def _finish(program: _Program, method: str, original: Any, trial: Trial) -> list
     table = program.delegation.get(method)
     operator = missing_kernel(outcome.why, original, table["operators"] if table else ())
     if not operator:
-        operator = find_refused(outcome.log, program.located.get(method, LocatedOperators()))
-    raise ProgramCannotRun(method, outcome.why, trial.words, operator)
+        operator = find_operator(outcome.log, program.located.get(method, LocatedOperators()))
+    why = outcome.why
+    if not operator and "Failed to define tensor" in why and (operator := explain.find_many_dims(original)):
+        why = f"{why}, as XNNPACK takes at most 6 dims"
+    crash = explain.find_only_kernel(original) if outcome.crashed and not operator else ""
+    raise ProgramCannotRun(
+        method, why, trial.words, operator or crash, delegates=bool(program.backends.get(method)),
+        formats=explain.find_channels_last(original),
+    )  # fmt: skip
 
 
 def _host_check(method: str, trial: Trial, *, ran: bool, why: str = "") -> HostCheck:
@@ -361,9 +373,19 @@ def _compare(
     else:
         checked.warn(
             "OUTPUTS_DIFFER",
-            f"{method} gives other results than eager PyTorch{_where(trial)}: {listed}. Compile it with the "
-            "recipe portable too: if that agrees, the backend is the reason.",
+            f"{method} gives other results than eager PyTorch{_where(trial)}: {listed}. "
+            f"{_find_cause(original, delegates=bool(program.backends.get(method)))}",
         )
+
+
+def _find_cause(original: Any, *, delegates: bool) -> str:
+    """Return what may make a float program differ from eager PyTorch, and what to do about it."""
+    if suspects := explain.find_suspects(original):
+        return f"ExecuTorch's kernels or its memory plan often compute these wrongly: {suspects}"
+    numerics = "--numerics (numerics=True) of a benchmark names the operators that differ, with their lines"
+    if delegates:
+        return f"Compile it with the recipe portable too: if that agrees, the backend is the reason. {numerics}."
+    return f"No delegate takes part, so one of ExecuTorch's kernels or its memory plan is the cause: {numerics}."
 
 
 def _where(trial: Trial) -> str:

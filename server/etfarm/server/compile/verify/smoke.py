@@ -68,6 +68,8 @@ class Outcome:
     """Reason of a failure for messages; empty if the run succeeded."""
     log: str = ""
     timed_out: bool = False
+    crashed: bool = False
+    """Whether a signal ended the process."""
     out_of_memory: bool = False
     """Whether the process ran out of memory, which is not the program's fault."""
 
@@ -152,8 +154,9 @@ class SmokeRunner:
             # Programs do not kill themselves with SIGKILL: it comes from the kernel of a host that has no memory left.
             out_of_memory |= answer["signal"] == signal.SIGKILL
             return Outcome(
-                False, run.method, f"it crashed with {signal_name(answer['signal'])}", text, out_of_memory=out_of_memory
-            )
+                False, run.method, f"it crashed with {signal_name(answer['signal'])}", text, crashed=True,
+                out_of_memory=out_of_memory,
+            )  # fmt: skip
         if "exit" in answer:
             return Outcome(False, run.method, f"it ended with exit code {answer['exit']}", text, out_of_memory=out_of_memory)
         return Outcome(False, run.method, explain(answer["error"], text), text, out_of_memory=out_of_memory)

@@ -187,7 +187,7 @@ class Attempts:
         for run in cell_runs:
             cell, result = run.cell, results[run.cell.id]
             if isinstance(result, EtfarmError):
-                errors[cell.id] = result
+                errors[cell.id] = run.locate(result)
                 continue
             run.result = result
             # If an earlier server sent the attempt, the best known time is that of its placement.
@@ -200,7 +200,7 @@ class Attempts:
             if result.HasField("outputs"):
                 cell.outputs.CopyFrom(result.outputs)
             if result.HasField("error"):
-                errors[cell.id] = from_proto(result.error)
+                errors[cell.id] = run.locate(from_proto(result.error))
         return errors
 
 

@@ -11,6 +11,8 @@ from etfarm.server.reports.latency.between_runs import Earlier
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, generation_pb2, job_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.v1.job_pb2 import Cell, Job
+from etfarm.wire.errors import EtfarmError
+from etfarm.wire.located_failures import locate
 
 
 @dataclass
@@ -82,6 +84,12 @@ class CellRun:
         if self.compilation is None or not measurement.HasField("generation"):
             return None
         return generation.plan(measurement, self.compilation.facts, self.cell.candidate_name, self.job.spec.inputs)
+
+    def locate(self, error: EtfarmError) -> EtfarmError:
+        """Return an error that the device reports with the source line of the operator that failed, if that is known."""
+        if self.compilation is None or self.cell.method not in self.compilation.located_operators:
+            return error
+        return locate(error, self.compilation.located_operators[self.cell.method])
 
     @property
     def inputs(self) -> common_pb2.Artifact | None:

@@ -16,12 +16,14 @@ from torch import nn  # noqa: E402
 from etfarm.server.compile.errors import ProgramCannotRun  # noqa: E402
 from etfarm.server.compile.lower import build, lowering  # noqa: E402
 from etfarm.server.compile.program import places  # noqa: E402
-from etfarm.server.compile.program.refused_operators import LocatedOperators, find_refused, of_program  # noqa: E402
+from etfarm.server.compile.program.refused_operators import of_program  # noqa: E402
 from etfarm.server.compile.verify.smoke import explain  # noqa: E402
 from etfarm.server.reports.trace import xnnpack  # noqa: E402
 from etfarm.server.workers.pool import Workers  # noqa: E402
+from etfarm.v1.compile_pb2 import LocatedOperators  # noqa: E402
 from etfarm.wire import recipes  # noqa: E402
 from etfarm.wire.errors import EtfarmError  # noqa: E402
+from etfarm.wire.located_failures import find_operator  # noqa: E402
 from tests.support import models  # noqa: E402
 from tests.support.compiling import compiled  # noqa: E402
 
@@ -74,8 +76,8 @@ def test_each_node_of_xnnpacks_graph_maps_to_its_operator(lowered: Any, located:
     assert lines.keys() <= kinds.keys()
     for kind, line in lines.items():
         log = f"[XNNCompiler.cpp:812] Failed to create {kind} node {kinds[kind]} with code: xnn_status_invalid_parameter"
-        assert line in find_refused(log, located), kind
-        assert "test_refused_operators.py" in find_refused(log, located)
+        assert line in find_operator(log, located), kind
+        assert "test_refused_operators.py" in find_operator(log, located)
 
 
 def test_an_instruction_maps_to_its_operator(lowered: Any, located: LocatedOperators) -> None:
@@ -84,14 +86,14 @@ def test_an_instruction_maps_to_its_operator(lowered: Any, located: LocatedOpera
     seen = {}
     for index, instruction in enumerate(plan.chains[0].instructions):
         if (number := getattr(instruction.instr_args, "op_index", None)) is not None:
-            seen[names[number]] = find_refused(f"KernelCall failed at instruction 0:{index} in operator x.out: 0x12\n", located)
+            seen[names[number]] = find_operator(f"KernelCall failed at instruction 0:{index} in operator x.out: 0x12\n", located)
     assert "aten::sort" in seen and "ranks = z.argsort(1)" in seen["aten::sort"], seen
     assert all(description.startswith(name.rpartition(".")[0] or name) for name, description in seen.items()), seen
 
 
 def test_a_log_without_a_number_names_no_operator(located: LocatedOperators) -> None:
-    assert find_refused("", located) == find_refused("Failed to create Conv2d node 99999 with code: x", located) == ""
-    assert find_refused("KernelCall failed at instruction 0:99 in operator aten::x.out: 0x12", located) == "aten::x.out"
+    assert find_operator("", located) == find_operator("Failed to create Conv2d node 99999 with code: x", located) == ""
+    assert find_operator("KernelCall failed at instruction 0:99 in operator aten::x.out: 0x12", located) == "aten::x.out"
 
 
 @pytest.mark.parametrize(

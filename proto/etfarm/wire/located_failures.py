@@ -1,0 +1,87 @@
+"""The operators behind the numbers and files in the runtime's log, and errors of devices that name them with their source lines.
+
+The log names an instruction of a method, a node of XNNPACK's graph, or the file of a kernel. A compilation knows the operator of
+each with the line of the user's model: `aten::bmm at models/net.py:31 (x @ y)`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from etfarm.v1 import compile_pb2
+from etfarm.wire.errors import EtfarmError, error_of
+
+MAX_OPERATORS: Final = 5_000
+"""Maximum number of located operators of a method, of each kind: a large network on portable kernels has some thousand."""
+
+_NODE: Final = re.compile(r"Failed to (?:create|define) .*?\bnode (\d{1,9})\b")
+"""XNNPACK's refusal of a node, with the debug handle. Source: executorch/backends/xnnpack/runtime/XNNCompiler.cpp 1.5.1."""
+_KERNEL: Final = re.compile(r"KernelCall failed at instruction \d{1,9}:(\d{1,9}) in operator ([\w:.]{1,200}?)[.:]? ")
+"""A kernel's refusal of its arguments. Source: executorch/runtime/executor/method.cpp 1.5.1."""
+_FILE: Final = re.compile(r"\bop_(\w{1,100})\.cpp:\d")
+"""The file of a kernel that checks its arguments, such as `[op_embedding.cpp:57]`."""
+
+_REMEDIES: Final = (
+    (
+        re.compile(r"division (?:of|by)|divide by zero|[Dd]ivision.* zero", re.IGNORECASE),
+        "An integer divisor is 0: give other inputs, or guard the division, as in x // y.clamp(min=1) or torch.where.",
+    ),
+    (
+        re.compile(
+            r"op_(?:embedding|index|gather|scatter|select|slice)\w*\.cpp|index.*(?:out of|range|bound)|ix [<>]|indices",
+            re.IGNORECASE,
+        ),
+        "An index is outside of its table or dim: give indices from 0 to its size - 1, or clamp them in the model.",
+    ),
+    (
+        re.compile(r"resize", re.IGNORECASE),
+        "A size exceeds what was planned: keep inputs within the dynamic dims, or export larger maximums.",
+    ),
+)
+"""Remedies for inputs that an operator does not take, by the runtime's log."""
+
+_REMEDY: Final = (
+    "The program ran on the server with the example inputs: give inputs of the kind that the operator takes there, or write that "
+    "line in another form."
+)
+
+LOCATED_REASONS: Final = frozenset({"PROGRAM_FAILED", "PROGRAM_CRASHED"})
+"""Reasons of errors that an operator of the program may have caused."""
+
+
+def find_operator(log: str, operators: compile_pb2.LocatedOperators) -> str:
+    """Return the operator that the runtime's log blames, with its source line if it is known; empty if it blames none.
+
+    A log of several executions blames the operator of the last failure.
+    """
+    last = max((*_NODE.finditer(log), *_KERNEL.finditer(log)), key=lambda match: match.start(), default=None)
+    if last is not None:
+        if last.re is _NODE:
+            return operators.by_handle.get(int(last[1]), "")
+        return operators.by_instruction.get(int(last[1]), last[2])
+    files = _FILE.findall(log)
+    if not files:
+        return ""
+    # The kernel of a file `op_embedding.cpp` is aten::embedding, that of `op_div.cpp` also aten::div.out_mode.
+    named = [each for each in operators.by_instruction.values() if re.match(rf"\w+::_?{re.escape(files[-1])}(?:\W|$)", each)]
+    return " or ".join(list(dict.fromkeys(named))[:2])
+
+
+def locate(error: EtfarmError, operators: compile_pb2.LocatedOperators) -> EtfarmError:
+    """Return an error of a program on a device with the operator, its source line and a remedy; the same if it blames none."""
+    if error.reason not in LOCATED_REASONS or "places" in error.metadata:
+        return error
+    log = f"{error.metadata.get('log', '')}\n{error.metadata.get('abort_message', '')}"
+    operator = find_operator(log, operators)
+    if not operator:
+        return error
+    # The message has the reason of this failure; the log may begin with earlier ones, and ends in the operator's arguments.
+    reason = "\n".join([error.message, *log.strip().splitlines()[-8:]])
+    known = next((remedy for pattern, remedy in _REMEDIES if pattern.search(reason)), _REMEDY)
+    located = error_of(
+        error.fault, error.reason, f"{error.message.rstrip('.')}, in {operator}.", known, kind=error.kind, stage=error.stage,
+        metadata={**error.metadata, "places": operator},
+    )  # fmt: skip
+    located.__cause__ = error.__cause__
+    return located

@@ -1,0 +1,162 @@
+"""Remedies, each applied to the small model that got it: the sentence names the cause and the line, and what it says helps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("executorch")
+
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+from torch._higher_order_ops.while_loop import while_loop  # noqa: E402
+from torch.export import Dim  # noqa: E402
+
+from etfarm.server.workers.pool import Workers  # noqa: E402
+from etfarm.wire.errors import UserError  # noqa: E402
+from tests.support.compiling import compiled  # noqa: E402
+
+pytestmark = [pytest.mark.numeric, pytest.mark.slow(reason="each test compiles in children")]
+
+
+class Function(nn.Module):
+    """A model that is one function of some tensors."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *x: Any) -> Any:
+        return self.function(*x)
+
+
+class Scaled(nn.Module):
+    """Adds a weight, which may be channels last."""
+
+    def __init__(self, *, contiguous: bool) -> None:
+        super().__init__()
+        weight = torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last)
+        self.weight = nn.Parameter(weight.contiguous() if contiguous else weight)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + self.weight, self.weight * 1.0
+
+
+def positive(x: torch.Tensor) -> Any:
+    values = torch.masked_select(x, x > 0)
+    torch._check(values.shape[0] <= 12)
+    return torch.nonzero(x > 0), values
+
+
+def branches(x: torch.Tensor) -> Any:
+    p = x.sum() > 0
+    a = torch.cond(p, lambda v: v * 2, lambda v: v - 1, [x])
+    b = torch.cond(p, lambda v: v + 10, lambda v: v * 3, [x])
+    return a, b, a + b
+
+
+def chosen(x: torch.Tensor) -> Any:
+    p = x.sum() > 0
+    a = torch.where(p, x * 2, x - 1)
+    b = torch.where(p, x + 10, x * 3)
+    return a, b, a + b
+
+
+def loop(i: torch.Tensor, x: torch.Tensor) -> Any:
+    return while_loop(lambda i, x: i < 5, lambda i, x: (i + 1, x * 1.5), (i, x))
+
+
+def unrolled(i: torch.Tensor, x: torch.Tensor) -> Any:
+    for _ in range(5):
+        x = torch.where(i < 5, x * 1.5, x)
+        i = torch.where(i < 5, i + 1, i)
+    return i, x
+
+
+X: Final = torch.tensor([[0.5, -1.0, 2.0], [3.0, -0.25, 1.0]])
+SIX: Final = torch.rand(2, 1, 2, 1, 3, 4)
+ONE: Final = torch.rand(1, 1, 7, 5).to(memory_format=torch.channels_last)
+EXPANDED: Final = torch.ones(1, 3).expand(2, 3)
+INTEGERS: Final = torch.arange(-4, 8, dtype=torch.int32)
+LAST: Final = torch.zeros(1, 2, 3, 4).to(memory_format=torch.channels_last)
+CASES: Final[dict[str, tuple[nn.Module, tuple[Any, ...], nn.Module, tuple[Any, ...], Any, list[str]]]] = {
+    "a function in training mode": (
+        Function(lambda x: F.dropout(x + 1, 0.5)), (X,),
+        Function(lambda x: F.dropout(x + 1, 0.5, training=False)), (X,),
+        None, ["TRAINING_MODE", "test_remedies.py:", "training=self.training"],
+    ),
+    "dropout of attention": (
+        Function(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)), (X[None],),
+        Function(lambda x: F.scaled_dot_product_attention(x, x, x)), (X[None],),
+        None, ["TRAINING_MODE", "test_remedies.py:", "dropout_p=0.0"],
+    ),
+    "a weight of another memory format": (
+        Scaled(contiguous=False), (LAST,), Scaled(contiguous=True), (LAST.contiguous(),),
+        None, ["PROGRAM_CANNOT_RUN", "test_remedies.py:", "memory formats: give ", "weight", "contiguous_format"],
+    ),
+    "one channel, channels last": (
+        nn.Conv2d(1, 5, 1), (ONE,), nn.Conv2d(1, 5, 1), (ONE.clone(memory_format=torch.contiguous_format),),
+        None, ["PROGRAM_CANNOT_RUN", "memory formats", "give input the usual one", "contiguous_format"],
+    ),
+    "pads of both signs": (
+        Function(lambda x: F.pad(x, [3, -4, -2, 5, 1, 3, -3, -3], value=7.0)), (torch.ones(3, 9, 7, 8, 8),),
+        Function(lambda x: F.pad(x[:, 3:-3, :, 2:, :-4], [3, 0, 0, 5, 1, 3], value=7.0)), (torch.ones(3, 9, 7, 8, 8),),
+        None, ["test_remedies.py:", "slices instead of negative pads"],
+    ),
+    "shifts": (
+        Function(lambda x: (x << 2, x >> 1)), (INTEGERS,),
+        Function(lambda x: (x * 2**2, torch.div(x, 2**1, rounding_mode="floor"))), (INTEGERS,),
+        None, ["PROGRAM_CANNOT_RUN", "test_remedies.py:", "has no kernel", "x * 2**n for x << n"],
+    ),
+    "only numbers": (
+        Function(lambda x: (x.shape[0] * 2, 3)), (X,), Function(lambda x: (x.shape[0] * 2, 3, x.sum())), (X,),
+        ({0: Dim("n", min=2, max=8)},), ["STAGE_FAILED", "numbers only", "Return a tensor beside"],
+    ),
+    "a loop": (
+        Function(loop), (torch.tensor(0), X), Function(unrolled), (torch.tensor(0), X),
+        None, ["STAGE_FAILED", "torch.while_loop at ", "test_remedies.py:", "torch.where"],
+    ),
+    "an expanded example": (
+        Function(lambda x: x + 1), (EXPANDED,), Function(lambda x: x + 1), (EXPANDED.contiguous(),),
+        None, ["STAGE_FAILED", "elements repeat in memory: x_0", ".contiguous()"],
+    ),
+    "sizes that depend on values": (
+        Function(positive), (torch.randn(3, 4, generator=torch.Generator().manual_seed(9)),),
+        Function(lambda x: torch.where(x > 0, x, 0.0)), (X,),
+        None, ["OUTPUTS_DIFFER", "aten::nonzero at ", "test_remedies.py:", "torch.where"],
+    ),
+    "seven dims": (
+        Function(lambda x: x.unsqueeze(0) + x.unsqueeze(1)), (SIX,),
+        Function(lambda x: x.flatten(1).unsqueeze(0) + x.flatten(1).unsqueeze(1)), (SIX,),
+        None, ["PROGRAM_CANNOT_RUN", "aten::", "test_remedies.py:", "at most 6 dims", "Reshape to at most six dims"],
+    ),
+    "branches": (
+        Function(branches), (X,), Function(chosen), (X,),
+        None, ["OUTPUTS_DIFFER", "torch.cond at ", "test_remedies.py:", "torch.where"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize("name", CASES)
+async def test_a_remedy_helps(workers: Workers, tmp_path: Path, name: str) -> None:
+    broken, inputs, mended, other_inputs, shapes, words = CASES[name]
+    recipe = "xnnpack_fp32" if name == "seven dims" else "portable"
+
+    def make(module: nn.Module, args: tuple[Any, ...]) -> Callable[[], Any]:
+        return lambda: torch.export.export(module.eval(), args, dynamic_shapes=(shapes,) if shapes else None)
+
+    try:
+        result = (await compiled(workers, tmp_path / "broken", make(broken, inputs), recipe)).result
+        said = " ".join(f"{warning['code']} {warning['message']}" for warning in result["warnings"])
+    except UserError as error:
+        said = f"{error.reason} {error}"
+    missing = [word for word in words if word not in said]
+    assert not missing, f"{missing} not in: {said}"
+    result = (await compiled(workers, tmp_path / "mended", make(mended, other_inputs), recipe)).result
+    assert [warning["message"] for warning in result["warnings"]] == []
+    assert all(check["ran"] and not check["why"] for check in result["checks"]) and result["checks"]
