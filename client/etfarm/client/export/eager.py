@@ -32,6 +32,7 @@ from etfarm.client.export.samples import flat_values, input_leaves, leaf_names, 
 from etfarm.client.export.shapes import must_be_bounded, normal_shapes, specialized
 from etfarm.client.export.source import ModelSource, must_be_tuple
 from etfarm.client.export.structures import name_outputs, plain_structures
+from etfarm.client.export.subclasses import is_unwrapping, make_plain
 from etfarm.client.export.traces import make_relative, place_in, place_of
 from etfarm.client.export.transform import Transform
 from etfarm.wire import digest
@@ -186,6 +187,7 @@ class _Export:
         must_be_bounded(method, program)
         add_lines(program, module, self.base)
         make_relative(program, self.base)
+        make_plain(program)
         name_outputs(program)
         with _refusals(method, self.base), quiet():
             archive = archive_of(program)
@@ -287,7 +289,7 @@ def _must_be_eval(method: str, module: nn.Module) -> None:
     for name, part in module.named_modules():
         # A captured graph has a fixed mode; its `training` flag is True in any case.
         captured = isinstance(part, torch.fx.GraphModule) or type(part).__module__.startswith("torch.export")
-        if part.training and not captured and type(part) is not torch.nn.Module:
+        if part.training and not captured and type(part) is not torch.nn.Module and not is_unwrapping(part):
             raise TrainingMode(method, name)
 
 
