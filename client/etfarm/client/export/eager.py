@@ -38,6 +38,7 @@ from etfarm.client.export.transform import Transform
 from etfarm.wire import digest
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.pt2 import InputType, read_archive
+from etfarm.wire.samples import MAX_FURTHER_SAMPLES
 from etfarm.wire.tensors import encode
 
 if TYPE_CHECKING:
@@ -113,7 +114,8 @@ def export_source(
         folder_base: folder that names of source files are relative to; the working folder when None.
         strict: passed to torch.export. If False, the module runs as plain Python, which supports more models.
         recipe: its source transform, if any, is applied first.
-        calibrate: whether to include the calibration samples.
+        calibrate: whether to include all calibration samples. If False, those of a list are included as far as accuracy is
+            computed on them.
         folder: folder for archives and samples as files instead of in memory; the caller removes it.
         say: called with a sentence if a method is exported in another mode than `strict` says.
 
@@ -213,8 +215,10 @@ class _Export:
     ) -> Iterator[bytes | Path]:
         """Yield the calibration samples as tensor files, without those that equal the example inputs."""
         samples = self.source.calibration_inputs.get(method, ())
-        if not self.calibrate or not samples:
+        if not samples or (callable(samples) and not self.calibrate):  # a function may take long
             return
+        if not self.calibrate:  # for accuracy alone
+            samples = samples[:MAX_FURTHER_SAMPLES]
         # The archive contains the example inputs, which the server also calibrates with.
         example = encode(flat_values(method, names, args, kwargs))
         for index, sample in enumerate(_called(method, samples, self.base)):

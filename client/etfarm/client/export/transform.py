@@ -3,7 +3,7 @@
 torchao's 4-bit recipes replace the weights of nn.Linear. An exported program has no nn.Linear left, so that a server could
 not do it. The recipe's configuration, created by ExecuTorch's provider, determines which weights change, and how.
 
-Weights that are tensor subclasses, as `torchao.quantization.quantize_` leaves them, become the plain tensors that they consist of.
+Weights that are tensor subclasses, as `torchao.quantization.quantize_` leaves them, become the plain tensors they are made of.
 Exported as they are, an archive would have pickles of them, and a backend would take quantized values for real ones.
 """
 

@@ -321,10 +321,13 @@ def _artifacts(spec: job_pb2.JobSpec) -> Iterator[common_pb2.Artifact]:
         for method in candidate.model.methods.values():
             yield method.exported_program
             yield from method.calibration
+            yield from method.samples
             if method.HasField("reference"):
                 yield method.reference
         yield from candidate.model.constant_methods.values()
     yield from spec.inputs.values()
+    for further in spec.further_inputs.values():
+        yield from further.samples
 
 
 def _check_stored(spec: job_pb2.JobSpec, stored: Mapping[str, int]) -> None:
