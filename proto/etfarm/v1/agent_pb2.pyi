@@ -376,7 +376,7 @@ class RunProgress(_message.Message):
     device_id: _builtins.str
     cell_id: _builtins.str
     phase: _builtins.str
-    """FETCH, WAIT_FOR_COOL, WAIT_FOR_IDLE, LOAD, WARMUP, TIMED, TRACED, UPLOAD, and for the numerics pass again FETCH, NUMERICS,
+    """FETCH, WAIT_FOR_COOL, WAIT_FOR_IDLE, LOAD, WARMUP, TIMED, TRACED, SAMPLES, UPLOAD, and for the numerics pass again FETCH, NUMERICS,
     UPLOAD. For generation, WARMUP and TIMED stand for GENERATE, whose steps are tokens. A phone has UPLOAD twice: its files are transferred to the agent, then to the farm.
     """
     duration_ms: _builtins.float
@@ -492,6 +492,7 @@ class CandidateResult(_message.Message):
     RUNS_FIELD_NUMBER: _builtins.int
     TRACED_TELEMETRY_FIELD_NUMBER: _builtins.int
     GENERATIONS_FIELD_NUMBER: _builtins.int
+    FURTHER_FIELD_NUMBER: _builtins.int
     cell_id: _builtins.str
     threads: _builtins.int
     warmup: _builtins.int
@@ -569,6 +570,10 @@ class CandidateResult(_message.Message):
         of the decode method if it is another; `telemetry` covers the timed repetitions of all points with everything between them.
         """
 
+    @_builtins.property
+    def further(self) -> Global___FurtherOutputs:
+        """Present if the method was executed on RunCandidate.samples."""
+
     def __init__(
         self,
         *,
@@ -597,10 +602,11 @@ class CandidateResult(_message.Message):
         runs: _abc.Iterable[Global___MeasuredRun] | None = ...,
         traced_telemetry: _report_pb2.RunTelemetry | None = ...,
         generations: _abc.Iterable[Global___GenerationResult] | None = ...,
+        further: Global___FurtherOutputs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal", "_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "error", b"error", "etdump", b"etdump", "load", b"load", "memory", b"memory", "numerics", b"numerics", "outputs", b"outputs", "outputs_equal", b"outputs_equal", "repeatability", b"repeatability", "runner", b"runner", "samples", b"samples", "steady", b"steady", "telemetry", b"telemetry", "traced_telemetry", b"traced_telemetry", "warmup_ns", b"warmup_ns"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal", "_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "error", b"error", "etdump", b"etdump", "further", b"further", "load", b"load", "memory", b"memory", "numerics", b"numerics", "outputs", b"outputs", "outputs_equal", b"outputs_equal", "repeatability", b"repeatability", "runner", b"runner", "samples", b"samples", "steady", b"steady", "telemetry", b"telemetry", "traced_telemetry", b"traced_telemetry", "warmup_ns", b"warmup_ns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal", "_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "blocks", b"blocks", "cell_id", b"cell_id", "duration_ns", b"duration_ns", "error", b"error", "etdump", b"etdump", "generations", b"generations", "iterations", b"iterations", "load", b"load", "memory", b"memory", "numerics", b"numerics", "outputs", b"outputs", "outputs_equal", b"outputs_equal", "phases", b"phases", "repeatability", b"repeatability", "runner", b"runner", "runs", b"runs", "samples", b"samples", "steady", b"steady", "stop_reason", b"stop_reason", "telemetry", b"telemetry", "threads", b"threads", "traced_ns", b"traced_ns", "traced_telemetry", b"traced_telemetry", "warmup", b"warmup", "warmup_ns", b"warmup_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal", "_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "blocks", b"blocks", "cell_id", b"cell_id", "duration_ns", b"duration_ns", "error", b"error", "etdump", b"etdump", "further", b"further", "generations", b"generations", "iterations", b"iterations", "load", b"load", "memory", b"memory", "numerics", b"numerics", "outputs", b"outputs", "outputs_equal", b"outputs_equal", "phases", b"phases", "repeatability", b"repeatability", "runner", b"runner", "runs", b"runs", "samples", b"samples", "steady", b"steady", "stop_reason", b"stop_reason", "telemetry", b"telemetry", "threads", b"threads", "traced_ns", b"traced_ns", "traced_telemetry", b"traced_telemetry", "warmup", b"warmup", "warmup_ns", b"warmup_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__outputs_equal: _TypeAlias = _typing.Literal["outputs_equal"]  # noqa: Y015
     _WhichOneofArgType__outputs_equal: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal"]  # noqa: Y015
@@ -616,6 +622,40 @@ class CandidateResult(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__warmup_ns) -> _WhichOneofReturnType__warmup_ns | None: ...
 
 Global___CandidateResult: _TypeAlias = CandidateResult  # noqa: Y015
+
+@_typing.final
+class FurtherOutputs(_message.Message):
+    """The outputs of one execution on each of RunCandidate.samples, as far as they were reached."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    samples: _builtins.int
+    """Number of samples, from the first on, that `outputs` has the outputs of."""
+    @_builtins.property
+    def outputs(self) -> _common_pb2.Artifact:
+        """A tensor file of flattened leaves, one sample after the other."""
+
+    @_builtins.property
+    def error(self) -> _common_pb2.Error:
+        """Why the remaining samples were left out; absent if none was."""
+
+    def __init__(
+        self,
+        *,
+        samples: _builtins.int = ...,
+        outputs: _common_pb2.Artifact | None = ...,
+        error: _common_pb2.Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "outputs", b"outputs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "outputs", b"outputs", "samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FurtherOutputs: _TypeAlias = FurtherOutputs  # noqa: Y015
 
 @_typing.final
 class GenerationResult(_message.Message):
@@ -1161,6 +1201,7 @@ class RunCandidate(_message.Message):
     BUNDLE_FIELD_NUMBER: _builtins.int
     NUMERICS_PROGRAM_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     cell_id: _builtins.str
     method: _builtins.str
     threads: _builtins.int
@@ -1186,6 +1227,12 @@ class RunCandidate(_message.Message):
         which only `cores` and `generation` matter; there are no `inputs` and no `numerics_program`.
         """
 
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Artifact]:
+        """Further inputs of the method, at most 63 tensor files. It is executed once on each after the timed and the traced passes, from
+        its initial state, for accuracy alone; agents that do not know this leave CandidateResult.further absent.
+        """
+
     def __init__(
         self,
         *,
@@ -1197,10 +1244,11 @@ class RunCandidate(_message.Message):
         bundle: Global___RunnerBundle | None = ...,
         numerics_program: _compile_pb2.Program | None = ...,
         generation: _generation_pb2.GenerationPlan | None = ...,
+        samples: _abc.Iterable[_common_pb2.Artifact] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_threads", b"_threads", "bundle", b"bundle", "generation", b"generation", "inputs", b"inputs", "numerics_program", b"numerics_program", "program", b"program", "threads", b"threads"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_threads", b"_threads", "bundle", b"bundle", "cell_id", b"cell_id", "generation", b"generation", "inputs", b"inputs", "method", b"method", "numerics_program", b"numerics_program", "program", b"program", "threads", b"threads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_threads", b"_threads", "bundle", b"bundle", "cell_id", b"cell_id", "generation", b"generation", "inputs", b"inputs", "method", b"method", "numerics_program", b"numerics_program", "program", b"program", "samples", b"samples", "threads", b"threads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__threads: _TypeAlias = _typing.Literal["threads"]  # noqa: Y015
     _WhichOneofArgType__threads: _TypeAlias = _typing.Literal["_threads", b"_threads"]  # noqa: Y015

@@ -169,6 +169,7 @@ class MethodSource(_message.Message):
     EXPORTED_PROGRAM_FIELD_NUMBER: _builtins.int
     CALIBRATION_FIELD_NUMBER: _builtins.int
     REFERENCE_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def exported_program(self) -> _common_pb2.Artifact:
         """A .pt2: an exported program with its example inputs."""
@@ -185,16 +186,21 @@ class MethodSource(_message.Message):
         compared with the exported program itself.
         """
 
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Artifact]:
+        """Further samples, at most 63 tensor files as in `calibration`, that accuracy is computed on beside the example inputs."""
+
     def __init__(
         self,
         *,
         exported_program: _common_pb2.Artifact | None = ...,
         calibration: _abc.Iterable[_common_pb2.Artifact] | None = ...,
         reference: _common_pb2.Artifact | None = ...,
+        samples: _abc.Iterable[_common_pb2.Artifact] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["exported_program", b"exported_program", "reference", b"reference"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration", b"calibration", "exported_program", b"exported_program", "reference", b"reference"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration", b"calibration", "exported_program", b"exported_program", "reference", b"reference", "samples", b"samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -434,6 +440,27 @@ class JobSpec(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class FurtherInputsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___FurtherInputs: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___FurtherInputs | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NAME_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     CANDIDATES_FIELD_NUMBER: _builtins.int
@@ -449,6 +476,7 @@ class JobSpec(_message.Message):
     MAX_WAIT_S_FIELD_NUMBER: _builtins.int
     DEADLINE_TIME_FIELD_NUMBER: _builtins.int
     RESERVATION_ID_FIELD_NUMBER: _builtins.int
+    FURTHER_INPUTS_FIELD_NUMBER: _builtins.int
     NOTIFY_URLS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     priority: _builtins.int
@@ -503,6 +531,12 @@ class JobSpec(_message.Message):
         """When the job's results are needed. The closer it is, the sooner its cells run, and cells that have not started by then fail."""
 
     @_builtins.property
+    def further_inputs(self) -> _containers.MessageMap[_builtins.str, Global___FurtherInputs]:
+        """Further inputs by method, that accuracy is computed on beside those in `inputs`: only for methods that have an entry there. They
+        replace MethodSource.samples.
+        """
+
+    @_builtins.property
     def notify_urls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Addresses that get a notice when the job has ended or a gate on it failed (WebhookService): http:// or https://, at most 5."""
 
@@ -524,11 +558,12 @@ class JobSpec(_message.Message):
         max_wait_s: _builtins.float | None = ...,
         deadline_time: _timestamp_pb2.Timestamp | None = ...,
         reservation_id: _builtins.str = ...,
+        further_inputs: _abc.Mapping[_builtins.str, Global___FurtherInputs] | None = ...,
         notify_urls: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_wait_s", b"_max_wait_s", "_timeout_s", b"_timeout_s", "deadline_time", b"deadline_time", "max_wait_s", b"max_wait_s", "measurement", b"measurement", "timeout_s", b"timeout_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_wait_s", b"_max_wait_s", "_timeout_s", b"_timeout_s", "candidates", b"candidates", "deadline_time", b"deadline_time", "devices", b"devices", "inputs", b"inputs", "labels", b"labels", "max_wait_s", b"max_wait_s", "measurement", b"measurement", "methods", b"methods", "name", b"name", "no_cache", b"no_cache", "notify_urls", b"notify_urls", "priority", b"priority", "reservation_id", b"reservation_id", "stop_after", b"stop_after", "threads", b"threads", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_wait_s", b"_max_wait_s", "_timeout_s", b"_timeout_s", "candidates", b"candidates", "deadline_time", b"deadline_time", "devices", b"devices", "further_inputs", b"further_inputs", "inputs", b"inputs", "labels", b"labels", "max_wait_s", b"max_wait_s", "measurement", b"measurement", "methods", b"methods", "name", b"name", "no_cache", b"no_cache", "notify_urls", b"notify_urls", "priority", b"priority", "reservation_id", b"reservation_id", "stop_after", b"stop_after", "threads", b"threads", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_wait_s: _TypeAlias = _typing.Literal["max_wait_s"]  # noqa: Y015
     _WhichOneofArgType__max_wait_s: _TypeAlias = _typing.Literal["_max_wait_s", b"_max_wait_s"]  # noqa: Y015
@@ -540,6 +575,28 @@ class JobSpec(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_s) -> _WhichOneofReturnType__timeout_s | None: ...
 
 Global___JobSpec: _TypeAlias = JobSpec  # noqa: Y015
+
+@_typing.final
+class FurtherInputs(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Artifact]:
+        """At most 63 tensor files of flattened leaves."""
+
+    def __init__(
+        self,
+        *,
+        samples: _abc.Iterable[_common_pb2.Artifact] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FurtherInputs: _TypeAlias = FurtherInputs  # noqa: Y015
 
 @_typing.final
 class SubmitJobRequest(_message.Message):

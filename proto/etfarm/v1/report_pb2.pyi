@@ -1929,6 +1929,9 @@ class OutputAccuracy(_message.Message):
     NAN_COUNT_FIELD_NUMBER: _builtins.int
     REFERENCE_NAN_COUNT_FIELD_NUMBER: _builtins.int
     EQUAL_SHARE_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    SQNR_DB_MIN_FIELD_NUMBER: _builtins.int
+    SQNR_DB_MAX_FIELD_NUMBER: _builtins.int
     output: _builtins.str
     """The output's name, or its index if it has no name."""
     dtype: _builtins.str
@@ -1953,6 +1956,13 @@ class OutputAccuracy(_message.Message):
     """Number of elements of the reference that are NaN."""
     equal_share: _builtins.float
     """The fraction (0 to 1) of elements that are equal. Present for integers and bools only."""
+    samples: _builtins.int
+    """Number of samples, each with its own inputs, that the numbers above are of: all elements of all samples together. 1 if only the
+    timed inputs were compared; absent in reports of releases that compared nothing else.
+    """
+    sqnr_db_min: _builtins.float
+    """The lowest and the highest `sqnr_db` of a single sample; absent as `sqnr_db` is for all samples."""
+    sqnr_db_max: _builtins.float
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -1972,10 +1982,13 @@ class OutputAccuracy(_message.Message):
         nan_count: _builtins.int | None = ...,
         reference_nan_count: _builtins.int | None = ...,
         equal_share: _builtins.float | None = ...,
+        samples: _builtins.int | None = ...,
+        sqnr_db_min: _builtins.float | None = ...,
+        sqnr_db_max: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cosine", b"_cosine", "_dtype", b"_dtype", "_equal", b"_equal", "_equal_share", b"_equal_share", "_max_abs_error", b"_max_abs_error", "_mean_abs_error", b"_mean_abs_error", "_nan_count", b"_nan_count", "_reference_nan_count", b"_reference_nan_count", "_relative_error", b"_relative_error", "_sqnr_db", b"_sqnr_db", "_top1_agreement", b"_top1_agreement", "cosine", b"cosine", "dtype", b"dtype", "equal", b"equal", "equal_share", b"equal_share", "max_abs_error", b"max_abs_error", "mean_abs_error", b"mean_abs_error", "nan_count", b"nan_count", "reference_nan_count", b"reference_nan_count", "relative_error", b"relative_error", "sqnr_db", b"sqnr_db", "top1_agreement", b"top1_agreement"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cosine", b"_cosine", "_dtype", b"_dtype", "_equal", b"_equal", "_equal_share", b"_equal_share", "_max_abs_error", b"_max_abs_error", "_mean_abs_error", b"_mean_abs_error", "_nan_count", b"_nan_count", "_reference_nan_count", b"_reference_nan_count", "_relative_error", b"_relative_error", "_samples", b"_samples", "_sqnr_db", b"_sqnr_db", "_sqnr_db_max", b"_sqnr_db_max", "_sqnr_db_min", b"_sqnr_db_min", "_top1_agreement", b"_top1_agreement", "cosine", b"cosine", "dtype", b"dtype", "equal", b"equal", "equal_share", b"equal_share", "max_abs_error", b"max_abs_error", "mean_abs_error", b"mean_abs_error", "nan_count", b"nan_count", "reference_nan_count", b"reference_nan_count", "relative_error", b"relative_error", "samples", b"samples", "sqnr_db", b"sqnr_db", "sqnr_db_max", b"sqnr_db_max", "sqnr_db_min", b"sqnr_db_min", "top1_agreement", b"top1_agreement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cosine", b"_cosine", "_dtype", b"_dtype", "_equal", b"_equal", "_equal_share", b"_equal_share", "_max_abs_error", b"_max_abs_error", "_mean_abs_error", b"_mean_abs_error", "_nan_count", b"_nan_count", "_reference_nan_count", b"_reference_nan_count", "_relative_error", b"_relative_error", "_sqnr_db", b"_sqnr_db", "_top1_agreement", b"_top1_agreement", "cosine", b"cosine", "dtype", b"dtype", "equal", b"equal", "equal_share", b"equal_share", "max_abs_error", b"max_abs_error", "mean_abs_error", b"mean_abs_error", "nan_count", b"nan_count", "output", b"output", "reference", b"reference", "reference_nan_count", b"reference_nan_count", "relative_error", b"relative_error", "shape", b"shape", "sqnr_db", b"sqnr_db", "top1_agreement", b"top1_agreement"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cosine", b"_cosine", "_dtype", b"_dtype", "_equal", b"_equal", "_equal_share", b"_equal_share", "_max_abs_error", b"_max_abs_error", "_mean_abs_error", b"_mean_abs_error", "_nan_count", b"_nan_count", "_reference_nan_count", b"_reference_nan_count", "_relative_error", b"_relative_error", "_samples", b"_samples", "_sqnr_db", b"_sqnr_db", "_sqnr_db_max", b"_sqnr_db_max", "_sqnr_db_min", b"_sqnr_db_min", "_top1_agreement", b"_top1_agreement", "cosine", b"cosine", "dtype", b"dtype", "equal", b"equal", "equal_share", b"equal_share", "max_abs_error", b"max_abs_error", "mean_abs_error", b"mean_abs_error", "nan_count", b"nan_count", "output", b"output", "reference", b"reference", "reference_nan_count", b"reference_nan_count", "relative_error", b"relative_error", "samples", b"samples", "shape", b"shape", "sqnr_db", b"sqnr_db", "sqnr_db_max", b"sqnr_db_max", "sqnr_db_min", b"sqnr_db_min", "top1_agreement", b"top1_agreement"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cosine: _TypeAlias = _typing.Literal["cosine"]  # noqa: Y015
     _WhichOneofArgType__cosine: _TypeAlias = _typing.Literal["_cosine", b"_cosine"]  # noqa: Y015
@@ -1995,8 +2008,14 @@ class OutputAccuracy(_message.Message):
     _WhichOneofArgType__reference_nan_count: _TypeAlias = _typing.Literal["_reference_nan_count", b"_reference_nan_count"]  # noqa: Y015
     _WhichOneofReturnType__relative_error: _TypeAlias = _typing.Literal["relative_error"]  # noqa: Y015
     _WhichOneofArgType__relative_error: _TypeAlias = _typing.Literal["_relative_error", b"_relative_error"]  # noqa: Y015
+    _WhichOneofReturnType__samples: _TypeAlias = _typing.Literal["samples"]  # noqa: Y015
+    _WhichOneofArgType__samples: _TypeAlias = _typing.Literal["_samples", b"_samples"]  # noqa: Y015
     _WhichOneofReturnType__sqnr_db: _TypeAlias = _typing.Literal["sqnr_db"]  # noqa: Y015
     _WhichOneofArgType__sqnr_db: _TypeAlias = _typing.Literal["_sqnr_db", b"_sqnr_db"]  # noqa: Y015
+    _WhichOneofReturnType__sqnr_db_max: _TypeAlias = _typing.Literal["sqnr_db_max"]  # noqa: Y015
+    _WhichOneofArgType__sqnr_db_max: _TypeAlias = _typing.Literal["_sqnr_db_max", b"_sqnr_db_max"]  # noqa: Y015
+    _WhichOneofReturnType__sqnr_db_min: _TypeAlias = _typing.Literal["sqnr_db_min"]  # noqa: Y015
+    _WhichOneofArgType__sqnr_db_min: _TypeAlias = _typing.Literal["_sqnr_db_min", b"_sqnr_db_min"]  # noqa: Y015
     _WhichOneofReturnType__top1_agreement: _TypeAlias = _typing.Literal["top1_agreement"]  # noqa: Y015
     _WhichOneofArgType__top1_agreement: _TypeAlias = _typing.Literal["_top1_agreement", b"_top1_agreement"]  # noqa: Y015
     @_typing.overload
@@ -2018,7 +2037,13 @@ class OutputAccuracy(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__relative_error) -> _WhichOneofReturnType__relative_error | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__samples) -> _WhichOneofReturnType__samples | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sqnr_db) -> _WhichOneofReturnType__sqnr_db | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sqnr_db_max) -> _WhichOneofReturnType__sqnr_db_max | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sqnr_db_min) -> _WhichOneofReturnType__sqnr_db_min | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top1_agreement) -> _WhichOneofReturnType__top1_agreement | None: ...
 
@@ -2356,6 +2381,9 @@ class Numerics(_message.Message):
     THRESHOLD_DB_FIELD_NUMBER: _builtins.int
     FIRST_BAD_FIELD_NUMBER: _builtins.int
     JUDGED_FIELD_NUMBER: _builtins.int
+    TIMED_SQNR_DB_FIELD_NUMBER: _builtins.int
+    SQNR_DB_FIELD_NUMBER: _builtins.int
+    WRONG_ONLY_WHEN_FUSED_FIELD_NUMBER: _builtins.int
     is_timed_program: _builtins.bool
     threshold_db: _builtins.float
     """For each operator, the host recomputes the output from the values that the device recorded before it, in the quantized
@@ -2369,6 +2397,15 @@ class Numerics(_message.Message):
     graph that it is checked against cannot be run, if values are NaN, or if it returns indices and it is unknown which of them
     are equivalent. Absent if the pass yielded no values.
     """
+    timed_sqnr_db: _builtins.float
+    """The lowest OutputAccuracy.sqnr_db of the timed program and that of this pass's program, against the program on the host that
+    operators are judged by. Absent if no output has one.
+    """
+    sqnr_db: _builtins.float
+    wrong_only_when_fused: _builtins.bool
+    """Whether the timed program is far from the program on the host although this pass's program is not and no operator is bad: its
+    operators are only wrong when the backend fuses them. Absent if either number is, and if the timed program itself ran.
+    """
     @_builtins.property
     def program(self) -> _compile_pb2.Program:
         """The program that ran: the timed program itself, or one compiled for this pass with a separate delegate for each operator."""
@@ -2381,23 +2418,38 @@ class Numerics(_message.Message):
         threshold_db: _builtins.float | None = ...,
         first_bad: _builtins.int | None = ...,
         judged: _builtins.int | None = ...,
+        timed_sqnr_db: _builtins.float | None = ...,
+        sqnr_db: _builtins.float | None = ...,
+        wrong_only_when_fused: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_bad", b"_first_bad", "_judged", b"_judged", "_threshold_db", b"_threshold_db", "first_bad", b"first_bad", "judged", b"judged", "program", b"program", "threshold_db", b"threshold_db"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_bad", b"_first_bad", "_judged", b"_judged", "_sqnr_db", b"_sqnr_db", "_threshold_db", b"_threshold_db", "_timed_sqnr_db", b"_timed_sqnr_db", "_wrong_only_when_fused", b"_wrong_only_when_fused", "first_bad", b"first_bad", "judged", b"judged", "program", b"program", "sqnr_db", b"sqnr_db", "threshold_db", b"threshold_db", "timed_sqnr_db", b"timed_sqnr_db", "wrong_only_when_fused", b"wrong_only_when_fused"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_bad", b"_first_bad", "_judged", b"_judged", "_threshold_db", b"_threshold_db", "first_bad", b"first_bad", "is_timed_program", b"is_timed_program", "judged", b"judged", "program", b"program", "threshold_db", b"threshold_db"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_bad", b"_first_bad", "_judged", b"_judged", "_sqnr_db", b"_sqnr_db", "_threshold_db", b"_threshold_db", "_timed_sqnr_db", b"_timed_sqnr_db", "_wrong_only_when_fused", b"_wrong_only_when_fused", "first_bad", b"first_bad", "is_timed_program", b"is_timed_program", "judged", b"judged", "program", b"program", "sqnr_db", b"sqnr_db", "threshold_db", b"threshold_db", "timed_sqnr_db", b"timed_sqnr_db", "wrong_only_when_fused", b"wrong_only_when_fused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_bad: _TypeAlias = _typing.Literal["first_bad"]  # noqa: Y015
     _WhichOneofArgType__first_bad: _TypeAlias = _typing.Literal["_first_bad", b"_first_bad"]  # noqa: Y015
     _WhichOneofReturnType__judged: _TypeAlias = _typing.Literal["judged"]  # noqa: Y015
     _WhichOneofArgType__judged: _TypeAlias = _typing.Literal["_judged", b"_judged"]  # noqa: Y015
+    _WhichOneofReturnType__sqnr_db: _TypeAlias = _typing.Literal["sqnr_db"]  # noqa: Y015
+    _WhichOneofArgType__sqnr_db: _TypeAlias = _typing.Literal["_sqnr_db", b"_sqnr_db"]  # noqa: Y015
     _WhichOneofReturnType__threshold_db: _TypeAlias = _typing.Literal["threshold_db"]  # noqa: Y015
     _WhichOneofArgType__threshold_db: _TypeAlias = _typing.Literal["_threshold_db", b"_threshold_db"]  # noqa: Y015
+    _WhichOneofReturnType__timed_sqnr_db: _TypeAlias = _typing.Literal["timed_sqnr_db"]  # noqa: Y015
+    _WhichOneofArgType__timed_sqnr_db: _TypeAlias = _typing.Literal["_timed_sqnr_db", b"_timed_sqnr_db"]  # noqa: Y015
+    _WhichOneofReturnType__wrong_only_when_fused: _TypeAlias = _typing.Literal["wrong_only_when_fused"]  # noqa: Y015
+    _WhichOneofArgType__wrong_only_when_fused: _TypeAlias = _typing.Literal["_wrong_only_when_fused", b"_wrong_only_when_fused"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__first_bad) -> _WhichOneofReturnType__first_bad | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__judged) -> _WhichOneofReturnType__judged | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sqnr_db) -> _WhichOneofReturnType__sqnr_db | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__threshold_db) -> _WhichOneofReturnType__threshold_db | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__timed_sqnr_db) -> _WhichOneofReturnType__timed_sqnr_db | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__wrong_only_when_fused) -> _WhichOneofReturnType__wrong_only_when_fused | None: ...
 
 Global___Numerics: _TypeAlias = Numerics  # noqa: Y015
 

@@ -108,7 +108,7 @@ def _submitted_with(job: job_pb2.Job) -> Iterator[ArtifactUse]:
         for method, source in sorted(candidate.model.methods.items()):
             named = candidate.name if method == "forward" else f"{candidate.name} · {method}"
             artifacts_of_source = [("model", source.exported_program), ("reference", source.reference)]
-            artifacts_of_source += [("calibration", sample) for sample in source.calibration]
+            artifacts_of_source += [("calibration", sample) for sample in (*source.calibration, *source.samples)]
             for kind, artifact in artifacts_of_source:
                 yield ArtifactUse(artifact.digest, job.id, job.name, named, kind)
         for call in candidate.model.calls:
@@ -118,6 +118,9 @@ def _submitted_with(job: job_pb2.Job) -> Iterator[ArtifactUse]:
             yield ArtifactUse(artifact.digest, job.id, job.name, f"{candidate.name} · {method}", "constant")
     for method, artifact in sorted(job.spec.inputs.items()):
         yield ArtifactUse(artifact.digest, job.id, job.name, method, "inputs")
+    for method, further in sorted(job.spec.further_inputs.items()):
+        for artifact in further.samples:
+            yield ArtifactUse(artifact.digest, job.id, job.name, method, "inputs")
 
 
 def _uses_of(job: job_pb2.Job) -> Iterator[ArtifactUse]:

@@ -33,11 +33,13 @@ from etfarm.client.export.shapes import must_be_bounded, normal_shapes, speciali
 from etfarm.client.export.shared_state import find_common_buffers, mark_shared
 from etfarm.client.export.source import ModelSource, must_be_tuple
 from etfarm.client.export.structures import plain_structures
+from etfarm.client.export.subclasses import is_unwrapping, make_plain
 from etfarm.client.export.traces import make_relative, place_in, place_of
 from etfarm.client.export.transform import Transform
 from etfarm.wire import digest
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.pt2 import InputType, read_archive
+from etfarm.wire.samples import MAX_FURTHER_SAMPLES
 from etfarm.wire.tensors import encode
 
 if TYPE_CHECKING:
@@ -117,7 +119,8 @@ def export_source(
         folder_base: folder that names of source files are relative to; the working folder when None.
         strict: passed to torch.export. If False, the module runs as plain Python, which supports more models.
         recipe: its source transform, if any, is applied first.
-        calibrate: whether to include the calibration samples.
+        calibrate: whether to include all calibration samples. If False, those of a list are included as far as accuracy is
+            computed on them.
         folder: folder for archives and samples as files instead of in memory; the caller removes it.
         say: called with a sentence if a method is exported in another mode than `strict` says, or with a copy of an input.
 
@@ -209,6 +212,7 @@ class _Export:
         must_be_bounded(method, program)
         add_lines(program, module, self.base)
         make_relative(program, self.base)
+        make_plain(program)
         if self.source.keep_mutations:
             keep_mutations(program)
         return _Program(method, program, args, kwargs, early_names, transform_ms, time.monotonic() - started)
@@ -248,8 +252,10 @@ class _Export:
     ) -> Iterator[bytes | Path]:
         """Yield the calibration samples as tensor files, without those that equal the example inputs."""
         samples = self.source.calibration_inputs.get(method, ())
-        if not self.calibrate or not samples:
+        if not samples or (callable(samples) and not self.calibrate):  # a function may take long
             return
+        if not self.calibrate:  # for accuracy alone
+            samples = samples[:MAX_FURTHER_SAMPLES]
         # The archive contains the example inputs, which the server also calibrates with.
         example = encode(flat_values(method, names, args, kwargs))
         for index, sample in enumerate(_called(method, samples, self.base)):
@@ -324,7 +330,7 @@ def _must_be_eval(method: str, module: nn.Module) -> None:
     for name, part in module.named_modules():
         # A captured graph has a fixed mode; its `training` flag is True in any case.
         captured = isinstance(part, torch.fx.GraphModule) or type(part).__module__.startswith("torch.export")
-        if part.training and not captured and type(part) is not torch.nn.Module:
+        if part.training and not captured and type(part) is not torch.nn.Module and not is_unwrapping(part):
             raise TrainingMode(method, name)
 
 

@@ -2,6 +2,9 @@
 
 torchao's 4-bit recipes replace the weights of nn.Linear. An exported program has no nn.Linear left, so that a server could
 not do it. The recipe's configuration, created by ExecuTorch's provider, determines which weights change, and how.
+
+Weights that are tensor subclasses, as `torchao.quantization.quantize_` leaves them, become the plain tensors they are made of.
+Exported as they are, an archive would have pickles of them, and a backend would take quantized values for real ones.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from etfarm.client.export.errors import NothingToTransform, SourceTransformFailed, with_article
 from etfarm.client.export.noise import quiet
 from etfarm.client.export.source import ModelSource
+from etfarm.client.export.subclasses import has_subclasses, unwrap
 from etfarm.client.export.traces import place_of
 from etfarm.wire.errors import EtfarmError, Kind, UserError
 from etfarm.wire.recipes import Quantization, Recipe
@@ -64,7 +68,7 @@ class Transform:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether neither the source nor the recipe changes modules."""
         return not self.source.source_transforms and (self.recipe is None or not torchao_parts(self.recipe))
 
     def must_find_something(self, name: str) -> None:
@@ -98,7 +102,7 @@ class Transform:
             ToolsMissing: the recipe's provider or torchao is not installed.
         """
         module = self.source.methods[method]
-        if self.is_empty:
+        if self.is_empty and not has_subclasses(module):
             return module, None
         started = time.monotonic()
         with self._refusals(method, "copying the module"):
@@ -107,6 +111,8 @@ class Transform:
             own = self._transformed(method, own, transform)
         if self.recipe is not None and torchao_parts(self.recipe):
             self._quantize(method, own, self._config())
+        with self._refusals(method, "unwrapping the tensor subclasses"), quiet():
+            unwrap(own)
         return own, round((time.monotonic() - started) * 1000, 3)
 
     def _transformed(self, method: str, module: nn.Module, transform: Any) -> nn.Module:
@@ -124,9 +130,7 @@ class Transform:
         return returned
 
     def _quantize(self, method: str, module: nn.Module, config: Any) -> None:
-        from torch.nn.utils import parametrize
         from torchao.quantization import quantize_
-        from torchao.utils import unwrap_tensor_subclass
 
         assert self.recipe is not None
         at: list[str] = []
@@ -141,12 +145,8 @@ class Transform:
         try:
             with quiet():
                 quantize_(module, config.ao_base_config, wanted)
-                unwrap_tensor_subclass(module)
         except Exception as error:
             raise self._does_not_fit(method, module, at[0] if at else "", error) from error
-        for part in module.modules():
-            if parametrize.is_parametrized(part):
-                part.parametrizations.eval()  # new modules start in train mode
 
     def _leave_in_fp32(self, method: str, module: nn.Module, config: Any) -> set[str]:
         """Return the paths of layers that keep their weights because XNNPACK refuses them in 4 bits, and name them.

@@ -71,6 +71,8 @@ def _of_reports(document: Json) -> Iterator[tuple[str, str, str, Place]]:
         if (report["verdict"] or {}).get("status") == "INVALID":
             why = "; ".join(str(reason) for reason in sentences.verdict(report))
             yield "warning", f"{label(report)}: INVALID", why or "The measurement is not valid.", None
+        if (report["numerics"] or {}).get("wrong_only_when_fused"):
+            yield "warning", f"{label(report)}: numerics", "The timed program is wrong only when fused.", None
         for row in report["numeric_gap"] or ():
             if row["first_bad"]:
                 level = decibels(row["snr_db"]) if row["snr_db"] is not None else "no SNR"

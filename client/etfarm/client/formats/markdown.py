@@ -175,8 +175,19 @@ def _gap(report: Json) -> Iterator[str]:
         values = list(gaps.operators(rows))
         judged = gaps.judged(values, numerics)
         note = f", {judged} of them judged" if judged < len(values) else ""
-        answer = "none is bad" if judged else "so it is not known whether one is bad"
+        answer = (
+            "none is bad alone"
+            if numerics.get("wrong_only_when_fused")
+            else "none is bad"
+            if judged
+            else "so it is not known whether one is bad"
+        )
         yield f"Numerics: {units.count(len(values), 'operator')} compared{note}, {answer}."
+        if numerics.get("wrong_only_when_fused"):
+            yield (
+                f"The timed program is wrong only when fused: its outputs have {decibels(numerics['timed_sqnr_db'])}, and "
+                f"{decibels(numerics['sqnr_db'])} with one delegate per operator."
+            )
     for row in bad:
         level = decibels(row["snr_db"]) if row["snr_db"] is not None else "no SNR"
         where = answers.place(row)

@@ -26,6 +26,7 @@ _WORDS: Final = {
     "TIMED": "measuring",
     "OUTPUTS": "reading outputs",
     "TRACED": "tracing operators",
+    "SAMPLES": "executing further samples",
     "GENERATE": "generating text",
     "SCORE": "scoring tokens",
     "NUMERICS": "recording the outputs of operators",

@@ -40,6 +40,12 @@ class Accuracy(JsonObject):
     """Number of the reference's elements that are NaN."""
     equal_share: float | None = None
     """Part of the elements that are equal, 0 to 1; for integers and bools only."""
+    samples: int | None = None
+    """Number of samples, each with its own inputs, that the numbers are of together; None in reports of older releases."""
+    sqnr_db_min: float | None = None
+    """The lowest signal-to-noise ratio of a single sample, in dB."""
+    sqnr_db_max: float | None = None
+    """The highest signal-to-noise ratio of a single sample, in dB."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -120,3 +126,10 @@ class Numerics(JsonObject):
     """Index in `Report.numeric_gap` of the first bad operator; None without one."""
     judged: int | None = None
     """Number of values that were judged; None if the pass had no result."""
+    timed_sqnr_db: float | None = None
+    """The lowest signal-to-noise ratio of an output of the timed program, in dB, against the program on the host that operators
+    are judged by."""
+    sqnr_db: float | None = None
+    """The same of an output of the numerics pass's program."""
+    wrong_only_when_fused: bool | None = None
+    """Whether the timed program is far from the one on the host, although no operator alone is; None if unknown."""

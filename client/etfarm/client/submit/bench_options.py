@@ -50,7 +50,7 @@ class BenchOptions:
     data: Sequence[str | Path] = ()
     """Named data files (.ptd) of a ready program."""
     inputs: Inputs | None = None
-    """Inputs of the programs; the models' own example inputs when None."""
+    """Inputs of the programs; the models' own example inputs when None. Of a folder of several samples the first one is timed."""
     methods: str | Sequence[str] | None = None
     """Names of the methods to measure; the program's only method, or forward, when empty."""
     threads: int | Sequence[int] = ()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from etfarm.client.errors import UserError
 from etfarm.client.submit import input_names, npz
 from etfarm.wire import tensors
+from etfarm.wire.samples import MAX_SAMPLES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,7 +22,7 @@ Arrays: TypeAlias = "Mapping[str, NDArray[np.generic]] | Sequence[NDArray[np.gen
 """Arrays by name (`METHOD/` selects the method), or in flattened order."""
 
 Inputs: TypeAlias = "Path | str | Arrays"
-"""Types that the library takes as inputs: an .npz, or `Arrays`."""
+"""Types that the library takes as inputs: an .npz, a folder of .npz files with one sample each, or `Arrays`."""
 
 
 class InputsDiffer(UserError):
@@ -47,6 +49,18 @@ def read_named(inputs: Inputs) -> dict[str, input_names.Named]:
         UserError: the file cannot be read, or a value has an unsupported type.
     """
     return npz.read_named(Path(inputs)) if isinstance(inputs, str | Path) else named_arrays(inputs)
+
+
+def read_samples(inputs: Inputs) -> Iterator[dict[str, input_names.Named]]:
+    """Yield each sample of inputs as `read_named` returns it: each .npz of a folder by name, at most MAX_SAMPLES, else just one.
+
+    Raises:
+        UserError: as `read_named`.
+    """
+    if isinstance(inputs, str | Path) and Path(inputs).is_dir():
+        yield from islice(npz.read_samples(Path(inputs)), MAX_SAMPLES)
+    else:
+        yield read_named(inputs)
 
 
 def values_of(

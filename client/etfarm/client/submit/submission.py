@@ -13,13 +13,14 @@ from etfarm.client.export.errors import STAGE, TRANSFORM_STAGE
 from etfarm.client.submit.early_checks import check_source, is_program, require_methods
 from etfarm.client.submit.input_names import Named
 from etfarm.client.submit.input_types import require_fitting
-from etfarm.client.submit.inputs import Inputs, InputsDiffer, read_named, values_of
+from etfarm.client.submit.inputs import Inputs, InputsDiffer, read_samples, values_of
 from etfarm.client.submit.preparation import ExampleInputs, Say, prepare
 from etfarm.client.submit.prepared import PreparedModel, distinct_names
 from etfarm.client.submit.recipes import reads_values
 from etfarm.client.submit.value_names import ValueNames
 from etfarm.wire import tensors
 from etfarm.wire.errors import UserError
+from etfarm.wire.samples import MAX_FURTHER_SAMPLES
 
 if TYPE_CHECKING:
     from etfarm.client.export.usercode import SourceFile
@@ -83,19 +84,13 @@ class Submission:
             UserError: a key matches no input, or an input's dtype or shape does not fit.
             InputsDiffer: the models' input names differ.
         """
-        files: dict[str, bytes] = {}
-        for model in models:
-            for method, values in values_of(named, model, methods).items():
-                require_fitting(method, values, model.names.types.get(method, ()), model.names.relations.get(method, ()))
-                data = tensors.encode(values)
-                if files.setdefault(method, data) != data:
-                    raise InputsDiffer(
-                        f"The models of one job take {method}'s inputs under different names or in another order.",
-                        "Submit them one by one.",
-                        method=method,
-                    )
-        for method, data in files.items():
+        for method, data in _input_files(named, models, methods).items():
             self.spec.inputs[method].CopyFrom(self.add(data))
+
+    def add_further_inputs(self, named: Mapping[str, Named], models: Sequence[PreparedModel], methods: Sequence[str]) -> None:
+        """Add one more sample, which accuracy is computed on; the arguments and errors are those of `add_inputs`."""
+        for method, data in _input_files(named, models, methods).items():
+            self.spec.further_inputs[method].samples.append(self.add(data))
 
     def _add_program(self, name: str, model: PreparedModel, path: Path) -> None:
         from etfarm.wire import digest
@@ -118,7 +113,7 @@ class Submission:
     ) -> job_pb2.Model:
         """Return the message for an export.
 
-        Samples are included only if they are used: there may be thousands.
+        Samples are included only if they are used: there may be thousands. Accuracy is computed on the first ones.
         """
         from etfarm.v1 import common_pb2, job_pb2
 
@@ -130,11 +125,29 @@ class Submission:
                 model.methods[method].reference.CopyFrom(self.add(reference.methods[method].pt2))
             if calibrate:
                 model.methods[method].calibration.extend(self.add(sample) for sample in prepared.calibration)
+            elif self.spec.HasField("measurement") and method not in self.spec.inputs:
+                samples = prepared.calibration[:MAX_FURTHER_SAMPLES]
+                model.methods[method].samples.extend(self.add(sample) for sample in samples)
         for method, value in export.constants.items():
             model.constant_methods[method].CopyFrom(self.add(value))
         for method, inputs in export.calls:
             model.calls.add(method=method, inputs=None if inputs is None else self.add(inputs))
         return model
+
+
+def _input_files(named: Mapping[str, Named], models: Sequence[PreparedModel], methods: Sequence[str]) -> dict[str, bytes]:
+    files: dict[str, bytes] = {}
+    for model in models:
+        for method, values in values_of(named, model, methods).items():
+            require_fitting(method, values, model.names.types.get(method, ()), model.names.relations.get(method, ()))
+            data = tensors.encode(values)
+            if files.setdefault(method, data) != data:
+                raise InputsDiffer(
+                    f"The models of one job take {method}'s inputs under different names or in another order.",
+                    "Submit them one by one.",
+                    method=method,
+                )
+    return files
 
 
 @dataclass(frozen=True)
@@ -169,7 +182,8 @@ class SubmissionRequest:
         """
         methods = list(spec.methods)
         has_program = any(is_program(model) for model in self.models)
-        inputs = read_named(self.inputs) if self.inputs is not None else None
+        samples = list(read_samples(self.inputs)) if self.inputs is not None else []
+        inputs = samples[0] if samples else None
         exporting = ""
 
         def on_export(name: str) -> None:
@@ -205,9 +219,11 @@ class SubmissionRequest:
                 if known := model.method_names():
                     require_methods(model.name, known, methods)
         submission = Submission(spec, names=models[0].names if len(models) == 1 else ValueNames())
-        submission.add_candidates(models, recipes)
         if inputs is not None:
             submission.add_inputs(inputs, models, methods)
+        for further in samples[1:]:
+            submission.add_further_inputs(further, models, methods)
+        submission.add_candidates(models, recipes)
         return submission
 
 

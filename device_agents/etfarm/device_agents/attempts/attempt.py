@@ -15,6 +15,8 @@ from typing import Final
 from etfarm.device_agents.attempts import numerics, repeats
 from etfarm.device_agents.attempts.cache import Cache, Lease
 from etfarm.device_agents.attempts.fetch import attempt_limit_s, fetch_program
+from etfarm.device_agents.attempts.further import LIMIT_S as SAMPLES_LIMIT_S
+from etfarm.device_agents.attempts.further import Further
 from etfarm.device_agents.attempts.passes import TRACED_ITERATIONS, Passes, plan_of, planned_s, traced_iterations
 from etfarm.device_agents.attempts.progress import OnRunProgress
 from etfarm.device_agents.attempts.steps import CandidateSteps
@@ -142,6 +144,7 @@ class Files:
     outputs: list[Value]
     samples: array[int] | None = None
     etdump: Path | None = None
+    further: Further | None = None
 
 
 @dataclass
@@ -296,7 +299,11 @@ class Execution(CandidateSteps):
         minimum = measurement.trace_iterations if measurement.HasField("trace_iterations") else TRACED_ITERATIONS
         files = Files(await passes.first_outputs(etdump, traced_iterations(samples, minimum)), samples, etdump)
         await self._collect()
-        return files
+        if not self._sample_files:
+            return files
+        with self.phase("SAMPLES"):
+            limit_s = min(SAMPLES_LIMIT_S, self._attempt.remaining_s() / 4)
+            return replace(files, further=await passes.execute_further(self._sample_files, limit_s))
 
     async def upload(self, files: Files) -> None:
         """Run UPLOAD of the result's artifacts."""
@@ -308,3 +315,8 @@ class Execution(CandidateSteps):
                 self.result.samples.CopyFrom(await self._transfers.upload(files.samples.tobytes()))
             if files.etdump is not None:
                 self.result.etdump.CopyFrom(await self._transfers.upload(files.etdump))
+            if files.further is not None:
+                self.result.further.samples = files.further.samples
+                self.result.further.outputs.CopyFrom(await self._transfers.upload(tensors.encode(files.further.outputs)))
+                if files.further.error is not None:
+                    self.result.further.error.CopyFrom(to_proto(files.further.error))

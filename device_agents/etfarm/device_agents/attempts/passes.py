@@ -15,7 +15,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from pathlib import Path
 from typing import Final, Protocol
 
-from etfarm.device_agents.attempts import drift, output_diff, repeats
+from etfarm.device_agents.attempts import drift, further, output_diff, repeats
 from etfarm.device_agents.conditions.sampler import Watch
 from etfarm.device_agents.conditions.telemetry import run_telemetry
 from etfarm.device_agents.runners.protocol import Measured, MeasurePlan, Progress, Runner
@@ -215,6 +215,11 @@ class Passes:
         if self._result.repeatability.outcome != _DIFFERENT:
             self._result.outputs_equal = self._result.repeatability.outcome in {_EQUAL, _KEEPS_STATE}
         return first
+
+    async def execute_further(self, files: Sequence[Path], limit_s: float) -> further.Further:
+        """Execute the method once on the inputs of each file, after all other passes; see `further.execute`."""
+        keeps_state = self._result.repeatability.outcome != _EQUAL
+        return await further.execute(self._runner, self._method, files, keeps_state=keeps_state, limit_s=limit_s)
 
     def _take(self, measured: Measured) -> None:
         result = self._result

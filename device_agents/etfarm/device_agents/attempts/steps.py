@@ -66,6 +66,7 @@ class CandidateSteps(CandidateProgress):
         self._lease = lease
         self._provisions: Provisions | None = None
         self._inputs: list[Value] | None = None
+        self._sample_files: list[Path] = []
         self._runner: RemoteRunner | None = None
 
     async def guarded(self, work: Callable[[], Awaitable[None]]) -> bool:
@@ -135,13 +136,14 @@ class CandidateSteps(CandidateProgress):
         self.folder.mkdir(parents=True)
 
     async def fetch_inputs(self) -> None:
-        """Get the inputs, if there are any.
+        """Get the inputs, if there are any, and the files of further samples.
 
         Raises:
-            BadTensorFile: they are not a tensor file.
+            BadTensorFile: the inputs are not a tensor file.
         """
         if self._candidate.HasField("inputs"):
             self._inputs = await self.fetch_values(self._candidate.inputs)
+        self._sample_files = [await self._lease.fetch(sample, self.report) for sample in self._candidate.samples]
 
     async def fetch_values(self, artifact: common_pb2.Artifact) -> list[Value]:
         """Return the values of a tensor file.

@@ -14,7 +14,10 @@ from etfarm.wire.recipes.table import RECIPES
 from etfarm.wire.recipes.values import Argument, Plain, shown
 from etfarm.wire.stages import REPLACEABLE
 
-OPTIONS: Final = ("name", "strict", "per_op", "stages", "partitioners", "quantizers", "methods", "edge", "executorch", "replace")
+OPTIONS: Final = (
+    "name", "strict", "per_op", "copy_shared_layers", "fuse_activations", "stages", "partitioners", "quantizers", "methods",
+    "edge", "executorch", "replace",
+)  # fmt: skip
 """The fields of options."""
 
 TOP: Final = ("recipe", "combine", "arguments", *OPTIONS)
@@ -54,6 +57,8 @@ def options(table: Mapping[str, object]) -> Options:
         replace=_replace(table.get("replace", {})),
         name=_name(table.get("name")),
         per_op=bool(_flag("per_op", table.get("per_op"))),
+        copy_shared_layers=bool(_flag("copy_shared_layers", table.get("copy_shared_layers"))),
+        fuse_activations=bool(_flag("fuse_activations", table.get("fuse_activations"))),
     )
 
 

@@ -120,6 +120,11 @@ def check_pipeline(recipe: Recipe) -> None:
             "the program would silently be fp32.",
             "Write SOURCE_TRANSFORM before TORCH_EXPORT.", stages=order, stage_name="SOURCE_TRANSFORM",
         )  # fmt: skip
+    if quantization not in _PT2E and recipe.resolved and (changes := recipe.options.before_quantization()):
+        raise BadCombination(
+            f"{' and '.join(changes)} changes what the stage QUANTIZE quantizes, which recipe {name} does not have.",
+            f"Leave {' and '.join(changes)} out, or name a recipe or quantizers of pt2e.", recipes=name,
+        )  # fmt: skip
     if quantization not in _PT2E and "QUANTIZE" in stages and recipe.resolved:
         raise BadStages(
             f"Recipe {name} has the stage QUANTIZE and no quantizer for it.",

@@ -95,6 +95,10 @@ class Options:
     name: str = ""
     per_op: bool = False
     """Whether all XNNPACK partitioners create a separate delegate for each operator."""
+    copy_shared_layers: bool = False
+    """Whether each use of a layer gets its own copy of the weights before they are quantized."""
+    fuse_activations: bool = False
+    """Whether a layer and the activation after it are quantized as one operator, which XNNPACK makes of them."""
 
     def canonical(self) -> dict[str, object]:
         """Return the options that are set, by name; empty if none is set."""
@@ -103,6 +107,7 @@ class Options:
             result["name"] = self.name
         if self.per_op:
             result["per_op"] = True
+        result |= self.before_quantization()
         if self.strict is not None:
             result["strict"] = self.strict
         if self.stages is not None:
@@ -114,6 +119,11 @@ class Options:
             "replace": dict(sorted(self.replace.items())),
         }
         return result | {key: table for key, table in tables.items() if table}
+
+    def before_quantization(self) -> dict[str, object]:
+        """Return the options that change what QUANTIZE quantizes, if they are set."""
+        changes = {"copy_shared_layers": self.copy_shared_layers, "fuse_activations": self.fuse_activations}
+        return {name: True for name, is_set in changes.items() if is_set}
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,7 +228,8 @@ class Recipe:
             name: _canonical_components(quantizers=method.quantizers) for name, method in sorted(self.options.methods.items())
         }
         quantized = {name: method for name, method in methods.items() if method}
-        return digest.canonical_json({"combine": parts, **quantizers, "methods": quantized, "strict": self.strict})
+        changes = self.options.before_quantization()
+        return digest.canonical_json({"combine": parts, **quantizers, **changes, "methods": quantized, "strict": self.strict})
 
     @property
     def takes_xnnpack(self) -> bool:

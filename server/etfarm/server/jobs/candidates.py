@@ -76,7 +76,7 @@ def validate_methods(candidate: job_pb2.Candidate, spec: job_pb2.JobSpec) -> Non
         if (name := call.method[:200]) not in model.methods:
             raise MethodMissing(f"{candidate.name} has no method {name!r}.", name, sorted(model.methods))
     known = sorted({*model.methods, *model.constant_methods})
-    for name in (*spec.methods, *sorted(spec.inputs)):
+    for name in (*spec.methods, *sorted(spec.inputs), *sorted(spec.further_inputs)):
         if name not in known:
             raise MethodMissing(f"{candidate.name} has no method {name!r}.", name, known)
 

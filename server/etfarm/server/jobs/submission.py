@@ -321,11 +321,14 @@ def _artifacts(spec: job_pb2.JobSpec) -> Iterator[common_pb2.Artifact]:
         for method in candidate.model.methods.values():
             yield method.exported_program
             yield from method.calibration
+            yield from method.samples
             if method.HasField("reference"):
                 yield method.reference
         yield from candidate.model.constant_methods.values()
         yield from (call.inputs for call in candidate.model.calls if call.HasField("inputs"))
     yield from spec.inputs.values()
+    for further in spec.further_inputs.values():
+        yield from further.samples
 
 
 def _check_stored(spec: job_pb2.JobSpec, stored: Mapping[str, int]) -> None:

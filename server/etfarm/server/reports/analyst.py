@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 
 from etfarm.server.artifacts.store import Store
 from etfarm.server.reports.findings import Findings
 from etfarm.server.reports.latency.samples import Block, GeneratingProcess, Generation
-from etfarm.server.reports.request import AnalyzeRequest, Numerics, Scores, TokenInputs, Trace
+from etfarm.server.reports.request import AnalyzeRequest, Further, Numerics, Scores, TokenInputs, Trace
 from etfarm.server.workers.child_pool import OnTurn
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, generation_pb2, job_pb2, report_pb2
 from etfarm.wire.flows import encoded_positions
@@ -41,6 +41,7 @@ class Analyst:
         on_turn: OnTurn = lambda has_turn: None,
         *,
         base: Base | None = None,
+        samples: Sequence[common_pb2.Artifact] = (),
         numerics: compile_pb2.Compilation | None = None,
         generation: generation_pb2.GenerationPlan | None = None,
         fresh: bool = False,
@@ -53,6 +54,7 @@ class Analyst:
         part that fails adds a warning to `compile.warnings`.
 
         Args:
+            samples: the further inputs that were sent with the attempt.
             numerics: the compilation that the result's numerics pass ran, which may be `compilation`.
             generation: the plan of the generation that the result has; `method` is then that of decode.
             on_turn, fresh, project, owner: as in `Findings.of`, whose errors are also raised.
@@ -79,6 +81,7 @@ class Analyst:
             base_samples=path(base.result.samples.digest) if base is not None else None,
             base_blocks=_blocks(base.result) if base is not None else (),
             quantized=self._quantized(candidate, compilation, method),
+            further=self._further(samples, result.further),
             numerics=self._numerics(candidate, compilation, numerics, method, result.numerics),
         )
         if generation is not None:
@@ -160,6 +163,14 @@ class Analyst:
             # ExecuTorch's Python binding would need the data files, too.
             on_host=candidate.WhichOneof("source") == "program" and not compilation.program.data,
         )
+
+    def _further(self, samples: Sequence[common_pb2.Artifact], result: agent_pb2.FurtherOutputs) -> Further | None:
+        """Return the files of the samples that the device executed; None without any."""
+        executed = samples[: max(0, result.samples)]
+        if not executed or not result.HasField("outputs"):
+            return None
+        path = self._store.place
+        return Further(tuple(path(sample.digest) for sample in executed), path(result.outputs.digest))
 
     def _numerics(
         self,

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etfarm.server.reports.latency import generation, interleaved, slow_group, statistics
-from etfarm.server.reports.numerics import accuracy, forced_text, numeric_gap, reference, reference_models
-from etfarm.server.reports.request import CUT_SHORT, PREFILL_TRACE_TIMES, TRACE_TIMES, AnalyzeRequest, Scores, Trace
+from etfarm.server.reports.numerics import accuracy, forced_text, fused, numeric_gap, reference, reference_models
+from etfarm.server.reports.request import CUT_SHORT, PREFILL_TRACE_TIMES, TRACE_TIMES, AnalyzeRequest, Further, Scores, Trace
 from etfarm.server.reports.trace import profile
 from etfarm.server.workers.limits import limit_parsing
 from etfarm.v1 import compile_pb2, report_pb2
@@ -28,6 +28,9 @@ _LOG = logging.getLogger(__name__)
 
 _PART_OF_LIMIT = 0.8
 """Fraction of the time limit for running graphs on the host, which leaves time to report the comparisons."""
+
+_PART_OF_SAMPLES = 0.1
+"""Fraction of the time limit after which no further sample is compared with a reference."""
 
 _TEXT_S = 120.0
 """Time limit for the tokens that one reference executes."""
@@ -64,12 +67,16 @@ def analyze(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
     if request.samples is not None and request.base_samples is not None:
         with _part("COMPARISON", report, emit):
             _fill_interleaved(report, request, request.samples, request.base_samples)
+    expected: list[tensors.Value] = []
     if request.outputs is not None and request.inputs is not None and request.model is not None:
         with _part("ACCURACY", report, emit):
-            _fill_accuracy(report, request, request.outputs, request.inputs, request.model, report_pb2.REFERENCE_EAGER)
+            expected = _fill_accuracy(report, request, request.outputs, request.inputs, request.model, report_pb2.REFERENCE_EAGER)
     if request.outputs is not None and request.inputs is not None and request.quantized is not None:
+        expected = []
         with _part("QUANTIZED_ACCURACY", report, emit):
-            _fill_accuracy(report, request, request.outputs, request.inputs, request.quantized, report_pb2.REFERENCE_QUANTIZED)
+            expected = _fill_accuracy(
+                report, request, request.outputs, request.inputs, request.quantized, report_pb2.REFERENCE_QUANTIZED
+            )
     if request.etdump is not None or request.traced_ns:
         with _part("JOIN", report, emit), limit_parsing(request.etdump, request.etrecord, request.pte):
             profile.fill(
@@ -94,6 +101,10 @@ def analyze(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
                 report, request.method, request.model, request.inputs, request.numerics, deadline_s,
                 lambda code, message: _warn(report, code, message), request.screen,
             )  # fmt: skip
+            separate = None if request.numerics.is_timed_program else request.numerics.outputs
+            if expected and separate is not None and request.outputs is not None:
+                quantized = request.numerics.quantized is not None
+                fused.fill_numerics(report, expected, request.outputs, separate, quantized=quantized)
     return report.SerializeToString()
 
 
@@ -298,26 +309,64 @@ def _fill_accuracy(
     inputs: Path,
     model: Path,
     against: report_pb2.Reference.ValueType,
-) -> None:
-    actual_outputs = tensors.decode(outputs.read_bytes())
-    expected_outputs = reference.run(model, tensors.decode(inputs.read_bytes()), request.screen)
+) -> list[tensors.Value]:
+    """Add the accuracy of each output over all samples; return the reference's outputs of the first one."""
+    program = reference.load(model, request.screen)
+    expected_samples = reference.run(program, _decoded(inputs, request.further))
+    pairs = []
+    ends_s = time.monotonic() + _PART_OF_SAMPLES * request.limit_s
+    for actual_outputs in _actual_samples(request, tensors.decode(outputs.read_bytes())):
+        try:
+            pairs.append(accuracy.pair(next(expected_samples), actual_outputs))
+        except reference.ReferenceNotRunnable:
+            if not pairs:
+                raise
+            break  # the others are compared
+        if time.monotonic() > ends_s:
+            break
     rows = []
-    for index, (expected, actual) in enumerate(accuracy.pair(expected_outputs, actual_outputs)):
+    for index, (_, actual) in enumerate(pairs[0]):
         name = request.output_names[index] if index < len(request.output_names) else actual.name or str(index)
         row = report_pb2.OutputAccuracy(
             output=name, dtype=accuracy.dtype_of(actual), shape=accuracy.shape_of(actual), reference=against
         )
         try:
-            numbers = accuracy.compare(name, expected, actual)
+            compared = accuracy.compare_samples(name, [sample[index] for sample in pairs])
         except accuracy.OutputsDoNotMatch as error:
             reference_field = report_pb2.OutputAccuracy.DESCRIPTOR.fields_by_name["reference"]
             message = f"{error} It was compared with the {word_of(reference_field, against)}."
             _warn(report, "ANALYSIS_OUTPUTS_DO_NOT_MATCH", message)
         else:
-            row.MergeFrom(report_pb2.OutputAccuracy(**asdict(numbers)))
+            row.MergeFrom(
+                report_pb2.OutputAccuracy(
+                    **asdict(compared.difference), samples=compared.samples, sqnr_db_min=compared.sqnr_db_min,
+                    sqnr_db_max=compared.sqnr_db_max,
+                )
+            )  # fmt: skip
         rows.append(row)
     scores = [row for row in rows if row.HasField("top1_agreement")]
     # With several outputs, such as boxes and landmarks, it is unknown which are class scores.
     for row in scores if len(scores) > 1 else ():
         row.ClearField("top1_agreement")
     report.accuracy.extend(rows)
+    expected_outputs = [expected for expected, _ in pairs[0]]
+    if against == report_pb2.REFERENCE_QUANTIZED:
+        sentence = fused.describe(program, rows, tensors.decode(inputs.read_bytes()), expected_outputs)
+        if sentence:
+            _warn(report, fused.CODE, sentence)
+    return expected_outputs
+
+
+def _actual_samples(request: AnalyzeRequest, first: list[tensors.Value]) -> Iterator[list[tensors.Value]]:
+    """Yield the device's outputs of each sample: the first one, and those in the file of the further ones."""
+    yield first
+    if request.further is not None and first:
+        values = tensors.decode(request.further.outputs.read_bytes())
+        for start in range(0, len(values), len(first)):
+            yield values[start : start + len(first)]
+
+
+def _decoded(inputs: Path, further: Further | None) -> Iterator[list[tensors.Value]]:
+    """Yield the inputs of each sample, read one after the other."""
+    for path in (inputs, *(further.inputs if further is not None else ())):
+        yield tensors.decode(path.read_bytes())

@@ -96,6 +96,9 @@ def assemble(
         report.compile.warnings.extend(analysis.compile.warnings)
     if warnings:
         report.compile.warnings.extend(warnings)
+    if result is not None and result.further.HasField("error"):
+        message = f"Accuracy is of {1 + result.further.samples} samples: {result.further.error.message}"
+        report.compile.warnings.add(code="SAMPLES_LEFT_OUT", message=message)
     if report.runner.kind == common_pb2.RUNNER_KIND_PYTHON:
         report.compile.warnings.add(code=PYTHON_RUNNER, message=_PYTHON_MESSAGE.format(arch=report.device.arch))
     if job.spec.measurement.numerics:
@@ -170,7 +173,7 @@ def _fill_numerics(
     program = numerics.program
     report.numerics.program.CopyFrom(program)
     report.numerics.is_timed_program = timed is not None and program.digest == timed.program.digest
-    for name in ("threshold_db", "first_bad", "judged"):
+    for name in ("threshold_db", "first_bad", "judged", "timed_sqnr_db", "sqnr_db", "wrong_only_when_fused"):
         if analysis.numerics.HasField(name):
             setattr(report.numerics, name, getattr(analysis.numerics, name))
     if result is None or result.HasField("error"):

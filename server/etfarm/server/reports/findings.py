@@ -45,7 +45,8 @@ _DEADLY: Final = (ChildDied, ChildTimedOut, ParsingTimedOut, ChildOutOfMemory, B
 
 _MEASURED: Final = (
     "inputs.tensors", "latency", "runs", "interleaved", "accuracy", "profile", "operators", "numeric_gap", "compile.warnings",
-    "numerics.threshold_db", "numerics.first_bad", "numerics.judged", "trace_times", "generation.points",
+    "numerics.threshold_db", "numerics.first_bad", "numerics.judged", "numerics.timed_sqnr_db", "numerics.sqnr_db",
+    "numerics.wrong_only_when_fused", "trace_times", "generation.points",
     "generation.prefill_profile", "generation.prefill_operators", "generation.prefill_trace_times", "generation.encoders",
     "generation.accuracy.perplexity", "generation.accuracy.perplexity_tokens", "generation.accuracy.references",
 )  # fmt: skip

@@ -39,6 +39,16 @@ class Numerics:
 
 
 @dataclass(frozen=True)
+class Further:
+    """Further samples that a method was executed on once."""
+
+    inputs: tuple[Path, ...]
+    """Tensor files, one a sample."""
+    outputs: Path
+    """Tensor file: the flattened outputs of the device, one sample after the other."""
+
+
+@dataclass(frozen=True)
 class Trace:
     """A traced pass beside that of the request's own method."""
 
@@ -142,6 +152,9 @@ class AnalyzeRequest:
 
     scores: Scores | None = None
     """Set if the accuracy of generation was measured."""
+
+    further: Further | None = None
+    """Set if the method was also executed on other inputs than `inputs`."""
 
     @property
     def needs_torch(self) -> bool:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import io
+import json
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torchao.quantization import Int8DynamicActivationIntxWeightConfig, Int8WeightOnlyConfig, quantize_
+from torchao.quantization.granularity import PerGroup
+from torchao.utils import unwrap_tensor_subclass
 
 from etfarm.client.export import ModelSource
 from etfarm.client.export.transform import Transform
@@ -228,3 +233,76 @@ def test_what_an_archive_says_of_itself_needs_no_torch(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "odd.pt2", "w") as archive:
         archive.writestr("odd/models/model.json", '{"graph_module": []}')
     assert read_archive(tmp_path / "odd.pt2") == ArchiveFacts()
+
+
+def int8_weights(module: nn.Module) -> nn.Module:
+    quantize_(module, Int8WeightOnlyConfig())
+    return module
+
+
+def four_bit_groups(module: nn.Module) -> nn.Module:
+    config = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32))
+    quantize_(module, config)
+    return module
+
+
+class Tied(nn.Module):
+    """A quantized weight that belongs to no nn.Linear, and is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = four_bit_groups(nn.Sequential(nn.Linear(64, 64)))[0].weight
+        self.out = nn.Linear(64, 64)
+        self.out.weight = self.table
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(nn.functional.linear(x, self.table))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param(lambda: int8_weights(mlp()), id="int8"),
+        pytest.param(lambda: four_bit_groups(mlp()), id="8da4w"),
+        pytest.param(lambda: int8_weights(nn.Linear(64, 8).eval()), id="root"),
+        pytest.param(lambda: Tied().eval(), id="own parameter"),
+        pytest.param(lambda: unwrap_tensor_subclass(int8_weights(mlp())), id="unwrapped by the factory"),
+    ],
+)
+@pytest.mark.parametrize("transforms", [False, True])
+def test_quantized_weights_of_a_factory_become_plain_tensors(module: Callable[[], nn.Module], transforms: bool) -> None:
+    given = module()
+    kinds = [type(parameter) for parameter in given.parameters()]
+    source = ModelSource.of(given, X, source_transforms=[lambda method, module: module] if transforms else ())
+    export = export_of(source, "portable")
+    assert not any(config["use_pickle"] for config in payloads(export))
+    assert torch.equal(program_of(export).module()(*X), given(*X))
+    assert [type(parameter) for parameter in given.parameters()] == kinds
+
+
+def test_quantize_works_in_a_transform() -> None:
+    export = export_of(ModelSource.of(mlp(), X, source_transforms=[lambda method, module: int8_weights(module)]), "portable")
+    assert not any(config["use_pickle"] for config in payloads(export))
+    assert torch.equal(program_of(export).module()(*X), int8_weights(mlp())(*X))
+    assert torch.int8 in {tensor.dtype for tensor in program_of(export).state_dict.values()}
+
+
+def test_a_subclass_that_only_adds_methods_becomes_a_plain_tensor() -> None:
+    class Named(torch.Tensor):
+        pass
+
+    module = mlp()
+    module.register_buffer("offset", torch.ones(8).as_subclass(Named))
+    module.forward = lambda x: nn.Sequential.forward(module, x) + module.offset  # type: ignore[method-assign]
+    export = export_of(module, "portable", example_inputs=X)
+    assert not any(config["use_pickle"] for config in payloads(export))
+    assert torch.equal(program_of(export).module()(*X), module(*X)) and type(module.offset) is Named
+
+
+def payloads(export: PreparedExport) -> list[dict[str, Any]]:
+    """Return the entries of an archive's weights and constants."""
+    pt2 = export.methods["forward"].pt2
+    assert isinstance(pt2, bytes)
+    with zipfile.ZipFile(io.BytesIO(pt2)) as archive:
+        configs = [json.loads(archive.read(name))["config"] for name in archive.namelist() if name.endswith("_config.json")]
+    return [entry for config in configs for entry in config.values()]

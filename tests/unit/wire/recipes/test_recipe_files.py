@@ -131,6 +131,8 @@ OPTIONS = st.fixed_dictionaries(
         "name": st.sampled_from(["mine", "a-1"]),
         "strict": st.booleans(),
         "per_op": st.booleans(),
+        "copy_shared_layers": st.booleans(),
+        "fuse_activations": st.booleans(),
         "partitioners": components(PARTITIONERS),
         "quantizers": components(QUANTIZERS),
         "methods": METHODS,

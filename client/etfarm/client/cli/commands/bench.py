@@ -51,7 +51,12 @@ def bench(
     ] = None,
     all_devices: Annotated[bool, typer.Option("--all-devices", help="One cell on each device that matches.")] = False,
     inputs: Annotated[
-        Path | None, typer.Option("--inputs", metavar="FILE.npz", help="Inputs by argument name or position; prefix METHOD/.")
+        Path | None,
+        typer.Option(
+            "--inputs",
+            metavar="FILE.npz",
+            help="Inputs by argument name or position; prefix METHOD/. Of a folder, the first is timed; accuracy is of all.",
+        ),
     ] = None,
     method: Annotated[
         list[str] | None, typer.Option("--method", metavar="M", help="A method; repeatable. [forward, else all]")
@@ -226,7 +231,7 @@ def bench(
         raise Usage("--trace-iterations cannot be combined with --no-profile.", "Leave one of them out.")
     if interleave:
         require_several_candidates(specs, recipes)
-    if inputs is not None:
+    if inputs is not None and not inputs.is_dir():
         require_file(inputs)
     require_data_program(data or (), specs)
     if keep_mutations:

@@ -156,6 +156,7 @@ def _whole(recipe: Recipe) -> list[tuple[str, str]]:
     """Return the facts of a recipe, including everything that its file contains."""
     options = recipe.options
     pairs = [("name", options.name or recipe.label), ("per_op", "true" if options.per_op else "")]
+    pairs += [(name, "true") for name in options.before_quantization()]
     pairs += [("partitioners", _components(options.partitioners)), ("quantizers", _components(options.quantizers))]
     for method, own in sorted(options.methods.items()):
         parts = (("partitioners", own.partitioners), ("quantizers", own.quantizers))

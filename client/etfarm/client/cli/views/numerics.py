@@ -41,6 +41,10 @@ def accuracy(output: Json) -> str:
         parts.append(f"SQNR {decibels(output['sqnr_db'])}")
     if output.get("equal_share") is not None:
         parts.append(f"{units.percent(output['equal_share'])} of the integers equal")
+    samples = output.get("samples") or 1
+    if samples > 1 and output["sqnr_db_min"] is not None:
+        lowest, highest = decibels(output["sqnr_db_min"]), decibels(output["sqnr_db_max"])
+        parts.append(f"{lowest} to {highest} in {samples} samples")
     if output["max_abs_error"] is not None:
         parts.append(f"max abs error {output['max_abs_error']:.3g}")
     if output["cosine"] is not None:
@@ -84,6 +88,13 @@ def _answer(operators: Sequence[Operator], numerics: Json) -> Text:
         judged = gaps.judged(operators, numerics)
         if not judged:
             return text.append(f"none of {len(operators)} values could be judged: the warnings say why", "not bold yellow")
+        if numerics.get("wrong_only_when_fused"):
+            text.append("wrong only when fused", "bold red")
+            return text.append(
+                f": the outputs of the timed program have {decibels(numerics['timed_sqnr_db'])} against the {against}, and "
+                f"{decibels(numerics['sqnr_db'])} with one delegate per operator; none of {judged} operators is bad alone",
+                "not bold",
+            )
         result = f"no bad operator: none of {judged} is further off than rounding explains, against the {against}"
         rest = f"; {judged} of {len(operators)} values judged" if judged < len(operators) else ""
         return text.append(result, "not bold green").append(rest, "not bold")

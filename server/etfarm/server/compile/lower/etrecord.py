@@ -13,6 +13,8 @@ Source: executorch.devtools.etrecord._etrecord, whose reader accepts everything 
 from __future__ import annotations
 
 import copy
+import json
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +24,11 @@ import torch
 from executorch.devtools.etrecord import ETRecord
 from executorch.exir.serde.serialize import serialize
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from etfarm.server.workers.errors import is_out_of_memory
+
+EDGE: Final = "edge_dialect_exported_program/"
+"""Prefix of the edge programs, from which reports have their lines."""
 
 EXPORTED: Final = "exported"
 """Prefix of the exported programs of several methods in a record: `exported/METHOD`."""
@@ -66,16 +73,28 @@ class _Record(ETRecord):  # type: ignore[misc]
     """An ETRecord that is written without a copy of the weights in memory; ExecuTorch's own makes two."""
 
     def _save_exported_program(self, etrecord_zip: ZipFile, module_name: str, method_name: str, ep: Any) -> None:
-        _write(etrecord_zip, f"{module_name}/{method_name}" if method_name else module_name, ep)
+        try:
+            _write(etrecord_zip, f"{module_name}/{method_name}" if method_name else module_name, ep)
+        except Exception as error:  # lines come from the edge program
+            if is_out_of_memory(error):
+                raise
+            traceback.print_exc()
 
     def _save_edge_dialect_program(self, etrecord_zip: ZipFile, method_name: str, edge_dialect_program: Any) -> None:
-        _write(etrecord_zip, f"edge_dialect_exported_program/{method_name}", edge_dialect_program)
+        _write(etrecord_zip, f"{EDGE}{method_name}", edge_dialect_program)
 
 
 def _write(archive: ZipFile, name: str, program: Any) -> None:
     weights = {key: value for key, value in program.state_dict.items() if not isinstance(value, FakeTensor)}
     is_fake = len(weights) < len(program.state_dict)
-    artifact = serialize(program if is_fake else _with_state(program, {}, program.constants))
+    try:
+        artifact = serialize(program if is_fake else _with_state(program, {}, program.constants))
+    except Exception as error:
+        if is_out_of_memory(error) or not name.startswith(EDGE):
+            raise
+        traceback.print_exc()
+        _write_lines(archive, name, program)
+        return
     archive.writestr(name, artifact.exported_program, ZIP_DEFLATED, _FAST)
     if is_fake:
         archive.writestr(f"{name}_state_dict", artifact.state_dict)
@@ -84,6 +103,30 @@ def _write(archive: ZipFile, name: str, program: Any) -> None:
             torch.save(weights, entry)
     archive.writestr(f"{name}_constants", artifact.constants)
     archive.writestr(f"{name}_example_inputs", artifact.example_inputs)
+
+
+def _write_lines(archive: ZipFile, name: str, program: Any) -> None:
+    """Write what a report's lines need of a program that ExecuTorch cannot serialize, such as one with a scan.
+
+    It is JSON as ExecuTorch's, with the operators of branches and loop bodies after those around them; Inspector cannot read it.
+    """
+    nodes = []
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            if node.op == "call_function":
+                stack = node.meta.get("nn_module_stack") or {}
+                metadata = {
+                    "nn_module_stack": ";".join(f"{key},{path},{kind}" for key, (path, kind) in stack.items()),
+                    "stack_trace": node.meta.get("stack_trace") or "",
+                    "debug_handle": str(node.meta.get("debug_handle") or 0),
+                }
+                operator = (
+                    node.target if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "_op", node.target)
+                )
+                nodes.append({"target": str(operator), "inputs": [], "outputs": [], "metadata": metadata})
+    module = {"graph": {"nodes": nodes, "outputs": [], "tensor_values": {}}, "signature": {}}
+    archive.writestr(name, json.dumps({"graph_module": module}), ZIP_DEFLATED, _FAST)
+    archive.writestr(f"{name}_state_dict", b"")
 
 
 def _without_weights(program: Any) -> Any:

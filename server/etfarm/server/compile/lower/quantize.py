@@ -33,17 +33,20 @@ from etfarm.server.compile.errors import (
 )
 from etfarm.server.compile.inputs import InputMismatch, check_inputs
 from etfarm.server.compile.inspect import signature
-from etfarm.server.compile.lower import integers
+from etfarm.server.compile.lower import fusion, integers
 from etfarm.server.compile.program import fp32_layers, loading, values
 from etfarm.server.compile.program.explain import find_line, first_line
 from etfarm.server.compile.verify.reference import changed_buffers, unchanged
 from etfarm.server.workers.errors import is_out_of_memory
 from etfarm.wire import tensors
+from etfarm.wire.recipes import Options
 
 _QUANTIZED = ("quantized_decomposed.", "torchao.quantize_affine", "torchao.dequantize_affine", "torchao.choose_qparams",
               "quant.dequantize_codebook")  # fmt: skip
 _LOG_INTERVAL_S: Final = 2.0
 """Interval of the log lines of a long calibration, in seconds."""
+
+_DEFAULTS: Final = Options()
 
 Module = Callable[..., Any]
 
@@ -77,13 +80,16 @@ def check(program: Any, name: str, method: str) -> None:
         raise NoExampleInputs(method)
 
 
-def quantize(program: Any, recipe: Any, name: str, method: str, calibration: Sequence[Path]) -> torch.nn.Module:
+def quantize(
+    program: Any, recipe: Any, name: str, method: str, calibration: Sequence[Path], options: Options = _DEFAULTS
+) -> torch.nn.Module:
     """Return the program as a module with quantize and dequantize operators, with the same arguments and outputs.
 
     Args:
         recipe: a new QuantizationRecipe of ExecuTorch with PT2E quantizers.
         name: the recipe's name for the message.
         calibration: tensor files in addition to the program's example inputs; one file at a time is in memory.
+        options: `copy_shared_layers` and `fuse_activations` of the recipe.
 
     Raises:
         CalibrationMismatch: a sample does not fit the program.
@@ -103,7 +109,10 @@ def quantize(program: Any, recipe: Any, name: str, method: str, calibration: Seq
     captured = stage._apply_passes(program.module(check_guards=False), recipe.pre_prepare_passes)
     if keeps_integers(recipe):
         integers.keep_integers(captured)
-    prepared = prepare_pt2e(captured, stage._get_quantizer_for_prepare_pt2e(recipe.quantizers))
+    if options.copy_shared_layers:
+        fusion.copy_shared_layers(captured)
+    quantizer = stage._get_quantizer_for_prepare_pt2e(recipe.quantizers)
+    prepared = prepare_pt2e(captured, fusion.ActivationsFused(quantizer) if options.fuse_activations else quantizer)
     prepared = stage._apply_passes(prepared, recipe.post_prepare_passes)
     last_logged = time.monotonic()
     initial = _changed_buffers(program)

@@ -67,7 +67,7 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
             calibration = request.calibration.get(method, ())
             with lowering.timed(times, method):
                 try:
-                    modules[method] = quantize.quantize(programs[method], quantization, name, method, calibration)
+                    modules[method] = quantize.quantize(programs[method], quantization, name, method, calibration, recipe.options)
                 except QuantizedNothing as error:
                     failures.append(error)
                     continue

@@ -37,7 +37,11 @@ def check(name: str, config: object, sizes: Mapping[str, int]) -> None:
         if not isinstance(payload, dict):
             raise NotAPt2(f"{name} is not a payload config")
         if payload.get("use_pickle"):
-            raise UnsafeModel("PICKLED_WEIGHTS", name, "has tensors of a subclass, which are unpickled")
+            raise UnsafeModel(
+                "PICKLED_WEIGHTS", name, "has tensors of a subclass, which are unpickled",
+                "Give etfarm the module itself, or file.py:factory: it exports plain tensors. Or call torchao's "
+                "unwrap_tensor_subclass(module) before torch.export.",
+            )  # fmt: skip
         file = payload.get("path_name")
         if not isinstance(file, str) or not file.startswith(("weight_", "tensor_")) or "/" in file:
             raise UnsafeModel("CODE_CONSTANT", name, f"names {str(file)[:80]!r}, which is not a plain tensor")

@@ -45,6 +45,7 @@ class CellAnalysis:
             partial(self._joblog.add, run.job.id, run.cell.id, LogSource.LOG_SOURCE_ANALYSIS),
             on_turn,
             base=base_of(run.cell.id, results),
+            samples=run.samples,
             numerics=run.numerics,
             generation=run.generation,
             fresh=run.job.spec.no_cache,

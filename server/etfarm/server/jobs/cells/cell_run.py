@@ -13,6 +13,7 @@ from etfarm.v1.device_pb2 import Device
 from etfarm.v1.job_pb2 import Cell, Job
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.located_failures import locate
+from etfarm.wire.samples import MAX_FURTHER_SAMPLES
 
 
 @dataclass
@@ -97,6 +98,22 @@ class CellRun:
         if self.compilation is None or self.job.spec.measurement.HasField("generation"):
             return None
         return self.job.spec.inputs.get(self.cell.method) or self.compilation.example_inputs.get(self.cell.method)
+
+    @property
+    def samples(self) -> list[common_pb2.Artifact]:
+        """Further inputs for the accuracy of a measured program: the job's, else the model's own; none for generation."""
+        spec, method = self.job.spec, self.cell.method
+        if self.inputs is None or not spec.HasField("measurement"):
+            return []
+        if method in spec.inputs:
+            samples = list(spec.further_inputs[method].samples) if method in spec.further_inputs else []
+        elif method in self.candidate.model.methods:
+            source = self.candidate.model.methods[method]
+            samples = list(source.samples or source.calibration)
+        else:
+            samples = []
+        distinct = {sample.digest: sample for sample in samples if sample.digest != self.inputs.digest}
+        return list(distinct.values())[:MAX_FURTHER_SAMPLES]
 
 
 class Stages(Protocol):

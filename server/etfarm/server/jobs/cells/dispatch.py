@@ -168,6 +168,7 @@ class Dispatch:
                 threads=cell.threads if cell.HasField("threads") else None,
                 numerics_program=run.numerics.program if run.numerics is not None else None,
                 generation=run.generation,
+                samples=run.samples,
             )
         if start.candidates:
             start.deadline_s = deadline_s(job, len(start.candidates))
@@ -220,6 +221,7 @@ def _artifacts_of(cell_runs: Sequence[CellRun]) -> Iterable[Artifact]:
             yield from (program.pte, *program.data.values())
         if run.inputs is not None:
             yield run.inputs
+        yield from run.samples
         if run.generation is not None:
             yield from (encoder.inputs for encoder in run.generation.model.flow.encoders if encoder.HasField("inputs"))
 

@@ -114,6 +114,8 @@ class Results:
         for candidate in answer.candidates:
             if candidate.HasField("error"):
                 _cut(candidate.error)
+            if candidate.further.HasField("error"):
+                _cut(candidate.further.error)
         results = {candidate.cell_id: candidate for candidate in answer.candidates}
         return {run.cell.id: await self._check(results.get(run.cell.id), run, plan) for run in cell_runs}
 

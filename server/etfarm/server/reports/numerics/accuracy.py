@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +80,41 @@ def compare(name: str, reference: Value, output: Value) -> Difference:
             output=name, shape=list(a.shape), expected=list(r.shape),
         )  # fmt: skip
     return difference(r, a)
+
+
+@dataclass(frozen=True)
+class Together:
+    """The difference of one output from its reference over several samples."""
+
+    difference: Difference
+    """Over all elements of all samples."""
+    samples: int
+    sqnr_db_min: float | None
+    sqnr_db_max: float | None
+    """The lowest and the highest SQNR of a single sample in dB; None if no sample has one."""
+
+
+def compare_samples(name: str, pairs: Sequence[tuple[Value, Value]]) -> Together:
+    """Return the difference over all samples, given as pairs of a reference and an output; at least one.
+
+    Raises:
+        OutputsDoNotMatch: as `compare`, for any of them.
+    """
+    single = [compare(name, reference, output) for reference, output in pairs]
+    levels = [each.sqnr_db for each in single if each.sqnr_db is not None]
+    whole = single[0]
+    if len(pairs) > 1 and not (isinstance(pairs[0][0], Scalar) and pairs[0][0].value is None):
+        r, a = (np.concatenate([array_of(value).ravel() for value in values]) for values in zip(*pairs, strict=True))
+        whole = replace(difference(r, a), top1_agreement=_mean_agreement(pairs, single))
+    return Together(whole, len(pairs), min(levels, default=None), max(levels, default=None))
+
+
+def _mean_agreement(pairs: Sequence[tuple[Value, Value]], single: Sequence[Difference]) -> float | None:
+    """Return the fraction of all samples' rows whose largest element is at the same index; None if it is undefined for one."""
+    rows = [shape_of(reference)[0] if len(shape_of(reference)) > 1 else 1 for reference, _ in pairs]
+    agreements = [each.top1_agreement for each in single]
+    known = [agreement for agreement in agreements if agreement is not None]
+    return sum(share * count for share, count in zip(known, rows, strict=True)) / sum(rows) if len(known) == len(rows) else None
 
 
 def array_of(value: Value) -> NDArray[np.generic]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,9 @@ from etfarm.wire.tensors import Scalar, Tensor, Value
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from torch.fx import Node
+
+_ROUNDED = 0.01
+"""Fraction of the values that correct kernels round to a neighbour of what PyTorch computes."""
 
 Observe = Callable[["Node", Any, tuple[Any, ...], dict[str, Any]], None]
 """A callback that takes a node, its value (tensors, tuples of them, numbers), and its positional and keyword arguments. Tensors
@@ -64,13 +67,12 @@ def _load(model: Path, screen: Screen | None) -> ExportedProgram:
         raise ReferenceNotRunnable(f"torch cannot load the model: {_first_line(error)}.", detail=_first_line(error)) from error
 
 
-def run(model: Path, inputs: list[Value], screen: Screen | None = None) -> list[Value]:
-    """Return the outputs of an exported program, flattened, named `0`, `1`, ...; tensors contiguous.
+def run(program: ExportedProgram, samples: Iterable[Sequence[Value]]) -> Iterator[list[Value]]:
+    """Yield the outputs of a program for each sample, flattened, named `0`, `1`, ...; tensors contiguous.
 
     Args:
-        model: a .pt2, as in `load`.
-        screen: as in `load`.
-        inputs: the flattened leaves of (args, kwargs).
+        program: as `load` returns it.
+        samples: the flattened leaves of (args, kwargs) of each; buffers start as exported.
 
     Raises:
         ReferenceNotRunnable: the inputs are not the program's, or torch refuses them.
@@ -78,15 +80,21 @@ def run(model: Path, inputs: list[Value], screen: Screen | None = None) -> list[
     import torch
     from torch.utils import _pytree as pytree
 
-    program = load(model, screen)
-    _check_count(program, inputs)
-    args, kwargs = pytree.tree_unflatten([to_torch(value) for value in inputs], program.call_spec.in_spec)
-    try:
-        with torch.no_grad():
-            result = program.module()(*args, **kwargs)
-    except (RuntimeError, AssertionError, ValueError, TypeError) as error:
-        raise _refused(error) from error
-    return [from_torch(str(index), leaf) for index, leaf in enumerate(pytree.tree_leaves(result))]
+    module = program.module()
+    start = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    for inputs in samples:
+        _check_count(program, inputs)
+        args, kwargs = pytree.tree_unflatten([to_torch(value) for value in inputs], program.call_spec.in_spec)
+        try:
+            with torch.no_grad():
+                result = module(*args, **kwargs)
+        except (RuntimeError, AssertionError, ValueError, TypeError) as error:
+            raise _refused(error) from error
+        outputs = [from_torch(str(index), leaf) for index, leaf in enumerate(pytree.tree_leaves(result))]
+        for name, buffer in module.named_buffers():  # only now, since an output may be a buffer
+            if not torch.equal(buffer, start[name]):
+                buffer.copy_(start[name])
+        yield outputs
 
 
 def run_nodes(program: ExportedProgram, inputs: Sequence[Value], observe: Observe) -> None:
@@ -115,6 +123,41 @@ def run_nodes(program: ExportedProgram, inputs: Sequence[Value], observe: Observ
     arguments = list(_placeholders(program, [to_torch(value) for value in inputs]))
     with torch.no_grad():
         Observed(program.graph_module).run(*arguments, enable_io_processing=False)
+
+
+def run_rounded(program: ExportedProgram, inputs: Sequence[Value]) -> list[Value]:
+    """Return the outputs of a statically quantized program whose values are off by as much as other kernels' may be.
+
+    One in a hundred quantized values is one step larger or smaller, always the same ones.
+
+    Raises:
+        ReferenceNotRunnable: as `run`.
+    """
+    import torch
+    from torch.utils import _pytree as pytree
+
+    generator = torch.Generator().manual_seed(0)
+
+    class Rounded(torch.fx.Interpreter):  # type: ignore[misc]
+        def run_node(self, n: Node) -> Any:
+            result = super().run_node(n)
+            if not str(n.target).startswith("quantized_decomposed.quantize_per_"):
+                return result
+            drawn = torch.rand(result.shape, generator=generator)
+            steps = (drawn < _ROUNDED / 2).int() - (drawn > 1 - _ROUNDED / 2).int()
+            limits = torch.iinfo(result.dtype)
+            return (result.int() + steps).clamp(limits.min, limits.max).to(result.dtype)
+
+    _check_count(program, inputs)
+    arguments = list(_placeholders(program, [to_torch(value) for value in inputs]))
+    try:
+        with torch.no_grad():
+            results = Rounded(program.graph_module).run(*arguments, enable_io_processing=False)
+    except (RuntimeError, AssertionError, ValueError, TypeError) as error:
+        raise _refused(error) from error
+    specs = program.graph_signature.output_specs
+    leaves = [leaf for leaf, spec in zip(results, specs, strict=True) if spec.kind.name == "USER_OUTPUT"]
+    return [from_torch(str(index), leaf) for index, leaf in enumerate(pytree.tree_leaves(leaves))]
 
 
 def _check_count(program: ExportedProgram, inputs: Sequence[Value]) -> None:

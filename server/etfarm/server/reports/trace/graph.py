@@ -188,8 +188,9 @@ def read_record(path: Path, method: str) -> Record:
             )
             module = _module(archive, method)
         graph = module["graph"]
+        graphs = list(_graphs(graph))
         nodes: dict[int, list[Node]] = {}
-        for node in graph["nodes"]:
+        for node in (node for each in graphs for node in each["nodes"]):
             for handle in handles_of(node["metadata"].get("debug_handle")):
                 nodes.setdefault(handle, []).append(node_of(node))
         return Record(
@@ -199,9 +200,13 @@ def read_record(path: Path, method: str) -> Record:
                 for i, d in delegates.items()
             },
             {handle: tuple(group) for handle, group in nodes.items()},
-            _followers(graph),
+            {handle: following for each in graphs for handle, following in _followers(each).items()},
             {int(instruction): str(delegate.get("name")) for instruction, delegate in delegates.items()},
-            tuple(_operator(node, graph.get("tensor_values") or {}) for node in graph["nodes"]),
+            tuple(
+                _operator(node, each.get("tensor_values") or {}, f"{place}." if place else "")
+                for place, each in enumerate(graphs)
+                for node in each["nodes"]
+            ),
             tuple(_mutations(graph, module.get("signature") or {})),
         )
     except UNREADABLE as error:
@@ -328,9 +333,21 @@ def _require_reportable(*texts: str) -> None:
         text.encode()
 
 
-def _operator(node: Mapping[str, Any], metas: Mapping[str, Any]) -> Operator:
+def _graphs(graph: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield a serialized graph, and those of its branches and loop bodies, which are arguments of its operators."""
+    yield graph
+    for node in graph["nodes"]:
+        for argument in node["inputs"]:
+            below = argument["arg"].get("as_graph") if isinstance(argument.get("arg"), dict) else None
+            if below is not None:
+                yield from _graphs(below["graph"])
+
+
+def _operator(node: Mapping[str, Any], metas: Mapping[str, Any], prefix: str) -> Operator:
+    """Return a serialized node as an operator; the prefix distinguishes values of branches, whose names are those of others."""
     takes, gives = tuple(tensor_names(node["inputs"])), tuple(tensor_names(node["outputs"]))
     sizes = [_elements(metas.get(name)) for name in (*takes, *gives[:1])]
+    takes, gives = (tuple(prefix + name for name in names) for names in (takes, gives))
     return Operator(
         handles_of(node["metadata"].get("debug_handle")), base_name(str(node["target"])), takes, gives,
         tuple(sizes[: len(takes)]), sum(sizes[len(takes) :]),

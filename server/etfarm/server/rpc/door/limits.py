@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 
 from etfarm.wire import digest, selectors
 from etfarm.wire.errors import UserError
+from etfarm.wire.samples import MAX_FURTHER_SAMPLES
 
 
 class LimitExceeded(UserError):
@@ -54,6 +55,7 @@ _URL = Limit(2_000, "BAD_WEBHOOK")
 _LINE = Limit(64 << 10)
 _PHASE = Limit(40)
 _VALUES = Limit(10_000)
+_SAMPLES = Limit(MAX_FURTHER_SAMPLES, "BAD_JOB", f"Give at most {MAX_FURTHER_SAMPLES} beside the inputs that are timed.")
 _CELLS = Limit(1_000, "TOO_MANY_CELLS", "Send it as several jobs.")
 
 LIMITS: Final[dict[str, Limit]] = {
@@ -69,6 +71,8 @@ LIMITS: Final[dict[str, Limit]] = {
     "Candidate.stages_done": Limit(32),
     "Model.name": _NAME,
     "MethodSource.calibration": Limit(10_000, "BAD_JOB", "Give fewer: some hundreds calibrate as well."),
+    "MethodSource.samples": _SAMPLES,
+    "FurtherInputs.samples": _SAMPLES,
     "DeviceChoice.selector": _SELECTOR,
     "JobSpec.notify_urls": Limit(5, "BAD_WEBHOOK", "Add a webhook of the farm instead."),
     "JobSpec.notify_urls[]": _URL,

@@ -145,3 +145,16 @@ def test_another_number_of_outputs_is_refused(golden: Golden) -> None:
     with pytest.raises(accuracy.OutputsDoNotMatch) as refused:
         accuracy.pair([Scalar("", 1), Scalar("", 2)], [Scalar("", 1)])
     golden.check(refused.value)
+
+
+def test_the_sqnr_of_samples_sums_signal_and_noise() -> None:
+    references = [_tensor([[3, 0, 4]]), _tensor([[30, 0, 40]])]
+    outputs = [_tensor([[3, 1, 4]]), _tensor([[30, 0, 43]])]
+    together = accuracy.compare_samples("y", list(zip(references, outputs, strict=True)))
+    assert together.samples == 2
+    assert together.difference.sqnr_db == pytest.approx(10 * np.log10((25 + 2500) / (1 + 9)))
+    assert (together.sqnr_db_min, together.sqnr_db_max) == pytest.approx((10 * np.log10(25), 10 * np.log10(2500 / 9)))
+    assert together.difference.max_abs_error == 3 and together.difference.top1_agreement == 1
+    alone = accuracy.compare_samples("y", [(references[0], outputs[0])])
+    assert alone.difference == accuracy.compare("y", references[0], outputs[0])
+    assert alone.samples == 1 and alone.sqnr_db_min == alone.sqnr_db_max == alone.difference.sqnr_db

@@ -1,0 +1,75 @@
+"""Executions on further inputs, for accuracy alone: one for each sample, after all timed and traced passes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from etfarm.device_agents.runners.protocol import Runner
+from etfarm.wire import tensors
+from etfarm.wire.errors import DeviceError, EtfarmError
+from etfarm.wire.tensors import Tensor, Value
+
+LIMIT_S: Final = 30.0
+"""Time limit of all executions together; the current one is completed unless it takes twice as long."""
+
+LIMIT_BYTES: Final = 32 << 20
+"""Size of all outputs together from which on no further sample is executed."""
+
+
+class SamplesLeftOut(DeviceError):
+    """Samples that were left out, since those before them took all the time or room that samples may take."""
+
+    reason = "SAMPLES_LEFT_OUT"
+
+
+@dataclass
+class Further:
+    """What the method returned for further samples."""
+
+    samples: int = 0
+    """Number of executed samples, from the first one on."""
+    outputs: list[Value] = field(default_factory=list)
+    """Outputs of all of them, one sample after the other."""
+    error: EtfarmError | None = None
+    """Why the others were left out."""
+
+
+async def execute(runner: Runner, method: str, files: Sequence[Path], *, keeps_state: bool, limit_s: float = LIMIT_S) -> Further:
+    """Execute a method once on the inputs of each file. An error ends this, and nothing else.
+
+    Args:
+        runner: has the program loaded.
+        method: its name.
+        files: tensor files of flattened inputs.
+        keeps_state: whether to load the method anew for each sample, so that each starts from the initial state.
+        limit_s: time limit in seconds.
+    """
+    further, size_bytes, ends_s = Further(), 0, time.monotonic() + limit_s
+    try:
+        async with asyncio.timeout(2 * limit_s):
+            for path in files:
+                if time.monotonic() > ends_s or size_bytes > LIMIT_BYTES:
+                    raise SamplesLeftOut(f"{len(files) - further.samples} more would take too much time or room.")
+                values = await asyncio.to_thread(_read, path)
+                if keeps_state or not further.samples:
+                    await runner.load_method(method)
+                await runner.set_inputs(values)
+                await runner.run()
+                outputs = await runner.outputs()
+                further.outputs += outputs
+                further.samples += 1
+                size_bytes += sum(len(value.data) for value in outputs if isinstance(value, Tensor))
+    except TimeoutError:
+        further.error = SamplesLeftOut(f"Sample {further.samples + 1} takes more than {limit_s:g} s.")
+    except EtfarmError as error:
+        further.error = error
+    return further
+
+
+def _read(path: Path) -> list[Value]:
+    return tensors.decode(path.read_bytes())

@@ -1,0 +1,65 @@
+"""Changes before quantization, for operators that XNNPACK computes in another way than the quantized graph says.
+
+XNNPACK keeps one copy of a layer's weights and bias, with the scales of the layer's first use, and makes one operator of a layer
+and the activation after it, which skips the quantization between them.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Final
+
+import torch
+from torchao.quantization.pt2e.quantizer import Quantizer
+
+from etfarm.server.graphs.fusion import ACTIVATIONS, LAYERS, shared_layers
+
+_KEY: Final = "quantization_annotation"
+"""Key of a node's metadata where quantizers leave the dtypes and observers of its inputs and of its output."""
+
+
+def copy_shared_layers(module: torch.fx.GraphModule) -> None:
+    """Give each layer that uses a parameter after the first one its own copy of it."""
+    for node, layers in shared_layers(module.graph):
+        for count, layer in enumerate(layers[1:] if node.op == "get_attr" else (), 1):
+            weight = attrgetter(str(node.target))(module)
+            name = f"{str(node.target).replace('.', '_')}_copy_{count}"
+            module.register_parameter(name, torch.nn.Parameter(weight.detach().clone(), requires_grad=False))
+            with module.graph.inserting_after(node):
+                duplicate = module.graph.get_attr(name)
+            duplicate.meta = dict(node.meta)
+            layer.replace_input_with(node, duplicate)
+    module.recompile()
+
+
+class ActivationsFused(Quantizer):  # type: ignore[misc]
+    """A quantizer by which a layer and the only activation after it have one output scale: that of the activation.
+
+    Args:
+        quantizer: annotates all operators first.
+    """
+
+    def __init__(self, quantizer: Quantizer) -> None:
+        super().__init__()
+        self._quantizer = quantizer
+
+    def transform_for_annotation(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        """Let the inner quantizer change the graph."""
+        return self._quantizer.transform_for_annotation(model)
+
+    def annotate(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        """Annotate all operators, and move the output of each layer behind its activation."""
+        model = self._quantizer.annotate(model)
+        for node in model.graph.nodes:
+            layer = node.args[0] if node.target in ACTIVATIONS else None
+            if not isinstance(layer, torch.fx.Node) or layer.target not in LAYERS or len(layer.users) > 1:
+                continue
+            own = layer.meta.get(_KEY)
+            if own is not None and own.output_qspec is not None:
+                node.meta[_KEY] = type(own)(output_qspec=own.output_qspec, _annotated=True)
+                own.output_qspec = None
+        return model
+
+    def validate(self, model: torch.fx.GraphModule) -> None:
+        """Let the inner quantizer check its annotations."""
+        self._quantizer.validate(model)

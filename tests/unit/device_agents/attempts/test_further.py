@@ -1,0 +1,74 @@
+"""Executions on further samples: after all other passes, each from the initial state, and without a risk for the measurement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from etfarm.device_agents.attempts.attempt import Attempt
+from etfarm.device_agents.attempts.cache import Cache
+from etfarm.device_agents.attempts.interleaved import InterleavedAttempt
+from etfarm.device_agents.conditions.gates import GateLimits
+from etfarm.device_agents.config import AgentConfig
+from etfarm.device_agents.device import inventory
+from etfarm.device_agents.targets.local import Machine
+from etfarm.v1 import agent_pb2, compile_pb2, job_pb2
+from etfarm.wire import digest, tensors
+from etfarm.wire.channel import Access
+from tests.support.attempts import Blobs
+from tests.support.programs import program
+from tests.support.runner import runner_archive
+
+QUICK: dict[str, Any] = {"warmup": 1, "iterations": 2, "min_time_s": 0.0}
+
+
+async def attempt(
+    blobs: Blobs, address: str, folder: Path, samples: dict[str, list[np.ndarray]], *, interleave: bool = False
+) -> list[agent_pb2.CandidateResult]:
+    """Measure programs by name, each with samples of one value per input."""
+    start = agent_pb2.StartRun(
+        attempt_id="a", device_id="d", deadline_s=120, measurement=job_pb2.Measurement(**QUICK, interleave=interleave)
+    )
+    for name, values in samples.items():
+        pte = blobs.put(program(name).bytes)
+        files = [tensors.encode([tensors.from_array(each.name, value) for each in program(name).inputs]) for value in values]
+        start.candidates.add(
+            cell_id=name, program=compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {})), threads=1,
+            inputs=blobs.put(tensors.encode(program(name).inputs)), samples=[blobs.put(file) for file in files],
+        ).bundle.artifact.CopyFrom(blobs.put(runner_archive().read_bytes()))  # fmt: skip
+    config = AgentConfig(Access(address), "board", folder, gates=GateLimits(idle_wait_s=0, cool_wait_s=0))
+    machine, cache = Machine(config, inventory.parse(inventory.collect())), Cache(folder / "cache", 1 << 30)
+    kind = InterleavedAttempt if interleave else Attempt
+    return list((await kind(config, machine, cache, folder / "run", start, lambda progress: None).run()).candidates)
+
+
+def outputs_of(blobs: Blobs, result: agent_pb2.CandidateResult) -> list[list[float]]:
+    values = tensors.decode(blobs.blobs[result.further.outputs.digest])
+    return [tensors.to_array(value).ravel().tolist() for value in values if isinstance(value, tensors.Tensor)]
+
+
+async def test_each_sample_is_executed_from_the_initial_state_after_all_else(blobs: Blobs, address: str, tmp_path: Path) -> None:
+    ten, twenty = np.array([10], "<f4"), np.array([20], "<f4")
+    (result,) = await attempt(blobs, address, tmp_path, {"counter": [ten, twenty]})
+    assert not result.HasField("error") and result.iterations == 2
+    assert (result.further.samples, result.further.HasField("error")) == (2, False)
+    assert outputs_of(blobs, result) == [[11], [21]]
+    phases = [phase.phase for phase in result.phases]
+    assert phases.index("TRACED") < phases.index("SAMPLES") < phases.index("UPLOAD")
+
+
+async def test_a_sample_that_does_not_fit_ends_the_samples_and_nothing_else(blobs: Blobs, address: str, tmp_path: Path) -> None:
+    fits = np.full((2, 3), 2, "<f4")
+    (result,) = await attempt(blobs, address, tmp_path, {"add": [fits, np.zeros((9, 9), "<f4"), fits]})
+    assert not result.HasField("error") and result.samples.size_bytes and result.outputs.size_bytes
+    assert result.further.samples == 1 and result.further.error.reason
+    assert outputs_of(blobs, result) == [[4] * 6]
+
+
+async def test_interleaved_programs_have_samples_too(blobs: Blobs, address: str, tmp_path: Path) -> None:
+    results = await attempt(
+        blobs, address, tmp_path, {"add": [np.ones((2, 3), "<f4")], "counter": [np.zeros(1, "<f4")]}, interleave=True
+    )
+    assert [outputs_of(blobs, result) for result in results] == [[[2] * 6], [[1]]]

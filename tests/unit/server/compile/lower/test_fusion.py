@@ -1,0 +1,108 @@
+"""Layers that XNNPACK computes otherwise than their quantized graph says, and the options that prevent it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("executorch")
+
+from etfarm.server.compile.lower import build, quantize
+from etfarm.server.reports.numerics import fused, reference
+from etfarm.v1 import report_pb2
+from etfarm.wire import recipes
+from etfarm.wire.recipes import BadCombination
+from tests.support.compiling import sample
+
+pytestmark = pytest.mark.numeric
+
+
+class Twice(nn.Module):
+    """A layer with two uses whose inputs have other ranges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(x) * 20)
+
+
+class Ranges(nn.Module):
+    """Channels of very different ranges, limited to 6 by an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depth = nn.Conv2d(8, 8, 3, groups=8, padding=1)
+        self.point = nn.Conv2d(8, 4, 1)
+        with torch.no_grad():
+            self.depth.weight.mul_(torch.logspace(-3, 1, 8).view(8, 1, 1, 1))
+            self.point.weight.mul_(torch.logspace(2, -2, 8).view(1, 8, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.point(nn.functional.relu6(self.depth(x)))
+
+
+def compared(module: type[nn.Module], shape: tuple[int, ...], options: str, folder: Path) -> tuple[float, float, str]:
+    """Quantize and lower a module; return its SQNR against its graph and the model in dB, and the warning."""
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+    from executorch.runtime import Runtime
+
+    torch.manual_seed(0)
+    model, x = module().eval(), torch.randn(shape)
+    program = torch.export.export(model, (x,))
+    recipe = recipes.from_toml(f'recipe = "xnnpack_pt2e_int8_static_per_channel"\n{options}')
+    made = build.quantization(recipe, "forward")
+    calibration = [sample(folder / f"{factor}.ett", x * factor) for factor in (0.5, 1.5, 2)]
+    quantized = quantize.export_again(
+        quantize.quantize(program, made, recipe.name, "forward", calibration, recipe.options), program, False
+    )
+    lowered = to_edge_transform_and_lower(quantized, partitioner=[XnnpackPartitioner()]).to_executorch()
+    (output,) = Runtime.get().load_program(lowered.buffer).load_method("forward").execute([x])
+    expected = quantized.module()(x)
+    level = decibels(expected, output)
+    row = report_pb2.OutputAccuracy(output="y", sqnr_db=level)
+    warning = fused.describe(quantized, [row], [reference.from_torch("x", x)], [reference.from_torch("y", expected)])
+    return level, decibels(model(x).detach(), output), warning
+
+
+def decibels(expected: Tensor, actual: Any) -> float:
+    noise = (expected - actual).double().square().sum().item()
+    return 300.0 if noise == 0 else 10 * math.log10(expected.double().square().sum().item() / noise)
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "option"),
+    [(Twice, (1, 3, 16), "copy_shared_layers"), (Ranges, (1, 8, 12, 12), "fuse_activations")],
+)
+def test_a_program_that_is_wrong_when_fused_names_the_option_that_helps(
+    module: type[nn.Module], shape: tuple[int, ...], option: str, tmp_path: Path
+) -> None:
+    level, of_model, warning = compared(module, shape, "", tmp_path)
+    assert level < fused.LEAST_DB and f"write {option} = true" in warning and f"y ({level:.1f} dB)" in warning
+    assert ("layer (" in warning) if module is Twice else ("depth (" in warning)
+    better, better_of_model, silent = compared(module, shape, f"{option} = true", tmp_path)
+    assert better > 30 and not silent
+    print(f"{module.__name__}: {level:.1f} to {better:.1f} dB, against the model {of_model:.1f} to {better_of_model:.1f} dB")
+    assert better_of_model > of_model - 1
+
+
+def test_options_without_a_quantizer_are_refused() -> None:
+    with pytest.raises(BadCombination, match="copy_shared_layers changes what the stage QUANTIZE quantizes"):
+        recipes.from_toml('recipe = "xnnpack_fp32"\ncopy_shared_layers = true')
+
+
+def test_options_are_part_of_the_quantization_that_recipes_share() -> None:
+    plain, copied = (
+        recipes.from_toml(f'recipe = "xnnpack_pt2e_int8_static_per_channel"\ncopy_shared_layers = {flag}')
+        for flag in ("false", "true")
+    )
+    assert plain.quantization_json != copied.quantization_json
+    assert plain == recipes.parse("xnnpack_pt2e_int8_static_per_channel")
+    assert recipes.from_json(copied.json) == copied
