@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Final, NamedTuple, Self, SupportsIndex
+from typing import Any, Final, NamedTuple, Self
 
 from etfarm.client.reports.samples import Samples
 
@@ -27,7 +27,7 @@ class OpenEnum(StrEnum):
         member._name_ = member._value_ = value
         return member
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         """Pickle by value: Python 3.11.2 looks a member up by its name, which unknown ones are not found by."""
         return self.__class__, (self._value_,)
 
