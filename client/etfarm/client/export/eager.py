@@ -252,10 +252,10 @@ class _Export:
     ) -> Iterator[bytes | Path]:
         """Yield the calibration samples as tensor files, without those that equal the example inputs."""
         samples = self.source.calibration_inputs.get(method, ())
-        if not samples or (callable(samples) and not self.calibrate):  # a function may take long
+        if not self.calibrate:  # for accuracy alone; a function may take long
+            samples = () if callable(samples) else samples[:MAX_FURTHER_SAMPLES]
+        if not samples:
             return
-        if not self.calibrate:  # for accuracy alone
-            samples = samples[:MAX_FURTHER_SAMPLES]
         # The archive contains the example inputs, which the server also calibrates with.
         example = encode(flat_values(method, names, args, kwargs))
         for index, sample in enumerate(_called(method, samples, self.base)):

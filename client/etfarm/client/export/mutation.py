@@ -63,7 +63,8 @@ def keep_mutations(program: ExportedProgram) -> tuple[str, ...]:
     signature = program.module_call_graph[0].signature
     leaves = [pytree.tree_structure(0) for _ in names]
     signature.out_spec = pytree.TreeSpec(dict, ["", *names], [signature.out_spec, *leaves])
-    signature.outputs.extend(TensorArgument(name=spec.arg.name) for spec in specs[-len(names) :])
+    if signature.outputs:
+        signature.outputs.extend(TensorArgument(name=spec.arg.name) for spec in specs[-len(names) :])
     return names
 
 

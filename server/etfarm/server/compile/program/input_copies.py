@@ -83,4 +83,4 @@ def _drop_mutations(program: Any) -> None:
 
 def _size_bytes(program: Any, value: torch.Tensor) -> int:
     sizes = (loading.bounds(program, size)[1] if isinstance(size, torch.SymInt) else size for size in value.shape)
-    return math.prod(0 if size is None else int(size) for size in sizes) * value.element_size()
+    return int(math.prod(0 if size is None else int(size) for size in sizes) * value.element_size())
