@@ -60,6 +60,15 @@ def test_an_output_has_one_name_everywhere(client: Farm, tmp_path: Path) -> None
     assert np.allclose(answer["température"], Normalizes()(x.clone())["température"])
 
 
+def test_what_a_model_writes_is_returned_on_request(client: Farm) -> None:
+    x = torch.rand(2, 3, generator=torch.Generator().manual_seed(0))
+    source = ModelSource.of(Normalizes().eval(), (x.clone(),), keep_mutations=True)
+    with client.session(program=source, recipe="portable") as session:
+        answer = session.run(x.numpy())
+    assert list(answer.names) == [*NAMES, "x"]
+    assert np.allclose(answer["x"], (x.numpy() - 0.5) / 0.25)
+
+
 def test_methods_share_a_buffer_on_a_device(client: Farm) -> None:
     calls = [("set", 5.0), ("add", 1.0), ("add", 1.0), ("get", 10.0), ("set", 1.0), ("get", 1.0)]
     eager, source = counter(), counter(calls=[(method, (torch.full((2,), value),)) for method, value in calls])
