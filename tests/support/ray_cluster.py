@@ -162,7 +162,8 @@ class RayCluster:
         self, arguments: Sequence[str], variables: Mapping[str, str], cores: Sequence[int], refused: Sequence[str] = ()
     ) -> RayNode:
         common = ["--node-ip-address=127.0.0.1", f"--object-store-memory={_OBJECT_STORE_BYTES}", "--disable-usage-stats",
-                  "--min-worker-port=0", "--max-worker-port=0"]  # fmt: skip
+                  "--min-worker-port=0", "--max-worker-port=0",
+                  "--include-log-monitor=false"]  # fmt: skip  # reads all logs of the host all the time, and etfarm reads none
         node = RayNode(self._python, [*arguments, *common], self._environment | dict(variables), cores, refused)
         self.nodes.append(node)
         node.wait_until_started()
