@@ -228,7 +228,11 @@ async def test_bytes_after_the_last_request_do_not_spoil_its_answer(web: WebFarm
         writer.write(b"nonsense")
         await writer.drain()
         assert (await asyncio.to_thread(visit.get, "/server")).status == 200, "the page has had the bytes before this request"
-        assert opened.visitors.streams == 1 and not [each for each in caplog.records if each.levelname == "ERROR"]
+        # gRPC's poller logs that another thread has read its byte, as asyncio's.
+        errors = [
+            each for each in caplog.records if each.levelname == "ERROR" and "PollerCompletionQueue" not in each.getMessage()
+        ]
+        assert opened.visitors.streams == 1 and not errors
         writer.close()
 
 
