@@ -5,6 +5,7 @@ Run as `python -m tests.support.deaths MODULE:FUNCTION [NAME ...]`; `Deaths` is 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+from etfarm.server.state import revisions, sqlite
 from tests.support.unprivileged import become_unprivileged
 
 _CHANGES: Final = frozenset(
@@ -111,8 +113,16 @@ def _call(function: Callable[[list[str]], int], arguments: list[str], step: int 
         return 1
 
 
-if __name__ == "__main__":
-    module, _, name = sys.argv[1].partition(":")
+def _load() -> None:
     for lazy in _LAZY:
         importlib.import_module(lazy)
+    # Its first run loads Alembic, which reads the metadata of every installed package: hundreds of steps that change nothing.
+    with sqlite.connected(Path(":memory:")) as connection, connection.begin():
+        revisions.upgrade(connection, Path(os.devnull), None)
+    gc.freeze()
+
+
+if __name__ == "__main__":
+    module, _, name = sys.argv[1].partition(":")
+    _load()
     _serve(getattr(importlib.import_module(module), name), frozenset(sys.argv[2:]))
