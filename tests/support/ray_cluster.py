@@ -93,9 +93,9 @@ class RayNode:
         assert self._supervisor.stdin is not None and self._supervisor.stdout is not None
         self._supervisor.stdin.close()
         self._supervisor.wait(30)
-        said = "" if self._supervisor.stdout.closed else self._supervisor.stdout.read()
+        unread = "" if self._supervisor.stdout.closed else self._supervisor.stdout.read()
         self._supervisor.stdout.close()
-        return said
+        return unread
 
 
 def _title_of(process: psutil.Process) -> str:
