@@ -67,8 +67,7 @@ class RayNode:
         readable, _, _ = select.select([self._supervisor.stdout], [], [], _START_S)
         line = self._supervisor.stdout.readline() if readable else ""
         if line.strip() != _STARTED:
-            self.end()
-            raise AssertionError(f"the Ray node did not start: {line + self._supervisor.stdout.read()}")
+            raise AssertionError(f"the Ray node did not start: {line + self.end()}")
 
     @property
     def pids(self) -> dict[str, int]:
@@ -89,10 +88,14 @@ class RayNode:
                 child.kill()
         self.end()
 
-    def end(self) -> None:
-        assert self._supervisor.stdin is not None
+    def end(self) -> str:
+        """End it, and return what it said that nobody has read."""
+        assert self._supervisor.stdin is not None and self._supervisor.stdout is not None
         self._supervisor.stdin.close()
         self._supervisor.wait(30)
+        unread = "" if self._supervisor.stdout.closed else self._supervisor.stdout.read()
+        self._supervisor.stdout.close()
+        return unread
 
 
 def _title_of(process: psutil.Process) -> str:
