@@ -19,7 +19,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from etfarm.server.state import revisions, sqlite
 from tests.support.unprivileged import become_unprivileged
 
 _CHANGES: Final = frozenset(
@@ -113,16 +112,9 @@ def _call(function: Callable[[list[str]], int], arguments: list[str], step: int 
         return 1
 
 
-def _load() -> None:
-    for lazy in _LAZY:
-        importlib.import_module(lazy)
-    # Its first run loads Alembic, which reads the metadata of every installed package: hundreds of steps that change nothing.
-    with sqlite.connected(Path(":memory:")) as connection, connection.begin():
-        revisions.upgrade(connection, Path(os.devnull), None)
-    gc.freeze()
-
-
 if __name__ == "__main__":
     module, _, name = sys.argv[1].partition(":")
-    _load()
+    for lazy in _LAZY:
+        importlib.import_module(lazy)
+    gc.freeze()
     _serve(getattr(importlib.import_module(module), name), frozenset(sys.argv[2:]))
