@@ -34,7 +34,8 @@ LAUNCHER = b"sandbox/launch.py"
 PROMPTLY_S = 15.0
 """For what must happen at once: far below what would end it otherwise, and virtual machines stand still for seconds."""
 
-_commands = Commands()
+commands = Commands()
+"""Where commands that export a model are forked."""
 
 
 class Daemon:
@@ -229,7 +230,7 @@ def etfarm(
     """
     clean = {key: value for key, value in os.environ.items() if key != "ETFARM_SERVER"} | {"COLUMNS": "140"}
     if environment is None and arguments[0] in EXPORTING:
-        return _commands.run(arguments, cwd, clean, timeout_s)
+        return commands.run(arguments, cwd, clean, timeout_s)
     return subprocess.run(
         [sys.executable, "-m", "etfarm.wire.command", *arguments],
         cwd=cwd, env={**clean, **(environment or {})}, capture_output=True, text=True, timeout=timeout_s, check=False,
