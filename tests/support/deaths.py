@@ -83,8 +83,8 @@ def _serve(function: Callable[[list[str]], int], also: frozenset[str]) -> None:
 
 
 def _is_change(called: Any) -> bool:
-    """Return whether one of Python's own functions is in `_CHANGES`; texts and times have a method `replace`, too."""
-    return called.__name__ in _CHANGES and (called.__name__ != "replace" or called.__module__ == os.name)
+    """Return whether one of Python's own functions, of a name in `_CHANGES`, is: texts and times have a method `replace`, too."""
+    return called.__name__ != "replace" or called.__module__ == os.name
 
 
 def _call(function: Callable[[list[str]], int], arguments: list[str], step: int | None, also: frozenset[str], counts: int) -> int:
@@ -93,7 +93,10 @@ def _call(function: Callable[[list[str]], int], arguments: list[str], step: int 
 
     def on_call(frame: FrameType, event: str, called: Any) -> None:
         nonlocal left
-        if (event == "c_call" and _is_change(called)) or (event == "call" and frame.f_code.co_name in also):
+        # A million events: the quick comparisons come first.
+        if (event == "c_call" and called.__name__ in _CHANGES and _is_change(called)) or (
+            event == "call" and frame.f_code.co_name in also
+        ):
             left -= 1
             if left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
