@@ -176,6 +176,7 @@ def test_children_and_groups_of_a_killed_daemon_are_removed(tmp_path: Path) -> N
     assert place is None or groups_of(later)
     daemon.send_signal(signal.SIGKILL)
     daemon.wait()
+    daemon.stdout.close()
     assert wait_until(lambda: not groups_of(later))
 
 

@@ -163,7 +163,7 @@ def test_a_program_that_forks_leaves_no_processes(farm: FarmProcess, tmp_path: P
         assert report.failure is not None and report.failure.reason == "PROGRAM_TIMED_OUT", report.failure
         assert any("probe daemon: refused" in line.text for line in job.logs())
         assert client.run(program("add").path).result().report.state == "SUCCEEDED"
-    assert wait_until(lambda: not of_runners(), 10.0), of_runners()
+    assert wait_until(lambda: not of_runners()), of_runners()
 
 
 @needs_seccomp
@@ -227,7 +227,7 @@ def test_the_systemd_units_rights_suffice_to_confine_and_clean_up(tmp_path: Path
         assert client.bench(program("conv").path, iterations=5, min_time_s=0.0).result().report.state == "SUCCEEDED"
         (report,) = client.run(hostile_program(tmp_path, "hid"), timeout_s=5).result().reports
         assert report.failure is not None and report.failure.reason == "PROGRAM_TIMED_OUT"
-        assert wait_until(lambda: not of_runners(), 10.0) and wait_until(lambda: not list(data.glob("runs/*")), 10.0)
+        assert wait_until(lambda: not of_runners()) and wait_until(lambda: not list(data.glob("runs/*")))
 
 
 PROBE = """

@@ -109,7 +109,7 @@ def test_an_agent_is_upgraded_in_place_and_falls_back_to_what_works(rack: Rack) 
     # A start of the same command runs the upgraded version again.
     children = descendants(pid)
     assert rack.agent.stop() == 0
-    assert wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children), 20)
+    assert wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
     rack.agent.start()
     rack.agent.expect("connected to")
     assert list(rack.versions().values()) == [NEW]
@@ -117,7 +117,7 @@ def test_an_agent_is_upgraded_in_place_and_falls_back_to_what_works(rack: Rack) 
     # Whatever kills the launcher takes the agent along.
     children = descendants(rack.agent.pid)
     rack.agent.signal(signal.SIGKILL)
-    assert wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children), 20)
+    assert wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
     rack.agent.process.wait()  # type: ignore[union-attr]
     rack.agent.start()
     rack.agent.expect("connected to")

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -57,6 +58,13 @@ def is_idle(farm: FarmProcess) -> bool:
         return all(device.state is DeviceState.IDLE for device in client.devices())
 
 
+def collect_what_others_left() -> None:
+    """Collect the garbage of earlier tests of this process, whose warnings are not about the test that comes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()
+
+
 def write(folder: Path, count: int = 6, wrong: int | None = None, **more: Any) -> Path:
     """Write a folder of inputs for `add`, `0.npz` and so on, optionally with a wrong shape."""
     folder.mkdir()
@@ -98,6 +106,7 @@ async def test_leaving_the_iterator_early_releases_the_devices(pair: FarmProcess
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("departure", ["break", "raise", "keep the iterator", "break and go on"])
 def test_leaving_early_ends_cleanly(pair: FarmProcess, departure: str, caplog: pytest.LogCaptureFixture) -> None:
+    collect_what_others_left()
     with pair.client() as client:
         list(client.run_dataset(program("add").path, sums(1)))  # what is created once is there
     before = set(threading.enumerate())
@@ -126,6 +135,7 @@ def test_leaving_early_ends_cleanly(pair: FarmProcess, departure: str, caplog: p
 async def test_an_async_iteration_that_is_left_early_ends_with_its_farm(
     pair: FarmProcess, keeps: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    collect_what_others_left()
     kept: list[object] = []
     async with AsyncFarm(pair.address) as client:
         results = client.run_dataset(program("add").path, sums(10_000), devices=2)

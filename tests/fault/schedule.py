@@ -160,14 +160,14 @@ def check_remains(world: World) -> list[str]:
     def left() -> list[int]:
         return [pid for pid, started in world.processes.items() if start_time(pid) == started]
 
-    if not wait_until(lambda: not left(), 15.0):
+    if not wait_until(lambda: not left()):
         wrong.append(f"processes are left: {left()}")
     cluster = world.engines.cluster if world.engines is not None else None
 
     def on_nodes() -> list[int]:
         return [actor.pid for node in cluster.nodes for actor in node.actors()] if cluster is not None else []
 
-    if not wait_until(lambda: not on_nodes(), 30.0):
+    if not wait_until(lambda: not on_nodes()):
         wrong.append(f"actors are left on nodes: {on_nodes()}")
     for path in world.farm.folder.rglob("*.log"):
         text = path.read_text(errors="replace")

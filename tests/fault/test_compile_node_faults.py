@@ -16,7 +16,7 @@ from tests.support import models
 from tests.support.databases import PostgresDatabases
 from tests.support.farm import FarmProcess, wait_until
 from tests.support.farm_calls import FarmCalls, farm_calls
-from tests.support.ray_cluster import RayCluster, running_cluster
+from tests.support.ray_cluster import RayCluster, RayNode, running_cluster
 from tests.support.servers import Servers
 
 pytestmark = [
@@ -31,11 +31,21 @@ TAKEOVER_S = 60.0
 """Time within which another server leads, and has started its own actor on a node."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
+    """A head, and one node with one cpu."""
     with running_cluster() as cluster:
         cluster.start()
+        cluster.add_node()
         yield cluster
+
+
+@pytest.fixture
+def node(cluster: RayCluster) -> RayNode:
+    """The node, once the actors of another test have ended."""
+    node = cluster.nodes[1]
+    assert wait_until(lambda: not node.actors(), TAKEOVER_S)
+    return node
 
 
 def runs(process: psutil.Process) -> bool:
@@ -63,12 +73,11 @@ async def until_it_lowers(calls: FarmCalls, job: job_pb2.Job) -> None:
 
 
 async def test_a_compilation_whose_node_is_killed_is_placed_again(
-    cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: RayCluster, node: RayNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in cluster.credentials.items():
         monkeypatch.setenv(name, value)
     first = cluster.add_node(cpus=2)  # the one with more free cpus
-    cluster.add_node(cpus=1)
     farm = FarmProcess(tmp_path, bundle=False, prewarm=True, serve=("--compile-pool", cluster.address))
     try:
         farm.start(agents=0)
@@ -87,9 +96,8 @@ async def test_a_compilation_whose_node_is_killed_is_placed_again(
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 async def test_another_leader_compiles_what_the_former_one_did_not_end(
-    cluster: RayCluster, tmp_path: Path, postgres_databases: PostgresDatabases, fault: signal.Signals
+    cluster: RayCluster, node: RayNode, tmp_path: Path, postgres_databases: PostgresDatabases, fault: signal.Signals
 ) -> None:
-    node = cluster.add_node(cpus=1)
     server, name = postgres_databases.server, f"farm_{uuid.uuid4().hex}"
     server.execute("CREATE DATABASE {}", name)
     servers = Servers(tmp_path, server.url(name))

@@ -101,7 +101,9 @@ def test_new_work_is_refused_before_the_journal_lacks_space_and_accepted_again_b
         assert (refused.value.reason, refused.value.kind.value) == ("DISK_FULL", "RESOURCE_EXHAUSTED")
         info = farm.info()
         assert info.is_disk_full and info.disk_free_bytes is not None and 8 << 20 < info.disk_free_bytes < 12 << 20
+        seen = len((small_disk.folder / "serve.log").read_text())
         assert running.result().report.state == "SUCCEEDED", "results of running work fit"
+        assert "nothing can be written" not in (small_disk.folder / "serve.log").read_text()[seen:], "and are stored at once"
         filler(small_disk).unlink()
         assert farm.bench(model, iterations=100, min_time_s=0.0).result().report.state == "SUCCEEDED"
         assert not farm.info().is_disk_full

@@ -65,6 +65,14 @@ def is_restored(data: Path) -> bool:
     return (data / DATABASE).exists()
 
 
+def state(folder: Path) -> str:
+    """Return the digest of all that a command finds in a folder: names, modes and bytes."""
+    paths = [path for path in (folder, *folder.rglob("*")) if path.exists() and path.name != LOCK]  # which has a process id
+    return digests.of_value(
+        sorted([str(path), path.stat().st_mode, digests.of_file(path) if path.is_file() else ""] for path in paths)
+    )
+
+
 def killed_runs(command: Deaths, *arguments: str | Path) -> Iterator[int]:
     """Yield the number of a step after the command was killed before it; end once the command lives through all."""
     for step in count(1):
@@ -81,8 +89,12 @@ def test_a_killed_restore_is_refused_by_servers_and_can_be_repeated(data: Path, 
     back_up(data, backup)
     with Deaths("etfarm.server.backup.commands:restore_main") as command:
         assert command.call(backup, "--data", tmp_path / "whole") == 0
-        expected = contents(tmp_path / "whole")
+        expected, seen = contents(tmp_path / "whole"), set[str]()
         for step in killed_runs(command, backup, "--data", restored):
+            if (left := state(restored)) in seen:
+                shutil.rmtree(restored, ignore_errors=True)  # many steps change nothing: what would be repeated has been
+                continue
+            seen.add(left)
             if not is_restored(restored):
                 assert command.call(backup, "--data", restored) == 0, step
             assert contents(restored) == expected, step

@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from sqlalchemy import select
 
 from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.backup.backup import back_up
 from etfarm.server.migrate.migration import Migration, Place
+from etfarm.server.state import schema
 from etfarm.server.state.copies import CopyUnfinished, FarmMoved
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.folder import RestoreUnfinished, require_restored
@@ -69,7 +71,8 @@ def is_farm(database: FarmDatabase) -> bool:
     except (CopyUnfinished, FarmMoved) as error:
         assert error.remedy
         return False
-    return len(contents(database)["jobs"]) > 0
+    with database.connected() as connection, connection.begin():
+        return connection.execute(select(schema.jobs.c.id).limit(1)).first() is not None
 
 
 def objects_of(location: BucketLocation) -> set[str]:

@@ -130,7 +130,8 @@ def execute(command: dict[str, Any], out: int, err: int) -> int:
     os.environ.clear()
     os.environ.update(command["environment"])
     os.chdir(command["cwd"])
-    sys.path[0] = str(Path.cwd())
+    path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:1] = [str(Path.cwd()), *(folder for folder in path if folder and folder not in sys.path)]
     import torch
 
     from etfarm.wire import command as etfarm

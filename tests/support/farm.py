@@ -34,7 +34,8 @@ LAUNCHER = b"sandbox/launch.py"
 PROMPTLY_S = 15.0
 """For what must happen at once: far below what would end it otherwise, and virtual machines stand still for seconds."""
 
-_commands = Commands()
+commands = Commands()
+"""Where commands that export a model are forked."""
 
 
 class Daemon:
@@ -73,8 +74,9 @@ class Daemon:
 
     def _read(self, process: subprocess.Popen[str], queue: Queue[str | None]) -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            queue.put(line.rstrip("\n"))
+        with process.stdout:
+            for line in process.stdout:
+                queue.put(line.rstrip("\n"))
         queue.put(None)
 
     def expect(self, text: str, timeout_s: float = START_S) -> str:
@@ -101,24 +103,24 @@ class Daemon:
 
     def kill9(self) -> None:
         """The process is gone at once."""
-        assert self.process is not None
+        assert self.process is not None and self.process.stdin is not None
         self.process.kill()
         self.process.wait()
+        self.process.stdin.close()
 
     def stop(self) -> int:
         """End it in order, and return its exit code."""
         if self.process is None:
             return 0
-        if self.process.poll() is None:
-            assert self.process.stdin is not None
-            with suppress(BrokenPipeError):
-                self.process.stdin.close()
-            try:
-                self.process.wait(timeout=60)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-                raise AssertionError(f"it did not end with its stdin; {self.log.read_text()[-3000:]}") from None
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise AssertionError(f"it did not end with its stdin; {self.log.read_text()[-3000:]}") from None
         return self.process.returncode
 
 
@@ -228,7 +230,7 @@ def etfarm(
     """
     clean = {key: value for key, value in os.environ.items() if key != "ETFARM_SERVER"} | {"COLUMNS": "140"}
     if environment is None and arguments[0] in EXPORTING:
-        return _commands.run(arguments, cwd, clean, timeout_s)
+        return commands.run(arguments, cwd, clean, timeout_s)
     return subprocess.run(
         [sys.executable, "-m", "etfarm.wire.command", *arguments],
         cwd=cwd, env={**clean, **(environment or {})}, capture_output=True, text=True, timeout=timeout_s, check=False,

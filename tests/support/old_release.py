@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from tests.support.farm import WAIT_FOR_NOTHING, Daemon, wait_until
+from tests.support.farm import EXPORTING, WAIT_FOR_NOTHING, Daemon, commands, wait_until
 from tests.support.programs import cache_folder
 
 
@@ -119,11 +119,14 @@ def environment(release: Release = RELEASE_0_1) -> dict[str, str]:
 def run(*arguments: str, cwd: Path, returncodes: Sequence[int] = (0,), release: Release = RELEASE_0_1) -> str:
     """Run one command of a release; return its stdout."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("ETFARM_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "etfarm.wire.command", *arguments],
-        cwd=cwd, env={**clean, **environment(release), "COLUMNS": "140"},
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+    variables = {**clean, **environment(release), "COLUMNS": "140"}
+    if arguments[0] in EXPORTING:
+        done = commands.run(arguments, cwd, variables, 600.0)
+    else:
+        done = subprocess.run(
+            [sys.executable, "-m", "etfarm.wire.command", *arguments],
+            cwd=cwd, env=variables, capture_output=True, text=True, timeout=600, check=False,
+        )  # fmt: skip
     assert done.returncode in returncodes, (arguments, done.returncode, done.stdout[-3000:], done.stderr[-3000:])
     return done.stdout
 

@@ -77,10 +77,11 @@ class PostgresServer:
 
     def _read(self, process: subprocess.Popen[str], is_ready: Queue[bool]) -> None:
         assert process.stderr is not None
-        for line in process.stderr:
-            self.lines.append(line.rstrip())
-            if "ready to accept" in line:
-                is_ready.put(True)
+        with process.stderr:
+            for line in process.stderr:
+                self.lines.append(line.rstrip())
+                if "ready to accept" in line:
+                    is_ready.put(True)
         is_ready.put(False)
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> None:

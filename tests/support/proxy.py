@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 
 
@@ -62,9 +62,17 @@ class Link:
         for writer in list(self._open):
             writer.transport.abort()
 
+    def _do(self, change: Callable[[], None]) -> None:
+        """Change the link; the change has taken effect when this returns."""
+
+        async def do() -> None:
+            change()
+
+        asyncio.run_coroutine_threadsafe(do(), self._loop).result()
+
     def cut(self) -> None:
         """Nothing comes through any more."""
-        self._loop.call_soon_threadsafe(self._cut)
+        self._do(self._cut)
 
     def limit(self, bytes_per_s: int | None) -> None:
         """Limit each connection to this rate each way; None removes the limit."""
@@ -72,12 +80,12 @@ class Link:
 
     def stall(self) -> None:
         """Hold back all bytes, also those of new connections; both ends still believe that they are connected."""
-        self._loop.call_soon_threadsafe(self._flowing.clear)
+        self._do(self._flowing.clear)
 
     def heal(self) -> None:
         """What was held back and new connections come through again, at full rate."""
         self._bytes_per_s = None
-        self._loop.call_soon_threadsafe(self._heal)
+        self._do(self._heal)
 
     def _heal(self) -> None:
         self._whole = True

@@ -28,14 +28,15 @@ _OBJECT_STORE_BYTES: Final = 100_000_000
 _START_S: Final = 120.0
 _STARTED: Final = "Ray runtime started."
 _LAUNCH: Final = """
-import ray._private.ray_constants, ray._private.services
+import ray._private.node, ray._private.ray_constants, ray._private.services
 ray._private.ray_constants.ENABLE_RAY_CLUSTER = True
 ray._private.services.get_node_ip_address = lambda address=None: "127.0.0.1"
+ray._private.node.Node.start_api_server = lambda self, **options: None
 from ray.scripts.scripts import main
 main()
 """
 """`ray` with nodes at 127.0.0.1, which Ray replaces by the address of a network interface on Linux. What Ray supports on macOS,
-one node at 127.0.0.1, is what its processes are set to."""
+one node at 127.0.0.1, is what its processes are set to. Without a dashboard, Ray's API server only counts users."""
 
 
 class RayNode:
@@ -67,8 +68,7 @@ class RayNode:
         readable, _, _ = select.select([self._supervisor.stdout], [], [], _START_S)
         line = self._supervisor.stdout.readline() if readable else ""
         if line.strip() != _STARTED:
-            self.end()
-            raise AssertionError(f"the Ray node did not start: {line + self._supervisor.stdout.read()}")
+            raise AssertionError(f"the Ray node did not start: {line + self.end()}")
 
     @property
     def pids(self) -> dict[str, int]:
@@ -89,10 +89,14 @@ class RayNode:
                 child.kill()
         self.end()
 
-    def end(self) -> None:
-        assert self._supervisor.stdin is not None
+    def end(self) -> str:
+        """End it, and return what it said that nobody has read."""
+        assert self._supervisor.stdin is not None and self._supervisor.stdout is not None
         self._supervisor.stdin.close()
         self._supervisor.wait(30)
+        unread = "" if self._supervisor.stdout.closed else self._supervisor.stdout.read()
+        self._supervisor.stdout.close()
+        return unread
 
 
 def _title_of(process: psutil.Process) -> str:
@@ -129,6 +133,7 @@ class RayCluster:
             "RAY_memory_monitor_refresh_ms": "0",  # the machine's memory is not the test's
             "RAY_enable_metrics_collection": "0",
             "RAY_raylet_start_wait_time_s": "100",  # 30 by default, which a busy machine exceeds
+            "GRPC_ENABLE_FORK_SUPPORT": "0",
             "RAY_worker_niceness": "0",  # 15 by default, with which other work of the machine leaves little to the nodes
             **variables,
         }  # fmt: skip
@@ -138,8 +143,8 @@ class RayCluster:
     def start(self, cores: Sequence[int] = ()) -> None:
         """Start the head, which has no cpus, so that nothing is compiled on it."""
         self._start(
-            ["--head", f"--port={self._gcs}", f"--ray-client-server-port={self._client}", "--include-dashboard=false",
-             f"--temp-dir={self.folder}/r", "--num-cpus=0"], {}, cores,
+            ["--head", f"--port={self._gcs}", f"--ray-client-server-port={self._client}", f"--temp-dir={self.folder}/r",
+             "--include-dashboard=false", "--no-monitor", "--num-cpus=0"], {}, cores,
         )  # fmt: skip
 
     def add_node(
@@ -162,7 +167,8 @@ class RayCluster:
         self, arguments: Sequence[str], variables: Mapping[str, str], cores: Sequence[int], refused: Sequence[str] = ()
     ) -> RayNode:
         common = ["--node-ip-address=127.0.0.1", f"--object-store-memory={_OBJECT_STORE_BYTES}", "--disable-usage-stats",
-                  "--min-worker-port=0", "--max-worker-port=0"]  # fmt: skip
+                  "--min-worker-port=0", "--max-worker-port=0",
+                  "--include-log-monitor=false"]  # fmt: skip  # reads all logs of the host all the time, and etfarm reads none
         node = RayNode(self._python, [*arguments, *common], self._environment | dict(variables), cores, refused)
         self.nodes.append(node)
         node.wait_until_started()

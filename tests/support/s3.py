@@ -79,10 +79,11 @@ class S3Server:
 
         def read() -> None:
             assert process.stderr is not None
-            for line in process.stderr:
-                log.append(line)
-                if _READY in line:
-                    ready.set()
+            with process.stderr:
+                for line in process.stderr:
+                    log.append(line)
+                    if _READY in line:
+                        ready.set()
 
         reader = threading.Thread(target=read)
         reader.start()

@@ -23,7 +23,8 @@ from tests.support.simulated_agent import Act, SimulatedAgent
 from tests.support.web import start_page
 
 TOKENS: Final = {role: f"secret-of-{role}-0123456789" for role in ("admin", "user", "viewer", "agent")}
-WAIT_S: Final = 60.0
+WAIT_S: Final = 180.0
+"""For what agents do, which takes up to 20 s on an idle machine."""
 
 T = TypeVar("T")
 

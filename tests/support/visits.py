@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from tests.support.simulated_web import TOKENS, Act, SimulatedWebFarm
+from tests.support.web import PATIENCE_MS
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Response
 
     from etfarm.v1 import agent_pb2
 
-PATIENCE_MS: Final = 60_000
-"""With a browser on a busy machine."""
 WIDE: Final = {"width": 1280, "height": 900}
 STUCK, BROKEN, DEVICE, OTHER = "stuck-board", "broken-board", "pi5-a", "pi5-b"
 """Devices: what runs on the first never ends, on the second it fails, on the others it succeeds."""

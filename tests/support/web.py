@@ -23,7 +23,8 @@ from etfarm.client.admin.access import open_access
 from tests.support.farm import Daemon, FarmProcess
 
 CHROMIUM: Final = Path("/usr/bin/chromium")
-PATIENCE_MS: Final = 30_000
+PATIENCE_MS: Final = 120_000
+"""With a browser on a busy machine."""
 ROLES: Final = ("admin", "user", "viewer", "agent")
 expect.set_options(timeout=PATIENCE_MS)
 _CSRF: Final = re.compile(r'name="csrf_token" value="([^"]+)"')

@@ -8,7 +8,7 @@ from typing import Final
 from urllib.parse import quote
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from etfarm.client import Job
 from tests.support.programs import program
@@ -69,6 +69,43 @@ def test_a_job_is_watched_from_the_list_to_its_report(web: WebFarm, tab: Tab) ->
     expect(page.locator(".rows tbody tr").first).to_be_visible()
     expect(page.locator("#command")).to_have_text(f"etfarm report show {job.id}")
     tab.must_be_quiet()
+
+
+@pytest.mark.parametrize("kept", ["script", "picture"])
+def test_the_matrix_comes_also_if_the_cell_ends_while_the_page_is_made(web: WebFarm, tab: Tab, kept: str) -> None:
+    page = open_page(web, tab, "/jobs")
+    delayed: list[Route] = []
+    with web.client() as farm:
+        device = farm.devices()[0].id
+        farm.drain_device(device)
+        try:
+            job = submit(web, "ends early")
+            if kept == "script":  # the page shows the end before its script is there
+                page.route("**/job.js", lambda route: delayed.append(route))
+            page.goto(f"{web.url}/jobs/{job.id}", wait_until="commit")
+            expect(page.locator("main tbody tr")).to_contain_text("WAITING FOR DEVICE")
+        finally:
+            farm.undrain_device(device)
+    expect(page.locator("main tbody tr")).to_contain_text("SUCCEEDED")
+    if kept == "picture":  # its cells are newer than its matrix
+        expect(page.locator(".matrix .entry")).to_be_visible()
+        page.route(
+            f"**/jobs/{job.id}", lambda route: route.fulfill(response=(old := route.fetch()), body=without_matrix(old.text()))
+        )
+        page.reload()
+    for route in delayed:
+        route.continue_()
+    expect(page.locator(".matrix .entry")).to_contain_text("s")
+    tab.must_be_quiet()
+
+
+def without_matrix(text: str) -> str:
+    """Return the page of a job that has ended as the server makes it if the cell ends between its matrix and its cells."""
+    before, begin, rest = text.partition('<div id="matrix" data-ended="1"')
+    opening, _, rest = rest.partition(">")
+    shown, end, after = rest.partition('</div>\n<section class="card">\n  <h2>Log</h2>')
+    assert 'class="entry' in shown and end
+    return f"{before}{begin.replace('1', '0')}{opening}>{end}{after}"
 
 
 def test_names_with_markup_are_text_on_every_page(web: WebFarm, tab: Tab, measured: tuple[str, str]) -> None:

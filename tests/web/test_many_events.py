@@ -52,12 +52,37 @@ def test_a_page_that_has_seen_ten_thousand_events_is_current_and_has_not_grown(
         expect(page.locator("#connection")).to_have_attribute("data-state", "live")
 
 
-async def _change(agent: SimulatedAgent, first: int, count: int) -> None:
+def test_a_page_whose_frames_are_late_shows_only_the_last_of_many_changes(visits: Visits, simulated: SimulatedWebFarm) -> None:
+    agent = simulated.agents.add("late")
+    row = "tbody tr[data-key=id-of-late]"
+    with visits.visit("viewer", "/devices") as page, visits.visit("viewer", "/devices") as other:
+        for each in (page, other):
+            expect(each.locator("#connection")).to_have_attribute("data-state", "live")
+            expect(each.locator(row)).to_have_count(1)
+        page.evaluate(
+            """() => {
+              const real = window.requestAnimationFrame;
+              const late = [];
+              window.shown = 0;
+              window.requestAnimationFrame = (apply) => late.push(apply);
+              window.release = () => { window.requestAnimationFrame = real; late.forEach(real); };
+              const count = (records) => { for (const record of records) window.shown += record.addedNodes.length; };
+              new MutationObserver(count).observe(document.querySelector("table.devices tbody"), {childList: true});
+            }"""
+        )
+        simulated.agents.run(_change(agent, 0, 100, batch=1))
+        expect(other.locator(row)).to_contain_text("event=99")
+        page.evaluate("release()")
+        expect(page.locator(row)).to_contain_text("event=99")
+        assert page.evaluate("shown") < 20
+
+
+async def _change(agent: SimulatedAgent, first: int, count: int, *, batch: int = BATCH) -> None:
     """Give the agent's devices, in turns, a label with the number of the change."""
     devices = list(agent.devices.values())
     for number in range(count):
         device = devices[number % len(devices)]
         device.labels["event"] = str(first + number)
         agent.bring_back(device.id)
-        if number % BATCH == 0:
+        if number % batch == 0:
             await asyncio.sleep(BATCH_S)

@@ -228,7 +228,11 @@ async def test_bytes_after_the_last_request_do_not_spoil_its_answer(web: WebFarm
         writer.write(b"nonsense")
         await writer.drain()
         assert (await asyncio.to_thread(visit.get, "/server")).status == 200, "the page has had the bytes before this request"
-        assert opened.visitors.streams == 1 and not [each for each in caplog.records if each.levelname == "ERROR"]
+        # gRPC's poller logs that another thread has read its byte, as asyncio's.
+        errors = [
+            each for each in caplog.records if each.levelname == "ERROR" and "PollerCompletionQueue" not in each.getMessage()
+        ]
+        assert opened.visitors.streams == 1 and not errors
         writer.close()
 
 
@@ -238,6 +242,7 @@ def test_requests_leave_no_memory_behind(web: WebFarm) -> None:
     visit = Visit(web.url)
     visit.sign_in(web.tokens["user"])
     form = csrf_of(visit.get("/server").text)
+    addresses = (f"127.0.1.{number}" for number in range(1, 255))
 
     def harass(rounds: int) -> int:
         for _ in range(rounds):
@@ -253,7 +258,8 @@ def test_requests_leave_no_memory_behind(web: WebFarm) -> None:
             ):
                 assert visit.get(path + junk).status in (200, 400, 404)
             assert visit.post(f"/uploads?name={junk[:50]}.exe", {"csrf_token": form}).status == 400
-            assert Visit(web.url).sign_in(junk).status == 401
+            # From an address of its own: the eleventh refusal of one is a second late, and so is each further one.
+            assert Visit(web.url, source=next(addresses)).sign_in(junk).status == 401
         return process.memory_info().rss
 
     before = harass(40)

@@ -42,9 +42,10 @@ class Plain:
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
-            assert self._process.stdin is not None
+            assert self._process.stdin is not None and self._process.stdout is not None
             self._process.stdin.close()
             self._process.wait()
+            self._process.stdout.close()
 
     def run(self, name: str, recipe: str) -> tuple[Row, list[np.ndarray] | None]:
         """Return what plain ExecuTorch made of a network, and its outputs if it ran."""

@@ -100,7 +100,7 @@ def start_inspectors(config: Config) -> Workers:
         options = replace(options, first_user=options.first_user + config.workers + URGENT)
     inspectors = Workers(
         preload=INSPECTORS_PRELOAD,
-        limits=INSPECTORS_LIMITS,
+        limits=replace(INSPECTORS_LIMITS, reserve_bytes=preflight.reserve_bytes(config)),
         folder=config.data / "work" / "inspectors",
         concurrency=INSPECTORS,
         prewarm=config.prewarm,
@@ -119,7 +119,7 @@ def start_workers(config: Config, measurement_lock: MeasurementLock, tenure: Ten
     workers = Workers(
         preload=PRELOAD,
         light_preload=LIGHT_PRELOAD,
-        limits=preflight.limits(config),
+        limits=replace(preflight.limits(config), reserve_bytes=preflight.reserve_bytes(config)),
         folder=config.data / "work" / "children",
         concurrency=config.workers,
         prewarm=config.prewarm,

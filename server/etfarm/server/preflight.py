@@ -42,6 +42,11 @@ def limits(config: Config) -> Limits:
     return Limits(memory_bytes=config.memory_bytes, cpu_s=config.cpu_s, threads=config.threads, processes=processes)
 
 
+def reserve_bytes(config: Config) -> int:
+    """Return the disk space that children on this machine leave free: they read results, which may use all but the farm's."""
+    return min(Limits.reserve_bytes, config.keep_free_bytes)
+
+
 def cluster_pool(
     config: Config,
     folder: Path,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from etfarm.server import preflight
 from etfarm.server.arguments import config_of, parser
 from etfarm.server.config import Config
 from etfarm.server.operation import web_page
@@ -24,6 +25,11 @@ def test_limits_of_compilations_are_options() -> None:
     )  # fmt: skip
     assert (created.workers, created.threads, created.memory_bytes, created.cpu_s) == (3, 2, 4 << 30, 90)
     assert (created.compile_deadline_s, created.stage_deadline_s, created.analysis_deadline_s) == (100.0, 50.5, 20.0)
+
+
+@pytest.mark.parametrize(("mib", "reserve_mib"), [("8", 8), ("256", 128)])
+def test_children_run_while_results_may_use_the_disk(mib: str, reserve_mib: int) -> None:
+    assert preflight.reserve_bytes(config("--keep-free-mib", mib)) == reserve_mib << 20
 
 
 def test_an_option_that_is_left_out_is_what_the_configuration_says() -> None:

@@ -20,6 +20,7 @@ from etfarm.client.errors import EtfarmError, Kind
 from etfarm.client.formats import phases, units
 from etfarm.client.jobs import summary
 from etfarm.client.web.device_facts import readings
+from etfarm.client.web.device_rows import count_states
 from etfarm.client.web.options import WebOptions
 from etfarm.client.web.visitors import Visitors
 from etfarm.wire.comparison.numbers import ratio_text
@@ -68,6 +69,7 @@ class Templates:
             static=self.static,
             has_route=self.has_route,
             device_readings=readings,
+            count_states=count_states,
             summary=summary,
             phases=phases,
             style_attribute="data-style",

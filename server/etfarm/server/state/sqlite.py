@@ -17,7 +17,7 @@ from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.exc import DatabaseError
 from sqlalchemy.pool import NullPool
 
-from etfarm.server.state import damage, revisions
+from etfarm.server.state import damage, revisions, sqlite_tables
 from etfarm.server.state.copies import FarmMoved
 from etfarm.server.state.engine import Database, DatabaseFull, Notification
 from etfarm.server.state.lane import SHARE_S, Lane, Outcome, Work
@@ -72,7 +72,10 @@ class SqliteDatabase(Database):
             revision = revisions.revision_of(connection)
         if revision != revisions.HEAD:
             with self._engine.begin() as connection:
-                revisions.upgrade(connection, self._path.parent, revision)
+                if revision is None:
+                    sqlite_tables.create(connection)
+                else:
+                    revisions.upgrade(connection, self._path.parent, revision)
 
     def _on_begin(self, connection: Connection) -> None:
         if self.guard is not None and not connection.exec_driver_sql(self.guard.statement).scalar_one():

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
-from etfarm.server.state import revisions, sqlite
+from etfarm.server.state import revisions, sqlite, sqlite_tables
 from etfarm.server.transfer.rows import OnProgress
 from etfarm.wire import digest as digests
 
@@ -193,7 +193,10 @@ def _create(path: Path, revision: str) -> _Schema:
     """Create an empty database of a revision, and return what it has."""
     path.touch(mode=0o600)
     with sqlite.connected(path) as connection, connection.begin():
-        revisions.upgrade(connection, path.parent, None, to=revision)
+        if revision == revisions.HEAD:
+            sqlite_tables.create(connection)
+        else:
+            revisions.upgrade(connection, path.parent, None, to=revision)
     sqlite.merge_log(path)
     with closing(sqlite3.connect(path)) as own:
         entries = own.execute("SELECT type, name, sql FROM sqlite_master").fetchall()

@@ -13,6 +13,7 @@ import pytest
 from etfarm.device_agents.runners import errors
 from etfarm.device_agents.runners.remote import RemoteRunner
 from etfarm.device_agents.runners.streaming import Streamed, StreamRequest, Tokens
+from tests.support.farm import descendants, frozen
 from tests.support.programs import Program, program
 from tests.support.runner import (  # noqa: F401 - fixtures among them
     Start,
@@ -137,7 +138,11 @@ async def test_a_text_that_is_stopped_leaves_the_runner_usable(runner: RemoteRun
     tokens = [token for part in parts for token in part.tokens]
     assert tokens == expected(model)[: len(tokens)] and end.finish_reason in ("CANCELLED", "LENGTH")
     stop.set()
-    before, end, _ = await streamed(runner, request_of(model), stop)
+    # The text is so short that a runner could complete it before a busy agent sends the second command.
+    with frozen([runner.pid, *descendants(runner.pid)]):
+        stopped = asyncio.create_task(streamed(runner, request_of(model), stop))
+        await asyncio.sleep(0.2)  # both commands are written in the next turns of the event loop
+    before, end, _ = await stopped
     assert end.finish_reason == "CANCELLED" and before == expected(model)[: len(before)]
     assert (await streamed(runner, request_of(model)))[0] == expected(model)
 

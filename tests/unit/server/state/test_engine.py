@@ -29,7 +29,7 @@ from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.rows import JobNotFound
 from etfarm.server.jobs.records.selection import JobFilter, select_jobs
 from etfarm.server.jobs.records.watch import Announcer
-from etfarm.server.state import schema
+from etfarm.server.state import schema, sqlite_tables
 from etfarm.server.state.engine import Database, DatabaseFull, DatabaseTooNew
 from etfarm.server.state.revisions import HEAD
 from etfarm.server.state.sqlite import SqliteDatabase
@@ -267,15 +267,10 @@ async def test_reports_of_an_older_etfarm_become_thin_and_are_found_by_what_they
     database.close()
 
 
-async def test_a_migration_that_is_cut_off_leaves_nothing_half_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from alembic import op
-
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("cut")
-
+async def test_a_creation_that_is_cut_off_leaves_nothing_half_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "farm.sqlite"
     with monkeypatch.context() as broken:
-        broken.setattr(op, "create_index", fail)
+        broken.setattr(sqlite_tables, "insert", fail)
         first = SqliteDatabase(path)
         with pytest.raises(RuntimeError, match="cut"):
             await first.open()
@@ -285,6 +280,24 @@ async def test_a_migration_that_is_cut_off_leaves_nothing_half_made(tmp_path: Pa
     await second.open()
     assert await second.read(count) == 0
     second.close()
+
+
+async def test_a_migration_that_is_cut_off_leaves_nothing_half_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from alembic import op
+
+    path = database_of_0006(tmp_path, 3)
+    with monkeypatch.context() as broken:
+        broken.setattr(op, "create_index", fail)
+        database = SqliteDatabase(path)
+        with pytest.raises(RuntimeError, match="cut"):
+            await database.open()
+        database.close()
+    assert revision_of(path) == "0006"
+    await assert_converts(path, 3)
+
+
+def fail(*_: object, **__: object) -> None:
+    raise RuntimeError("cut")
 
 
 KILLED = """
@@ -362,9 +375,13 @@ async def test_a_conversion_without_space_changes_nothing(tmp_path: Path) -> Non
     await assert_converts(path, 3)
 
 
-async def test_the_migrations_make_the_tables_of_the_schema(database: Database, tmp_path: Path) -> None:
-    created = create_engine(f"sqlite:///{tmp_path / 'direct.sqlite'}")
-    schema.metadata.create_all(created)
+async def test_a_new_database_has_what_the_migrations_make(database: Database, tmp_path: Path) -> None:
+    engine = create_engine(f"sqlite:///{tmp_path / 'migrated.sqlite'}")
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, HEAD)
 
     def shape(connection: Connection) -> dict[str, object]:
         looked = inspect(connection)
@@ -381,14 +398,19 @@ async def test_the_migrations_make_the_tables_of_the_schema(database: Database, 
                 ),
             }
             for table in looked.get_table_names()
-            if table != "alembic_version"
         }
 
-    migrated = await database.read(shape)
-    with created.connect() as connection:
-        assert migrated == shape(connection)
-    assert set(migrated) == set(schema.metadata.tables)
-    created.dispose()
+    def rest(connection: Connection) -> tuple[object, ...]:
+        triggers = connection.execute(text("SELECT name, sql FROM sqlite_master WHERE type = 'trigger' ORDER BY name"))
+        projects = connection.execute(text("SELECT name, created_by, storage_limit_bytes FROM projects"))
+        return triggers.all(), projects.all()
+
+    created = await database.read(shape)
+    with engine.connect() as connection:
+        assert created == shape(connection)
+        assert await database.read(rest) == rest(connection)
+    assert set(created) == {*schema.metadata.tables, "alembic_version"}
+    engine.dispose()
 
 
 async def test_head_is_the_newest_migration(database: Database) -> None:

@@ -125,7 +125,8 @@ async def _matrix(request: Request, handle: AsyncJob) -> dict[str, Any]:
             cells = [(cell.id, _label(cell, names), values.get(cell.id, {})) for cell in info.cells if cell.model == shown.model]
             plots[shown.model] = build_plot(cells, cell_values.METRICS[chosen["x"]], cell_values.METRICS[chosen["y"]])
     metrics = [cell_values.METRICS[key] for key in known]
-    return {"matrices": matrices, "metrics": metrics, "chosen": chosen, "plots": plots}
+    ended = sum(cell.state.is_terminal for cell in info.cells)
+    return {"matrices": matrices, "metrics": metrics, "chosen": chosen, "plots": plots, "ended": ended}
 
 
 def _choice(wanted: str, known: Sequence[str], preferred: Sequence[str]) -> str:
@@ -203,10 +204,10 @@ async def _load_log(client: AsyncFarm, job_id: str) -> Mapping[str, LogLine]:
 async def _watch_log(client: AsyncFarm, job_id: str) -> AsyncIterator[tuple[str, LogLine | None]]:
     handle = await client.job(job_id)
     after = max((int(number) for number in await _load_log(client, job_id)), default=0) - MAX_LOG_LINES
-    if not handle.state.is_terminal:
-        async for line in handle.logs(follow=True):
-            if line.number > after:
-                yield str(line.number), line
+    # Also of a job that has ended: its last lines may have come after the feed was loaded.
+    async for line in handle.logs(follow=True):
+        if line.number > after:
+            yield str(line.number), line
     await asyncio.Event().wait()
 
 

@@ -33,8 +33,7 @@ function open() {
     source.addEventListener(topic, (event) => {
       markAlive();
       if (event.lastEventId) for (const position of event.lastEventId.split(" ")) positions.set(position.replace(/@[^@]*$/, ""), position);
-      waiting.push([topic, JSON.parse(event.data)]);
-      if (waiting.length === 1) requestAnimationFrame(apply);
+      enqueue(topic, JSON.parse(event.data));
     });
   source.addEventListener("error", () => {
     show("lost");
@@ -76,6 +75,25 @@ function show(state) {
   status.title = state === "away" ? lost : "";
 }
 
+/** Lets a message wait for a frame, as a part of one that waits already: a page that is slower than the farm skips looks of a row. */
+function enqueue(topic, message) {
+  message.rows = new Map(message.rows);
+  message.removed = new Set(message.removed);
+  const last = waiting.findLast((each) => each[0] === topic)?.[1];
+  if (!last || last.isBegun || message.is_reset) {
+    waiting.push([topic, message]);
+    if (waiting.length === 1) requestAnimationFrame(apply);
+    return;
+  }
+  for (const key of message.removed) {
+    last.rows.delete(key);
+    last.removed.add(key);
+  }
+  for (const [key, html] of message.rows) last.rows.set(key, html);
+  last.error = message.error;
+  last.summary = message.summary ?? last.summary;
+}
+
 /** Applies what waits, for a part of each frame only: a snapshot of all rows at once would block the page. */
 function apply() {
   const until = performance.now() + FRAME_MS;
@@ -83,8 +101,13 @@ function apply() {
     const [topic, message] = waiting[0];
     const shown = regions().filter((region) => region.dataset.live === topic);
     if (!message.isBegun) begin(shown, message);
-    for (const [key, html] of message.rows.splice(0, ROWS)) for (const region of shown) put(region, key, html);
-    if (message.rows.length) continue;
+    let room = ROWS;
+    for (const [key, html] of message.rows) {
+      message.rows.delete(key);
+      for (const region of shown) put(region, key, html);
+      if (--room === 0) break;
+    }
+    if (message.rows.size) continue;
     waiting.shift();
     finish(topic, message);
   }
@@ -94,7 +117,7 @@ function apply() {
 /** Removes what is gone. A filtered list (data-partial) also has rows that the topic does not keep. */
 function begin(shown, message) {
   message.isBegun = true;
-  const kept = message.is_reset ? new Set(message.rows.map(([key]) => key)) : null;
+  const kept = message.is_reset ? new Set(message.rows.keys()) : null;
   for (const region of shown.filter((each) => !("partial" in each.dataset))) {
     const known = rowsOf(region);
     for (const key of kept ? [...known.keys()].filter((each) => !kept.has(each)) : message.removed) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ _POWER_CYCLED: Final = HealthEventKind.HEALTH_EVENT_KIND_POWER_CYCLED
 
 _MAX_MESSAGE: Final = 500
 """Maximum length of an event's message, which may be an agent's or a command's text."""
+_WRITTEN_S: Final = 5.0
+"""Maximum time for which a reader waits until changes are written: a database may be away for long."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class HealthBook:
         self._now = now
         self._began_at = now()
         self._standings: dict[str, Standing] = {}
+        self._writing: dict[asyncio.Future[None], str] = {}
+        """The changes that are being written, by what ends with them, with their devices."""
         self._on_change: list[Callable[[str], None]] = []
         self._on_fault: list[Callable[[str], None]] = []
         self._on_quarantined: list[Callable[[str], None]] = []
@@ -219,6 +224,9 @@ class HealthBook:
             count: maximum number of events.
             scope: the caller's scope; attempts of other projects are hidden, and the messages of their faults.
         """
+        # Whoever has seen a change also finds its event.
+        if writing := [written for written, of in self._writing.items() if of == device_id]:
+            await asyncio.wait(writing, timeout=_WRITTEN_S)
         rows = list(await self._records.events(device_id, before, count + 1))
         events = []
         for _, project, event in rows[:count]:
@@ -253,11 +261,16 @@ class HealthBook:
             if changed.state == standing.QUARANTINED:
                 for quarantined in self._on_quarantined:
                     quarantined(device_id)
+        written = asyncio.get_running_loop().create_future()
+        self._writing[written] = device_id
         try:
             return await self._records.save(device_id, changed, event, project=project, series=series)
         except EtfarmError as error:
             log.error("a device's health could not be written", device=device_id, error=error.message)
             return None
+        finally:
+            del self._writing[written]
+            written.set_result(None)
 
 
 def _line(text: str) -> str:

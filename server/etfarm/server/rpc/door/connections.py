@@ -70,6 +70,13 @@ MAX_PENDING: Final = 16_384
 MAX_REQUEST_BYTES: Final = 32 << 20
 """Maximum size of a received message. The largest is an agent's result of eight programs; other rpcs need far less."""
 
+LOOKAHEAD_BYTES: Final = 1 << 20
+"""Number of bytes of a call that its client may send before they are asked for.
+
+For a fast connection gRPC would raise it to many MiB, so that calls of strangers would take hundreds of MiB before they are
+refused. Uploads get about as much in each round trip.
+"""
+
 MAX_METADATA_BYTES: Final = 16 << 10
 """Maximum size of a request's metadata, which contains a token and a project."""
 
@@ -154,6 +161,8 @@ def server_options(files: int, metadata_bytes: int = MAX_METADATA_BYTES) -> list
         ("grpc.max_allowed_incoming_connections", most_connections(files)),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
         ("grpc.max_metadata_size", metadata_bytes),
         ("grpc.absolute_max_metadata_size", metadata_bytes),
         ("grpc.max_concurrent_streams", MAX_STREAMS),

@@ -102,3 +102,20 @@ async def test_the_text_of_a_fault_stays_within_the_project_of_its_attempt(tmp_p
         assert own.reason in device.health.reason and "unreleased" not in device.health.reason
     finally:
         database.close()
+
+
+async def test_whoever_sees_a_change_finds_its_event(tmp_path: Path) -> None:
+    """A change takes effect before it is written."""
+    database = new_database(tmp_path / "farm.sqlite")
+    await database.open()
+    try:
+        book = HealthBook(database, lambda: AT)
+        for number in range(1, 11):
+            recording = asyncio.create_task(book.record_fault("pi", DeviceError("The runner crashed.")))
+            await asyncio.sleep(0)
+            book.apply(device := Device(id="pi"))
+            assert device.health.fault_score == number
+            assert len((await book.events("pi", 0, 50))[0]) == number
+            await recording
+    finally:
+        database.close()
