@@ -142,10 +142,9 @@ def plan(
     }
     compilation = {
         "references": {n: m.reference.digest for n, m in candidate.model.methods.items() if m.HasField("reference")},
-        "schema": "etfarm.compilation/2",
+        "schema": "etfarm.compilation/3",
         "constant_methods": {name: artifact.digest for name, artifact in candidate.model.constant_methods.items()},
-        # Left out without calls, so that earlier compilations stay valid.
-        **({"calls": calls} if (calls := calls_of(candidate)) else {}),
+        "calls": calls_of(candidate),
         "recipe": digests.of_bytes(candidate.recipe.encode()),
         "strict": recipe.strict,
         "stop_after": draft.stop_after,
@@ -154,7 +153,7 @@ def plan(
         **common,
     }
     quantization = {
-        "schema": "etfarm.quantization/1",
+        "schema": "etfarm.quantization/2",
         "recipe": recipe.quantization_json,
         # Stages that plug-ins replace come after it.
         "plugins": plugin_versions([part.name for part in recipe.parts if part.is_plugin]),

@@ -57,6 +57,7 @@ def method(candidate: Candidate):  # type: ignore[no-untyped-def]
         (model, lambda c: c.model.constant_methods["eos"].CopyFrom(artifact_of(b"constant"))),
         (model, lambda c: c.stages_done.add(stage="QUANTIZE")),
         (model, lambda c: method(c).reference.CopyFrom(artifact_of(b"before"))),
+        (model, lambda c: c.model.calls.add(method="forward")),
         (program, lambda c: c.program.pte.CopyFrom(artifact_of(b"other"))),
         (program, lambda c: c.program.data["weights"].CopyFrom(artifact_of(b"other"))),
         (program, lambda c: c.program.data["more"].CopyFrom(artifact_of(b"other"))),
@@ -75,11 +76,13 @@ def test_what_changes_the_outcome_changes_the_key(make: Callable[[], Candidate],
     [
         (model, lambda c: setattr(c, "name", "renamed")),
         (model, lambda c: setattr(c.model, "name", "renamed")),
+        (model, lambda c: c.model.sources.add(path="helper.py", sha256=artifact_of(b"helper").digest)),
+        (model, lambda c: method(c).samples.append(artifact_of(b"further"))),
         (program, lambda c: setattr(c, "name", "renamed")),
         (program, lambda c: setattr(c.program, "digest", "as the client says")),
     ],
 )
-def test_names_do_not_change_the_key(make: Callable[[], Candidate], change: Callable[[Candidate], object]) -> None:
+def test_names_and_what_only_reports_use_do_not_change_the_key(make: Callable[[], Candidate], change: Callable[[Candidate], object]) -> None:
     other = make()
     change(other)
     assert other != make()
