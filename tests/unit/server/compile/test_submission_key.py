@@ -82,7 +82,7 @@ def test_what_changes_the_outcome_changes_the_key(make: Callable[[], Candidate],
         (program, lambda c: setattr(c.program, "digest", "as the client says")),
     ],
 )
-def test_names_and_what_only_reports_use_do_not_change_the_key(make: Callable[[], Candidate], change: Callable[[Candidate], object]) -> None:
+def test_what_only_reports_show_changes_no_key(make: Callable[[], Candidate], change: Callable[[Candidate], object]) -> None:
     other = make()
     change(other)
     assert other != make()
