@@ -15,6 +15,7 @@ from etfarm.server.compile.inputs import check_inputs
 from etfarm.server.compile.inspect.signature import of_exported
 from etfarm.server.compile.program import values
 from etfarm.server.compile.program.explain import first_line
+from etfarm.server.graphs.written_buffers import changed_buffers
 from etfarm.server.workers.errors import is_out_of_memory
 from etfarm.wire.errors import UserError
 from etfarm.wire.shared_state import buffer_names
@@ -107,22 +108,6 @@ def run_calls(
     return results
 
 
-def changed_buffers(program: Any) -> set[str]:
-    """Return the names of the buffers that a run of the program writes to, for a program of any dialect."""
-    signature = program.graph_signature
-    changed = set(signature.buffers_to_mutate.values())
-    for node in program.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if node.op != "call_function" or schema is None or not schema.is_mutable:
-            continue
-        for index, argument in enumerate(schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-                for target in written if isinstance(written, list | tuple) else [written]:
-                    changed.add(signature.inputs_to_buffers.get(_find_placeholder(target), ""))
-    return changed - {""}
-
-
 @contextmanager
 def unchanged(program: Any, names: Collection[str] | None = None) -> Iterator[None]:
     """Restore the buffers that runs change afterwards: those in `names`, or those that the program writes to when None."""
@@ -139,10 +124,3 @@ def unchanged(program: Any, names: Collection[str] | None = None) -> Iterator[No
 def _buffer(program: Any, name: str) -> torch.Tensor | None:
     buffer: torch.Tensor | None = program.state_dict.get(name, program.constants.get(name))
     return buffer
-
-
-def _find_placeholder(node: Any) -> str:
-    """Return the name of the placeholder at the start of a chain of views, or of the last node that is reached."""
-    while getattr(node, "op", "") == "call_function" and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return str(getattr(node, "name", ""))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etfarm.server.graphs import custom_operators
+from etfarm.server.graphs.written_buffers import changed_buffers
 from etfarm.server.workers.limits import limit_loading
 from etfarm.wire.errors import UserError
 from etfarm.wire.tensors import Scalar, Tensor, Value
@@ -81,7 +82,9 @@ def run(program: ExportedProgram, samples: Iterable[Sequence[Value]]) -> Iterato
     from torch.utils import _pytree as pytree
 
     module = program.module()
-    start = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    held = {**program.constants, **program.state_dict}
+    # Only what runs change: the weights of quantized programs are buffers as well.
+    initial = [(held[name], held[name].clone()) for name in sorted(changed_buffers(program)) if name in held]
     for inputs in samples:
         _check_count(program, inputs)
         args, kwargs = pytree.tree_unflatten([to_torch(value) for value in inputs], program.call_spec.in_spec)
@@ -91,9 +94,8 @@ def run(program: ExportedProgram, samples: Iterable[Sequence[Value]]) -> Iterato
         except (RuntimeError, AssertionError, ValueError, TypeError) as error:
             raise _refused(error) from error
         outputs = [from_torch(str(index), leaf) for index, leaf in enumerate(pytree.tree_leaves(result))]
-        for name, buffer in module.named_buffers():  # only now, since an output may be a buffer
-            if not torch.equal(buffer, start[name]):
-                buffer.copy_(start[name])
+        for buffer, value in initial:  # only now, since an output may be a buffer
+            buffer.copy_(value)
         yield outputs
 
 

@@ -12,6 +12,7 @@ np = pytest.importorskip("numpy")
 pytest.importorskip("executorch")
 
 from etfarm.server.compile.verify import checks, differences, reference, trials  # noqa: E402 - needs torch
+from etfarm.server.graphs.written_buffers import changed_buffers  # noqa: E402
 from etfarm.server.workers.pool import Workers  # noqa: E402
 from etfarm.wire import tensors  # noqa: E402
 from etfarm.wire.errors import UserError  # noqa: E402
@@ -221,7 +222,7 @@ async def test_where_a_programs_bytes_are(workers: Workers) -> None:
 
 def test_the_reference_leaves_state_as_it_was() -> None:
     program = models.counter()
-    assert reference.changed_buffers(program) == {"count"}
+    assert changed_buffers(program) == {"count"}
     example = trials.example(program)
     assert example is not None
     first, second = (reference.run_program(program, example.values) for _ in range(2))
