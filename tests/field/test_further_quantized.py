@@ -1,0 +1,325 @@
+"""Quantized models as public repositories write them: shared heads and layers, wide channels, torchao, and several samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from etfarm.client import Farm, Job, Report
+from etfarm.client.export import ModelSource
+from tests.support.farm import FarmProcess
+
+pytestmark = [pytest.mark.slow(reason="a farm compiles two dozen programs"), pytest.mark.numeric]
+
+PER_CHANNEL: Final = "xnnpack_pt2e_int8_static_per_channel"
+PER_TENSOR: Final = "xnnpack_pt2e_int8_static_per_tensor"
+NEAR_DB: Final = 25.0
+"""What a program must have against its own quantized graph, else a report warns."""
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def client(farm: FarmProcess) -> Iterator[Farm]:
+    with farm.client() as client:
+        yield client
+
+
+def bench(client: Farm, model: ModelSource, recipe: str, **more: Any) -> Job:
+    return client.bench(model, recipes=recipe, iterations=3, warmup=1, min_time_s=0.0, profile=False, **more)
+
+
+def far(report: Report) -> list[str]:
+    """Return the warnings that the program is not what its quantized graph says."""
+    assert report.compile is not None
+    return [warning.message for warning in report.compile.warnings if warning.code == "FAR_FROM_QUANTIZED_GRAPH"]
+
+
+def lowest_db(report: Report) -> float:
+    """Return the lowest SQNR of an output against the quantized program."""
+    numbers = [row.sqnr_db for row in report.accuracy or () if row.reference.startswith("quantized")]
+    assert numbers, "no output was compared with the quantized program"
+    return min(-300.0 if number is None else number for number in numbers)
+
+
+class PyramidHead(nn.Module):
+    """The head of a detector, which all levels of a pyramid share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
+        self.predict = nn.Conv2d(8, 4, 3, padding=1)
+
+    def forward(self, features: list[Tensor]) -> dict[str, Tensor]:
+        return {str(level): self.predict(self.tower(feature)) for level, feature in enumerate(features)}
+
+
+def pyramid_head() -> ModelSource:
+    def levels(seed: int) -> tuple[list[Tensor]]:
+        return ([random(1, 8, 8 >> level, 8 >> level, seed=seed + level) * 6**level for level in range(3)],)
+
+    return ModelSource.of(PyramidHead().eval(), levels(0), calibration_inputs=[levels(10 * seed) for seed in range(6)])
+
+
+class RepeatedLayer(nn.Module):
+    """An encoder that runs through one layer several times, as ALBERT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expand = nn.Linear(16, 48)
+        self.reduce = nn.Linear(48, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = x * 3 + self.reduce(nn.functional.gelu(self.expand(x)))
+        return x
+
+
+def repeated_layer() -> ModelSource:
+    samples = [(random(1, 6, 16, seed=seed),) for seed in range(6)]
+    return ModelSource.of(RepeatedLayer().eval(), samples[0], calibration_inputs=samples)
+
+
+class SeparableBlock(nn.Module):
+    """A depthwise block of MobileNet whose trained batch norms scale the channels very differently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depthwise = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False), nn.BatchNorm2d(8), nn.ReLU6())
+        self.pointwise = nn.Sequential(nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU6())
+        for norm in (self.depthwise[1], self.pointwise[1]):
+            norm.weight.data = torch.logspace(-2, 1.5, 8)
+            norm.bias.data = torch.linspace(-4, 8, 8)
+            norm.running_var.data = torch.logspace(-3, 0, 8)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.pointwise(self.depthwise(image))
+
+
+def separable_block() -> ModelSource:
+    samples = [(random(1, 8, 8, 8, seed=seed),) for seed in range(6)]
+    return ModelSource.of(SeparableBlock().eval(), samples[0], calibration_inputs=samples)
+
+
+SHARED: Final = [(pyramid_head, PER_CHANNEL), (repeated_layer, PER_CHANNEL), (separable_block, PER_TENSOR)]
+
+
+@pytest.mark.parametrize(("build", "recipe"), SHARED, ids=["pyramid head", "repeated layer", "separable block"])
+def test_a_program_that_differs_from_its_quantized_graph_says_so_and_the_named_option_helps(
+    client: Farm, tmp_path: Path, build: Callable[[], ModelSource], recipe: str
+) -> None:
+    torch.manual_seed(0)
+    source = build()
+    report = bench(client, source, recipe).result().report
+    plain_db, warnings = lowest_db(report), far(report)
+    assert (plain_db < NEAR_DB) == bool(warnings), (plain_db, warnings)
+    if not warnings:
+        return
+    options = [name for name in ("copy_shared_layers", "fuse_activations") if name in warnings[0]]
+    assert options, warnings
+    (tmp_path / "helped.toml").write_text(f'recipe = "{recipe}"\n' + "".join(f"{name} = true\n" for name in options))
+    helped = bench(client, source, str(tmp_path / "helped.toml")).result().report
+    assert lowest_db(helped) > max(NEAR_DB, plain_db + 5) and not far(helped)
+
+
+def test_a_shared_head_is_wrong_only_when_fused_and_its_copies_are_right(client: Farm, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    source = pyramid_head()
+    report = bench(client, source, PER_CHANNEL, numerics=True).result().report
+    assert report.numerics is not None
+    assert report.numerics.wrong_only_when_fused is (lowest_db(report) < NEAR_DB)
+    assert report.numerics.timed_sqnr_db is not None and report.numerics.sqnr_db is not None
+    if report.numerics.wrong_only_when_fused:
+        assert report.numerics.first_bad is None and report.numerics.timed_sqnr_db < NEAR_DB < report.numerics.sqnr_db
+    (tmp_path / "copied.toml").write_text(f'recipe = "{PER_CHANNEL}"\ncopy_shared_layers = true\n')
+    copied = bench(client, source, str(tmp_path / "copied.toml")).result().report
+    assert lowest_db(copied) > NEAR_DB and not far(copied)
+
+
+class TiedDecoder(nn.Module):
+    """A decoder's block whose head has the embedding's weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 32)
+        self.norm = nn.LayerNorm(32)
+        self.qkv = nn.Linear(32, 96)
+        self.project = nn.Linear(32, 32, bias=False)
+        self.head = nn.Linear(32, 32, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        query, key, value = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + self.project(torch.softmax(query @ key.transpose(1, 2) * 32**-0.5, -1) @ value)
+        return self.head(x)
+
+
+TOKENS: Final = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+
+
+def is_embedding(module: nn.Module, _: str) -> bool:
+    return isinstance(module, nn.Embedding)
+
+
+def must_be_right_or_refused(report: Report, least_db: float) -> None:
+    """Require equal outputs, or a reason that is about what is missing, with a remedy."""
+    if report.error is not None:
+        assert report.error.reason not in ("UNSAFE_MODEL", "STAGE_FAILED", "EXPORT_FAILED", "COMPILER_CRASHED"), report.error
+        assert report.error.remedy, report.error
+        return
+    assert report.accuracy
+    assert all(row.sqnr_db is not None and row.sqnr_db > least_db for row in report.accuracy), report.accuracy
+
+
+def test_a_tied_head_with_int8_weights_gives_on_xnnpack_what_eager_gives(client: Farm) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    torch.manual_seed(0)
+    model = TiedDecoder().eval()
+    quantize_(model, Int8WeightOnlyConfig())
+    source = ModelSource.of(model, (TOKENS,))
+    report = bench(client, source, "xnnpack_fp32").result().report
+    must_be_right_or_refused(report, 100)
+    (on_portable,) = bench(client, source, "portable").result().reports
+    must_be_right_or_refused(on_portable, 100)
+    with torch.no_grad():
+        expected = model(TOKENS).numpy()  # the user's module still is as it was
+    with client.session(program=source, recipe="xnnpack_fp32") as session:
+        assert np.allclose(session.run(TOKENS.numpy()).array(), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", ["xnnpack_fp32", "portable"])
+def test_an_embedding_that_a_transform_quantizes_is_right_or_refused_with_a_remedy(client: Farm, recipe: str) -> None:
+    from torchao.quantization import IntxWeightOnlyConfig, quantize_
+    from torchao.quantization.granularity import PerAxis
+
+    def transform(_: str, module: nn.Module) -> nn.Module:
+        quantize_(module, IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0)), is_embedding)
+        return module
+
+    torch.manual_seed(0)
+    model = TiedDecoder().eval()
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    source = ModelSource.of(model, (TOKENS,), source_transforms=[transform])
+    (report,) = bench(client, source, recipe).result().reports
+    must_be_right_or_refused(report, 25)
+    assert type(model.embedding.weight) is nn.Parameter and type(model.embedding.weight.data) is Tensor
+
+
+class Detector(nn.Module):
+    """A network with two outputs of different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, stride=2)
+        self.boxes = nn.Conv2d(8, 4, 1)
+        self.scores = nn.Linear(8, 5)
+
+    def forward(self, image: Tensor) -> dict[str, Tensor]:
+        features = torch.relu(self.conv(image))
+        return {"boxes": self.boxes(features), "scores": self.scores(features.mean((2, 3)))}
+
+
+def db(signal: float, noise: float) -> float:
+    return 300.0 if noise == 0 else min(300.0, 10 * float(np.log10(signal / noise)))
+
+
+def test_accuracy_is_of_all_calibration_images_together(client: Farm, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Detector().eval()
+    # Night, day and in between: the ranges are those of the brightest.
+    images = [random(1, 3, 16, 16, seed=seed).abs() * contrast for seed, contrast in enumerate((1.0, 0.05, 0.3, 2.0, 0.1))]
+    source = ModelSource.of(model, (images[0],), calibration_inputs=[(image,) for image in images])
+    job = bench(client, source, PER_CHANNEL)
+    report = job.result().report
+    (pte, *_) = job.save_program(tmp_path / "x.pte")
+    parts: dict[str, list[tuple[float, float]]] = {"boxes": [], "scores": []}
+    with client.session(program=pte) as session, torch.no_grad():
+        for image in images:
+            answer, expected = session.run(image.numpy()), model(image)
+            for name, both in parts.items():
+                reference = expected[name].numpy().astype(np.float64)
+                both.append((float((reference**2).sum()), float(((reference - answer[name]) ** 2).sum())))
+    rows = {row.output: row for row in report.accuracy or () if row.reference == "program before quantization"}
+    assert set(rows) == set(parts)
+    for name, both in parts.items():
+        row, each = rows[name], [db(*pair) for pair in both]
+        assert row.samples == len(images)
+        assert row.sqnr_db == pytest.approx(db(sum(s for s, _ in both), sum(n for _, n in both)), abs=0.1)
+        assert row.sqnr_db_min == pytest.approx(min(each), abs=0.1)
+        assert row.sqnr_db_max == pytest.approx(max(each), abs=0.1)
+        assert max(each) - min(each) > 3, "the example is too even to tell one sample from all"
+
+
+class Streaming(nn.Module):
+    """A normalizer that keeps the mean of what it has seen."""
+
+    total: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(4))
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, frame: Tensor) -> Tensor:
+        self.total += frame
+        self.count += 1
+        return frame - self.total / (self.count + 1)
+
+
+class Pooled(nn.Module):
+    """An encoder of sentences of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(4, 8)
+
+    def forward(self, frames: Tensor) -> Tensor:
+        return torch.tanh(self.encode(frames))
+
+
+def write(folder: Path, name: str, samples: list[Tensor]) -> Path:
+    folder.mkdir()
+    for place, sample in enumerate(samples):
+        np.savez(folder / f"{place:03}.npz", **{name: sample.numpy()})  # type: ignore[arg-type]
+    return folder
+
+
+def test_each_of_several_inputs_starts_from_the_initial_state(client: Farm, tmp_path: Path) -> None:
+    folder = write(tmp_path / "frames", "frame", [random(4, seed=seed) * 10**seed for seed in range(3)])
+    report = bench(client, ModelSource.of(Streaming().eval(), (torch.ones(4),)), "portable", inputs=folder).result().report
+    (row,) = report.accuracy or ()
+    assert row.samples == 3
+    assert row.sqnr_db_min is not None and row.sqnr_db_min > 120, row
+
+
+def test_inputs_of_several_lengths_count_together(client: Farm, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    length = torch.export.Dim("length", min=2, max=32)
+    source = ModelSource.of(Pooled().eval(), (torch.ones(8, 4),), dynamic_shapes={"frames": {0: length}})
+    folder = write(tmp_path / "sentences", "frames", [random(size, 4, seed=size) for size in (3, 32, 8)])
+    report = bench(client, source, "xnnpack_fp32", inputs=folder).result().report
+    (row,) = report.accuracy or ()
+    assert row.samples == 3
+    assert row.sqnr_db is not None and row.sqnr_db_min is not None and row.sqnr_db_max is not None
+    assert 100 < row.sqnr_db_min <= row.sqnr_db <= row.sqnr_db_max
+
+
+def test_accuracy_is_of_at_most_64_samples_and_of_one_as_before(client: Farm, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    source = ModelSource.of(Pooled().eval(), (torch.ones(2, 4),))
+    folder = write(tmp_path / "many", "frames", [random(2, 4, seed=seed) for seed in range(70)])
+    (many,) = bench(client, source, "portable", inputs=folder).result().report.accuracy or ()
+    assert many.samples == 64
+    (one,) = bench(client, source, "portable").result().report.accuracy or ()
+    assert one.samples == 1 and one.sqnr_db == one.sqnr_db_min == one.sqnr_db_max
