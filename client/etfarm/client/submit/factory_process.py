@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ _SAY, _EXPORT, _DONE, _FAILED = "say", "export", "done", "failed"
 def prepare_apart(steps: Any, spec: FileFactory | ModuleFactory, name: str) -> PreparedModel:
     """Call a factory and export its model in a new process, with the working folder and sys.path of this one.
 
-    What the factory prints goes to stderr. The process ends with this one.
+    What the factory prints goes to stderr. The process ends with this one, which alone receives Ctrl-C.
 
     Args:
         steps: the `preparation.ExportSteps`, which call this.
@@ -44,7 +45,7 @@ def prepare_apart(steps: Any, spec: FileFactory | ModuleFactory, name: str) -> P
     request = pickle.dumps((replace(steps, say=None, on_export=None), spec, name))
     # Safe path: files of the working folder must not stand in for Python's own modules while the process starts.
     command = [sys.executable, "-P", "-m", "etfarm.client.submit.factory_process"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdin is not None and process.stdout is not None
         try:
             pickle.dump(sys.path, process.stdin)
@@ -60,7 +61,8 @@ def prepare_apart(steps: Any, spec: FileFactory | ModuleFactory, name: str) -> P
             process.kill()
             raise
         finally:
-            process.stdin.close()
+            with suppress(BrokenPipeError):  # what it did not read is still to be written
+                process.stdin.close()
 
 
 def _answer(messages: IO[bytes], steps: Any) -> PreparedModel:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from etfarm.client.export import usercode
+from etfarm.client.export.errors import FactoryFailed
+from etfarm.client.export.spec import FileFactory
 from etfarm.client.submit.early_checks import check_source
-from etfarm.client.submit.preparation import prepare
+from etfarm.client.submit.factory_process import prepare_apart
+from etfarm.client.submit.preparation import ExportSteps, prepare
 from etfarm.wire.errors import UserError
 
 pytestmark = pytest.mark.slow(reason="starts processes that import torch")
@@ -67,3 +72,10 @@ def test_factories_that_register_operators_run_in_a_process_each(tmp_path: Path,
     assert "model.py:" in failed.value.metadata["place"]
     with pytest.raises(UserError, match="exit code 3"):
         prepare(f"{tmp_path}/candidate/model.py:leaves")
+
+
+def test_a_process_that_ends_before_it_has_read_its_request_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    large = partial(check_source, methods=["x" * (1 << 20)], inputs=None)  # more than a pipe holds
+    with pytest.raises(FactoryFailed, match="exit code 1"):
+        prepare_apart(ExportSteps((), None, large), FileFactory(Path("model.py"), "make"), "model")
