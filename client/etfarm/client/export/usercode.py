@@ -113,9 +113,11 @@ class ModuleScope:
         importlib.invalidate_caches()
         for name in self._find_own():
             self._set_aside(name)
-        for name in [name for name in sys.modules if "." not in name]:
-            file = _file_of(sys.modules[name])
-            if not is_installed(file) if file else _folders_of(sys.modules[name]):
+        for name, module in list(sys.modules.items()):  # a copy, since other threads may import meanwhile
+            if "." in name:
+                continue
+            file = _file_of(module)
+            if not is_installed(file) if file else _folders_of(module):
                 self._hide(name)
         sys.meta_path.insert(0, self)
         self._torch = sys.modules.get("torch")
@@ -248,7 +250,7 @@ class ModuleScope:
             is_other = not is_installed(spec.origin) and _file_of(module) != spec.origin
         if is_other and self._before.get(name) is module:
             self._hidden.add(name)
-            for below in [each for each in sys.modules if each == name or each.startswith(f"{name}.")]:
+            for below in [each for each in list(sys.modules) if each == name or each.startswith(f"{name}.")]:
                 self._set_aside(below)
 
     def _set_aside(self, name: str) -> None:
