@@ -11,10 +11,10 @@ _ATEN: Final = torch.ops.aten
 LAYERS: Final = frozenset(
     {
         _ATEN.linear.default, _ATEN.conv1d.default, _ATEN.conv2d.default, _ATEN.conv2d.padding, _ATEN.conv1d.padding,
-        _ATEN.convolution.default, _ATEN.conv_transpose1d.default, _ATEN.conv_transpose2d.input, _ATEN.addmm.default,
+        _ATEN.convolution.default, _ATEN.conv_transpose1d.default, _ATEN.conv_transpose2d.input,
     }
 )  # fmt: skip
-"""Operators with weights."""
+"""Operators with weights, which are arguments after the input."""
 
 ACTIVATIONS: Final = frozenset(
     {
@@ -41,6 +41,11 @@ def shared_layers(graph: torch.fx.Graph) -> list[tuple[torch.fx.Node, list[torch
             if len(layers) > 1:
                 shared.append((node, layers))
     return shared
+
+
+def takes_quantized(layer: torch.fx.Node) -> bool:
+    """Return whether a layer's input is quantized."""
+    return isinstance(layer.args[0], torch.fx.Node) and _is_quantization(layer.args[0])
 
 
 def split_activations(graph: torch.fx.Graph) -> list[torch.fx.Node]:

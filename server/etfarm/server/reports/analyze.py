@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from etfarm.server.reports.latency import generation, interleaved, slow_group, statistics
 from etfarm.server.reports.numerics import accuracy, forced_text, fused, numeric_gap, reference, reference_models
-from etfarm.server.reports.request import CUT_SHORT, PREFILL_TRACE_TIMES, TRACE_TIMES, AnalyzeRequest, Further, Scores, Trace
+from etfarm.server.reports.request import CUT_SHORT, PREFILL_TRACE_TIMES, TRACE_TIMES, AnalyzeRequest, Scores, Trace
 from etfarm.server.reports.trace import profile
 from etfarm.server.workers.limits import limit_parsing
 from etfarm.v1 import compile_pb2, report_pb2
@@ -311,18 +311,24 @@ def _fill_accuracy(
     against: report_pb2.Reference.ValueType,
 ) -> list[tensors.Value]:
     """Add the accuracy of each output over all samples; return the reference's outputs of the first one."""
+    name_of_reference = word_of(report_pb2.OutputAccuracy.DESCRIPTOR.fields_by_name["reference"], against)
     program = reference.load(model, request.screen)
-    expected_samples = reference.run(program, _decoded(inputs, request.further))
-    pairs = []
-    ends_s = time.monotonic() + _PART_OF_SAMPLES * request.limit_s
+    files = (inputs, *(request.further.inputs if request.further is not None else ()))
+    expected_samples = reference.run(program, (tensors.decode(file.read_bytes()) for file in files))
+    pairs: list[list[tuple[tensors.Value, tensors.Value]]] = []
+    began_s, limit_s = time.monotonic(), _PART_OF_SAMPLES * request.limit_s
     for actual_outputs in _actual_samples(request, tensors.decode(outputs.read_bytes())):
+        compared = f"Accuracy against the {name_of_reference} is of {len(pairs)} of {len(files)} samples"
+        if pairs and time.monotonic() - began_s > limit_s:
+            message = f"{compared}, since it took more than {limit_s:.0f} s. Run `etfarm report analyze` to try again."
+            _warn(report, CUT_SHORT, message)
+            break
         try:
             pairs.append(accuracy.pair(next(expected_samples), actual_outputs))
-        except reference.ReferenceNotRunnable:
+        except reference.ReferenceNotRunnable as error:
             if not pairs:
                 raise
-            break  # the others are compared
-        if time.monotonic() > ends_s:
+            _warn(report, "ANALYSIS_SAMPLES_LEFT_OUT", f"{compared}: {error}")
             break
     rows = []
     for index, (_, actual) in enumerate(pairs[0]):
@@ -331,16 +337,14 @@ def _fill_accuracy(
             output=name, dtype=accuracy.dtype_of(actual), shape=accuracy.shape_of(actual), reference=against
         )
         try:
-            compared = accuracy.compare_samples(name, [sample[index] for sample in pairs])
+            together = accuracy.compare_samples(name, [sample[index] for sample in pairs])
         except accuracy.OutputsDoNotMatch as error:
-            reference_field = report_pb2.OutputAccuracy.DESCRIPTOR.fields_by_name["reference"]
-            message = f"{error} It was compared with the {word_of(reference_field, against)}."
-            _warn(report, "ANALYSIS_OUTPUTS_DO_NOT_MATCH", message)
+            _warn(report, "ANALYSIS_OUTPUTS_DO_NOT_MATCH", f"{error} It was compared with the {name_of_reference}.")
         else:
             row.MergeFrom(
                 report_pb2.OutputAccuracy(
-                    **asdict(compared.difference), samples=compared.samples, sqnr_db_min=compared.sqnr_db_min,
-                    sqnr_db_max=compared.sqnr_db_max,
+                    **asdict(together.difference), samples=together.samples, sqnr_db_min=together.sqnr_db_min,
+                    sqnr_db_max=together.sqnr_db_max,
                 )
             )  # fmt: skip
         rows.append(row)
@@ -349,12 +353,9 @@ def _fill_accuracy(
     for row in scores if len(scores) > 1 else ():
         row.ClearField("top1_agreement")
     report.accuracy.extend(rows)
-    expected_outputs = [expected for expected, _ in pairs[0]]
-    if against == report_pb2.REFERENCE_QUANTIZED:
-        sentence = fused.describe(program, rows, tensors.decode(inputs.read_bytes()), expected_outputs)
-        if sentence:
-            _warn(report, fused.CODE, sentence)
-    return expected_outputs
+    if against == report_pb2.REFERENCE_QUANTIZED and (sentence := fused.describe(program, rows, pairs, files)):
+        _warn(report, fused.CODE, sentence)
+    return [expected for expected, _ in pairs[0]]
 
 
 def _actual_samples(request: AnalyzeRequest, first: list[tensors.Value]) -> Iterator[list[tensors.Value]]:
@@ -364,9 +365,3 @@ def _actual_samples(request: AnalyzeRequest, first: list[tensors.Value]) -> Iter
         values = tensors.decode(request.further.outputs.read_bytes())
         for start in range(0, len(values), len(first)):
             yield values[start : start + len(first)]
-
-
-def _decoded(inputs: Path, further: Further | None) -> Iterator[list[tensors.Value]]:
-    """Yield the inputs of each sample, read one after the other."""
-    for path in (inputs, *(further.inputs if further is not None else ())):
-        yield tensors.decode(path.read_bytes())

@@ -6,6 +6,7 @@ import json
 import pickle
 import time
 import zipfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 from etfarm.server.reports.analyze import analyze, prewarm
 from etfarm.server.reports.latency.samples import Block
-from etfarm.server.reports.request import AnalyzeRequest
+from etfarm.server.reports.request import AnalyzeRequest, Further
 from etfarm.server.workers.channel.child_output import stage_of
 from etfarm.v1 import report_pb2
 from etfarm.wire import tensors
@@ -238,7 +239,14 @@ def test_cut_samples_cost_the_latency_only(tmp_path: Path) -> None:
     assert report.operators
 
 
-def _accuracy_of(folder: Path, module: object, inputs: list[tensors.Value], outputs: list[tensors.Value]) -> report_pb2.Report:
+def _accuracy_of(
+    folder: Path,
+    module: object,
+    inputs: list[tensors.Value],
+    outputs: list[tensors.Value],
+    further: Sequence[tuple[list[tensors.Value], list[tensors.Value]]] = (),
+    limit_s: float = 600.0,
+) -> report_pb2.Report:
     import torch
 
     from etfarm.server.reports.numerics.reference import to_torch
@@ -247,11 +255,55 @@ def _accuracy_of(folder: Path, module: object, inputs: list[tensors.Value], outp
     torch.export.save(torch.export.export(module.eval(), tuple(to_torch(value) for value in inputs)), folder / "model.pt2")
     for file, values in (("inputs.ett", inputs), ("outputs.ett", outputs)):
         (folder / file).write_bytes(tensors.encode(values))
+    files = [folder / f"inputs-{place}.ett" for place in range(len(further))]
+    for path, (given, _) in zip(files, further, strict=True):
+        path.write_bytes(tensors.encode(given))
+    (folder / "further.ett").write_bytes(tensors.encode([each for _, given in further for each in given]))
     request = AnalyzeRequest(
         pte=None, etdump=None, etrecord=None, model=folder / "model.pt2", inputs=folder / "inputs.ett",
-        outputs=folder / "outputs.ett", samples=None, method="forward", output_names=(), traced_ns=(),
+        outputs=folder / "outputs.ett", samples=None, method="forward", output_names=(), traced_ns=(), limit_s=limit_s,
+        further=Further(tuple(files), folder / "further.ett") if files else None,
     )  # fmt: skip
     return _analyze(request, folder)[0]
+
+
+def _counted(values: Sequence[float]) -> list[tuple[list[tensors.Value], list[tensors.Value]]]:
+    """Return inputs of a counter with the outputs of its first call."""
+    arrays = [np.array([value], np.float32) for value in values]
+    return [([tensors.from_array("x", array)], [tensors.from_array("y", array + 1)]) for array in arrays]
+
+
+def _counter() -> object:
+    import torch
+
+    class Counter(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count.add_(1)
+            return x + self.count
+
+    return Counter()
+
+
+def test_each_sample_starts_from_the_exported_state(tmp_path: Path) -> None:
+    (first, outputs), *further = _counted([1, 10, 20])
+    report = _accuracy_of(tmp_path, _counter(), first, outputs, further)
+    (row,) = report.accuracy
+    assert (row.samples, row.equal, _codes(report)) == (3, True, [])
+
+
+def test_samples_that_are_left_out_are_reported_with_the_reason(tmp_path: Path) -> None:
+    (first, outputs), *further = _counted([1, 10, 20])
+    late = _accuracy_of(tmp_path, _counter(), first, outputs, further, limit_s=0.0)
+    assert late.accuracy[0].samples == 1 and _codes(late) == ["ANALYSIS_CUT_SHORT"]
+    assert "is of 1 of 3 samples" in late.compile.warnings[0].message
+    misfit: list[tensors.Value] = [tensors.from_array("x", np.zeros((2, 2), np.float32))]
+    refused = _accuracy_of(tmp_path, _counter(), first, outputs, [further[0], (misfit, further[1][1])])
+    assert refused.accuracy[0].samples == 2 and _codes(refused) == ["ANALYSIS_SAMPLES_LEFT_OUT"]
+    assert "is of 2 of 3 samples: torch cannot run" in refused.compile.warnings[0].message
 
 
 def test_the_reference_takes_channels_last_and_scalars_and_gives_bfloat16(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ gets the scales of its first use, and an activation that is fused with the layer
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -43,8 +44,8 @@ def is_static(program: ExportedProgram) -> bool:
 def describe(
     program: ExportedProgram,
     rows: Sequence[report_pb2.OutputAccuracy],
-    inputs: Sequence[Value],
-    expected: Sequence[Value],
+    samples: Sequence[Sequence[tuple[Value, Value]]],
+    inputs: Sequence[Path],
 ) -> str:
     """Return the warning of outputs that are far from a quantized program; empty without such outputs.
 
@@ -54,19 +55,18 @@ def describe(
     Args:
         program: the quantized program that the rows compare with.
         rows: one for each output.
-        inputs: the inputs of the first sample, and the program's outputs of it.
+        samples: for each sample, the program's outputs with those of the device.
+        inputs: the tensor file of each sample's inputs.
     """
-    far = [row for row in rows if row.HasField("sqnr_db") and row.sqnr_db < LEAST_DB]
+    far = [at for at, row in enumerate(rows) if row.HasField("sqnr_db") and row.sqnr_db < LEAST_DB]
     if not far or not is_static(program):
         return ""
     advice = _advise(program.graph)
     if not advice:
-        rounded = zip(rows, expected, reference.run_rounded(program, inputs), strict=True)
-        levels = [(row, _sqnr_db(before, after)) for row, before, after in rounded if row in far]
-        far = [row for row, level in levels if level is None or row.sqnr_db < level - BEYOND_ROUNDING_DB]
+        far = _beyond_rounding(program, far, rows, samples, inputs)
     if not far:
         return ""
-    listed = ", ".join(f"{row.output} ({decibels(row.sqnr_db)})" for row in far[:_NAMED])
+    listed = ", ".join(f"{rows[at].output} ({decibels(rows[at].sqnr_db)})" for at in far[:_NAMED])
     more = f" and {len(far) - _NAMED} more" if len(far) > _NAMED else ""
     return (
         f"Outputs are far from the program's own quantized graph, run by PyTorch: {listed}{more}, where {LEAST_DB:g} dB or more "
@@ -74,14 +74,43 @@ def describe(
     )
 
 
+def _beyond_rounding(
+    program: ExportedProgram,
+    far: Sequence[int],
+    rows: Sequence[report_pb2.OutputAccuracy],
+    samples: Sequence[Sequence[tuple[Value, Value]]],
+    inputs: Sequence[Path],
+) -> list[int]:
+    """Return those of the outputs that are farther from the program than rounding explains.
+
+    Samples differ by several dB, so both are compared on one sample: the one that is most like all of them together.
+    """
+    levels = [{at: _sqnr_db(*sample[at]) for at in far} for sample in samples]
+    lowest = min(far, key=lambda at: rows[at].sqnr_db)
+
+    def distance(place: int) -> float:
+        level = levels[place][lowest]
+        return math.inf if level is None else abs(level - rows[lowest].sqnr_db)
+
+    typical = min(range(len(samples)), key=distance)
+    rounded = reference.run_rounded(program, tensors.decode(inputs[typical].read_bytes()))
+    beyond = []
+    for at in far:
+        level, of_rounded = levels[typical][at], _sqnr_db(samples[typical][at][0], rounded[at])
+        if level is None or of_rounded is None or level < of_rounded - BEYOND_ROUNDING_DB:
+            beyond.append(at)
+    return beyond
+
+
 def _advise(graph: Any) -> str:
     """Return what in the graph explains a difference, and what to do about it; empty if nothing does."""
     from etfarm.server.graphs import fusion
 
     advice = []
-    if shared := [layers[0] for _, layers in fusion.shared_layers(graph)]:
+    shared = [layers[0] for _, layers in fusion.shared_layers(graph) if any(map(fusion.takes_quantized, layers))]
+    if shared:
         advice.append(
-            f"{_layers(shared)} is used more than once, and XNNPACK quantizes its bias for the first use only: write "
+            f"XNNPACK quantizes the bias of {_layers(shared)}, used more than once, for the first use only: write "
             "copy_shared_layers = true at the top level of a recipe file."
         )
     if split := fusion.split_activations(graph):

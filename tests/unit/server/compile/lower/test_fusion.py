@@ -68,7 +68,8 @@ def compared(module: type[nn.Module], shape: tuple[int, ...], options: str, fold
     expected = quantized.module()(x)
     level = decibels(expected, output)
     row = report_pb2.OutputAccuracy(output="y", sqnr_db=level)
-    warning = fused.describe(quantized, [row], [reference.from_torch("x", x)], [reference.from_torch("y", expected)])
+    pair = reference.from_torch("y", expected), reference.from_torch("y", output)
+    warning = fused.describe(quantized, [row], [[pair]], [sample(folder / "x.ett", x)])
     return level, decibels(model(x).detach(), output), warning
 
 
