@@ -182,11 +182,14 @@ def check_calls(
             checked.warn("NOT_RUN_ON_HOST", f"The calls were tried on the server, and {outcome.why}.")
             return
         for index, (run, wanted) in enumerate(zip(runs, expected, strict=True)):
+            outputs = tensors.decode(run.outputs.read_bytes())
             problems = [
                 problem
-                for want, got in zip(wanted, tensors.decode(run.outputs.read_bytes()), strict=True)
+                for want, got in zip(wanted, outputs, strict=False)
                 if (problem := differences.find_problem(differences.difference(want.name, want, got), quantized=quantized))
             ]
+            if len(outputs) != len(wanted):
+                problems = [f"it returned {len(outputs)} outputs, but the model returns {len(wanted)}"]
             if problems:
                 sequence = ", ".join(method for method, _ in calls[: index + 1])
                 listed = "; ".join(problems)
@@ -380,11 +383,13 @@ def _compare(
 
 def _find_cause(original: Any, *, delegates: bool) -> str:
     """Return what may make a float program differ from eager PyTorch, and what to do about it."""
+    portable = "Compile it with the recipe portable too: if that agrees, the backend is the reason."
     if suspects := explain.find_suspects(original):
-        return f"ExecuTorch's kernels or its memory plan often compute these wrongly: {suspects}"
+        cause = f"ExecuTorch's kernels or its memory plan often compute these wrongly: {suspects}"
+        return f"{cause} {portable}" if delegates else cause
     numerics = "--numerics (numerics=True) of a benchmark names the operators that differ, with their lines"
     if delegates:
-        return f"Compile it with the recipe portable too: if that agrees, the backend is the reason. {numerics}."
+        return f"{portable} {numerics}."
     return f"No delegate takes part, so one of ExecuTorch's kernels or its memory plan is the cause: {numerics}."
 
 

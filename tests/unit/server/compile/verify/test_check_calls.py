@@ -1,0 +1,67 @@
+"""Calls in sequence, each of which continues the state of those before, are compared with eager PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from etfarm.server.compile.program import values  # noqa: E402
+from etfarm.server.compile.verify import checks  # noqa: E402
+from etfarm.server.compile.verify.smoke import Outcome, Run, SmokeRunner  # noqa: E402
+from etfarm.wire import tensors  # noqa: E402
+
+
+class Sum(nn.Module):
+    """Adds up what it is called with."""
+
+    total: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(2))
+
+    def forward(self, x: Any) -> Any:
+        self.total += x
+        return self.total * 1
+
+
+class Answers:
+    """A runner whose calls have given outputs."""
+
+    def __init__(self, *outputs: Sequence[float]) -> None:
+        self.outputs = outputs
+
+    def run(self, pte: Path, data: Mapping[str, Path] | None, runs: Sequence[Run], timeout_s: float) -> list[Outcome]:
+        (last,) = runs
+        for run, numbers in zip((*last.after, last), self.outputs, strict=True):
+            outputs = [values.to_value(str(place), torch.full((2,), number)) for place, number in enumerate(numbers)]
+            run.outputs.write_bytes(tensors.encode(outputs))
+        return [Outcome(True, last.method)]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "words"),
+    [
+        (([1.0], [2.0]), ""),
+        (([1.0], [1.0]), "After the calls forward, forward, forward differs from eager PyTorch: 0 has "),
+        (([1.0], [2.0, 2.0]), "it returned 2 outputs, but the model returns 1"),
+    ],
+)
+def test_a_call_continues_the_state_of_those_before(tmp_path: Path, outputs: Any, words: str) -> None:
+    program = torch.export.export(Sum().eval(), (torch.ones(2),))
+    checked = checks.Checked()
+    checked.checks.append({"method": "forward", "inputs": "EXAMPLE", "shapes": ["2"], "ran": True, "why": "", "outputs": []})
+    checks.check_calls(
+        cast(SmokeRunner, Answers(*outputs)), checked, calls=[("forward", None)] * 2, originals={"forward": program},
+        shared=(), pte=tmp_path / "model.pte", data={}, folder=tmp_path, quantized=False,
+    )  # fmt: skip
+    assert [warning["code"] for warning in checked.warnings] == ["OUTPUTS_DIFFER"] * bool(words)
+    assert all(words in warning["message"] for warning in checked.warnings)
+    assert program.state_dict["total"].tolist() == [0, 0] and not list(tmp_path.iterdir())
