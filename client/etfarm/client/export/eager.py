@@ -28,7 +28,16 @@ from etfarm.client.export.errors import (
 )
 from etfarm.client.export.mutation import changes_constants, find_shared_buffers, keep_mutations
 from etfarm.client.export.noise import quiet
-from etfarm.client.export.samples import dense, flat_values, input_leaves, leaf_names, must_match, unshared, wire_value
+from etfarm.client.export.samples import (
+    dense,
+    find_mismatch,
+    flat_values,
+    input_leaves,
+    leaf_names,
+    must_match,
+    unshared,
+    wire_value,
+)
 from etfarm.client.export.shapes import must_be_bounded, normal_shapes, specialized
 from etfarm.client.export.shared_state import find_common_buffers, mark_shared
 from etfarm.client.export.source import ModelSource, must_be_tuple
@@ -239,11 +248,21 @@ class _Export:
         )
 
     def calls(self, methods: Mapping[str, ExportedMethod]) -> tuple[Call, ...]:
-        """Return the source's calls with their inputs as tensor files."""
+        """Return the source's calls with their inputs as tensor files.
+
+        Raises:
+            BadModelSource: the inputs of one are not like the example inputs of its method.
+        """
         calls: list[Call] = []
-        for method, inputs in self.source.calls:
+        for index, (method, inputs) in enumerate(self.source.calls):
             kwargs = dict(self.source.example_kwargs.get(method, {}))
-            must_match(method, len(calls), self.source.example_inputs[method], inputs, leaf_names(inputs, kwargs))
+            if difference := find_mismatch(self.source.example_inputs[method], inputs, leaf_names(inputs, kwargs)):
+                raise BadModelSource(
+                    f"calls[{index}] differs from the example inputs of {method}: {difference}.",
+                    "Give each call the same arguments as the example inputs of its method.",
+                    part="calls",
+                    method=method,
+                )
             calls.append((method, self._kept(encode(flat_values(method, methods[method].input_names, inputs, kwargs)))))
         return tuple(calls)
 

@@ -87,18 +87,25 @@ def must_match(method: str, sample: int, example: tuple[Any, ...], inputs: tuple
     Raises:
         CalibrationMismatch: the structure, dtype, rank or a constant differs.
     """
+    if difference := find_mismatch(example, inputs, names):
+        raise CalibrationMismatch(method, sample, difference)
+
+
+def find_mismatch(example: tuple[Any, ...], inputs: tuple[Any, ...], names: Sequence[str]) -> str:
+    """Return how inputs differ from the example inputs in structure, dtype, rank or a constant; empty if they do not."""
     import torch
     from torch.utils import _pytree as pytree
 
     (wanted, wanted_spec), (got, got_spec) = pytree.tree_flatten(example), pytree.tree_flatten(inputs)
     if wanted_spec != got_spec:
-        raise CalibrationMismatch(method, sample, f"{len(got)} values in another structure than {len(wanted)}")
+        return f"{len(got)} values in another structure than {len(wanted)}"
     for name, a, b in zip(names, wanted, got, strict=False):  # names continue with the keyword arguments
         if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
             if type(a) is not type(b) or a != b:
-                raise CalibrationMismatch(method, sample, f"{name!r} is {_shown(b)}, not {_shown(a)}")
+                return f"{name!r} is {_shown(b)}, not {_shown(a)}"
         elif a.dtype != b.dtype or a.dim() != b.dim():
-            raise CalibrationMismatch(method, sample, f"{name!r} is {_shown(b)}, not {_shown(a)}")
+            return f"{name!r} is {_shown(b)}, not {_shown(a)}"
+    return ""
 
 
 def unshared(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

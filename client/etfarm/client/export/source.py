@@ -116,7 +116,14 @@ class ModelSource:
             samples = self.calibration_inputs.get(name, ())
             for sample in () if callable(samples) else samples:
                 must_be_tuple(name, sample)
-        for name, inputs in self.calls:
+        for call in self.calls:
+            if not isinstance(call, tuple | list) or len(call) != 2:
+                raise BadModelSource(
+                    f"calls has {with_article(type(call).__name__)} that is not a pair of a method and its arguments.",
+                    f'Write ("{next(iter(self.methods))}", (x,)).',
+                    part="calls",
+                )
+            name, inputs = call
             if name not in self.methods:
                 raise BadModelSource(
                     f"calls has the method {name!r}, which is not in methods.",

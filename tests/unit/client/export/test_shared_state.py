@@ -63,7 +63,13 @@ def test_calls_are_sent_with_their_inputs() -> None:
     assert value.name == "x" and tensors.to_array(value).tolist() == [5.0, 5.0]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("calls", [[("step", (torch.ones(2),))], [("set", (torch.ones(2),))] * 65])
-def test_calls_of_other_methods_and_too_many_are_refused(calls: Any) -> None:
+def test_a_call_that_is_not_like_the_example_inputs_is_named() -> None:
+    calls = [("add", (torch.ones(2),)), ("set", (torch.ones(2, dtype=torch.int64),))]
+    with pytest.raises(BadModelSource, match=r"calls\[1\] differs from the example inputs of set: '0' is torch.int64"):
+        export_source(counter(calls=calls), name="m")
+
+
+@pytest.mark.parametrize("calls", [[("step", (torch.ones(2),))], [("set", (torch.ones(2),))] * 65, ["set", "get"]])
+def test_calls_of_other_methods_too_many_and_what_is_no_call_are_refused(calls: Any) -> None:
     with pytest.raises(BadModelSource):
         counter(calls=calls)
