@@ -155,9 +155,10 @@ def find_many_dims(program: Any) -> str:
 
 
 def find_only_kernel(program: Any) -> str:
-    """Return the operator of a program that has a single one, with its source line; else empty."""
-    kernels = {name: node for node in program.graph.nodes if (name := _schema_name(node)) is not None}
-    return "; ".join(_describe(name, places([node])) for name, node in kernels.items()) if len(kernels) == 1 else ""
+    """Return the operator of a program that has no other, with its source line; else empty."""
+    nodes = [node for node in program.graph.nodes if _schema_name(node) is not None]
+    names = {str(_schema_name(node)) for node in nodes}
+    return _describe(names.pop(), places(nodes)) if len(names) == 1 else ""
 
 
 def _has_other_strides(shape: Sequence[Any], strides: Sequence[Any]) -> bool:
@@ -289,7 +290,8 @@ def _no_output(stage: str, match: re.Match[str], text: str, programs: Programs) 
 
 
 def _unknown_control_flow(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
-    name = (match[1] or match[2]).rpartition(".")[2].strip("'\"<>,")
+    name = (match[1] or match[2]).rpartition(".")[2]
+    shown = f"torch.{name}" if name in _CONTROL_FLOW else name
     nodes = [
         node for program in programs.values() for node in program.graph.nodes
         if node.op == "call_function" and name in (str(node.target), getattr(node.target, "__name__", ""))
@@ -301,7 +303,7 @@ def _unknown_control_flow(stage: str, match: re.Match[str], text: str, programs:
         )
     else:
         remedy = "Write it with operators, which ExecuTorch lowers; torch.cond, map and scan work too."
-    return StageFailed(stage, "InternalError", f"ExecuTorch cannot emit {_describe(f'torch.{name}', places(nodes))}.", remedy)
+    return StageFailed(stage, "InternalError", f"ExecuTorch cannot emit {_describe(shown, places(nodes))}.", remedy)
 
 
 def _expanded(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
@@ -423,7 +425,12 @@ _EXPLAINED: Final[tuple[tuple[re.Pattern[str], _Explained], ...]] = (
         ),
     ),
     (re.compile(r"graph_output_allocated not set"), _no_output),
-    (re.compile(r"Unsupported control flow operator: (\w+)|invalid target for call_function (\S+)"), _unknown_control_flow),
+    (
+        re.compile(
+            r"Unsupported control flow operator: (\w+)|invalid target for call_function (?:<(?:built-in )?function )?([\w.]*\w)"
+        ),
+        _unknown_control_flow,
+    ),
     (re.compile(r"0 in strides is not supported"), _expanded),
     (
         re.compile(r"expected compiled_fn to be GraphModule"),

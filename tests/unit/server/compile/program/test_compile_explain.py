@@ -228,6 +228,19 @@ def test_a_method_without_outputs_is_explained() -> None:
     assert promised(lowered(program, portable(checked=False)), "STAGE_FAILED", "forward returns nothing", "Return a tensor")
 
 
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        ("while_loop", "torch.while_loop"),
+        ("<built-in function sym_ite>", "sym_ite"),
+        ("<function sym_max at 0x7f0000000000>", "sym_max"),
+    ],
+)
+def test_what_executorch_cannot_emit_has_the_name_of_its_function(target: str, name: str) -> None:
+    error = stage_failed("TO_EXECUTORCH", RuntimeError(f"Failed with error: invalid target for call_function {target}"), {})
+    assert promised(error, "STAGE_FAILED", f"ExecuTorch cannot emit {name}.")
+
+
 def test_unsupported_weight_groups_are_explained() -> None:
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, PerGroup, quantize_
     from torchao.utils import unwrap_tensor_subclass
