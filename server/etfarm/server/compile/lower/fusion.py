@@ -6,12 +6,13 @@ and the activation after it, which skips the quantization between them.
 
 from __future__ import annotations
 
-from operator import attrgetter
+import itertools
 from typing import Final
 
 import torch
 from torchao.quantization.pt2e.quantizer import Quantizer
 
+from etfarm.server.compile.lower.selection import KEPT_IN_FP32
 from etfarm.server.graphs.fusion import ACTIVATIONS, LAYERS, shared_layers
 
 _KEY: Final = "quantization_annotation"
@@ -21,12 +22,14 @@ _KEY: Final = "quantization_annotation"
 def copy_shared_layers(module: torch.fx.GraphModule) -> None:
     """Give each layer that uses a parameter after the first one its own copy of it."""
     for node, layers in shared_layers(module.graph):
-        for count, layer in enumerate(layers[1:] if node.op == "get_attr" else (), 1):
-            weight = attrgetter(str(node.target))(module)
-            name = f"{str(node.target).replace('.', '_')}_copy_{count}"
-            module.register_parameter(name, torch.nn.Parameter(weight.detach().clone(), requires_grad=False))
+        path, _, leaf = str(node.target).rpartition(".")
+        for layer in layers[1:] if node.op == "get_attr" else ():
+            owner = module.get_submodule(path)
+            name = next(each for count in itertools.count(1) if not hasattr(owner, each := f"{leaf}_copy_{count}"))
+            copied = getattr(owner, leaf).detach().clone()
+            owner.register_parameter(name, torch.nn.Parameter(copied, requires_grad=False))
             with module.graph.inserting_after(node):
-                duplicate = module.graph.get_attr(name)
+                duplicate = module.graph.get_attr(f"{path}.{name}" if path else name)
             duplicate.meta = dict(node.meta)
             layer.replace_input_with(node, duplicate)
     module.recompile()
@@ -34,6 +37,8 @@ def copy_shared_layers(module: torch.fx.GraphModule) -> None:
 
 class ActivationsFused(Quantizer):  # type: ignore[misc]
     """A quantizer by which a layer and the only activation after it have one output scale: that of the activation.
+
+    An activation that a recipe file skips stays in fp32.
 
     Args:
         quantizer: annotates all operators first.
@@ -53,6 +58,8 @@ class ActivationsFused(Quantizer):  # type: ignore[misc]
         for node in model.graph.nodes:
             layer = node.args[0] if node.target in ACTIVATIONS else None
             if not isinstance(layer, torch.fx.Node) or layer.target not in LAYERS or len(layer.users) > 1:
+                continue
+            if node.meta.get(KEPT_IN_FP32):
                 continue
             own = layer.meta.get(_KEY)
             if own is not None and own.output_qspec is not None:

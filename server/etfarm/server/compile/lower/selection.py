@@ -21,6 +21,8 @@ from etfarm.server.graphs.sources import source_of
 ARGUMENTS: Final = ("only_modules", "skip_modules", "only_operators", "skip_operators")
 _ANNOTATION: Final = "quantization_annotation"
 """Key of PT2E's annotation in a node's meta."""
+KEPT_IN_FP32: Final = "etfarm_kept_in_fp32"
+"""Key in the meta of nodes that a recipe file skips."""
 _NO_OPERATORS: Final = frozenset({"getitem", "_guards_fn"})
 _MAX_NEAREST: Final = 3
 _MAX_LISTED: Final = 12
@@ -76,6 +78,9 @@ class Selection:
         def annotate(model: Any) -> Any:
             chosen = _choose(self.names, model.graph)
             allows = _filter(chosen)
+            for (argument, _), nodes in chosen.items():
+                for node in nodes if argument.startswith("skip") else ():
+                    node.meta[KEPT_IN_FP32] = True
             quantizer.set_filter_function(allows)
             with _kept([node for node in model.graph.nodes if not allows(node)]):
                 annotated = annotate_all(model)

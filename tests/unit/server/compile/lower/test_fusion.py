@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("executorch")
 
-from etfarm.server.compile.lower import build, quantize
+from etfarm.server.compile.lower import build, components, fusion, quantize
 from etfarm.server.reports.numerics import fused, reference
 from etfarm.v1 import report_pb2
 from etfarm.wire import recipes
@@ -107,3 +107,36 @@ def test_options_are_part_of_the_quantization_that_recipes_share() -> None:
     assert plain.quantization_json != copied.quantization_json
     assert plain == recipes.parse("xnnpack_pt2e_int8_static_per_channel")
     assert recipes.from_json(copied.json) == copied
+
+
+class Named(nn.Module):
+    """Layers whose names differ in a dot only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.a_b = nn.ModuleDict({"b": nn.Linear(2, 2)}), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.a_b(self.a_b(self.a["b"](self.a["b"](x))))
+
+
+def test_each_copy_of_a_layer_has_the_weights_of_that_layer() -> None:
+    model, x = Named().eval(), torch.rand(3, 2)
+    captured = torch.export.export(model, (x,)).module(check_guards=False)
+    before = dict(captured.named_parameters())
+    fusion.copy_shared_layers(captured)
+    assert torch.equal(captured(x), model(x))
+    assert dict(captured.named_parameters()).keys() - before.keys() == {f"{name}_copy_1" for name in before}
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_an_activation_that_is_skipped_is_not_fused(skips: bool) -> None:
+    names = 'skip_modules = ["1"]\n' if skips else ""
+    recipe = recipes.from_toml(f'partitioners = ["xnnpack"]\n[[quantizers]]\nname = "xnnpack"\n{names}')
+    (quantizer,) = components.quantizers(recipe.options.quantizers or ())
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU6()).eval()
+    captured = torch.export.export(model, (torch.rand(1, 3, 8, 8),)).module(check_guards=False)
+    fusion.ActivationsFused(quantizer).annotate(captured)
+    layer, activation = (node for node in captured.graph.nodes if str(node.target).startswith(("aten.conv2d", "aten.hardtanh")))
+    assert ("quantization_annotation" in activation.meta) is not skips
+    assert (layer.meta["quantization_annotation"].output_qspec is None) is not skips
