@@ -144,13 +144,16 @@ async def test_an_admin_moves_an_identity_and_forgets_devices(channels: dict[str
     assert not {device.id for device in listed.devices} & {device.id for device in new.devices}
 
 
-async def test_a_forged_measurement_is_a_device_fault_and_never_valid(channels: dict[str, grpc.aio.Channel]) -> None:
+@pytest.mark.parametrize(("further", "words"), [(0, "RESULT"), (3, "3 further samples, and 0 were sent")])
+async def test_a_forged_measurement_is_a_device_fault_and_never_valid(
+    channels: dict[str, grpc.aio.Channel], further: int, words: str
+) -> None:
     data = program("add").path.read_bytes()
     pte = artifact_of(data)
     await upload(artifact_pb2_grpc.ArtifactServiceStub(channels["ann"]), pte, data)
     samples = array("q", [1] * 1000).tobytes()
     forged = artifact_of(samples)
-    thief = Agent(channels["thief"], "forger")
+    thief = Agent(channels["thief"], f"forger-{further}")
     await is_welcome(thief)
     await upload(artifact_pb2_grpc.ArtifactServiceStub(channels["thief"]), forged, samples)
     jobs = job_pb2_grpc.JobServiceStub(channels["ann"])
@@ -159,7 +162,7 @@ async def test_a_forged_measurement_is_a_device_fault_and_never_valid(channels: 
         devices=[job_pb2.DeviceChoice(selector=f"id={thief.devices[0].id}")],
         measurement=job_pb2.Measurement(iterations=1000),
     )  # fmt: skip
-    job = await jobs.Submit(job_pb2.SubmitJobRequest(request_id="forged", spec=spec))
+    job = await jobs.Submit(job_pb2.SubmitJobRequest(request_id=f"forged-{further}", spec=spec))
     for _ in range(3):
         start = await thief.started()
         (candidate,) = start.candidates
@@ -167,6 +170,8 @@ async def test_a_forged_measurement_is_a_device_fault_and_never_valid(channels: 
             cell_id=candidate.cell_id, threads=1, iterations=1000, duration_ns=1_000_000_000,
             stop_reason=common_pb2.STOP_REASON_ENOUGH, samples=forged, outputs=forged,
         )  # fmt: skip
+        if further:
+            result.further.samples = further
         answer = agent_pb2.RunResult(attempt_id=start.attempt_id, device_id=start.device_id, candidates=[result])
         thief.outgoing.put_nowait(agent_pb2.AgentMessage(run_result=answer))
     async with asyncio.timeout(WAIT_S):
@@ -175,6 +180,7 @@ async def test_a_forged_measurement_is_a_device_fault_and_never_valid(channels: 
     assert last.job_state == job_pb2.JOB_STATE_FAILED
     (cell,) = (await jobs.Get(job_pb2.GetJobRequest(job_id=job.id))).cells
     assert (cell.error.reason, cell.error.fault) == ("RESULT_IMPLAUSIBLE", common_pb2.FAULT_DEVICE)
+    assert words in f"{cell.error.reason} {cell.error.message}"
     assert [attempt.error.reason for attempt in cell.attempts] == ["RESULT_IMPLAUSIBLE"] * 3
     await leave(thief)
 

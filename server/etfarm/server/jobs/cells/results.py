@@ -147,6 +147,8 @@ class Results:
         project = run.job.project or DEFAULT_PROJECT
         try:
             check_processes(candidate, plan)
+            if (executed := candidate.further.samples) > len(run.samples):
+                raise ImplausibleResult(f"it has outputs of {executed:,} further samples, and {len(run.samples)} were sent")
             named = dict.fromkeys(artifact.digest for artifact in artifacts_of(candidate))
             digests = list(filter(digest.is_digest, named))
             held = await self._store.find_held(digests, (holder, project)) if holder else digests
