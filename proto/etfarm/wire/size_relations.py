@@ -53,15 +53,31 @@ def _derived(dims: Mapping[str, Sequence[int | str | None]]) -> Iterator[str]:
         for place, size in enumerate(sizes)
         if isinstance(size, str) and (match := _LINEAR.fullmatch(size)) is not None
     ]
-    first = {match[2]: shown for shown, match in reversed(linear) if match[1] is None and match[3] is None}
+    alone = {match[2]: shown for shown, match in reversed(linear) if match[1] is None and match[3] is None}
+    first: dict[str, tuple[str, re.Match[str]]] = {}
     for shown, match in linear:
         factor, symbol, sign, offset = match.groups()
-        known = first.get(symbol)
-        if known is not None and known != shown:
-            yield f"{shown} == {f'{factor}*' if factor else ''}{known}{f' {sign} {offset}' if sign else ''}"
-        elif known is None and factor is not None:
-            negated = f"({shown} {'-' if sign == '+' else '+'} {offset})" if sign else shown
-            yield f"{negated} % {factor} == 0"
+        if symbol in alone:
+            if alone[symbol] != shown:
+                yield f"{shown} == {_times(factor, alone[symbol])}{f' {sign} {offset}' if sign else ''}"
+            continue
+        # No dim is the symbol itself, so dims are related by what it would be.
+        if factor is not None:
+            yield f"{_without_offset(shown, match)} % {factor} == 0"
+        other, of_other = first.setdefault(symbol, (shown, match))
+        if other != shown and of_other.groups() == match.groups():
+            yield f"{shown} == {other}"
+        elif other != shown:
+            yield f"{_times(of_other[1], _without_offset(shown, match))} == {_times(factor, _without_offset(other, of_other))}"
+
+
+def _times(factor: str | None, size: str) -> str:
+    return size if factor is None else f"{factor}*{size}"
+
+
+def _without_offset(shown: str, match: re.Match[str]) -> str:
+    """Return a multiple of a symbol by the dim that also has an offset."""
+    return f"({shown} {'-' if match[3] == '+' else '+'} {match[4]})" if match[3] else shown
 
 
 def _guarded(guards: Sequence[str], names: Sequence[str]) -> Iterator[str]:

@@ -117,3 +117,12 @@ def test_a_relation_of_many_sizes_shows_each() -> None:
     relations = relations_of({"a": ["s0", "s1"], "b": ["s2"]}, ["L['b'].size()[0] == L['a'].size()[0]*L['a'].size()[1]"])
     assert find_broken(relations, {"a": (2, 3), "b": (6,)}) == ""
     assert find_broken(relations, {"a": (2, 3), "b": (5,)}).endswith("got b.shape[0] = 5, a.shape[0] = 2, a.shape[1] = 3")
+
+
+def test_dims_of_a_symbol_that_no_dim_is_are_related_to_each_other() -> None:
+    equal = relations_of({"a": ["2*s0"], "b": ["2*s0"]}, [])
+    assert equal == ["a.shape[0] % 2 == 0", "b.shape[0] % 2 == 0", "b.shape[0] == a.shape[0]"]
+    relations = relations_of({"a": ["2*s0"], "b": ["3*s0 + 1"], "c": ["s0 - 1"]}, [])
+    assert find_broken(relations, {"a": (4,), "b": (7,), "c": (1,)}) == ""
+    for broken in ((6, 7, 2), (4, 10, 1), (4, 7, 2)):
+        assert find_broken(relations, dict(zip("abc", ((size,) for size in broken), strict=True))), broken

@@ -122,7 +122,7 @@ class Named(nn.Module):
 
 def test_each_copy_of_a_layer_has_the_weights_of_that_layer() -> None:
     model, x = Named().eval(), torch.rand(3, 2)
-    captured = torch.export.export(model, (x,)).module(check_guards=False)
+    captured: Any = torch.export.export(model, (x,)).module(check_guards=False)
     before = dict(captured.named_parameters())
     fusion.copy_shared_layers(captured)
     assert torch.equal(captured(x), model(x))
@@ -135,7 +135,7 @@ def test_an_activation_that_is_skipped_is_not_fused(skips: bool) -> None:
     recipe = recipes.from_toml(f'partitioners = ["xnnpack"]\n[[quantizers]]\nname = "xnnpack"\n{names}')
     (quantizer,) = components.quantizers(recipe.options.quantizers or ())
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU6()).eval()
-    captured = torch.export.export(model, (torch.rand(1, 3, 8, 8),)).module(check_guards=False)
+    captured: Any = torch.export.export(model, (torch.rand(1, 3, 8, 8),)).module(check_guards=False)
     fusion.ActivationsFused(quantizer).annotate(captured)
     layer, activation = (node for node in captured.graph.nodes if str(node.target).startswith(("aten.conv2d", "aten.hardtanh")))
     assert ("quantization_annotation" in activation.meta) is not skips
