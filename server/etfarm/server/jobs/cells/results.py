@@ -41,6 +41,9 @@ _RESULT_BYTES: Final = 16 << 20
 _NUMERICS_BYTES: Final = 64 << 20
 """Estimated size of the recorded values of a cell."""
 
+_FURTHER_BYTES: Final = 32 << 20
+"""Size of the outputs of further samples from which on an agent executes no more of them."""
+
 MAX_ERROR_BYTES: Final = 64 << 10
 _CUT_CHARACTERS: Final = 4_000
 
@@ -184,11 +187,12 @@ def _cut(error: common_pb2.Error) -> common_pb2.Error:
 
 
 def _estimate_bytes(run: CellRun) -> int:
-    """Return the estimated size of a cell's result: outputs, samples, trace and, with numerics, every value."""
+    """Return the estimated size of a cell's result: outputs of all samples, times, trace and, with numerics, every value."""
     outputs = sum(_most_bytes(spec) for spec in run.facts.outputs)
     if (plan := run.generation) is not None:
         outputs += logits_bytes(len(plan.score.logits_after), plan.model.vocab_size)
-    return _RESULT_BYTES + 2 * outputs + (_NUMERICS_BYTES if run.job.spec.measurement.numerics else 0)
+    further = min(len(run.samples) * outputs, _FURTHER_BYTES + outputs)
+    return _RESULT_BYTES + 2 * outputs + further + (_NUMERICS_BYTES if run.job.spec.measurement.numerics else 0)
 
 
 def _most_bytes(spec: compile_pb2.ValueSpec) -> int:
