@@ -15,6 +15,9 @@ from etfarm.wire.errors import EtfarmError, error_of
 MAX_OPERATORS: Final = 5_000
 """Maximum number of located operators of a method, of each kind: a large network on portable kernels has some thousand."""
 
+MAX_PROGRAM_OPERATORS: Final = 4 * MAX_OPERATORS
+"""Maximum number of those of all methods, which share it equally."""
+
 _NODE: Final = re.compile(r"Failed to (?:create|define) .*?\bnode (\d{1,9})\b")
 """XNNPACK's refusal of a node, with the debug handle. Source: executorch/backends/xnnpack/runtime/XNNCompiler.cpp 1.5.1."""
 _KERNEL: Final = re.compile(r"KernelCall failed at instruction \d{1,9}:(\d{1,9}) in operator ([\w:.]{1,200}?)[.:]? ")

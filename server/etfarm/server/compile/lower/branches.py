@@ -2,7 +2,7 @@
 
 The emitter of a branch or a loop's body is an object of its own, and only its instructions reach the program: the debug handles
 that it collects are dropped, and numbered from the start of the branch. Here, all of them are kept, by the numbers that
-instructions have in the program.
+instructions have in the program. Their nodes get these numbers as well.
 
 Source: executorch/exir/emit/_emitter.py 1.5.1.
 """
@@ -29,7 +29,9 @@ def kept_handles() -> Iterator[None]:
         add_handle(emitter, instruction, *args, **kwargs)
         if instruction in emitter.debug_handle_map:
             kept = vars(emitter.emitter_state).setdefault(_HANDLES, {})
-            kept[emitter.instruction_start_offset + instruction] = emitter.debug_handle_map[instruction]
+            number = emitter.instruction_start_offset + instruction
+            kept[number] = emitter.debug_handle_map[instruction]
+            emitter.node.meta["debug_handle"] = number  # as the emitter does outside of branches; see `refused_operators`
 
     def adding_delegate(emitter: Any, lowered: Any, instruction: int) -> None:
         add_delegate(emitter, lowered, instruction)

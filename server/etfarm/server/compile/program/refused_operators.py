@@ -7,30 +7,36 @@ from itertools import islice
 from typing import Any
 
 from executorch.exir.lowered_backend_module import LoweredBackendModule
+from torch.fx import GraphModule
 
 from etfarm.server.compile.program.explain import describe_node
 from etfarm.v1.compile_pb2 import LocatedOperators
-from etfarm.wire.located_failures import MAX_OPERATORS
+from etfarm.wire.located_failures import MAX_OPERATORS, MAX_PROGRAM_OPERATORS
 
 
 def of_program(manager: Any) -> dict[str, LocatedOperators]:
-    """Return the operators of each method of an ExecutorchProgramManager.
+    """Return the operators of each method of an ExecutorchProgramManager; those of branches and loop bodies come last.
 
     Source: the emitter replaces the debug handle of an operator outside of delegates by the index of its instruction
-    (`_add_debug_handle` of executorch/exir/emit/_emitter.py 1.5.1).
+    (`_add_debug_handle` of executorch/exir/emit/_emitter.py 1.5.1), and `lower.branches` does so within branches.
     """
+    methods = sorted(manager.methods)
+    limit = min(MAX_OPERATORS, MAX_PROGRAM_OPERATORS // max(1, len(methods)))
     located = {}
-    for method in sorted(manager.methods):
-        module = manager.exported_program(method).graph_module
-        by_handle: dict[int, str] = {}
-        for node in module.graph.nodes:
-            if node.op == "get_attr" and isinstance(delegate := getattr(module, node.target, None), LoweredBackendModule):
-                for handle, inner in _numbered(delegate.original_module.graph_module):
-                    by_handle.setdefault(handle, describe_node(inner))
-        by_instruction = {index: describe_node(node) for index, node in _numbered(module)}
+    for method in methods:
+        modules = [each for each in manager.exported_program(method).graph_module.modules() if isinstance(each, GraphModule)]
+        by_handle: dict[int, Any] = {}
+        by_instruction: dict[int, Any] = {}
+        for module in modules:
+            for node in module.graph.nodes:
+                if node.op == "get_attr" and isinstance(delegate := getattr(module, node.target, None), LoweredBackendModule):
+                    for handle, inner in _numbered(delegate.original_module.graph_module):
+                        by_handle.setdefault(handle, inner)
+            for index, node in dict(_numbered(module)).items():
+                by_instruction.setdefault(index, node)
         located[method] = LocatedOperators(
-            by_instruction=dict(islice(by_instruction.items(), MAX_OPERATORS)),
-            by_handle=dict(islice(by_handle.items(), MAX_OPERATORS)),
+            by_instruction={index: describe_node(node) for index, node in islice(by_instruction.items(), limit)},
+            by_handle={handle: describe_node(node) for handle, node in islice(by_handle.items(), limit)},
         )
     return located
 

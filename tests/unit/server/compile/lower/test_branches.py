@@ -13,6 +13,7 @@ from torch import Tensor, nn
 pytest.importorskip("executorch")
 
 from etfarm.server.compile.lower import branches, etrecord
+from etfarm.server.compile.program.refused_operators import of_program
 from etfarm.server.reports.trace.graph import base_name, read_program, read_record
 
 
@@ -60,12 +61,15 @@ def test_kernels_of_branches_have_the_line_of_their_operator(
     (tmp_path / "model.pte").write_bytes(manager.buffer)
     etrecord.save(manager.get_etrecord(), {"forward": program}, {}, tmp_path / "model.etrecord")
     record = read_record(tmp_path / "model.etrecord", "forward")
+    located = of_program(manager)["forward"]
     found = {}
     for (_, at), instruction in read_program(tmp_path / "model.pte", "forward").items():
         origin = record.origin(record.handles.get(at, ()), kernel=instruction.name)
         if instruction.name.startswith("aten.") and base_name(instruction.name) in inside:
             assert origin.source is not None, json.dumps([at, instruction.name])
             assert base_name(origin.op_types[0]) == base_name(instruction.name)
+            place = located.by_instruction[at]
+            assert place.startswith(f"aten::{base_name(instruction.name)} at ") and "test_branches.py" in place
             found[base_name(instruction.name)] = origin.source
     assert found.keys() == inside
     assert all(source.file.endswith("test_branches.py") for source in found.values())
