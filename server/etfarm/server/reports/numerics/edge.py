@@ -100,6 +100,11 @@ def read(path: Path, method: str) -> EdgeGraph:
     except graph.UNREADABLE as error:
         detail = f"{type(error).__name__}: {error}"
         raise BadRecord(f"The ETRecord's graph cannot be read for the method {method!r} ({detail}).", method=method) from error
+    if operators and not any(operator.gives for operator in operators):
+        raise BadRecord(
+            f"The ETRecord has only the lines of {method!r}, since ExecuTorch cannot serialize its graph: no values can be compared.",
+            method=method,
+        )
     users: dict[str, list[int]] = {}
     for operator in operators:
         for name in dict.fromkeys(operator.takes):

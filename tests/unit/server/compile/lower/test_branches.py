@@ -14,7 +14,8 @@ pytest.importorskip("executorch")
 
 from etfarm.server.compile.lower import branches, etrecord
 from etfarm.server.compile.program.refused_operators import of_program
-from etfarm.server.reports.trace.graph import base_name, read_program, read_record
+from etfarm.server.reports.numerics import edge
+from etfarm.server.reports.trace.graph import BadRecord, base_name, read_program, read_record
 
 
 class Nested(nn.Module):
@@ -73,3 +74,6 @@ def test_kernels_of_branches_have_the_line_of_their_operator(
             found[base_name(instruction.name)] = origin.source
     assert found.keys() == inside
     assert all(source.file.endswith("test_branches.py") for source in found.values())
+    if isinstance(module, Scanned):
+        with pytest.raises(BadRecord, match="only the lines of 'forward'"):
+            edge.read(tmp_path / "model.etrecord", "forward")
