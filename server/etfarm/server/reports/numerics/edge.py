@@ -102,7 +102,7 @@ def read(path: Path, method: str) -> EdgeGraph:
         raise BadRecord(f"The ETRecord's graph cannot be read for the method {method!r} ({detail}).", method=method) from error
     if operators and not any(operator.gives for operator in operators):
         raise BadRecord(
-            f"The ETRecord has only the lines of {method!r}, since ExecuTorch cannot serialize its graph: no values can be compared.",
+            f"The ETRecord has only the lines of {method!r}, whose graph ExecuTorch cannot serialize: no values can be compared.",
             method=method,
         )
     users: dict[str, list[int]] = {}
