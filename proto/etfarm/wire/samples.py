@@ -9,3 +9,6 @@ MAX_SAMPLES: Final = 64
 
 MAX_FURTHER_SAMPLES: Final = MAX_SAMPLES - 1
 """Maximum number of samples beside the timed inputs."""
+
+MAX_SAMPLES_BYTES: Final = 64 << 20
+"""Maximum size of the inputs of all samples, which devices fetch before they measure."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 from etfarm.server.jobs import generation, model
@@ -13,7 +14,7 @@ from etfarm.v1.device_pb2 import Device
 from etfarm.v1.job_pb2 import Cell, Job
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.located_failures import locate
-from etfarm.wire.samples import MAX_FURTHER_SAMPLES
+from etfarm.wire.samples import MAX_FURTHER_SAMPLES, MAX_SAMPLES_BYTES
 
 
 @dataclass
@@ -101,19 +102,26 @@ class CellRun:
 
     @property
     def samples(self) -> list[common_pb2.Artifact]:
-        """Further inputs for the accuracy of a measured program: the job's, else the model's own; none for generation."""
+        """Further inputs for the accuracy of a measured program: the job's, else the model's own; none for generation.
+
+        A ready program has none either, since there is no model to compare it with.
+        """
         spec, method = self.job.spec, self.cell.method
-        if self.inputs is None or not spec.HasField("measurement"):
+        if self.inputs is None or not spec.HasField("measurement") or method not in self.candidate.model.methods:
             return []
         if method in spec.inputs:
             samples = list(spec.further_inputs[method].samples) if method in spec.further_inputs else []
-        elif method in self.candidate.model.methods:
+        else:
             source = self.candidate.model.methods[method]
             samples = list(source.samples or source.calibration)
-        else:
-            samples = []
         distinct = {sample.digest: sample for sample in samples if sample.digest != self.inputs.digest}
-        return list(distinct.values())[:MAX_FURTHER_SAMPLES]
+        further, size_bytes = [], self.inputs.size_bytes
+        for sample in islice(distinct.values(), MAX_FURTHER_SAMPLES):
+            size_bytes += sample.size_bytes
+            if size_bytes > MAX_SAMPLES_BYTES:
+                break
+            further.append(sample)
+        return further
 
 
 class Stages(Protocol):

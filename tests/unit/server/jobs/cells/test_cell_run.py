@@ -6,9 +6,11 @@ import pytest
 
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells.cell_run import CellRun
-from etfarm.v1.common_pb2 import CellState
-from etfarm.v1.job_pb2 import Cell, Job
+from etfarm.v1.common_pb2 import Artifact, CellState
+from etfarm.v1.compile_pb2 import Compilation
+from etfarm.v1.job_pb2 import Candidate, Cell, Job, JobSpec, Measurement, MethodSource, Model
 from etfarm.wire.errors import UserError
+from etfarm.wire.samples import MAX_FURTHER_SAMPLES, MAX_SAMPLES_BYTES
 
 
 class Recorded:
@@ -83,3 +85,25 @@ async def test_a_cell_that_fails_leaves_those_that_wait_for_it(stage: str) -> No
     with pytest.raises(UserError):
         await run_in(model.QUEUED).lead(stages)
     assert stages.names[-2:] == [stage, "leave"]
+
+
+def measured(*calibration_bytes: int) -> CellRun:
+    """Return the run of a model with an example input of one byte and calibration samples of these sizes."""
+    method = MethodSource(calibration=[Artifact(digest=str(at), size_bytes=size) for at, size in enumerate(calibration_bytes)])
+    job = Job(spec=JobSpec(measurement=Measurement(), candidates=[Candidate(model=Model(methods={"forward": method}))]))
+    compilation = Compilation(example_inputs={"forward": Artifact(digest="example", size_bytes=1)})
+    return CellRun(job, Cell(method="forward"), compilation=compilation)
+
+
+def test_further_samples_have_a_total_size() -> None:
+    assert [sample.digest for sample in measured(1, 2, 3).samples] == ["0", "1", "2"]
+    assert len(measured(*range(1, 100)).samples) == MAX_FURTHER_SAMPLES
+    assert [sample.digest for sample in measured(9, MAX_SAMPLES_BYTES - 10, 1).samples] == ["0", "1"]
+
+
+def test_a_ready_program_is_not_executed_on_further_samples() -> None:
+    run = measured(1, 2)
+    run.job.spec.candidates[0].program.SetInParent()
+    run.job.spec.inputs["forward"].digest = "given"
+    run.job.spec.further_inputs["forward"].samples.add(digest="further")
+    assert run.inputs is not None and run.samples == []
