@@ -303,7 +303,7 @@ class Execution(CandidateSteps):
             return files
         with self.phase("SAMPLES"):
             limit_s = min(SAMPLES_LIMIT_S, self._attempt.remaining_s() / 4)
-            return replace(files, further=await passes.execute_further(self._sample_files, limit_s))
+            return replace(files, further=await passes.execute_further(self._sample_files, files.outputs, limit_s))
 
     async def upload(self, files: Files) -> None:
         """Run UPLOAD of the result's artifacts."""

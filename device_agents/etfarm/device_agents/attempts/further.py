@@ -18,7 +18,7 @@ LIMIT_S: Final = 30.0
 """Time limit of all executions together; the current one is completed unless it takes twice as long."""
 
 LIMIT_BYTES: Final = 32 << 20
-"""Size of all outputs together from which on no further sample is executed."""
+"""Size of all outputs together, those of the timed inputs included, from which on no further sample is executed."""
 
 
 class SamplesLeftOut(DeviceError):
@@ -39,17 +39,26 @@ class Further:
     """Why the others were left out."""
 
 
-async def execute(runner: Runner, method: str, files: Sequence[Path], *, keeps_state: bool, limit_s: float = LIMIT_S) -> Further:
+async def execute(
+    runner: Runner,
+    method: str,
+    files: Sequence[Path],
+    first: Sequence[Value],
+    *,
+    keeps_state: bool,
+    limit_s: float = LIMIT_S,
+) -> Further:
     """Execute a method once on the inputs of each file. An error ends this, and nothing else.
 
     Args:
         runner: has the program loaded.
         method: its name.
         files: tensor files of flattened inputs.
+        first: the outputs of the timed inputs.
         keeps_state: whether to load the method anew for each sample, so that each starts from the initial state.
         limit_s: time limit in seconds.
     """
-    further, size_bytes, ends_s = Further(), 0, time.monotonic() + limit_s
+    further, size_bytes, ends_s = Further(), _size_of(first), time.monotonic() + limit_s
     try:
         async with asyncio.timeout(2 * limit_s):
             for path in files:
@@ -63,7 +72,7 @@ async def execute(runner: Runner, method: str, files: Sequence[Path], *, keeps_s
                 outputs = await runner.outputs()
                 further.outputs += outputs
                 further.samples += 1
-                size_bytes += sum(len(value.data) for value in outputs if isinstance(value, Tensor))
+                size_bytes += _size_of(outputs)
     except TimeoutError:
         further.error = SamplesLeftOut(f"Sample {further.samples + 1} takes more than {limit_s:g} s.")
     except EtfarmError as error:
@@ -73,3 +82,7 @@ async def execute(runner: Runner, method: str, files: Sequence[Path], *, keeps_s
 
 def _read(path: Path) -> list[Value]:
     return tensors.decode(path.read_bytes())
+
+
+def _size_of(values: Sequence[Value]) -> int:
+    return sum(len(value.data) for value in values if isinstance(value, Tensor))

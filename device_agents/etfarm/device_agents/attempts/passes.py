@@ -216,10 +216,10 @@ class Passes:
             self._result.outputs_equal = self._result.repeatability.outcome in {_EQUAL, _KEEPS_STATE}
         return first
 
-    async def execute_further(self, files: Sequence[Path], limit_s: float) -> further.Further:
+    async def execute_further(self, files: Sequence[Path], first: Sequence[Value], limit_s: float) -> further.Further:
         """Execute the method once on the inputs of each file, after all other passes; see `further.execute`."""
         keeps_state = self._result.repeatability.outcome != _EQUAL
-        return await further.execute(self._runner, self._method, files, keeps_state=keeps_state, limit_s=limit_s)
+        return await further.execute(self._runner, self._method, files, first, keeps_state=keeps_state, limit_s=limit_s)
 
     def _take(self, measured: Measured) -> None:
         result = self._result

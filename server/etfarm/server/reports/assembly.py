@@ -97,7 +97,8 @@ def assemble(
     if warnings:
         report.compile.warnings.extend(warnings)
     if result is not None and result.further.HasField("error"):
-        message = f"Accuracy is of {1 + result.further.samples} samples: {result.further.error.message}"
+        count = "one sample" if result.further.samples < 1 else f"{1 + result.further.samples} samples"
+        message = f"Accuracy is of {count}: {result.further.error.message}"
         report.compile.warnings.add(code="SAMPLES_LEFT_OUT", message=message)
     if report.runner.kind == common_pb2.RUNNER_KIND_PYTHON:
         report.compile.warnings.add(code=PYTHON_RUNNER, message=_PYTHON_MESSAGE.format(arch=report.device.arch))

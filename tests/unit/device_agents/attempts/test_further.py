@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from etfarm.device_agents.attempts import further
 from etfarm.device_agents.attempts.attempt import Attempt
 from etfarm.device_agents.attempts.cache import Cache
 from etfarm.device_agents.attempts.interleaved import InterleavedAttempt
@@ -72,3 +73,12 @@ async def test_interleaved_programs_have_samples_too(blobs: Blobs, address: str,
         blobs, address, tmp_path, {"add": [np.ones((2, 3), "<f4")], "counter": [np.zeros(1, "<f4")]}, interleave=True
     )
     assert [outputs_of(blobs, result) for result in results] == [[[2] * 6], [[1]]]
+
+
+async def test_no_sample_is_executed_after_large_outputs(tmp_path: Path) -> None:
+    (tmp_path / "x.ett").write_bytes(tensors.encode([tensors.from_array("x", np.zeros(1, "<f4"))]))
+    runner: Any = None
+    large = [tensors.from_array("y", np.zeros(further.LIMIT_BYTES + 1, "u1"))]
+    left_out = await further.execute(runner, "forward", [tmp_path / "x.ett"], large, keeps_state=False)
+    assert left_out.samples == 0 and not left_out.outputs
+    assert left_out.error is not None and left_out.error.reason == "SAMPLES_LEFT_OUT"
