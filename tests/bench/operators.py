@@ -31,6 +31,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -262,10 +263,11 @@ def sweep(chosen: Sequence[Any], names: Sequence[str], done: Collection[str], *,
 
 def read_rows(path: Path | None) -> list[Row]:
     """Return the rows of an earlier sweep; none without a file. A line that was cut off is left out."""
-    if path is None or not path.exists():
-        return []
-    lines = path.read_text().splitlines()
-    return [Row(**json.loads(line)) for line in lines if line.startswith("{") and line.endswith("}")]
+    rows = []
+    for line in path.read_text().splitlines() if path is not None and path.exists() else ():
+        with suppress(ValueError):  # a row may have been written behind one that was cut off
+            rows.append(Row(**json.loads(line)))
+    return rows
 
 
 def main() -> int:
