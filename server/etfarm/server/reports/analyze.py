@@ -16,7 +16,15 @@ from numpy.typing import NDArray
 
 from etfarm.server.reports.latency import generation, interleaved, slow_group, statistics
 from etfarm.server.reports.numerics import accuracy, forced_text, fused, numeric_gap, reference, reference_models
-from etfarm.server.reports.request import CUT_SHORT, PREFILL_TRACE_TIMES, TRACE_TIMES, AnalyzeRequest, Scores, Trace
+from etfarm.server.reports.request import (
+    CUT_SHORT,
+    FAR_FROM_QUANTIZED_GRAPH,
+    PREFILL_TRACE_TIMES,
+    TRACE_TIMES,
+    AnalyzeRequest,
+    Scores,
+    Trace,
+)
 from etfarm.server.reports.trace import profile
 from etfarm.server.workers.limits import limit_parsing
 from etfarm.v1 import compile_pb2, report_pb2
@@ -354,7 +362,7 @@ def _fill_accuracy(
         row.ClearField("top1_agreement")
     report.accuracy.extend(rows)
     if against == report_pb2.REFERENCE_QUANTIZED and (sentence := fused.describe(program, rows, pairs, files)):
-        _warn(report, fused.CODE, sentence)
+        _warn(report, FAR_FROM_QUANTIZED_GRAPH, sentence)
     return [expected for expected, _ in pairs[0]]
 
 

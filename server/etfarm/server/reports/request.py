@@ -12,6 +12,9 @@ from etfarm.server.reports.latency.samples import Block, Generation
 CUT_SHORT: Final = "ANALYSIS_CUT_SHORT"
 """Warning code of parts that are missing or incomplete because a child failed on them or had too little time for them."""
 
+FAR_FROM_QUANTIZED_GRAPH: Final = "FAR_FROM_QUANTIZED_GRAPH"
+"""Warning code of outputs that are far from those of the program's own quantized graph."""
+
 TRACE_TIMES: Final = "trace_times.i64"
 """Name of the file that an analysis writes to its folder, with the times that become Report.trace_times."""
 PREFILL_TRACE_TIMES: Final = "prefill_trace_times.i64"

@@ -50,6 +50,14 @@ def test_accuracy_against_a_reference_that_is_gone_stays() -> None:
     assert [warning.code for warning in created.compile.warnings] == ["ANALYSIS_OLD"]
 
 
+def test_rows_against_the_quantized_program_stay_with_their_warning() -> None:
+    for references, kept in (((EAGER,), ["FAR_FROM_QUANTIZED_GRAPH"]), ((QUANTIZED,), [])):
+        before, created = worked_out(EAGER, QUANTIZED), worked_out(*references)
+        before.compile.warnings.add(code="FAR_FROM_QUANTIZED_GRAPH", message="far")
+        keep(before, created)
+        assert [warning.code for warning in created.compile.warnings] == kept
+
+
 def test_a_numeric_gap_that_stays_keeps_its_first_bad_operator() -> None:
     before, created = worked_out(EAGER), worked_out(EAGER, gap=False)
     keep(before, created)

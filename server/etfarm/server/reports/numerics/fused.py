@@ -27,9 +27,6 @@ LEAST_DB: Final = 25.0
 BEYOND_ROUNDING_DB: Final = 3.0
 """How much lower it must be than that of the graph itself with values that are rounded to neighbours."""
 
-CODE: Final = "FAR_FROM_QUANTIZED_GRAPH"
-"""Code of the warning of a lower one."""
-
 _OTHERWISE: Final = "Keep layers in fp32 with skip_modules in a recipe file, or use an int8 recipe with dynamic scales."
 
 _NAMED: Final = 3
