@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Final
 
 MAX_RELATIONS: Final = 64
@@ -95,7 +96,11 @@ def _guarded(guards: Sequence[str], names: Sequence[str]) -> Iterator[str]:
         relation = _SIZE.sub(rename, guard).replace("(-1) + ", "-1 + ")
         sides = _sides(relation)
         if sides is not None and {*_sizes_in(sides[0]), *_sizes_in(sides[1])}:
-            yield ast.unparse(ast.parse(relation, mode="eval"))
+            try:
+                written = ast.unparse(ast.parse(relation, mode="eval"))
+            except RecursionError:  # of a file that was not written by torch
+                continue
+            yield written
 
 
 def find_broken(relations: Sequence[str], shapes: Mapping[str, Sequence[int]]) -> str:
@@ -124,8 +129,12 @@ def find_broken(relations: Sequence[str], shapes: Mapping[str, Sequence[int]]) -
 
 def _sides(relation: str) -> tuple[ast.expr, ast.expr] | None:
     """Return the two sides of a relation; None if the text is no relation."""
-    if len(relation) > _MAX_TEXT:
-        return None
+    return _parsed(relation) if len(relation) <= _MAX_TEXT else None
+
+
+@lru_cache(maxsize=1024)
+def _parsed(relation: str) -> tuple[ast.expr, ast.expr] | None:
+    """Return what `_sides` does. Cached, since each call of a session has the same relations."""
     try:
         node = ast.parse(relation, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -126,3 +126,7 @@ def test_dims_of_a_symbol_that_no_dim_is_are_related_to_each_other() -> None:
     assert find_broken(relations, {"a": (4,), "b": (7,), "c": (1,)}) == ""
     for broken in ((6, 7, 2), (4, 10, 1), (4, 7, 2)):
         assert find_broken(relations, dict(zip("abc", ((size,) for size in broken), strict=True))), broken
+
+
+def test_a_guard_that_is_nested_too_deeply_is_left_out() -> None:
+    assert relations_of({"x": [5]}, ["-" * 260 + "L['x'].size()[0] == 3", "L['x'].size()[0] == 5"])[-1] == "x.shape[0] == 5"
