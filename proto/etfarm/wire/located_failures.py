@@ -44,10 +44,7 @@ _REMEDIES: Final = (
 )
 """Remedies for inputs that an operator does not take, by the runtime's log."""
 
-_REMEDY: Final = (
-    "The program ran on the server with the example inputs: give inputs of the kind that the operator takes there, or write that "
-    "line in another form."
-)
+_REMEDY: Final = "Give inputs like the example inputs, or write that line in another form."
 
 LOCATED_REASONS: Final = frozenset({"PROGRAM_FAILED", "PROGRAM_CRASHED"})
 """Reasons of errors that an operator of the program may have caused."""

@@ -72,3 +72,8 @@ def test_a_crash_is_located_by_its_abort_message() -> None:
 @pytest.mark.parametrize("error", [failed(ZERO, "PROGRAM_TIMED_OUT"), failed("nothing known")])
 def test_other_errors_stay_as_they_are(error: EtfarmError) -> None:
     assert locate(error, OPERATORS) is error
+
+
+def test_a_reason_that_nothing_is_known_about_gets_the_example_inputs_as_its_remedy() -> None:
+    log = "KernelCall failed at instruction 0:1 in operator aten::embedding.out: 0x12\n"
+    assert locate(failed(log), OPERATORS).remedy.startswith("Give inputs like the example inputs")
