@@ -20,7 +20,7 @@ class Session(Blocking):
 
     Use it with `with`.
 
-    Each method's buffers keep their state from call to call, separately for each method, until the session ends.
+    Buffers keep their state from call to call until the session ends; methods share those that are one buffer of the model.
     Calls are served in the order of the calls. A call that fails because of its inputs changes nothing.
     """
 
