@@ -53,10 +53,10 @@ def test_an_output_has_one_name_everywhere(client: Farm, tmp_path: Path) -> None
     assert list(npz.read_named(tmp_path / "o.npz")[""]) == names
 
     (pte, *_) = job.save_program(tmp_path / "x.pte")
-    given = x.numpy().copy()
+    inputs = x.numpy().copy()
     with client.session(program=pte) as session:
-        answer = session.run(given)
-    assert list(answer.names) == names and np.array_equal(given, x.numpy())
+        answer = session.run(inputs)
+    assert list(answer.names) == names and np.array_equal(inputs, x.numpy())
     assert np.allclose(answer["température"], Normalizes()(x.clone())["température"])
 
 
@@ -74,6 +74,6 @@ def test_methods_share_a_buffer_on_a_device(client: Farm) -> None:
     eager, source = counter(), counter(calls=[(method, (torch.full((2,), value),)) for method, value in calls])
     with client.session(program=source, recipe="portable") as session, torch.no_grad():
         for method, value in calls:
-            given = torch.full((2,), value)
-            expected = eager.methods[method](given)
-            assert session.run(method, given.numpy()).array().tolist() == expected.tolist(), method
+            inputs = torch.full((2,), value)
+            expected = eager.methods[method](inputs)
+            assert session.run(method, inputs.numpy()).array().tolist() == expected.tolist(), method

@@ -271,13 +271,13 @@ class Tied(nn.Module):
 )
 @pytest.mark.parametrize("transforms", [False, True])
 def test_quantized_weights_of_a_factory_become_plain_tensors(module: Callable[[], nn.Module], transforms: bool) -> None:
-    given = module()
-    kinds = [type(parameter) for parameter in given.parameters()]
-    source = ModelSource.of(given, X, source_transforms=[lambda method, module: module] if transforms else ())
+    built = module()
+    kinds = [type(parameter) for parameter in built.parameters()]
+    source = ModelSource.of(built, X, source_transforms=[lambda method, module: module] if transforms else ())
     export = export_of(source, "portable")
     assert not any(config["use_pickle"] for config in payloads(export))
-    assert torch.equal(program_of(export).module()(*X), given(*X))
-    assert [type(parameter) for parameter in given.parameters()] == kinds
+    assert torch.equal(program_of(export).module()(*X), built(*X))
+    assert [type(parameter) for parameter in built.parameters()] == kinds
 
 
 def test_quantize_works_in_a_transform() -> None:

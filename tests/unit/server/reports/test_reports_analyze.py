@@ -256,9 +256,9 @@ def _accuracy_of(
     for file, values in (("inputs.ett", inputs), ("outputs.ett", outputs)):
         (folder / file).write_bytes(tensors.encode(values))
     files = [folder / f"inputs-{place}.ett" for place in range(len(further))]
-    for path, (given, _) in zip(files, further, strict=True):
-        path.write_bytes(tensors.encode(given))
-    (folder / "further.ett").write_bytes(tensors.encode([each for _, given in further for each in given]))
+    for path, (sample_inputs, _) in zip(files, further, strict=True):
+        path.write_bytes(tensors.encode(sample_inputs))
+    (folder / "further.ett").write_bytes(tensors.encode([value for _, sample_outputs in further for value in sample_outputs]))
     request = AnalyzeRequest(
         pte=None, etdump=None, etrecord=None, model=folder / "model.pt2", inputs=folder / "inputs.ett",
         outputs=folder / "outputs.ett", samples=None, method="forward", output_names=(), traced_ns=(), limit_s=limit_s,
