@@ -133,10 +133,10 @@ def sample(info: Any, dtype: torch.dtype) -> tuple[Operator, tuple[torch.Tensor,
 def try_operator(info: Any, dtype: torch.dtype, recipe: str, folder: Path) -> Row | None:
     """Return the outcome of an operator with a dtype and a recipe; None if it has no such inputs."""
     torch.manual_seed(0)
-    made = sample(info, dtype)
-    if made is None:
+    chosen = sample(info, dtype)
+    if chosen is None:
         return None
-    module, inputs = made
+    module, inputs = chosen
     row = (name_of(info), str(dtype).removeprefix("torch."), recipe)
     try:
         with torch.no_grad():

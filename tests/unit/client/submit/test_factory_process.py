@@ -54,16 +54,16 @@ def test_factories_that_register_operators_run_in_a_process_each(tmp_path: Path,
     for side, factor in (("base", 2), ("candidate", 512)):
         (tmp_path / side).mkdir()
         (tmp_path / side / "model.py").write_text(MODEL.format(factor=factor))
-    said: list[str] = []
+    sentences: list[str] = []
     exported: list[str] = []
     base, candidate = (
         prepare(
-            f"{tmp_path / side}/model.py:make", say=said.append, on_export=exported.append,
+            f"{tmp_path / side}/model.py:make", say=sentences.append, on_export=exported.append,
             check=partial(check_source, methods=["forward"], inputs=None), recipes=["xnnpack_pt2e_int8_static_per_channel"],
         )
         for side in ("base", "candidate")
     )  # fmt: skip
-    assert len([line for line in said if "process of its own" in line]) == 1 and exported == ["model:make"] * 2
+    assert len([line for line in sentences if "process of its own" in line]) == 1 and exported == ["model:make"] * 2
     assert base.methods["forward"].pt2 != candidate.methods["forward"].pt2
     assert [file.path for file in candidate.sources] == ["model.py"] and base.sources != candidate.sources
     with pytest.raises(UserError) as failed:

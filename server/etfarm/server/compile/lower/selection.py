@@ -127,12 +127,12 @@ def require_found(selection: Selection, graphs: Mapping[str, Any]) -> None:
     operators = {method: _operators(graph) for method, graph in graphs.items()}
     all_operators = [operator for rows in operators.values() for operator in rows]
     for argument, name in selection.names:
-        found = [operator for rows in operators.values() for operator in _matching(name, rows)]
-        if any(not operator.is_folded for operator in found):
+        matches = [operator for rows in operators.values() for operator in _matching(name, rows)]
+        if any(not operator.is_folded for operator in matches):
             continue
         methods = ", ".join(operators)
-        if found:
-            layer = next((other for other in all_operators if other.node is found[0].node.args[0]), None)
+        if matches:
+            layer = next((other for other in all_operators if other.node is matches[0].node.args[0]), None)
             target = (layer.module if "modules" in argument else f"{layer.module}:{layer.name}") if layer else ""
             why = f"it is a batch norm, which is folded into the convolution {target!r} before quantization"
             raise NameNotFound(argument, name, methods, why, [target] if target else [])

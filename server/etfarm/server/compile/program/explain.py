@@ -117,17 +117,17 @@ def missing_kernel(why: str, program: Any, operators: Iterable[OperatorDelegatio
 
 def find_suspects(program: Any) -> str:
     """Return the operators of an exported program that ExecuTorch often computes wrongly, with what works; empty without any."""
-    found: dict[str, list[Any]] = defaultdict(list)
+    suspects: dict[str, list[Any]] = defaultdict(list)
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
         name = str(getattr(node.target, "__name__", node.target))
         if name in _CONTROL_FLOW and not hasattr(node.target, "_schema"):
-            found["control"].append((f"torch.{name.removesuffix('_impl')}", node))
+            suspects["control"].append((f"torch.{name.removesuffix('_impl')}", node))
         elif _schema_name(node) and _has_own_size(node):
-            found["sizes"].append((_schema_name(node), node))
+            suspects["sizes"].append((_schema_name(node), node))
     sentences = []
-    for kind, rows in found.items():
+    for kind, rows in suspects.items():
         shown = "; ".join(dict.fromkeys(_describe(name, places([node])) for name, node in rows[:_NAMED]))
         sentences.append(f"{shown}. {_SUSPECTS[kind]}")
     return " ".join(sentences)

@@ -63,7 +63,7 @@ def test_kernels_of_branches_have_the_line_of_their_operator(
     etrecord.save(manager.get_etrecord(), {"forward": program}, {}, tmp_path / "model.etrecord")
     record = read_record(tmp_path / "model.etrecord", "forward")
     located = of_program(manager)["forward"]
-    found = {}
+    sources = {}
     for (_, at), instruction in read_program(tmp_path / "model.pte", "forward").items():
         origin = record.origin(record.handles.get(at, ()), kernel=instruction.name)
         if instruction.name.startswith("aten.") and base_name(instruction.name) in inside:
@@ -71,9 +71,9 @@ def test_kernels_of_branches_have_the_line_of_their_operator(
             assert base_name(origin.op_types[0]) == base_name(instruction.name)
             place = located.by_instruction[at]
             assert place.startswith(f"aten::{base_name(instruction.name)} at ") and "test_branches.py" in place
-            found[base_name(instruction.name)] = origin.source
-    assert found.keys() == inside
-    assert all(source.file.endswith("test_branches.py") for source in found.values())
+            sources[base_name(instruction.name)] = origin.source
+    assert sources.keys() == inside
+    assert all(source.file.endswith("test_branches.py") for source in sources.values())
     if isinstance(module, Scanned):
         with pytest.raises(BadRecord, match="only the lines of 'forward'"):
             edge.read(tmp_path / "model.etrecord", "forward")

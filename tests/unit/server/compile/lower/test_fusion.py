@@ -58,10 +58,10 @@ def compared(module: type[nn.Module], shape: tuple[int, ...], options: str, fold
     model, x = module().eval(), torch.randn(shape)
     program = torch.export.export(model, (x,))
     recipe = recipes.from_toml(f'recipe = "xnnpack_pt2e_int8_static_per_channel"\n{options}')
-    made = build.quantization(recipe, "forward")
+    quantization = build.quantization(recipe, "forward")
     calibration = [sample(folder / f"{factor}.ett", x * factor) for factor in (0.5, 1.5, 2)]
     quantized = quantize.export_again(
-        quantize.quantize(program, made, recipe.name, "forward", calibration, recipe.options), program, False
+        quantize.quantize(program, quantization, recipe.name, "forward", calibration, recipe.options), program, False
     )
     lowered = to_edge_transform_and_lower(quantized, partitioner=[XnnpackPartitioner()]).to_executorch()
     (output,) = Runtime.get().load_program(lowered.buffer).load_method("forward").execute([x])

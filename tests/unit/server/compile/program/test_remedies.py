@@ -152,11 +152,11 @@ async def test_a_remedy_helps(workers: Workers, tmp_path: Path, name: str) -> No
 
     try:
         result = (await compiled(workers, tmp_path / "broken", make(broken, inputs), recipe)).result
-        said = " ".join(f"{warning['code']} {warning['message']}" for warning in result["warnings"])
+        sentences = " ".join(f"{warning['code']} {warning['message']}" for warning in result["warnings"])
     except UserError as error:
-        said = f"{error.reason} {error}"
-    missing = [word for word in words if word not in said]
-    assert not missing, f"{missing} not in: {said}"
+        sentences = f"{error.reason} {error}"
+    missing = [word for word in words if word not in sentences]
+    assert not missing, f"{missing} not in: {sentences}"
     result = (await compiled(workers, tmp_path / "mended", make(mended, other_inputs), recipe)).result
     assert [warning["message"] for warning in result["warnings"]] == []
     assert all(check["ran"] and not check["why"] for check in result["checks"]) and result["checks"]
