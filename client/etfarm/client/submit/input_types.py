@@ -18,9 +18,13 @@ _RESIZE: Final = "Give it sizes in these ranges, or export the model with other 
 
 
 class InputMismatch(UserError):
-    """An input's dtype or shape is not what the model takes."""
+    """Inputs are not what the model takes."""
 
     reason = "INPUT_MISMATCH"
+
+
+class ValueMismatch(InputMismatch):
+    """An input's dtype or shape is not what the model takes."""
 
     def __init__(self, method: str, name: str, got: str, expected: InputType) -> None:
         super().__init__(
@@ -32,10 +36,8 @@ class InputMismatch(UserError):
         )  # fmt: skip
 
 
-class SizesDoNotFit(UserError):
+class SizesDoNotFit(InputMismatch):
     """The sizes of inputs are not related as the model needs."""
-
-    reason = "INPUT_MISMATCH"
 
     def __init__(self, method: str, why: str) -> None:
         super().__init__(
@@ -82,7 +84,7 @@ def require_fitting(
         SizesDoNotFit: their sizes break a relation.
     """
     for value, got, wanted in find_mismatches(values, types):
-        raise InputMismatch(method, value.name, got, wanted)
+        raise ValueMismatch(method, value.name, got, wanted)
     shapes = {value.name: value.shape for value in values if isinstance(value, Tensor)}
     if broken := size_relations.find_broken(relations, shapes):
         raise SizesDoNotFit(method, broken)
