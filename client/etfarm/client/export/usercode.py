@@ -51,8 +51,8 @@ _lock: Final = threading.RLock()
 """Held while a factory is loaded and exported: sys.modules and sys.path are the process's."""
 _executed: Final[set[str]] = set()
 """Files below a root that were executed in this process."""
-_registrations: Final[set[str]] = set()
-"""Files of factories that registered operators, or libraries that they loaded; these stay in this process."""
+registrations: Final[set[str]] = set()
+"""Files of factories that registered operators, or libraries that they loaded; these stay in this process. Tests replace it."""
 _active: Final[ContextVar[bool]] = ContextVar("_active", default=False)
 
 
@@ -102,7 +102,7 @@ class ModuleScope:
 
         That is so if a factory has registered operators in this process, or a module that would be loaded again did.
         """
-        return bool(_registrations) or any(_has_registered(module) for module in self._find_own().values())
+        return bool(registrations) or any(_has_registered(module) for module in self._find_own().values())
 
     def __enter__(self) -> ModuleScope:
         _lock.acquire()
@@ -131,7 +131,7 @@ class ModuleScope:
         try:
             if self._torch is not None:
                 self._torch._C._dispatch_library = self._dispatch_library
-                _registrations.update(
+                registrations.update(
                     file for file in set(self._torch.ops.loaded_libraries) - self._libraries if not is_installed(str(file))
                 )
             sys.meta_path.remove(self)
@@ -275,7 +275,7 @@ class ModuleScope:
                 continue
             file, top = _file_of(module), name.partition(".")[0]
             if isinstance(getattr(module, "__loader__", None), ExtensionFileLoader) and not is_installed(file):
-                _registrations.add(file)
+                registrations.add(file)
             origin = _file_of(sys.modules.get(top)) or file
             holder = os.path.dirname(origin)
             entry = os.path.dirname(holder) if os.path.basename(origin) == "__init__.py" else holder
@@ -296,7 +296,7 @@ class ModuleScope:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and "importlib._bootstrap" not in frame.f_code.co_filename:
             if os.path.isabs(frame.f_code.co_filename) and self._owns("", frame.f_code.co_filename):
-                _registrations.add(frame.f_code.co_filename)
+                registrations.add(frame.f_code.co_filename)
                 break
             frame = frame.f_back
         return self._dispatch_library(*args)

@@ -50,7 +50,7 @@ def leaves():
 
 
 def test_factories_that_register_operators_run_in_a_process_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usercode, "_registrations", set())
+    monkeypatch.setattr(usercode, "registrations", set())
     for side, factor in (("base", 2), ("candidate", 512)):
         (tmp_path / side).mkdir()
         (tmp_path / side / "model.py").write_text(MODEL.format(factor=factor))
