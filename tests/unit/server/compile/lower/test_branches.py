@@ -32,7 +32,7 @@ class Nested(nn.Module):
 
 
 class Scanned(nn.Module):
-    """A loop whose graph ExecuTorch cannot serialize."""
+    """A loop over the rows of a tensor."""
 
     def forward(self, carry: Tensor, xs: Tensor) -> Any:
         from torch._higher_order_ops.scan import scan
@@ -74,6 +74,22 @@ def test_kernels_of_branches_have_the_line_of_their_operator(
             sources[base_name(instruction.name)] = origin.source
     assert sources.keys() == inside
     assert all(source.file.endswith("test_branches.py") for source in sources.values())
-    if isinstance(module, Scanned):
-        with pytest.raises(BadRecord, match="only the lines of 'forward'"):
-            edge.read(tmp_path / "model.etrecord", "forward")
+
+
+def test_a_graph_that_cannot_be_serialized_has_lines_and_no_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from executorch.exir import to_edge_transform_and_lower
+
+    serialize = etrecord.serialize
+
+    def serialize_exported(program: Any) -> Any:
+        if program.dialect == "EDGE":
+            raise ValueError("unknown operator")
+        return serialize(program)
+
+    program = torch.export.export(Nested(), (torch.ones(2, 3),))
+    manager = to_edge_transform_and_lower(program, generate_etrecord=True).to_executorch()
+    monkeypatch.setattr(etrecord, "serialize", serialize_exported)
+    etrecord.save(manager.get_etrecord(), {"forward": program}, {}, tmp_path / "model.etrecord")
+    read_record(tmp_path / "model.etrecord", "forward")
+    with pytest.raises(BadRecord, match="only the lines of 'forward'"):
+        edge.read(tmp_path / "model.etrecord", "forward")
