@@ -123,7 +123,8 @@ KEYS: dict[str, Any] = {
         dict.fromkeys(
             [
                 "output", "dtype", "shape", "reference", "equal", "max_abs_error", "mean_abs_error", "cosine", "sqnr_db",
-                "relative_error", "top1_agreement", "nan_count", "reference_nan_count", "equal_share",
+                "relative_error", "top1_agreement", "nan_count", "reference_nan_count", "equal_share", "samples",
+                "sqnr_db_min", "sqnr_db_max",
             ]
         )
     ],
@@ -169,7 +170,8 @@ KEYS: dict[str, Any] = {
     "timeline": [dict.fromkeys(["actor", "phase", "start_ms", "duration_ms"])],
     "interleaved": dict.fromkeys(["base_cell", "ratio", "ratio_ci95", "rounds", "process_pairs", "ratios"]),
     "numerics": {
-        "program": dict.fromkeys(ARTIFACT), **dict.fromkeys(["is_timed_program", "threshold_db", "first_bad", "judged"])
+        "program": dict.fromkeys(ARTIFACT), **dict.fromkeys(["is_timed_program", "threshold_db", "first_bad", "judged"]),
+        **dict.fromkeys(["timed_sqnr_db", "sqnr_db", "wrong_only_when_fused"]),
     },
     "analysis": dict.fromkeys(["version", "key", "cached", "at"]),
     "inputs": {"digest": None, "tensors": [dict.fromkeys(["name", "dtype", "shape"])], "from_job": None},

@@ -19,15 +19,16 @@ from tests.support.report_keys import KEYS
 
 
 def filled(message: Message, number: float = 3.0) -> Message:
-    """Return the message with every field set, maps under METHOD, lists of one."""
+    """Return the message with every field set, maps under METHOD or 3, lists of one."""
     for field in message.DESCRIPTOR.fields:
         target = getattr(message, field.name)
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
             of = field.message_type.fields_by_name["value"]
+            key: Any = "METHOD" if _type(field.message_type.fields_by_name["key"]) == "string" else 3
             if of.message_type is None:
-                target["METHOD"] = "text" if _type(of) == "string" else 3
+                target[key] = "text" if _type(of) == "string" else 3
             else:
-                filled(target["METHOD"], number)
+                filled(target[key], number)
         elif field.message_type is not None:
             if field.message_type.full_name == "google.protobuf.Timestamp":
                 target.FromJsonString("2025-01-02T03:04:05Z")
