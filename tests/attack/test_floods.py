@@ -8,10 +8,12 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from etfarm.client.transport.retry import repeat
 from tests.support.contract import WAIT_S, call
 from tests.support.door import Door, farm_info
 
@@ -54,13 +56,16 @@ async def flooded(door: Door, kind: str, seconds: float) -> AsyncIterator[asynci
 
 
 async def call_until(door: Door, done: asyncio.Task[dict[str, int]]) -> int:
-    """Call once over a connection that was open before, and as clients do over new ones; return the number of calls."""
+    """Call as clients do over a connection that was open before, and over new ones; return the number of calls."""
     calls = 0
     async with door.channel() as known:
         await call(known, "FarmService.GetServerInfo")
         while not done.done():
             async with asyncio.timeout(WAIT_S), door.channel() as fresh:
-                await asyncio.gather(call(known, "FarmService.GetServerInfo"), farm_info(fresh))
+                await asyncio.gather(
+                    repeat(partial(call, known, "FarmService.GetServerInfo"), server=door.address),
+                    repeat(partial(farm_info, fresh), server=door.address),
+                )
             calls += 1
     return calls
 

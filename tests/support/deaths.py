@@ -83,7 +83,7 @@ def _serve(function: Callable[[list[str]], int], also: frozenset[str]) -> None:
 
 
 def _is_change(called: Any) -> bool:
-    """Return whether one of Python's own functions, of a name in `_CHANGES`, is: texts and times have a method `replace`, too."""
+    """Return whether a function with a name in `_CHANGES` changes files: texts and times have a method `replace`, too."""
     return called.__name__ != "replace" or called.__module__ == os.name
 
 

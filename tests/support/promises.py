@@ -70,7 +70,9 @@ def find_unproven(promises: Promises, reports: list[Path]) -> list[str]:
     for report in reports:
         for case in ElementTree.parse(report).getroot().iter("testcase"):
             name = case.get("name", "")
-            key = case.get("classname", "").replace(".", "/") + ".py", name.partition("[")[0]
+            # A test in a class has that class at the end of its module's name.
+            module = case.get("classname", "").partition(".Test")[0]
+            key = module.replace(".", "/") + ".py", name.partition("[")[0]
             has_passed = all(case.find(outcome) is None for outcome in ("failure", "error", "skipped"))
             passed[key][name] = passed[key].get(name, False) or has_passed
     named = sorted({test for tests in promises.tests.values() for test in tests})

@@ -60,11 +60,11 @@ def test_a_page_is_read_by_sentence_and_row() -> None:
     assert promises.tests["doors"] == tuple(("tests/rpc/test_doors.py", f"test_a_door_{end}") for end in ("closes", "says_so"))
 
 
-def report(folder: Path, name: str, cases: dict[str, str]) -> Path:
-    """Write a junit file in which these tests, of one module, have these outcomes; "" is a pass."""
+def report(folder: Path, name: str, cases: dict[str, str], owner: str = "tests.rpc.test_doors") -> Path:
+    """Write a junit file in which these tests, of one module or class, have these outcomes; "" is a pass."""
     path = folder / name
     rows = "".join(
-        f'<testcase classname="tests.rpc.test_doors" name="{case}">{f"<{outcome}/>" if outcome else ""}</testcase>'
+        f'<testcase classname="{owner}" name="{case}">{f"<{outcome}/>" if outcome else ""}</testcase>'
         for case, outcome in cases.items()
     )
     path.write_text(f"<testsuites><testsuite>{rows}</testsuite></testsuites>")
@@ -90,6 +90,10 @@ def test_a_test_that_did_not_pass_is_named(tmp_path: Path, changes: dict[str, st
 def test_a_test_that_did_not_run_is_named(tmp_path: Path) -> None:
     some = report(tmp_path, "quick.xml", {"test_a_door_says_so": "", "test_a_guest_looks": ""})
     assert find_unproven(read_promises(EXAMPLE), [some]) == ["tests/rpc/test_doors.py::test_a_door_closes"]
+
+
+def test_a_test_in_a_class_has_passed(tmp_path: Path) -> None:
+    assert find_unproven(read_promises(EXAMPLE), [report(tmp_path, "quick.xml", ALL, "tests.rpc.test_doors.TestDoors")]) == []
 
 
 def test_a_test_that_passed_when_it_ran_again_has_passed(tmp_path: Path) -> None:

@@ -71,8 +71,11 @@ def from_rpc_error(error: grpc.aio.AioRpcError, *, server: str) -> EtfarmError:
     if code is grpc.StatusCode.UNAVAILABLE:
         why, remedy = _unreachable(details)
         return Unreachable(f"The server at {server} does not answer: {why}.", remedy, server=server)
-    if code is grpc.StatusCode.CANCELLED:
-        return error_of(Fault.USER, "CANCELLED", "The call was cancelled.", kind=Kind.CANCELLED)
+    if is_unanswered(error):
+        return Unreachable(
+            f"The server at {server} did not take the call: it is stopping, or too many calls wait there.",
+            "Try again in a moment; `etfarm doctor` says whether the server is there.", server=server,
+        )  # fmt: skip
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return Unimplemented(
             f"The server at {server} does not have this call: it is of another version.",
@@ -80,6 +83,16 @@ def from_rpc_error(error: grpc.aio.AioRpcError, *, server: str) -> EtfarmError:
         )  # fmt: skip
     kind = Kind(code.name) if code.name in Kind.__members__ else Kind.INTERNAL
     return error_of(Fault.FARM, code.name, f"The server at {server} answered {code.name}: {details}.", kind=kind)
+
+
+def is_unanswered(error: grpc.aio.AioRpcError) -> bool:
+    """Return whether a call ended without an answer: its server is away, or gRPC cancelled the call there.
+
+    gRPC's server cancels the open calls when it stops, and random ones while more of a method wait than it may hold.
+    """
+    if error.code() is grpc.StatusCode.CANCELLED:
+        return all(key != _DETAILS for key, _ in error.trailing_metadata() or ())
+    return error.code() is grpc.StatusCode.UNAVAILABLE
 
 
 _MISTRUST = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)")

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -375,6 +376,55 @@ async def test_a_call_is_made_again_while_the_server_is_away() -> None:
         return answer
 
     assert await retry.repeat(call, server="s") == "here"
+
+
+BUSY_SERVER = """
+import asyncio, sys
+import grpc
+
+async def answer(request, context):
+    sys.stdin.read()  # the event loop is busy until stdin ends
+    return request
+
+async def main():
+    limits = [("grpc.server.max_pending_requests", 2), ("grpc.server.max_pending_requests_hard_limit", 2)]
+    server = grpc.aio.server(options=limits)
+    server.add_registered_method_handlers("busy.Service", {"Call": grpc.unary_unary_rpc_method_handler(answer)})
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    print(port, flush=True)
+    await server.wait_for_termination()
+
+asyncio.run(main())
+"""
+
+
+async def test_calls_that_a_busy_server_has_no_room_for_are_made_again() -> None:
+    """gRPC cancels random ones while more calls of a method wait than it may hold."""
+    codes: list[grpc.StatusCode] = []
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    server = await asyncio.create_subprocess_exec(sys.executable, "-c", BUSY_SERVER, **pipes)
+    assert server.stdin is not None and server.stdout is not None
+    busy = server.stdin
+    try:
+        port = int(await server.stdout.readline())
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            method: Any = channel.unary_unary("/busy.Service/Call")
+
+            async def call(number: int) -> bytes:
+                try:
+                    return cast(bytes, await method(bytes([number])))
+                except grpc.aio.AioRpcError as error:
+                    codes.append(error.code())
+                    busy.close()
+                    raise
+
+            calls = [retry.repeat(partial(call, number), server="s") for number in range(64)]
+            assert await asyncio.gather(*calls) == [bytes([number]) for number in range(64)]
+    finally:
+        server.kill()
+        await server.wait()
+    assert set(codes) == {grpc.StatusCode.CANCELLED}
 
 
 async def test_patience_ends() -> None:

@@ -106,7 +106,16 @@ def test_a_status_without_our_details_is_an_error_too(code: grpc.StatusCode) -> 
     error = status.from_rpc_error(plain(code, "said"), server="there")
     assert isinstance(error, EtfarmError)
     assert error.reason
-    assert error.kind.value == (code.name if code.name in Kind.__members__ else "INTERNAL")
+    known = Kind.UNAVAILABLE if code is grpc.StatusCode.CANCELLED else Kind.__members__.get(code.name, Kind.INTERNAL)
+    assert error.kind is known
+
+
+def test_a_call_that_grpc_cancelled_at_the_server_is_unanswered_unlike_one_that_the_server_refused() -> None:
+    error = status.from_rpc_error(plain(grpc.StatusCode.CANCELLED, "CANCELLED"), server="board:1")
+    assert (error.reason, error.kind, error.fault) == ("SERVER_UNREACHABLE", Kind.UNAVAILABLE, Fault.FARM)
+    assert status.is_unanswered(plain(grpc.StatusCode.CANCELLED)) and status.is_unanswered(plain(grpc.StatusCode.UNAVAILABLE))
+    refused = rpc_error(status.to_status(error_of(Fault.USER, "CANCELLED", "Job 1 was cancelled.", kind=Kind.CANCELLED)))
+    assert not status.is_unanswered(refused) and not status.is_unanswered(plain(grpc.StatusCode.INTERNAL))
 
 
 def test_details_of_another_domain_are_not_taken_for_ours() -> None:

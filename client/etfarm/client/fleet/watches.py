@@ -13,6 +13,7 @@ from etfarm.client.models import Cell, Device, DeviceChange, JobInfo
 from etfarm.client.transport import decode, decode_devices
 from etfarm.client.transport.retry import Backoff
 from etfarm.v1 import device_pb2, job_pb2
+from etfarm.wire.status import is_unanswered
 
 if TYPE_CHECKING:
     from etfarm.client.transport.stubs import Stubs
@@ -44,7 +45,7 @@ async def watch_devices(stubs: Stubs, selector: str, *, telemetry: bool) -> Asyn
                         known[device.id] = device
                         yield DeviceChange(device.id, device)
         except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE or not await backoff.wait():
+            if not is_unanswered(error) or not await backoff.wait():
                 raise from_rpc_error(error, server=stubs.server) from None
         else:
             if not await backoff.wait():
@@ -96,7 +97,7 @@ async def watch_jobs(stubs: Stubs, owner: str) -> AsyncIterator[JobInfo]:
                     if (info := _job(live, change)) is not None:
                         yield info
         except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE or not await backoff.wait():
+            if not is_unanswered(error) or not await backoff.wait():
                 raise from_rpc_error(error, server=stubs.server) from None
         else:
             if not await backoff.wait():

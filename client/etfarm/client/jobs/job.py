@@ -23,6 +23,7 @@ from etfarm.v1 import common_pb2, job_pb2, report_pb2, webhook_pb2
 from etfarm.wire import report, tensors
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.names import RETRY_LABEL
+from etfarm.wire.status import is_unanswered
 
 if TYPE_CHECKING:
     from etfarm.client.reports import JobResult
@@ -163,7 +164,7 @@ class AsyncJob:
                         yield event
                 return
             except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE or not await backoff.wait():
+                if not is_unanswered(error) or not await backoff.wait():
                     raise from_rpc_error(error, server=self._stubs.server) from None
 
     async def wait(self, *, progress: bool = False) -> JobState:
@@ -248,7 +249,7 @@ class AsyncJob:
                         yield decode.log_line(message)
                 return
             except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE or not await backoff.wait():
+                if not is_unanswered(error) or not await backoff.wait():
                     raise from_rpc_error(error, server=self._stubs.server) from None
 
     async def outputs(self, cell: int = 0) -> list[tensors.Value]:

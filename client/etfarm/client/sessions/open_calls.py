@@ -17,7 +17,7 @@ from etfarm.client.transport import transfers
 from etfarm.v1 import common_pb2, compile_pb2, session_pb2
 from etfarm.wire import chunks, sessions, tensors
 from etfarm.wire.located_failures import LOCATED_REASONS, locate
-from etfarm.wire.status import from_proto
+from etfarm.wire.status import from_proto, is_unanswered
 
 if TYPE_CHECKING:
     from etfarm.v1.artifact_pb2_grpc import ArtifactServiceAsyncStub
@@ -217,7 +217,7 @@ class SessionCalls:
 
     async def _reason(self, error: grpc.aio.AioRpcError, line: Line) -> EtfarmError:
         """Return why a call failed: the reason of the session's end says more than the failed call."""
-        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.NOT_FOUND) and self._following is not None:
+        if (is_unanswered(error) or error.code() is grpc.StatusCode.NOT_FOUND) and self._following is not None:
             await asyncio.wait([self._following], timeout=LAST_WORD_S)
         return self._ended or from_rpc_error(error, server=line.server)
 

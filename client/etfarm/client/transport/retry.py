@@ -14,6 +14,7 @@ import grpc
 
 from etfarm.client.errors import from_rpc_error
 from etfarm.wire.retry_backoff import retry_backoff
+from etfarm.wire.status import is_unanswered
 
 PATIENCE_S = 30.0
 """Seconds that a server that answered before may be away: a restart takes seconds."""
@@ -98,5 +99,5 @@ async def repeat(call: Callable[[], Awaitable[Answer]], *, server: str, patience
         try:
             return await call()
         except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE or not await backoff.wait():
+            if not is_unanswered(error) or not await backoff.wait():
                 raise from_rpc_error(error, server=server) from None

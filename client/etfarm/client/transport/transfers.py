@@ -13,6 +13,7 @@ from etfarm.client.errors import OutputUnwritable, from_rpc_error
 from etfarm.client.transport.retry import Backoff, repeat
 from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.wire import chunks
+from etfarm.wire.status import is_unanswered
 
 if TYPE_CHECKING:
     from etfarm.v1.artifact_pb2_grpc import ArtifactServiceAsyncStub
@@ -29,7 +30,6 @@ _DIGESTS_PER_CALL = 5_000
 """Number of digests in one FindMissing call, which takes 10,000."""
 
 _GO_ON = (
-    grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.OUT_OF_RANGE,  # the committed size differs: ask for it and continue there
     grpc.StatusCode.ABORTED,  # another stream is uploading these bytes
 )
@@ -109,7 +109,7 @@ async def _upload(
         try:
             return await chunks.upload(stub, artifact, source, on_progress=further)
         except grpc.aio.AioRpcError as error:
-            if error.code() not in _GO_ON or not await backoff.wait():
+            if not (is_unanswered(error) or error.code() in _GO_ON) or not await backoff.wait():
                 raise from_rpc_error(error, server=server) from None
 
 
