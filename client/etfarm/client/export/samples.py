@@ -133,11 +133,11 @@ def unshared(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[An
 def dense(
     names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any], say: Callable[[str], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the same inputs, with a contiguous copy of each tensor whose elements are not dense in any order.
+    """Return the same inputs, with a contiguous copy of each tensor that is neither contiguous nor channels-last.
 
-    Such are expanded tensors and slices, whose strides ExecuTorch does not support. The program receives dense tensors in any
-    case. Tensors that are contiguous in several orders, such as channels-last ones with one channel, get the strides of new ones,
-    since ExecuTorch takes their order from the strides.
+    Such are expanded and transposed tensors and slices, whose strides ExecuTorch does not support. The program receives dense
+    tensors in any case. Tensors that are contiguous in several orders, such as channels-last ones with one channel, get the
+    strides of new ones, since ExecuTorch takes their order from the strides.
 
     Args:
         names: the leaves' names.
@@ -155,9 +155,10 @@ def dense(
         if leaf.is_contiguous():
             usual = leaf.stride() == torch.empty(leaf.shape, device="meta").stride()
             return leaf if usual or leaf.numel() == 0 else leaf.detach().clone(memory_format=torch.contiguous_format)
-        if leaf.permute(_dim_order(leaf)).is_contiguous():
+        channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(leaf.dim())
+        if channels_last is not None and leaf.is_contiguous(memory_format=channels_last):
             return leaf
-        say(f"The example input {name!r} has gaps or repeats in memory (strides {leaf.stride()}): a contiguous copy is exported.")
+        say(f"The example input {name!r} is not contiguous in memory (strides {leaf.stride()}): a contiguous copy is exported.")
         return leaf.detach().contiguous()
 
     own_args, own_kwargs = pytree.tree_map(copied, (args, dict(kwargs)))
