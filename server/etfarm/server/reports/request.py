@@ -15,6 +15,15 @@ CUT_SHORT: Final = "ANALYSIS_CUT_SHORT"
 FAR_FROM_QUANTIZED_GRAPH: Final = "FAR_FROM_QUANTIZED_GRAPH"
 """Warning code of outputs that are far from those of the program's own quantized graph."""
 
+OUTPUTS_DO_NOT_MATCH: Final = "ANALYSIS_OUTPUTS_DO_NOT_MATCH"
+"""Warning code of outputs that cannot be compared with those of a reference."""
+
+SAMPLES_LEFT_OUT: Final = "ANALYSIS_SAMPLES_LEFT_OUT"
+"""Warning code of an accuracy that is not over all samples."""
+
+ACCURACY_CODES: Final = frozenset({FAR_FROM_QUANTIZED_GRAPH, OUTPUTS_DO_NOT_MATCH, SAMPLES_LEFT_OUT})
+"""Warning codes of a complete accuracy."""
+
 TRACE_TIMES: Final = "trace_times.i64"
 """Name of the file that an analysis writes to its folder, with the times that become Report.trace_times."""
 PREFILL_TRACE_TIMES: Final = "prefill_trace_times.i64"
@@ -158,6 +167,16 @@ class AnalyzeRequest:
 
     further: Further | None = None
     """Set if the method was also executed on other inputs than `inputs`."""
+
+    @property
+    def accuracy_alone(self) -> AnalyzeRequest | None:
+        """The request for the accuracy over further samples alone; None without any, or if other parts need the references."""
+        if self.further is None or self.numerics is not None or self.scores is not None:
+            return None
+        return AnalyzeRequest(
+            pte=None, etdump=None, etrecord=None, model=self.model, inputs=self.inputs, outputs=self.outputs, samples=None,
+            method=self.method, output_names=self.output_names, traced_ns=(), quantized=self.quantized, further=self.further,
+        )  # fmt: skip
 
     @property
     def needs_torch(self) -> bool:
