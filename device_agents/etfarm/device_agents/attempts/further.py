@@ -74,6 +74,7 @@ async def execute(
                 further.samples += 1
                 size_bytes += _size_of(outputs)
     except TimeoutError:
+        # With the timed inputs, these are a power of two.
         further.samples = round_down(1 + further.samples) - 1
         del further.outputs[further.samples * len(first) :]
         further.error = SamplesLeftOut(f"The device needs more than {limit_s:g} s for {1 + len(files)}.")

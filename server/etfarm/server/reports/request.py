@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -173,9 +173,9 @@ class AnalyzeRequest:
         """The request for the accuracy over further samples alone; None without any, or if other parts need the references."""
         if self.further is None or self.numerics is not None or self.scores is not None:
             return None
-        return AnalyzeRequest(
-            pte=None, etdump=None, etrecord=None, model=self.model, inputs=self.inputs, outputs=self.outputs, samples=None,
-            method=self.method, output_names=self.output_names, traced_ns=(), quantized=self.quantized, further=self.further,
+        return replace(
+            self, pte=None, etdump=None, etrecord=None, samples=None, traced_ns=(), runs=(), blocks=(), base_samples=None,
+            base_blocks=(), generation=None, prefill=None, encoders=None,
         )  # fmt: skip
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -20,14 +21,14 @@ from etfarm.server.reports.analysis_parts import FILE_MISSING
 from etfarm.server.reports.child_checks import require_encoders, require_runs
 from etfarm.server.reports.findings import Findings, key_of
 from etfarm.server.reports.latency.samples import Block
-from etfarm.server.reports.request import CUT_SHORT, AnalyzeRequest, Numerics, Trace
+from etfarm.server.reports.request import CUT_SHORT, AnalyzeRequest, Further, Numerics, Trace
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.server.workers.errors import BadWorkerAnswer, ChildTimedOut
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
 from etfarm.v1 import report_pb2
-from etfarm.wire import digest
+from etfarm.wire import digest, tensors
 from tests.support.databases import new_database
 from tests.support.farm import wait_until
 from tests.support.traces import traced
@@ -120,6 +121,36 @@ async def test_the_same_files_are_analyzed_once(workers: Workers, store: Store, 
     assert again.analysis.cached
     again.analysis.cached = False
     assert again == first
+
+
+def with_samples(folder: Path, first_ns: int, outputs: bytes) -> AnalyzeRequest:
+    """Return the request of a run whose outputs on two samples are compared with a model's."""
+    import torch
+
+    archive = io.BytesIO()
+    torch.export.save(torch.export.export(torch.nn.Identity(), (torch.zeros(1),)), archive)
+    inputs = [stored(folder, tensors.encode([tensors.from_array("x", np.full(1, value, "<f4"))])) for value in (1, 2)]
+    return replace(
+        request(folder, first_ns), model=stored(folder, archive.getvalue()), inputs=inputs[0], outputs=inputs[0],
+        further=Further((inputs[1],), stored(folder, outputs)),
+    )  # fmt: skip
+
+
+async def test_the_accuracy_of_equal_outputs_on_several_samples_is_computed_once(
+    workers: Workers, store: Store, database: Database, tmp_path: Path
+) -> None:
+    findings = Findings(workers, store, database, Clock(), deadline_s=60)
+    equal, other = (tensors.encode([tensors.from_array("y", np.full(1, value, "<f4"))]) for value in (2, 3))
+    asked = with_samples(tmp_path, 1000, equal)
+    one = await findings.of(asked, quiet)
+    assert [(row.samples, row.equal) for row in one.accuracy] == [(2, True)]
+    assert asked.model is not None
+    asked.model.write_bytes(b"another analysis could not read it")
+    two = await findings.of(replace(asked, samples=request(tmp_path, 2000).samples), quiet)  # as with another thread count
+    assert two.accuracy == one.accuracy and two.latency.min_ns == 2000 and not two.analysis.cached
+    for again in (replace(asked, further=Further(asked.further.inputs, stored(tmp_path, other))), asked):
+        failed = await findings.of(again, quiet, fresh=again is asked)
+        assert not failed.accuracy and [warning.code for warning in failed.compile.warnings] == ["ANALYSIS_ACCURACY_FAILED"]
 
 
 async def test_a_result_whose_traced_times_are_gone_is_computed_again(
