@@ -44,7 +44,7 @@ def test_accuracy_is_of_the_samples_before_one_that_fails_on_the_device(farm: Fa
     for row in rows:
         assert row.samples == 2 and row.samples_digest
         assert row.sqnr_db is not None and row.sqnr_db > 120  # each sample starts from the initial count
-    assert rows[0] == rows[1]
+    assert rows[0].to_dict() == rows[1].to_dict()
     for report in reports:
         assert report.compile is not None
         (left_out,) = [each for each in report.compile.warnings if each.code == "SAMPLES_LEFT_OUT"]

@@ -156,7 +156,7 @@ class Findings:
         if known is not None:
             report = known
         else:
-            report, cut_short = await self._computed(request, caller, fresh=fresh)
+            report, cut_short = await self._compute_with_known_accuracy(request, caller, fresh=fresh)
             report.analysis.CopyFrom(report_pb2.Analysis(version=_version("etfarm"), key=key))
             report.analysis.time.FromDatetime(self._now())
             if cut_short:
@@ -167,7 +167,7 @@ class Findings:
         report.compile.warnings.extend(warnings)
         return report
 
-    async def _computed(
+    async def _compute_with_known_accuracy(
         self, request: AnalyzeRequest, caller: _Caller, *, fresh: bool
     ) -> tuple[report_pb2.Report, list[compile_pb2.Warning]]:
         """Return what `_compute` does, with the accuracy over several samples from an earlier analysis if there is one."""
