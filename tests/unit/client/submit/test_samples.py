@@ -20,6 +20,7 @@ from etfarm.client.submit.submission import Submission, SubmissionRequest
 from etfarm.v1 import common_pb2, job_pb2
 from etfarm.wire import samples, tensors
 from etfarm.wire.samples import MAX_SAMPLES, AccuracySamples, round_down
+from tests.support.programs import program
 
 INT8 = "xnnpack_pt2e_int8_static_per_channel"
 
@@ -125,10 +126,9 @@ def test_only_the_first_files_of_a_large_folder_are_read(files: Path, tmp_path: 
 
 
 def test_a_ready_program_is_sent_the_timed_inputs_alone(files: Path, tmp_path: Path) -> None:
-    (tmp_path / "x.pte").write_bytes(b"pte")
     for place in range(2):
         np.savez(files / f"{place}.npz", **{"0": np.full(2, place, np.float32)})  # type: ignore[arg-type]
-    created = gathered(tmp_path, str(tmp_path / "x.pte"), files)
+    created = gathered(tmp_path, str(program("add").path), files)
     assert list(created.spec.inputs) == ["forward"] and not created.spec.further_inputs
 
 
