@@ -132,9 +132,9 @@ def test_a_ready_program_is_sent_the_timed_inputs_alone(files: Path, tmp_path: P
     assert list(created.spec.inputs) == ["forward"] and not created.spec.further_inputs
 
 
-def calibrated(count: int) -> ModelSource:
+def calibrated(count: int, *more: tuple[Tensor, ...]) -> ModelSource:
     """Return a model whose first calibration input is its example input."""
-    inputs = [(torch.full((2,), float(place)),) for place in range(count)]
+    inputs = [*((torch.full((2,), float(place)),) for place in range(count)), *more]
     return ModelSource.of(Scale().eval(), inputs[0], calibration_inputs=inputs)
 
 
@@ -155,7 +155,7 @@ def test_programs_with_and_without_calibration_are_of_the_same_samples(tmp_path:
 def test_no_more_is_uploaded_for_accuracy_than_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size_bytes = sent(gathered(tmp_path, calibrated(2))).samples[0].size_bytes
     monkeypatch.setattr(samples, "MAX_SAMPLES_BYTES", 3 * size_bytes)
-    created = gathered(tmp_path, calibrated(9))
+    created = gathered(tmp_path, calibrated(9, (torch.zeros(2, 2),)))  # which would be refused if it were read
     used = {each.digest for each in sent(created).samples}
     assert len(used) == 2 and set(created.blobs) == used | {sent(created).exported_program.digest}
 
