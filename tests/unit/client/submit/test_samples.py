@@ -132,9 +132,9 @@ def test_a_ready_program_is_sent_the_timed_inputs_alone(files: Path, tmp_path: P
     assert list(created.spec.inputs) == ["forward"] and not created.spec.further_inputs
 
 
-def calibrated(count: int, *more: tuple[Tensor, ...]) -> ModelSource:
+def calibrated(count: int) -> ModelSource:
     """Return a model whose first calibration input is its example input."""
-    inputs = [*((torch.full((2,), float(place)),) for place in range(count)), *more]
+    inputs = [(torch.full((2,), float(place)),) for place in range(count)]
     return ModelSource.of(Scale().eval(), inputs[0], calibration_inputs=inputs)
 
 
@@ -155,9 +155,12 @@ def test_programs_with_and_without_calibration_are_of_the_same_samples(tmp_path:
 def test_no_more_is_uploaded_for_accuracy_than_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size_bytes = sent(gathered(tmp_path, calibrated(2))).samples[0].size_bytes
     monkeypatch.setattr(samples, "MAX_SAMPLES_BYTES", 3 * size_bytes)
-    created = gathered(tmp_path, calibrated(9, (torch.zeros(2, 2),)))  # which would be refused if it were read
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    created = gathered(folder, calibrated(9))
     used = {each.digest for each in sent(created).samples}
     assert len(used) == 2 and set(created.blobs) == used | {sent(created).exported_program.digest}
+    assert {path.name for path in folder.iterdir()} == set(created.blobs)
 
 
 def taken(*sizes: int) -> list[bool]:
