@@ -329,8 +329,8 @@ def test_only_whole_outputs_of_the_samples_are_compared(tmp_path: Path, values: 
             return x + 1, x * 2
 
     (first, (y,)), *further = _counted([1, 10, 20])
-    given = [(further[0][0], [y] * values), (further[1][0], [])]
-    report = _accuracy_of(tmp_path, Two(), first, [y, y], given)
+    sampled = [(further[0][0], [y] * values), (further[1][0], [])]
+    report = _accuracy_of(tmp_path, Two(), first, [y, y], sampled)
     assert [row.samples for row in report.accuracy] == [samples] * 2 and not _codes(report)
 
 
