@@ -22,8 +22,9 @@ def filled(message: MessageT, random: Random, share: float) -> MessageT:
         target = getattr(message, field.name)
         is_message = field.message_type is not None
         if is_message and field.message_type.GetOptions().map_entry:
-            value = field.message_type.fields_by_name["value"]
-            for key in ("forward", "encode")[: random.randint(1, 2)]:
+            of_key, value = (field.message_type.fields_by_name[name] for name in ("key", "value"))
+            keys: tuple[Any, ...] = ("forward", "encode") if of_key.type == of_key.TYPE_STRING else (0, 7)
+            for key in keys[: random.randint(1, 2)]:
                 if value.message_type is None:
                     target[key] = 1.5 if value.type == value.TYPE_DOUBLE else _scalar(value, random)
                 else:

@@ -124,7 +124,7 @@ KEYS: dict[str, Any] = {
             [
                 "output", "dtype", "shape", "reference", "equal", "max_abs_error", "mean_abs_error", "cosine", "sqnr_db",
                 "relative_error", "top1_agreement", "nan_count", "reference_nan_count", "equal_share", "samples",
-                "sqnr_db_min", "sqnr_db_max",
+                "sqnr_db_min", "sqnr_db_max", "samples_digest",
             ]
         )
     ],

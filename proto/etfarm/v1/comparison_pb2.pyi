@@ -1521,7 +1521,7 @@ class AccuracyChange(_message.Message):
     CHANGE_DB_FIELD_NUMBER: _builtins.int
     output: _builtins.str
     change_db: _builtins.float
-    """The change of `sqnr_db`; absent if the two have no common reference."""
+    """The change of `sqnr_db`; absent if the two have no common reference, or are of other samples."""
     @_builtins.property
     def base(self) -> Global___OutputErrors: ...
     @_builtins.property
@@ -1556,12 +1556,17 @@ class OutputErrors(_message.Message):
     MAX_ABS_ERROR_FIELD_NUMBER: _builtins.int
     TOP1_AGREEMENT_FIELD_NUMBER: _builtins.int
     NAN_COUNT_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    SAMPLES_DIGEST_FIELD_NUMBER: _builtins.int
     reference: _builtins.str
     equal: _builtins.bool
     sqnr_db: _builtins.float
     max_abs_error: _builtins.float
     top1_agreement: _builtins.float
     nan_count: _builtins.int
+    samples: _builtins.int
+    """1 for reports of releases that compared the timed inputs alone."""
+    samples_digest: _builtins.str
     def __init__(
         self,
         *,
@@ -1571,10 +1576,12 @@ class OutputErrors(_message.Message):
         max_abs_error: _builtins.float | None = ...,
         top1_agreement: _builtins.float | None = ...,
         nan_count: _builtins.int | None = ...,
+        samples: _builtins.int | None = ...,
+        samples_digest: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_equal", b"_equal", "_max_abs_error", b"_max_abs_error", "_nan_count", b"_nan_count", "_reference", b"_reference", "_sqnr_db", b"_sqnr_db", "_top1_agreement", b"_top1_agreement", "equal", b"equal", "max_abs_error", b"max_abs_error", "nan_count", b"nan_count", "reference", b"reference", "sqnr_db", b"sqnr_db", "top1_agreement", b"top1_agreement"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_equal", b"_equal", "_max_abs_error", b"_max_abs_error", "_nan_count", b"_nan_count", "_reference", b"_reference", "_samples", b"_samples", "_samples_digest", b"_samples_digest", "_sqnr_db", b"_sqnr_db", "_top1_agreement", b"_top1_agreement", "equal", b"equal", "max_abs_error", b"max_abs_error", "nan_count", b"nan_count", "reference", b"reference", "samples", b"samples", "samples_digest", b"samples_digest", "sqnr_db", b"sqnr_db", "top1_agreement", b"top1_agreement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_equal", b"_equal", "_max_abs_error", b"_max_abs_error", "_nan_count", b"_nan_count", "_reference", b"_reference", "_sqnr_db", b"_sqnr_db", "_top1_agreement", b"_top1_agreement", "equal", b"equal", "max_abs_error", b"max_abs_error", "nan_count", b"nan_count", "reference", b"reference", "sqnr_db", b"sqnr_db", "top1_agreement", b"top1_agreement"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_equal", b"_equal", "_max_abs_error", b"_max_abs_error", "_nan_count", b"_nan_count", "_reference", b"_reference", "_samples", b"_samples", "_samples_digest", b"_samples_digest", "_sqnr_db", b"_sqnr_db", "_top1_agreement", b"_top1_agreement", "equal", b"equal", "max_abs_error", b"max_abs_error", "nan_count", b"nan_count", "reference", b"reference", "samples", b"samples", "samples_digest", b"samples_digest", "sqnr_db", b"sqnr_db", "top1_agreement", b"top1_agreement"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__equal: _TypeAlias = _typing.Literal["equal"]  # noqa: Y015
     _WhichOneofArgType__equal: _TypeAlias = _typing.Literal["_equal", b"_equal"]  # noqa: Y015
@@ -1584,6 +1591,10 @@ class OutputErrors(_message.Message):
     _WhichOneofArgType__nan_count: _TypeAlias = _typing.Literal["_nan_count", b"_nan_count"]  # noqa: Y015
     _WhichOneofReturnType__reference: _TypeAlias = _typing.Literal["reference"]  # noqa: Y015
     _WhichOneofArgType__reference: _TypeAlias = _typing.Literal["_reference", b"_reference"]  # noqa: Y015
+    _WhichOneofReturnType__samples: _TypeAlias = _typing.Literal["samples"]  # noqa: Y015
+    _WhichOneofArgType__samples: _TypeAlias = _typing.Literal["_samples", b"_samples"]  # noqa: Y015
+    _WhichOneofReturnType__samples_digest: _TypeAlias = _typing.Literal["samples_digest"]  # noqa: Y015
+    _WhichOneofArgType__samples_digest: _TypeAlias = _typing.Literal["_samples_digest", b"_samples_digest"]  # noqa: Y015
     _WhichOneofReturnType__sqnr_db: _TypeAlias = _typing.Literal["sqnr_db"]  # noqa: Y015
     _WhichOneofArgType__sqnr_db: _TypeAlias = _typing.Literal["_sqnr_db", b"_sqnr_db"]  # noqa: Y015
     _WhichOneofReturnType__top1_agreement: _TypeAlias = _typing.Literal["top1_agreement"]  # noqa: Y015
@@ -1596,6 +1607,10 @@ class OutputErrors(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__nan_count) -> _WhichOneofReturnType__nan_count | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reference) -> _WhichOneofReturnType__reference | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__samples) -> _WhichOneofReturnType__samples | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__samples_digest) -> _WhichOneofReturnType__samples_digest | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sqnr_db) -> _WhichOneofReturnType__sqnr_db | None: ...
     @_typing.overload

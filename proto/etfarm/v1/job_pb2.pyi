@@ -188,7 +188,9 @@ class MethodSource(_message.Message):
 
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Artifact]:
-        """Further samples, at most 63 tensor files as in `calibration`, that accuracy is computed on beside the example inputs."""
+        """Further samples, at most 64 tensor files as in `calibration`, that accuracy is computed on beside the example inputs. As for
+        `calibration`, the first distinct ones that have 64 MiB with the timed inputs count.
+        """
 
     def __init__(
         self,
@@ -583,7 +585,7 @@ class FurtherInputs(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Artifact]:
-        """At most 63 tensor files of flattened leaves."""
+        """At most 64 tensor files of flattened leaves; which of them count is said at MethodSource.samples."""
 
     def __init__(
         self,

@@ -1932,6 +1932,7 @@ class OutputAccuracy(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     SQNR_DB_MIN_FIELD_NUMBER: _builtins.int
     SQNR_DB_MAX_FIELD_NUMBER: _builtins.int
+    SAMPLES_DIGEST_FIELD_NUMBER: _builtins.int
     output: _builtins.str
     """The output's name, or its index if it has no name."""
     dtype: _builtins.str
@@ -1961,8 +1962,14 @@ class OutputAccuracy(_message.Message):
     timed inputs were compared; absent in reports of releases that compared nothing else.
     """
     sqnr_db_min: _builtins.float
-    """The lowest and the highest `sqnr_db` of a single sample; absent as `sqnr_db` is for all samples."""
+    """The lowest and the highest `sqnr_db` of a single sample that has one: present also if `sqnr_db` is absent because other samples
+    have NaN.
+    """
     sqnr_db_max: _builtins.float
+    samples_digest: _builtins.str
+    """Digest of the inputs of all samples in order, by which reports tell whether they have the same ones. Absent for one sample, whose
+    inputs are ReportInputs.digest.
+    """
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -1985,10 +1992,11 @@ class OutputAccuracy(_message.Message):
         samples: _builtins.int | None = ...,
         sqnr_db_min: _builtins.float | None = ...,
         sqnr_db_max: _builtins.float | None = ...,
+        samples_digest: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cosine", b"_cosine", "_dtype", b"_dtype", "_equal", b"_equal", "_equal_share", b"_equal_share", "_max_abs_error", b"_max_abs_error", "_mean_abs_error", b"_mean_abs_error", "_nan_count", b"_nan_count", "_reference_nan_count", b"_reference_nan_count", "_relative_error", b"_relative_error", "_samples", b"_samples", "_sqnr_db", b"_sqnr_db", "_sqnr_db_max", b"_sqnr_db_max", "_sqnr_db_min", b"_sqnr_db_min", "_top1_agreement", b"_top1_agreement", "cosine", b"cosine", "dtype", b"dtype", "equal", b"equal", "equal_share", b"equal_share", "max_abs_error", b"max_abs_error", "mean_abs_error", b"mean_abs_error", "nan_count", b"nan_count", "reference_nan_count", b"reference_nan_count", "relative_error", b"relative_error", "samples", b"samples", "sqnr_db", b"sqnr_db", "sqnr_db_max", b"sqnr_db_max", "sqnr_db_min", b"sqnr_db_min", "top1_agreement", b"top1_agreement"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cosine", b"_cosine", "_dtype", b"_dtype", "_equal", b"_equal", "_equal_share", b"_equal_share", "_max_abs_error", b"_max_abs_error", "_mean_abs_error", b"_mean_abs_error", "_nan_count", b"_nan_count", "_reference_nan_count", b"_reference_nan_count", "_relative_error", b"_relative_error", "_samples", b"_samples", "_samples_digest", b"_samples_digest", "_sqnr_db", b"_sqnr_db", "_sqnr_db_max", b"_sqnr_db_max", "_sqnr_db_min", b"_sqnr_db_min", "_top1_agreement", b"_top1_agreement", "cosine", b"cosine", "dtype", b"dtype", "equal", b"equal", "equal_share", b"equal_share", "max_abs_error", b"max_abs_error", "mean_abs_error", b"mean_abs_error", "nan_count", b"nan_count", "reference_nan_count", b"reference_nan_count", "relative_error", b"relative_error", "samples", b"samples", "samples_digest", b"samples_digest", "sqnr_db", b"sqnr_db", "sqnr_db_max", b"sqnr_db_max", "sqnr_db_min", b"sqnr_db_min", "top1_agreement", b"top1_agreement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cosine", b"_cosine", "_dtype", b"_dtype", "_equal", b"_equal", "_equal_share", b"_equal_share", "_max_abs_error", b"_max_abs_error", "_mean_abs_error", b"_mean_abs_error", "_nan_count", b"_nan_count", "_reference_nan_count", b"_reference_nan_count", "_relative_error", b"_relative_error", "_samples", b"_samples", "_sqnr_db", b"_sqnr_db", "_sqnr_db_max", b"_sqnr_db_max", "_sqnr_db_min", b"_sqnr_db_min", "_top1_agreement", b"_top1_agreement", "cosine", b"cosine", "dtype", b"dtype", "equal", b"equal", "equal_share", b"equal_share", "max_abs_error", b"max_abs_error", "mean_abs_error", b"mean_abs_error", "nan_count", b"nan_count", "output", b"output", "reference", b"reference", "reference_nan_count", b"reference_nan_count", "relative_error", b"relative_error", "samples", b"samples", "shape", b"shape", "sqnr_db", b"sqnr_db", "sqnr_db_max", b"sqnr_db_max", "sqnr_db_min", b"sqnr_db_min", "top1_agreement", b"top1_agreement"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cosine", b"_cosine", "_dtype", b"_dtype", "_equal", b"_equal", "_equal_share", b"_equal_share", "_max_abs_error", b"_max_abs_error", "_mean_abs_error", b"_mean_abs_error", "_nan_count", b"_nan_count", "_reference_nan_count", b"_reference_nan_count", "_relative_error", b"_relative_error", "_samples", b"_samples", "_samples_digest", b"_samples_digest", "_sqnr_db", b"_sqnr_db", "_sqnr_db_max", b"_sqnr_db_max", "_sqnr_db_min", b"_sqnr_db_min", "_top1_agreement", b"_top1_agreement", "cosine", b"cosine", "dtype", b"dtype", "equal", b"equal", "equal_share", b"equal_share", "max_abs_error", b"max_abs_error", "mean_abs_error", b"mean_abs_error", "nan_count", b"nan_count", "output", b"output", "reference", b"reference", "reference_nan_count", b"reference_nan_count", "relative_error", b"relative_error", "samples", b"samples", "samples_digest", b"samples_digest", "shape", b"shape", "sqnr_db", b"sqnr_db", "sqnr_db_max", b"sqnr_db_max", "sqnr_db_min", b"sqnr_db_min", "top1_agreement", b"top1_agreement"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cosine: _TypeAlias = _typing.Literal["cosine"]  # noqa: Y015
     _WhichOneofArgType__cosine: _TypeAlias = _typing.Literal["_cosine", b"_cosine"]  # noqa: Y015
@@ -2010,6 +2018,8 @@ class OutputAccuracy(_message.Message):
     _WhichOneofArgType__relative_error: _TypeAlias = _typing.Literal["_relative_error", b"_relative_error"]  # noqa: Y015
     _WhichOneofReturnType__samples: _TypeAlias = _typing.Literal["samples"]  # noqa: Y015
     _WhichOneofArgType__samples: _TypeAlias = _typing.Literal["_samples", b"_samples"]  # noqa: Y015
+    _WhichOneofReturnType__samples_digest: _TypeAlias = _typing.Literal["samples_digest"]  # noqa: Y015
+    _WhichOneofArgType__samples_digest: _TypeAlias = _typing.Literal["_samples_digest", b"_samples_digest"]  # noqa: Y015
     _WhichOneofReturnType__sqnr_db: _TypeAlias = _typing.Literal["sqnr_db"]  # noqa: Y015
     _WhichOneofArgType__sqnr_db: _TypeAlias = _typing.Literal["_sqnr_db", b"_sqnr_db"]  # noqa: Y015
     _WhichOneofReturnType__sqnr_db_max: _TypeAlias = _typing.Literal["sqnr_db_max"]  # noqa: Y015
@@ -2038,6 +2048,8 @@ class OutputAccuracy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__relative_error) -> _WhichOneofReturnType__relative_error | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__samples) -> _WhichOneofReturnType__samples | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__samples_digest) -> _WhichOneofReturnType__samples_digest | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sqnr_db) -> _WhichOneofReturnType__sqnr_db | None: ...
     @_typing.overload

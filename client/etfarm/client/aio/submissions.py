@@ -66,7 +66,8 @@ class AsyncSubmissions(AsyncConnected):
                 `etfarm.client.submit.calibration.Calibration`, such as an .npz or a folder of them; with `batched`, axis
                 0 of every array indexes the samples.
             data: named data files (.ptd) of a ready program.
-            inputs: inputs of the programs; the models' own example inputs when None.
+            inputs: inputs of the programs, such as an .npz, or a folder of them, of which the first one is timed and accuracy
+                is over all; the models' own example inputs when None.
             numerics: compare the outputs of each operator too (`report.numeric_gap`): in addition to the timed program,
                 one with a delegate per operator is compiled and run once. Not available for ready programs.
             repeat: measure in that many fresh processes, one after the other. `report.runs` has each of them, and

@@ -48,7 +48,7 @@ from etfarm.client.export.transform import Transform
 from etfarm.wire import digest
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.pt2 import InputType, read_archive
-from etfarm.wire.samples import MAX_FURTHER_SAMPLES
+from etfarm.wire.samples import AccuracySamples
 from etfarm.wire.tensors import encode
 
 if TYPE_CHECKING:
@@ -271,17 +271,20 @@ class _Export:
     ) -> Iterator[bytes | Path]:
         """Yield the calibration samples as tensor files, without those that equal the example inputs."""
         samples = self.source.calibration_inputs.get(method, ())
-        if not self.calibrate:  # for accuracy alone; a function may take long
-            samples = () if callable(samples) else samples[:MAX_FURTHER_SAMPLES]
-        if not samples:
+        if not samples or (callable(samples) and not self.calibrate):  # for accuracy alone, a function may take too long
             return
         # The archive contains the example inputs, which the server also calibrates with.
         example = encode(flat_values(method, names, args, kwargs))
+        of_accuracy = AccuracySamples()
+        of_accuracy.take(digest.of_bytes(example), len(example))
         for index, sample in enumerate(_called(method, samples, self.base)):
+            if of_accuracy.is_full and not self.calibrate:
+                return
             must_be_tuple(method, sample)
             must_match(method, index, args, sample, early_names)
             file = encode(flat_values(method, names, sample, kwargs))
-            if file != example:
+            is_used = file != example if self.calibrate else of_accuracy.take(digest.of_bytes(file), len(file))
+            if is_used:
                 yield self._kept(file)
 
     def _kept(self, data: bytes) -> bytes | Path:

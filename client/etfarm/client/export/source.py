@@ -9,18 +9,16 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from etfarm.client.export.errors import BadModelSource, DynamicShapesForm, ExampleInputsNotATuple, with_article
+from etfarm.wire.model_limits import MAX_CALLS
 
 if TYPE_CHECKING:
     from torch import nn
 
     SourceTransform: TypeAlias = Callable[[str, nn.Module], nn.Module]
     """Takes a method's name and a copy of its module, and gives the module to export: the copy, changed, or another."""
-
-MAX_CALLS: Final = 64
-"""Maximum number of calls of `ModelSource.calls`."""
 
 Samples: TypeAlias = "Sequence[tuple[Any, ...]] | Callable[[], Iterable[tuple[Any, ...]]]"
 """Calibration samples of a method, or a function that returns an iterable of them, which need not keep them in memory."""

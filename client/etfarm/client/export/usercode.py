@@ -27,11 +27,7 @@ from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any, Final, NamedTuple
 
-MAX_SOURCES: Final = 1000
-"""Maximum number of source files that a report lists; the last entry then stands for all further ones."""
-
-MAX_PATH: Final = 400
-"""Maximum number of characters of a source file's path; of longer paths the end is kept."""
+from etfarm.wire.model_limits import MAX_SOURCE_PATH, MAX_SOURCES
 
 _SHARED: Final = frozenset(
     {"etfarm", "torch", "torchao", "torchgen", "functorch", "executorch", "numpy", "google", "grpc", "__main__", "__mp_main__"}
@@ -88,7 +84,7 @@ class ModuleScope:
 
     @property
     def sources(self) -> tuple[SourceFile, ...]:
-        """The files that were executed so far, by path."""
+        """The files that were executed so far, by path; of more than MAX_SOURCES, the last entry stands for all further ones."""
         files = sorted(self._files)
         if len(files) > MAX_SOURCES:
             rest = files[MAX_SOURCES - 1 :]
@@ -404,10 +400,10 @@ def _has_registered(module: ModuleType) -> bool:
 
 
 def _shown(path: str) -> str:
-    """Return a path as text without control characters that UTF-8 can hold, of at most `MAX_PATH` characters."""
+    """Return a path as text without control characters that UTF-8 can hold, of at most `MAX_SOURCE_PATH` characters."""
     text = os.fsencode(path).decode("utf-8", "backslashreplace").replace(os.sep, "/")
     text = "".join(each if ord(each) >= 0x20 else f"\\x{ord(each):02x}" for each in text)
-    return text if len(text) <= MAX_PATH else f"…{text[1 - MAX_PATH :]}"
+    return text if len(text) <= MAX_SOURCE_PATH else f"…{text[1 - MAX_SOURCE_PATH :]}"
 
 
 def _sha256(data: bytes) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from etfarm.client.formats import generation, units
+from etfarm.client.formats import generation, sentences, units
 from etfarm.wire import delegation as delegations
 from etfarm.wire import views
 from etfarm.wire.comparison.uncertainty import MIN_RUNS
@@ -151,11 +151,12 @@ def _accuracy(reference: str, outputs: Sequence[Json]) -> Answer:
     if not known:
         return Answer("not comparable", against, "fair")
     worst = min(known, key=lambda output: output["sqnr_db"])
+    samples = sentences.samples(worst)
     agreements = [output["top1_agreement"] for output in outputs if output["top1_agreement"] is not None]
     top1 = f", top-1 agrees {units.percent(min(agreements)).replace('.0 %', ' %')}" if agreements else ""
     level_db = worst["sqnr_db"]
     mood = "good" if level_db >= FINE_DB else "bad" if level_db < POOR_DB else "fair"
-    return Answer(decibels(level_db), f"{against}{top1}", mood)
+    return Answer(decibels(level_db), f"{against}{samples and f', {samples}'}{top1}", mood)
 
 
 def size(report: Json) -> Answer:

@@ -15,6 +15,7 @@ from etfarm.client.formats.compared_fact import number_fact
 from etfarm.wire import changes
 from etfarm.wire.comparison import EXACT_DB, label, traits
 from etfarm.wire.comparison.numbers import ratio_text
+from etfarm.wire.comparison.program import has_other_samples
 from etfarm.wire.delegation import GLUE
 from etfarm.wire.sqnr import decibels
 
@@ -221,7 +222,10 @@ def _accuracy(output: Json, *, alone: bool) -> Fact:
     change = f"{change_db:+.1f} dB" if abs(change_db) >= 0.05 else ""
     if len({side["reference"] for side in (output["base"], output["candidate"]) if side}) > 1:
         change = "another reference"
-    return Fact(name, _errors(output["base"]), _errors(output["candidate"]), change)
+    elif has_other_samples(output["base"], output["candidate"]):
+        change = "other samples"
+    base, candidate = (_errors(output[side], with_samples=change == "other samples") for side in ("base", "candidate"))
+    return Fact(name, base, candidate, change)
 
 
 def worst_accuracy(pair: Json) -> Fact | None:
@@ -239,12 +243,11 @@ def _change_db(output: Json) -> float:
     return change_db
 
 
-def _errors(errors: Json | None) -> str:
+def _errors(errors: Json | None, *, with_samples: bool) -> str:
     if errors is None:
         return "-"
-    if errors["equal"]:
-        return "equal"
-    return "-" if errors["sqnr_db"] is None else decibels(errors["sqnr_db"])
+    level = "equal" if errors["equal"] else "-" if errors["sqnr_db"] is None else decibels(errors["sqnr_db"])
+    return f"{level} ({units.count(errors.get('samples') or 1, 'sample')})" if with_samples else level
 
 
 def _exactness(output: Json) -> tuple[float, float]:

@@ -154,6 +154,8 @@ def _accuracy(report: Json) -> Iterator[str]:
         level = "equal" if output["equal"] else decibels(output["sqnr_db"]) if output["sqnr_db"] is not None else ""
         if not level and output.get("equal_share") is not None:
             level = f"{units.percent(output['equal_share'])} equal"
+        if samples := sentences.samples(output):
+            level = f"{level} ({samples})".lstrip()
         yield _row(
             [
                 escapes.text(output["output"] or "output"),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from etfarm.client.formats import units
+from etfarm.wire.sqnr import decibels
 
 Json = Mapping[str, Any]
 
@@ -251,6 +252,16 @@ def change(share: float) -> str:
     """Return a change, `+2.1 %` for 0.021; a change that rounds to zero has no sign."""
     text = f"{share * 100:+.1f} %"
     return "0.0 %" if text[1:] == "0.0 %" else text
+
+
+def samples(output: Json) -> str:
+    """Return the range of an output's SQNR over single samples, `15.4 dB to 20.1 dB in 8 samples`; empty for one sample."""
+    count = output.get("samples") or 1
+    if count < 2:
+        return ""
+    if output["equal"] or output["sqnr_db_min"] is None:
+        return f"in {count} samples"
+    return f"{decibels(output['sqnr_db_min'])} to {decibels(output['sqnr_db_max'])} in {count} samples"
 
 
 def ratio(value: float, interval: Sequence[float] | None) -> str:

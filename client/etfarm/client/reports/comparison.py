@@ -192,6 +192,10 @@ class OutputErrors(JsonObject):
     max_abs_error: float | None = None
     top1_agreement: float | None = None
     nan_count: int | None = None
+    samples: int | None = None
+    """Number of samples that the numbers are of together."""
+    samples_digest: str | None = None
+    """Digest of their inputs; None for one sample."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -202,7 +206,7 @@ class AccuracyComparison(JsonObject):
     base: OutputErrors | None = None
     candidate: OutputErrors | None = None
     change_db: float | None = None
-    """Change of the SQNR in dB; None without a common reference."""
+    """Change of the SQNR in dB; None without a common reference, or of other samples."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

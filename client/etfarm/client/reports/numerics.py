@@ -43,9 +43,11 @@ class Accuracy(JsonObject):
     samples: int | None = None
     """Number of samples, each with its own inputs, that the numbers are of together; None in reports of older releases."""
     sqnr_db_min: float | None = None
-    """The lowest signal-to-noise ratio of a single sample, in dB."""
+    """The lowest signal-to-noise ratio of a single sample, in dB; of those that have one if others have NaN."""
     sqnr_db_max: float | None = None
     """The highest signal-to-noise ratio of a single sample, in dB."""
+    samples_digest: str | None = None
+    """Digest of the inputs of all samples, equal in reports of the same ones; None for one sample."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -51,16 +51,18 @@ def read_named(inputs: Inputs) -> dict[str, input_names.Named]:
     return npz.read_named(Path(inputs)) if isinstance(inputs, str | Path) else named_arrays(inputs)
 
 
-def read_samples(inputs: Inputs) -> Iterator[dict[str, input_names.Named]]:
+def read_samples(inputs: Inputs) -> Iterator[tuple[str, dict[str, input_names.Named]]]:
     """Yield each sample of inputs as `read_named` returns it: each .npz of a folder by name, at most MAX_SAMPLES, else just one.
+
+    Each has the name of its file for errors, which is empty for inputs that are one sample.
 
     Raises:
         UserError: as `read_named`.
     """
     if isinstance(inputs, str | Path) and Path(inputs).is_dir():
-        yield from islice(npz.read_samples(Path(inputs)), MAX_SAMPLES)
+        yield from islice(npz.labelled_samples(Path(inputs)), MAX_SAMPLES)
     else:
-        yield read_named(inputs)
+        yield "", read_named(inputs)
 
 
 def values_of(

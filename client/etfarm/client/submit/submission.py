@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etfarm.client.export.errors import STAGE, TRANSFORM_STAGE
 from etfarm.client.submit.early_checks import check_source, is_program, require_methods
-from etfarm.client.submit.input_names import Named
+from etfarm.client.submit.input_names import InputMissing, Named
 from etfarm.client.submit.input_types import require_fitting
 from etfarm.client.submit.inputs import Inputs, InputsDiffer, read_samples, values_of
 from etfarm.client.submit.preparation import ExampleInputs, Say, prepare
@@ -20,9 +20,10 @@ from etfarm.client.submit.recipes import reads_values
 from etfarm.client.submit.value_names import ValueNames
 from etfarm.wire import tensors
 from etfarm.wire.errors import UserError
-from etfarm.wire.samples import MAX_FURTHER_SAMPLES
+from etfarm.wire.samples import AccuracySamples
 
 if TYPE_CHECKING:
+    from etfarm.client.export.source import ModelSource
     from etfarm.client.export.usercode import SourceFile
     from etfarm.client.submit.calibration import Calibration
     from etfarm.client.submit.prepared import PreparedExport
@@ -46,13 +47,7 @@ class Submission:
 
     def add(self, source: bytes | Path) -> common_pb2.Artifact:
         """Add an artifact for `source`, which is uploaded if the store lacks it, and return it."""
-        from etfarm.v1 import common_pb2
-        from etfarm.wire import chunks, digest
-
-        if isinstance(source, bytes):
-            artifact = chunks.artifact_of(source)
-        else:
-            artifact = common_pb2.Artifact(digest=digest.of_file(source), size_bytes=source.stat().st_size)
+        artifact = _artifact_of(source)
         self.blobs[artifact.digest] = (artifact, source)
         return artifact
 
@@ -87,10 +82,39 @@ class Submission:
         for method, data in _input_files(named, models, methods).items():
             self.spec.inputs[method].CopyFrom(self.add(data))
 
-    def add_further_inputs(self, named: Mapping[str, Named], models: Sequence[PreparedModel], methods: Sequence[str]) -> None:
-        """Add one more sample, which accuracy is computed on; the arguments and errors are those of `add_inputs`."""
-        for method, data in _input_files(named, models, methods).items():
-            self.spec.further_inputs[method].samples.append(self.add(data))
+    def add_further_inputs(
+        self, samples: Iterator[tuple[str, Mapping[str, Named]]], models: Sequence[PreparedModel], methods: Sequence[str]
+    ) -> None:
+        """Add more samples, which accuracy is computed on: read one by one, and no more than count.
+
+        Args:
+            samples: named for errors; otherwise the arguments and errors are those of `add_inputs`.
+
+        Raises:
+            InputMissing: one has inputs of a method for which `add_inputs` added none.
+        """
+        taken = {method: AccuracySamples() for method in self.spec.inputs}
+        for method, timed in self.spec.inputs.items():
+            taken[method].take(timed.digest, timed.size_bytes)
+        while not all(each.is_full for each in taken.values()) and (sample := next(samples, None)) is not None:
+            with _named(sample[0]):
+                for method, data in _input_files(sample[1], models, methods).items():
+                    if method not in taken:
+                        raise InputMissing(
+                            f"it has inputs of {method}, and the first file, which is timed, has none.",
+                            "Give the first file inputs of each method.", method=method,
+                        )  # fmt: skip
+                    self.spec.further_inputs[method].samples.extend(self._add_samples([data], taken[method]))
+
+    def _add_samples(self, sources: Iterable[bytes | Path], taken: AccuracySamples) -> Iterator[common_pb2.Artifact]:
+        """Add those of several samples that accuracy may be over, and yield them."""
+        for source in sources:
+            artifact = _artifact_of(source)
+            if taken.take(artifact.digest, artifact.size_bytes):
+                self.blobs[artifact.digest] = (artifact, source)
+                yield artifact
+            if taken.is_full:
+                return
 
     def _add_program(self, name: str, model: PreparedModel, path: Path) -> None:
         from etfarm.wire import digest
@@ -126,13 +150,33 @@ class Submission:
             if calibrate:
                 model.methods[method].calibration.extend(self.add(sample) for sample in prepared.calibration)
             elif self.spec.HasField("measurement") and method not in self.spec.inputs:
-                samples = prepared.calibration[:MAX_FURTHER_SAMPLES]
-                model.methods[method].samples.extend(self.add(sample) for sample in samples)
+                model.methods[method].samples.extend(self._add_samples(prepared.calibration, AccuracySamples()))
         for method, value in export.constants.items():
             model.constant_methods[method].CopyFrom(self.add(value))
         for method, inputs in export.calls:
             model.calls.add(method=method, inputs=None if inputs is None else self.add(inputs))
         return model
+
+
+def _artifact_of(source: bytes | Path) -> common_pb2.Artifact:
+    from etfarm.v1 import common_pb2
+    from etfarm.wire import chunks, digest
+
+    if isinstance(source, bytes):
+        return chunks.artifact_of(source)
+    return common_pb2.Artifact(digest=digest.of_file(source), size_bytes=source.stat().st_size)
+
+
+@contextmanager
+def _named(file: str) -> Iterator[None]:
+    """Begin errors about one of several files of inputs with its name; empty for the only one."""
+    try:
+        yield
+    except UserError as error:
+        if file:
+            error.prefix(file)
+            error.metadata["file"] = file
+        raise
 
 
 def _input_files(named: Mapping[str, Named], models: Sequence[PreparedModel], methods: Sequence[str]) -> dict[str, bytes]:
@@ -182,13 +226,17 @@ class SubmissionRequest:
         """
         methods = list(spec.methods)
         has_program = any(is_program(model) for model in self.models)
-        samples = list(read_samples(self.inputs)) if self.inputs is not None else []
-        inputs = samples[0] if samples else None
+        samples = read_samples(self.inputs) if self.inputs is not None else iter(())
+        file, inputs = next(samples, ("", None))
         exporting = ""
 
         def on_export(name: str) -> None:
             nonlocal exporting
             exporting = name
+
+        def check(name: str, source: ModelSource) -> None:
+            with _named(file):
+                check_source(name, source, methods, inputs)
 
         models = []
         for model in self.models:
@@ -202,7 +250,7 @@ class SubmissionRequest:
                     data=self.data if not has_program or is_program(model) else (),
                     folder=folder,
                     say=say,
-                    check=partial(check_source, methods=methods, inputs=inputs),
+                    check=check,
                     on_export=on_export,
                 )
             except UserError as error:
@@ -220,9 +268,10 @@ class SubmissionRequest:
                     require_methods(model.name, known, methods)
         submission = Submission(spec, names=models[0].names if len(models) == 1 else ValueNames())
         if inputs is not None:
-            submission.add_inputs(inputs, models, methods)
-        for further in samples[1:]:
-            submission.add_further_inputs(further, models, methods)
+            with _named(file):
+                submission.add_inputs(inputs, models, methods)
+            if spec.HasField("measurement") and any(model.program is None for model in models):
+                submission.add_further_inputs(samples, models, methods)
         submission.add_candidates(models, recipes)
         return submission
 

@@ -12,13 +12,11 @@ from typing import Final
 from etfarm.device_agents.runners.protocol import Runner
 from etfarm.wire import tensors
 from etfarm.wire.errors import DeviceError, EtfarmError
+from etfarm.wire.samples import MAX_OUTPUTS_BYTES, round_down
 from etfarm.wire.tensors import Tensor, Value
 
 LIMIT_S: Final = 30.0
 """Time limit of all executions together; the current one is completed unless it takes twice as long."""
-
-LIMIT_BYTES: Final = 32 << 20
-"""Size of all outputs together, those of the timed inputs included, from which on no further sample is executed."""
 
 
 class SamplesLeftOut(DeviceError):
@@ -62,8 +60,10 @@ async def execute(
     try:
         async with asyncio.timeout(2 * limit_s):
             for path in files:
-                if time.monotonic() > ends_s or size_bytes > LIMIT_BYTES:
-                    raise SamplesLeftOut(f"{len(files) - further.samples} more would take too much time or room.")
+                if time.monotonic() > ends_s:
+                    raise TimeoutError
+                if size_bytes > MAX_OUTPUTS_BYTES:
+                    raise SamplesLeftOut(f"The outputs of {1 + len(files)} have more than {MAX_OUTPUTS_BYTES >> 20} MiB.")
                 values = await asyncio.to_thread(_read, path)
                 if keeps_state or not further.samples:
                     await runner.load_method(method)
@@ -74,7 +74,10 @@ async def execute(
                 further.samples += 1
                 size_bytes += _size_of(outputs)
     except TimeoutError:
-        further.error = SamplesLeftOut(f"Sample {further.samples + 1} takes more than {limit_s:g} s.")
+        # With the timed inputs, these are a power of two.
+        further.samples = round_down(1 + further.samples) - 1
+        del further.outputs[further.samples * len(first) :]
+        further.error = SamplesLeftOut(f"The device needs more than {limit_s:g} s for {1 + len(files)}.")
     except EtfarmError as error:
         further.error = error
     return further

@@ -27,8 +27,8 @@ Takes REPORTs of etfarm.report/1 and returns one document in strict JSON, with e
     size         {total_bytes, pte_bytes, program_bytes, constant_bytes, delegate_bytes, data_bytes}: each NUMBER|null
     memory       {peak_rss_bytes, planned_bytes}: each NUMBER|null
     accuracy     [{output, base: ERRORS|null, candidate: ERRORS|null, change_db}]   `change_db` is null if the two have no
-                  common reference
-    ERRORS       {reference, equal, sqnr_db, max_abs_error, top1_agreement, nan_count}
+                  common reference, or are of other samples
+    ERRORS       {reference, equal, sqnr_db, max_abs_error, top1_agreement, nan_count, samples, samples_digest}
     delegation   {METHOD: {subgraphs, delegated_nodes, non_delegated_nodes: NUMBER,
                   operators[{op, base{delegated,non_delegated}|null, candidate|null}]}}, of operators whose counts differ;
                   nodes that compute nothing, such as getitem, are not counted

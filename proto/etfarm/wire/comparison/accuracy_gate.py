@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from etfarm.wire.comparison.finding import Finding, percent
+from etfarm.wire.comparison.program import has_other_samples
 from etfarm.wire.comparison.remedy import SIDES
 from etfarm.wire.report import Json
 from etfarm.wire.sqnr import decibels
@@ -37,6 +38,9 @@ def judge_top1(pair: Json, limit: float) -> Iterator[Finding]:
             yield reason
             return
         before, after = (float(row[side]["top1_agreement"]) for side in SIDES)
+        if (1 - after) * 100 > limit + _ROUNDING and (reason := _other_samples(row, "top-1 agreement")) is not None:
+            yield reason
+            return
         if (before - after) * 100 > limit + _ROUNDING:
             message = f"the top-1 agreement of {name} fell by {(before - after) * 100:.1f} points"
             yield Finding("LESS_ACCURATE", f"{message}, {before * 100:.1f} -> {after * 100:.1f} %; {limit:g} is allowed")
@@ -75,14 +79,31 @@ def _incomparable(row: Json, key: str) -> Finding | None:
     names = {"sqnr_db": "accuracy", "top1_agreement": "top-1 agreement"}
     if not base or not candidate or base[key] is None or candidate[key] is None:
         return Finding("NOT_MEASURED", f"{names[key]} is not known for both sides")
-    if base["reference"] != candidate["reference"]:
-        message = f"{names[key]} is not known for both sides against one reference"
-        which = f"the base is compared with the {base['reference']}, the candidate with the {candidate['reference']}"
-        return Finding("NOT_MEASURED", f"{message}: {which}")
+    if (other := _other_reference(row, names[key])) is not None:
+        return other
     if base.get("tokens") != candidate.get("tokens"):
         message = f"{names[key]} is not known for both sides after the same tokens"
         return Finding("NOT_MEASURED", f"{message}: the base scored {base['tokens']:,}, the candidate {candidate['tokens']:,}")
     return None
+
+
+def _other_reference(row: Json, what: str) -> Finding | None:
+    """Return that the sides are compared with two references; None if they are not."""
+    references = [row[side]["reference"] for side in SIDES if row[side]]
+    if len(set(references)) < 2:
+        return None
+    which = f"the base is compared with the {references[0]}, the candidate with the {references[1]}"
+    return Finding("NOT_MEASURED", f"{what} is not known for both sides against one reference: {which}")
+
+
+def _other_samples(row: Json, what: str) -> Finding | None:
+    """Return that the sides are of other samples; None if they are not."""
+    if not has_other_samples(row["base"], row["candidate"]):
+        return None
+    base, candidate = (row[side].get("samples") or 1 for side in SIDES)
+    which = f"the base has {base}, the candidate {candidate}" if base != candidate else f"each has {base}, but not the same"
+    message = f"{what} is not known for both sides over the same samples: {which}"
+    return Finding("NOT_MEASURED", f"{message}. Measure both with one --inputs FOLDER, or with the same calibration inputs")
 
 
 def _lost_sqnr(name: str, before: float, after: float, limit: float) -> Finding | None:
@@ -99,10 +120,12 @@ def _outputs_sqnr(pair: Json, limit: float) -> Iterator[Finding]:
     if not measured:
         yield Finding("NOT_MEASURED", "accuracy is not known for both sides")
     for output in measured:
-        references = [output[side]["reference"] for side in SIDES if output[side]]
-        if len(set(references)) > 1:
-            message = f"the base is compared with the {references[0]}, the candidate with the {references[1]}"
-            yield Finding("NOT_MEASURED", f"accuracy is not known for both sides against one reference: {message}")
+        after = _sqnr_db(output["candidate"])
+        # More than EXACT_DB counts as EXACT_DB, so that no base is better than this candidate by more than the limit.
+        is_exact = after is not None and EXACT_DB - after <= limit
+        reason = _other_reference(output, "accuracy") or (None if is_exact else _other_samples(output, "accuracy"))
+        if reason is not None:
+            yield reason
             return
     for output in measured:
         name = f"output {output['output']}" if output["output"] else "the output"

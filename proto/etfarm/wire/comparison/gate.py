@@ -131,7 +131,7 @@ def judge(document: Json, gate: Gate) -> Json:
       size      the .pte with its data files is larger by more than the limit
       memory    the process's peak or the planned memory is larger by more than the limit
       accuracy  the SQNR of an output, or of a language model's logits, is lower by more than the limit, where values above
-                EXACT_DB count as EXACT_DB; or the two have no common reference
+                EXACT_DB count as EXACT_DB; or the two have no common reference, or other samples
       top1      the same of the fraction of outputs or tokens whose largest value is the reference's, in percentage points
       perplexity  the perplexity of the text is higher by more than the limit
       all       a cell of the candidate failed, or a report of the base has no counterpart

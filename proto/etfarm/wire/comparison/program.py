@@ -32,7 +32,8 @@ def accuracy(base: Json, candidate: Json) -> list[Json]:
 
     An output of a report before etfarm 0.3 may have the name of its node in the graph, such as `relu_19`. Both sides are
     compared with the first common reference: the program before quantization, or the quantized one if a side lacks the former.
-    Without a common reference, each side has the errors against its own first reference, and there is no change.
+    Without a common reference, each side has the errors against its own first reference, and there is no change. There is none
+    either if the numbers are of other samples: single ones may differ by several dB.
     """
     against = _references(base["accuracy"] or (), candidate["accuracy"] or ())
     sides = [
@@ -45,10 +46,22 @@ def accuracy(base: Json, candidate: Json) -> list[Json]:
     rows = []
     for output in [*sides[0], *(name for name in right if name not in moved.values())]:
         errors = _errors(sides[0].get(output)), _errors(sides[1].get(moved.get(output, output)))
-        known = number(*(side["sqnr_db"] if side else None for side in errors)) if is_common else None
+        is_comparable = is_common and not has_other_samples(*errors)
+        known = number(*(side["sqnr_db"] if side else None for side in errors)) if is_comparable else None
         change_db = known["change"] if known else None
         rows.append({"output": moved.get(output, output), "base": errors[0], "candidate": errors[1], "change_db": change_db})
     return rows
+
+
+def has_other_samples(base: Json | None, candidate: Json | None) -> bool:
+    """Return whether two ERRORS are of different samples.
+
+    Of the timed inputs alone they count as comparable, whatever these are.
+    """
+    if base is None or candidate is None:
+        return False
+    old, new = ((side.get("samples") or 1, side.get("samples_digest")) for side in (base, candidate))
+    return old != new
 
 
 def _references(base: Sequence[Mapping[str, Any]], candidate: Sequence[Mapping[str, Any]]) -> tuple[str | None, str | None]:
@@ -85,7 +98,10 @@ def _sizes(compiled: Mapping[str, Any] | None) -> dict[str, int | None]:
 def _errors(output: Mapping[str, Any] | None) -> Json | None:
     if output is None:
         return None
-    return {key: output[key] for key in ("reference", "equal", "sqnr_db", "max_abs_error", "top1_agreement", "nan_count")}
+    keys = ("reference", "equal", "sqnr_db", "max_abs_error", "top1_agreement", "nan_count")
+    # Reports of releases before 0.3 are of the timed inputs alone.
+    samples = {"samples": output["samples"] or 1, "samples_digest": output["samples_digest"]}
+    return {**{key: output[key] for key in keys}, **samples}
 
 
 def _method(base: Mapping[str, Any] | None, candidate: Mapping[str, Any] | None) -> Json:

@@ -8,15 +8,11 @@ from etfarm.server.jobs.cells.requirements import MethodMissing
 from etfarm.server.jobs.model import BadJob
 from etfarm.v1 import common_pb2, job_pb2
 from etfarm.wire import digest, stages
+from etfarm.wire.model_limits import MAX_CALLS, MAX_SOURCE_PATH, MAX_SOURCES
 from etfarm.wire.release_0_1.requests import require_later_client
 
 MAX_SAMPLES = 10_000
 """Maximum number of calibration samples of one method: all of ImageNet would calibrate no better, and take a day."""
-MAX_SOURCES = 1000
-"""Maximum number of source files of one model."""
-_PATH_CHARACTERS = 400
-MAX_CALLS = 64
-"""Maximum number of calls by which a program is compared with its model."""
 _METHOD_BYTES = 100
 _CLIENT_STAGES = ("SOURCE_TRANSFORM", "QUANTIZE", "TORCH_EXPORT")
 
@@ -65,7 +61,7 @@ def validate_methods(candidate: job_pb2.Candidate, spec: job_pb2.JobSpec) -> Non
             )  # fmt: skip
     if len(model.sources) > MAX_SOURCES or any(not _is_source(file) for file in model.sources):
         raise BadJob(
-            f"{candidate.name} must have at most {MAX_SOURCES} source files, each with a path of 1 to {_PATH_CHARACTERS} "
+            f"{candidate.name} must have at most {MAX_SOURCES} source files, each with a path of 1 to {MAX_SOURCE_PATH} "
             "characters and a SHA-256.",
             "Leave out the others.", limit=MAX_SOURCES,
         )  # fmt: skip
@@ -82,7 +78,7 @@ def validate_methods(candidate: job_pb2.Candidate, spec: job_pb2.JobSpec) -> Non
 
 
 def _is_source(file: common_pb2.SourceFile) -> bool:
-    is_shown = 0 < len(file.path) <= _PATH_CHARACTERS and not any(ord(character) < 0x20 for character in file.path)
+    is_shown = 0 < len(file.path) <= MAX_SOURCE_PATH and not any(ord(character) < 0x20 for character in file.path)
     return is_shown and digest.is_digest(file.sha256)
 
 

@@ -19,7 +19,9 @@ from etfarm.server.reports.numerics import accuracy, forced_text, fused, numeric
 from etfarm.server.reports.request import (
     CUT_SHORT,
     FAR_FROM_QUANTIZED_GRAPH,
+    OUTPUTS_DO_NOT_MATCH,
     PREFILL_TRACE_TIMES,
+    SAMPLES_LEFT_OUT,
     TRACE_TIMES,
     AnalyzeRequest,
     Scores,
@@ -30,6 +32,7 @@ from etfarm.server.workers.limits import limit_parsing
 from etfarm.v1 import compile_pb2, report_pb2
 from etfarm.wire import series, tensors
 from etfarm.wire.errors import EtfarmError
+from etfarm.wire.samples import round_down
 from etfarm.wire.words import word_of
 
 _LOG = logging.getLogger(__name__)
@@ -37,8 +40,8 @@ _LOG = logging.getLogger(__name__)
 _PART_OF_LIMIT = 0.8
 """Fraction of the time limit for running graphs on the host, which leaves time to report the comparisons."""
 
-_PART_OF_SAMPLES = 0.1
-"""Fraction of the time limit after which no further sample is compared with a reference."""
+_SAMPLES_S = 20.0
+"""Time limit for the comparison of further samples, for all references together; the current sample is completed."""
 
 _TEXT_S = 120.0
 """Time limit for the tokens that one reference executes."""
@@ -324,20 +327,24 @@ def _fill_accuracy(
     files = (inputs, *(request.further.inputs if request.further is not None else ()))
     expected_samples = reference.run(program, (tensors.decode(file.read_bytes()) for file in files))
     pairs: list[list[tuple[tensors.Value, tensors.Value]]] = []
-    began_s, limit_s = time.monotonic(), _PART_OF_SAMPLES * request.limit_s
+    references = sum(path is not None for path in (request.model, request.quantized))
+    began_s, limit_s = time.monotonic(), min(_SAMPLES_S, request.limit_s) / references
+    why = ""
     for actual_outputs in _actual_samples(request, tensors.decode(outputs.read_bytes())):
-        compared = f"Accuracy against the {name_of_reference} is of {len(pairs)} of {len(files)} samples"
         if pairs and time.monotonic() - began_s > limit_s:
-            message = f"{compared}, since it took more than {limit_s:.0f} s. Run `etfarm report analyze` to try again."
-            _warn(report, CUT_SHORT, message)
+            del pairs[round_down(len(pairs)) :]
+            why = f"PyTorch on the server needs more than {limit_s:g} s for all."
             break
         try:
             pairs.append(accuracy.pair(next(expected_samples), actual_outputs))
         except reference.ReferenceNotRunnable as error:
             if not pairs:
                 raise
-            _warn(report, "ANALYSIS_SAMPLES_LEFT_OUT", f"{compared}: {error}")
+            why = str(error)
             break
+    if why:
+        compared = f"Accuracy against the {name_of_reference} is of {len(pairs)} of {len(files)} samples"
+        _warn(report, SAMPLES_LEFT_OUT, f"{compared}: {why}")
     rows = []
     for index, (_, actual) in enumerate(pairs[0]):
         name = request.output_names[index] if index < len(request.output_names) else actual.name or str(index)
@@ -347,7 +354,7 @@ def _fill_accuracy(
         try:
             together = accuracy.compare_samples(name, [sample[index] for sample in pairs])
         except accuracy.OutputsDoNotMatch as error:
-            _warn(report, "ANALYSIS_OUTPUTS_DO_NOT_MATCH", f"{error} It was compared with the {name_of_reference}.")
+            _warn(report, OUTPUTS_DO_NOT_MATCH, f"{error} It was compared with the {name_of_reference}.")
         else:
             row.MergeFrom(
                 report_pb2.OutputAccuracy(
@@ -371,5 +378,5 @@ def _actual_samples(request: AnalyzeRequest, first: list[tensors.Value]) -> Iter
     yield first
     if request.further is not None and first:
         values = tensors.decode(request.further.outputs.read_bytes())
-        for start in range(0, len(values), len(first)):
-            yield values[start : start + len(first)]
+        for place in range(min(len(request.further.inputs), len(values) // len(first))):
+            yield values[place * len(first) : (place + 1) * len(first)]

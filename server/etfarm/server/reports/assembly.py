@@ -39,6 +39,7 @@ def assemble(
     thresholds: Thresholds | None = None,
     numerics: compile_pb2.Compilation | None = None,
     inputs: common_pb2.Artifact | None = None,
+    samples: Sequence[common_pb2.Artifact] = (),
     warnings: Sequence[compile_pb2.Warning] = (),
     earlier: Earlier = Earlier(),  # noqa: B008 - frozen
     generation: generation_pb2.GenerationPlan | None = None,
@@ -49,6 +50,7 @@ def assemble(
         analysis: the result of `Analyst.analyze`.
         numerics: the compilation that the numerics pass ran, which may be `compilation`; None without a numerics pass.
         inputs: the program's inputs; None if the runner generated them.
+        samples: the further inputs that were sent with the attempt.
         warnings: in addition to those of the compilation and the analysis.
         earlier: medians of earlier reports.
         generation: what the agent measured of a language model.
@@ -91,6 +93,10 @@ def assemble(
         if report.HasField("inputs"):
             report.inputs.tensors.extend(analysis.inputs.tensors)
         report.accuracy.extend(analysis.accuracy)
+        for row in report.accuracy:
+            if row.samples > 1 and inputs is not None:
+                used = [inputs.digest, *(sample.digest for sample in samples[: row.samples - 1])]
+                row.samples_digest = digests.of_value(used)
         report.numeric_gap.extend(analysis.numeric_gap)
         report.operators.extend(analysis.operators)
         report.compile.warnings.extend(analysis.compile.warnings)
@@ -98,7 +104,8 @@ def assemble(
         report.compile.warnings.extend(warnings)
     if result is not None and result.further.HasField("error"):
         count = "one sample" if result.further.samples < 1 else f"{1 + result.further.samples} samples"
-        message = f"Accuracy is of {count}: {result.further.error.message}"
+        error = result.further.error
+        message = f"Accuracy is of {count}: {error.message} {error.remedy}".rstrip()
         report.compile.warnings.add(code="SAMPLES_LEFT_OUT", message=message)
     if report.runner.kind == common_pb2.RUNNER_KIND_PYTHON:
         report.compile.warnings.add(code=PYTHON_RUNNER, message=_PYTHON_MESSAGE.format(arch=report.device.arch))

@@ -23,7 +23,7 @@ from etfarm.server.access.scope import DEFAULT_PROJECT
 from etfarm.server.artifacts.store import Store
 from etfarm.server.reports.analysis_parts import LOST_WITHOUT, choose_fields_to_drop, drop_missing_files, is_incomplete
 from etfarm.server.reports.child_checks import require_encoders, require_generation, require_runs, require_text_accuracy
-from etfarm.server.reports.request import CUT_SHORT, PREFILL_TRACE_TIMES, TRACE_TIMES, AnalyzeRequest
+from etfarm.server.reports.request import ACCURACY_CODES, CUT_SHORT, PREFILL_TRACE_TIMES, TRACE_TIMES, AnalyzeRequest
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.server.state.sql import insert
@@ -138,7 +138,8 @@ class Findings:
         """Return the measured parts of a report, as `etfarm.server.reports.analyze` computes them, and `analysis`.
 
         The project holds the file `trace_times`. A part whose file is no longer stored, or on which a child failed, is left
-        out with a warning.
+        out with a warning. The accuracy over several samples, which takes long, is stored by itself as well: other thread counts
+        and later runs mostly have the same outputs.
 
         Args:
             on_turn: as in `ChildPool.run`.
@@ -155,7 +156,7 @@ class Findings:
         if known is not None:
             report = known
         else:
-            report, cut_short = await self._compute(request, caller)
+            report, cut_short = await self._compute_with_known_accuracy(request, caller, fresh=fresh)
             report.analysis.CopyFrom(report_pb2.Analysis(version=_version("etfarm"), key=key))
             report.analysis.time.FromDatetime(self._now())
             if cut_short:
@@ -165,6 +166,27 @@ class Findings:
         report.analysis.cached = known is not None
         report.compile.warnings.extend(warnings)
         return report
+
+    async def _compute_with_known_accuracy(
+        self, request: AnalyzeRequest, caller: _Caller, *, fresh: bool
+    ) -> tuple[report_pb2.Report, list[compile_pb2.Warning]]:
+        """Return what `_compute` does, with the accuracy over several samples from an earlier analysis if there is one."""
+        alone = request.accuracy_alone
+        if alone is None:
+            return await self._compute(request, caller)
+        key = key_of(alone)
+        known = None if fresh else await self._known(key, caller)
+        if known is not None:
+            report, cut_short = await self._compute(replace(request, model=None, quantized=None, further=None), caller)
+            report.accuracy.extend(known.accuracy)
+            report.compile.warnings.extend(known.compile.warnings)
+            return report, cut_short
+        report, cut_short = await self._compute(request, caller)
+        if not cut_short and {warning.code for warning in report.compile.warnings} <= ACCURACY_CODES:
+            accuracy = report_pb2.Report(accuracy=report.accuracy)
+            accuracy.compile.warnings.extend(report.compile.warnings)
+            await self._keep(key, accuracy)
+        return report, cut_short
 
     async def _compute(self, request: AnalyzeRequest, caller: _Caller) -> tuple[report_pb2.Report, list[compile_pb2.Warning]]:
         warnings: list[compile_pb2.Warning] = []

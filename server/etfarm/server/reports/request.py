@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +14,15 @@ CUT_SHORT: Final = "ANALYSIS_CUT_SHORT"
 
 FAR_FROM_QUANTIZED_GRAPH: Final = "FAR_FROM_QUANTIZED_GRAPH"
 """Warning code of outputs that are far from those of the program's own quantized graph."""
+
+OUTPUTS_DO_NOT_MATCH: Final = "ANALYSIS_OUTPUTS_DO_NOT_MATCH"
+"""Warning code of outputs that cannot be compared with those of a reference."""
+
+SAMPLES_LEFT_OUT: Final = "ANALYSIS_SAMPLES_LEFT_OUT"
+"""Warning code of an accuracy that is not over all samples."""
+
+ACCURACY_CODES: Final = frozenset({FAR_FROM_QUANTIZED_GRAPH, OUTPUTS_DO_NOT_MATCH, SAMPLES_LEFT_OUT})
+"""Warning codes of a complete accuracy."""
 
 TRACE_TIMES: Final = "trace_times.i64"
 """Name of the file that an analysis writes to its folder, with the times that become Report.trace_times."""
@@ -158,6 +167,16 @@ class AnalyzeRequest:
 
     further: Further | None = None
     """Set if the method was also executed on other inputs than `inputs`."""
+
+    @property
+    def accuracy_alone(self) -> AnalyzeRequest | None:
+        """The request for the accuracy over further samples alone; None without any, or if other parts need the references."""
+        if self.further is None or self.numerics is not None or self.scores is not None:
+            return None
+        return replace(
+            self, pte=None, etdump=None, etrecord=None, samples=None, traced_ns=(), runs=(), blocks=(), base_samples=None,
+            base_blocks=(), generation=None, prefill=None, encoders=None,
+        )  # fmt: skip
 
     @property
     def needs_torch(self) -> bool:

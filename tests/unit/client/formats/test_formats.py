@@ -344,6 +344,17 @@ def _embedded(created: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
+def test_the_page_and_markdown_have_the_range_over_several_samples() -> None:
+    output = {"output": "y", "reference": "program", "samples": 8, "sqnr_db": 16.1, "sqnr_db_min": 15.4, "sqnr_db_max": 20.1}
+    several = document(report(accuracy=[output]))
+    assert "16.1 dB (15.4 dB to 20.1 dB in 8 samples)" in markdown.write(several).decode()
+    page = html.write(several).decode()
+    assert "to the program, 15.4 dB to 20.1 dB in 8 samples" in page
+    assert '16.1 dB<br><span class="quiet">15.4 dB to 20.1 dB in 8 samples</span>' in page
+    single = document(report(accuracy=[{**output, "samples": 1}]))
+    assert "samples)" not in markdown.write(single).decode() and "in 1 sample" not in html.write(single).decode()
+
+
 def test_the_page_answers_without_a_script() -> None:
     text = html.write(document(report(**numerics()))).decode().partition('id="data"')[0].replace("<wbr>", "")
     for answer in ("1.84 ms", "[1.82, 1.86]", "VALID", "models/resnet.py:31", "80.0 %", "38.2 dB", "313 KiB", "8.00 MiB"):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from etfarm.device_agents.attempts import further
 from etfarm.device_agents.attempts.attempt import Attempt
@@ -18,6 +19,7 @@ from etfarm.device_agents.targets.local import Machine
 from etfarm.v1 import agent_pb2, compile_pb2, job_pb2
 from etfarm.wire import digest, tensors
 from etfarm.wire.channel import Access
+from etfarm.wire.samples import MAX_OUTPUTS_BYTES
 from tests.support.attempts import Blobs
 from tests.support.programs import program
 from tests.support.runner import runner_archive
@@ -78,7 +80,40 @@ async def test_interleaved_programs_have_samples_too(blobs: Blobs, address: str,
 async def test_no_sample_is_executed_after_large_outputs(tmp_path: Path) -> None:
     (tmp_path / "x.ett").write_bytes(tensors.encode([tensors.from_array("x", np.zeros(1, "<f4"))]))
     runner: Any = None
-    large = [tensors.from_array("y", np.zeros(further.LIMIT_BYTES + 1, "u1"))]
+    large = [tensors.from_array("y", np.zeros(MAX_OUTPUTS_BYTES + 1, "u1"))]
     left_out = await further.execute(runner, "forward", [tmp_path / "x.ett"], large, keeps_state=False)
     assert left_out.samples == 0 and not left_out.outputs
     assert left_out.error is not None and left_out.error.reason == "SAMPLES_LEFT_OUT"
+
+
+class Slow:
+    """A runner whose executions take 10 s each, by a clock of its own."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    async def load_method(self, name: str) -> None: ...
+
+    async def set_inputs(self, values: list[tensors.Value]) -> None: ...
+
+    async def run(self) -> None:
+        self.now_s += 10
+
+    async def outputs(self) -> list[tensors.Value]:
+        return [tensors.from_array(name, np.full(1, self.now_s, "<f4")) for name in "yz"]
+
+
+async def test_the_number_of_samples_in_time_is_a_power_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x.ett").write_bytes(tensors.encode([tensors.from_array("x", np.zeros(1, "<f4"))]))
+    runner: Any = Slow()
+    monkeypatch.setattr(further, "time", runner)
+    first = await runner.outputs()
+    # Six samples with the timed inputs are executed within the limit, of which four are kept.
+    result = await further.execute(runner, "forward", [tmp_path / "x.ett"] * 63, first, keeps_state=False, limit_s=45)
+    assert result.samples == 3 and [value.data for value in result.outputs] == [
+        np.full(1, at_s, "<f4").tobytes() for at_s in (10, 10, 20, 20, 30, 30)
+    ]
+    assert result.error is not None and result.error.message == "The device needs more than 45 s for 64."

@@ -121,6 +121,25 @@ def test_inputs_of_a_run_are_reported_and_whether_a_runner_made_them_up() -> Non
     assert not never_ran.HasField("inputs")
 
 
+def test_accuracy_has_the_digest_of_its_samples_and_why_there_are_no_more() -> None:
+    error = common_pb2.Error(reason="PROGRAM_FAILED", message="It failed, in aten::add.", remedy="Give other inputs.")
+    measured, sent = result(), [artifact_of(str(place).encode()) for place in range(4)]
+    measured.further.samples = 2
+    measured.further.error.CopyFrom(error)
+
+    def digest_of(compared: int, inputs: bytes = b"inputs") -> str | None:
+        actual = analysis()
+        actual.accuracy.add(output="y", samples=compared)
+        values: dict[str, Any] = {"at": AT, "compilation": compilation(), "device": DEVICE, "result": measured, "samples": sent}
+        report = assemble("r", job(), cell(), **values, analysis=actual, inputs=artifact_of(inputs))
+        (warning,) = [each for each in report.compile.warnings if each.code == "SAMPLES_LEFT_OUT"]
+        assert warning.message == "Accuracy is of 3 samples: It failed, in aten::add. Give other inputs."
+        return report.accuracy[0].samples_digest if report.accuracy[0].HasField("samples_digest") else None
+
+    assert digest_of(1) is None and digest_of(3) == digest_of(3)
+    assert len({digest_of(2), digest_of(3), digest_of(2, b"others")}) == 3
+
+
 def test_a_compilation_reports_all_its_facts() -> None:
     submitted, created = job(), compilation()
     submitted.spec.candidates[0].stages_done.add(stage="TORCH_EXPORT", where=common_pb2.ACTOR_CLIENT, duration_ms=3)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -20,9 +21,10 @@ from etfarm.server.reports.analysis_parts import FILE_MISSING
 from etfarm.server.reports.child_checks import require_encoders, require_runs
 from etfarm.server.reports.findings import Findings, key_of
 from etfarm.server.reports.latency.samples import Block
-from etfarm.server.reports.request import CUT_SHORT, AnalyzeRequest, Numerics, Trace
+from etfarm.server.reports.request import CUT_SHORT, SAMPLES_LEFT_OUT, AnalyzeRequest, Further, Numerics, Trace
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
+from etfarm.server.workers.child_pool import Finished
 from etfarm.server.workers.errors import BadWorkerAnswer, ChildTimedOut
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
@@ -120,6 +122,47 @@ async def test_the_same_files_are_analyzed_once(workers: Workers, store: Store, 
     assert again.analysis.cached
     again.analysis.cached = False
     assert again == first
+
+
+class Children:
+    """A pool whose children compare a model's outputs, and keep what they were asked for."""
+
+    def __init__(self, folder: Path, code: str) -> None:
+        self.folder = folder
+        self.code = code
+        """Code of the warning that comes with an accuracy."""
+        self.compared: list[bool] = []
+
+    async def run(self, task: str, asked: AnalyzeRequest, **options: object) -> Finished:
+        self.compared.append(asked.model is not None)
+        report = report_pb2.Report()
+        report.latency.p50_ns = len(self.compared)
+        if asked.model is not None:
+            report.accuracy.add(output="y")
+            report.compile.warnings.add(code=self.code)
+        return Finished(report.SerializeToString(), self.folder / "child", 0, 0.0)
+
+
+@pytest.mark.parametrize(("code", "is_complete"), [(SAMPLES_LEFT_OUT, True), ("ANALYSIS_JOIN_FAILED", False), ("OTHER", False)])
+async def test_the_accuracy_of_equal_outputs_on_several_samples_is_computed_once(
+    store: Store, database: Database, tmp_path: Path, code: str, is_complete: bool
+) -> None:
+    children: Any = Children(tmp_path, code)
+    findings = Findings(children, store, database, Clock(), deadline_s=60)
+    files = [stored(tmp_path, name.encode()) for name in ("model", "x", "x 2", "y", "y 2")]
+    one = replace(request(tmp_path), model=files[0], inputs=files[1], outputs=files[3], further=Further((files[2],), files[4]))
+    two = replace(one, samples=request(tmp_path, 2000).samples)  # with another thread count
+    first, second = await findings.of(one, quiet), await findings.of(two, quiet)
+    assert children.compared == [True, not is_complete]
+    assert (second.accuracy, second.compile.warnings) == (first.accuracy, first.compile.warnings)
+    assert second.latency.p50_ns == 2 and not second.analysis.cached
+    await findings.of(replace(two, further=Further((files[2],), files[3])), quiet)
+    await findings.of(two, quiet, fresh=True)
+    # These need the model for something else, or have nothing that takes long.
+    for other in ({"numerics": Numerics(files[0], files[0], files[0], files[0], None, None, True)}, {"further": None}):
+        for measured in (one, two):
+            await findings.of(replace(measured, **other), quiet)
+    assert children.compared[2:] == [True] * 6
 
 
 async def test_a_result_whose_traced_times_are_gone_is_computed_again(

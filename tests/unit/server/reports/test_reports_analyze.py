@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import time
@@ -9,11 +10,13 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from etfarm.server.reports import analyze as analyze_module
 from etfarm.server.reports.analyze import analyze, prewarm
 from etfarm.server.reports.latency.samples import Block
 from etfarm.server.reports.request import AnalyzeRequest, Further
@@ -298,12 +301,37 @@ def test_each_sample_starts_from_the_exported_state(tmp_path: Path) -> None:
 def test_samples_that_are_left_out_are_reported_with_the_reason(tmp_path: Path) -> None:
     (first, outputs), *further = _counted([1, 10, 20])
     late = _accuracy_of(tmp_path, _counter(), first, outputs, further, limit_s=0.0)
-    assert late.accuracy[0].samples == 1 and _codes(late) == ["ANALYSIS_CUT_SHORT"]
+    assert late.accuracy[0].samples == 1 and _codes(late) == ["ANALYSIS_SAMPLES_LEFT_OUT"]
     assert "is of 1 of 3 samples" in late.compile.warnings[0].message
     misfit: list[tensors.Value] = [tensors.from_array("x", np.zeros((2, 2), np.float32))]
     refused = _accuracy_of(tmp_path, _counter(), first, outputs, [further[0], (misfit, further[1][1])])
     assert refused.accuracy[0].samples == 2 and _codes(refused) == ["ANALYSIS_SAMPLES_LEFT_OUT"]
     assert "is of 2 of 3 samples: torch cannot run" in refused.compile.warnings[0].message
+
+
+def test_the_number_of_samples_in_time_is_a_power_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (first, outputs), *further = _counted(range(12))
+    seconds = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: float(next(seconds)), perf_counter=time.perf_counter)
+    monkeypatch.setattr(analyze_module, "time", clock)
+    # Each comparison takes a second: seven of them are within the limit, of which four are kept.
+    report = _accuracy_of(tmp_path, _counter(), first, outputs, further, limit_s=6.5)
+    assert report.accuracy[0].samples == 4 and _codes(report) == ["ANALYSIS_SAMPLES_LEFT_OUT"]
+    assert "is of 4 of 12 samples: PyTorch" in report.compile.warnings[0].message
+
+
+@pytest.mark.parametrize(("values", "samples"), [(7, 3), (4, 3), (3, 2), (1, 1)])
+def test_only_whole_outputs_of_the_samples_are_compared(tmp_path: Path, values: int, samples: int) -> None:
+    import torch
+
+    class Two(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x + 1, x * 2
+
+    (first, (y,)), *further = _counted([1, 10, 20])
+    sampled = [(further[0][0], [y] * values), (further[1][0], [])]
+    report = _accuracy_of(tmp_path, Two(), first, [y, y], sampled)
+    assert [row.samples for row in report.accuracy] == [samples] * 2 and not _codes(report)
 
 
 def test_the_reference_takes_channels_last_and_scalars_and_gives_bfloat16(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
+from etfarm.client.formats.compared import facts
 from etfarm.wire.comparison import NoSuchReport, NothingToCompare, Side, compare, failed, split_choice
 from tests.support.comparisons import against, observed, operator, repeated, report, reports, timed
 from tests.support.documents import completed
@@ -292,6 +293,48 @@ def test_two_sides_are_compared_by_a_reference_that_both_have() -> None:
     (result,) = only(against(accuracy_of("b", eager=35.0), lost))["accuracy"]
     assert (result["base"]["sqnr_db"], result["candidate"]["sqnr_db"], result["change_db"]) == (35.0, 58.0, None)
     assert result["candidate"]["reference"] == "quantized program"
+
+
+def of_samples(cell: str, sqnr_db: float, samples: int | None, digest: str | None = None, **more: Any) -> dict[str, Any]:
+    """Return a report of an accuracy over several samples; None stands for a release that wrote no number."""
+    counted = {key: value for key, value in (("samples", samples), ("samples_digest", digest)) if value is not None}
+    return report(cell, accuracy=[{"output": "y", "sqnr_db": sqnr_db, **counted, **more}])
+
+
+@pytest.mark.parametrize(
+    ("base", "candidate", "counts"),
+    [
+        ((20.1, None), (16.1, 8, "d" * 64), (1, 8)),
+        ((20.1, 1), (16.1, 8, "d" * 64), (1, 8)),
+        ((16.2, 12, "c" * 64), (16.1, 64, "d" * 64), (12, 64)),
+        ((20.1, 8, "c" * 64), (16.1, 8, "d" * 64), (8, 8)),
+    ],
+)
+def test_accuracy_over_other_samples_is_not_one_figure(base: Any, candidate: Any, counts: tuple[int, int]) -> None:
+    document = against(of_samples("b", *base), of_samples("k", *candidate), "accuracy=1dB")
+    (result,) = only(document)["accuracy"]
+    assert (result["base"]["samples"], result["candidate"]["samples"], result["change_db"]) == (*counts, None)
+    (reason,) = document["gate"]["reasons"]
+    assert reason["code"] == "NOT_MEASURED" and "over the same samples" in reason["message"]
+    (fact,) = [fact for fact in facts(only(document)) if fact.name == "SQNR"]
+    assert fact.change == "other samples" and fact.candidate.endswith(f"({counts[1]} samples)")
+
+
+def test_accuracy_over_the_same_samples_is_compared() -> None:
+    for old, new in (((20.1, None), (18.1, 1)), ((20.1, 8, "d" * 64), (18.1, 8, "d" * 64))):
+        document = against(of_samples("b", *old), of_samples("k", *new), "accuracy=1dB")
+        (result,) = only(document)["accuracy"]
+        assert result["change_db"] == pytest.approx(-2)
+        assert [reason["code"] for reason in document["gate"]["reasons"]] == ["LESS_ACCURATE"]
+
+
+def test_no_samples_of_the_base_make_an_exact_candidate_worse() -> None:
+    old = of_samples("b", 140.0, None, top1_agreement=1.0)
+    assert against(old, of_samples("k", 120.0, 8, top1_agreement=1.0), "accuracy=1dB", "top1=2%")["gate"]["passed"]
+    doubtful = against(old, of_samples("k", 98.0, 8, top1_agreement=0.9), "accuracy=1dB", "top1=2%")["gate"]
+    assert [(reason["metric"], reason["code"]) for reason in doubtful["reasons"]] == [
+        ("accuracy", "NOT_MEASURED"), ("top1", "NOT_MEASURED"),
+    ]  # fmt: skip
 
 
 def test_operators_are_matched_by_debug_handle_and_never_by_name() -> None:

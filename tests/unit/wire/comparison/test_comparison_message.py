@@ -22,6 +22,7 @@ RECORDED = sorted((Path(__file__).parents[3] / "support" / "recorded_comparisons
 ADDED: dict[str, dict[str, Any]] = {
     "latency": {"same_program": False, "base_spread": None, "candidate_spread": None},
     "operators": {"matched_by": None},
+    "errors": {"samples": None, "samples_digest": None},
     "report": {"cores": None, "inputs": None, "inputs_from_job": None, "warmup": None, "timed_ns": None, "runs": None},
 }
 """The keys that were added since, by part, as a document without them is read."""
@@ -45,6 +46,9 @@ def test_a_recorded_document_is_the_same_bytes_after_the_wire(path: Path) -> Non
         for side, part in (("latency", "latency"), ("operators", "operators"), ("base", "report"), ("candidate", "report")):
             if pair[side] is not None:
                 pair[side] = {**pair[side], **{key: pair[side].get(key, value) for key, value in ADDED[part].items()}}
+        for output in pair["accuracy"]:
+            for side, errors in ((side, output[side]) for side in ("base", "candidate") if output[side]):
+                output[side] = {**errors, **{key: errors.get(key, value) for key, value in ADDED["errors"].items()}}
         pair.setdefault("generation", None)
     for entry in document["unpaired"]:
         entry["report"] = {**entry["report"], **ADDED["report"]}

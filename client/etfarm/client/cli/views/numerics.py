@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from etfarm.client.formats import gaps, units
+from etfarm.client.formats import gaps, sentences, units
 from etfarm.client.formats.gaps import Operator
 from etfarm.wire.sqnr import EXACT_DB, decibels
 
@@ -34,17 +34,16 @@ def accuracy(output: Json) -> str:
     """Return one output against its reference, in one line."""
     name, nans = output["output"] or "output", output["nan_count"]
     remark = f", {units.count(nans, 'NaN')} where it has {output['reference_nan_count'] or 'none'}" if nans else ""
+    samples = sentences.samples(output)
     if output["equal"]:
-        return f"{name}: equal to the {output['reference']}{remark}"
+        return f"{name}: equal to the {output['reference']}{samples and f' {samples}'}{remark}"
     parts = []
     if output["sqnr_db"] is not None:
         parts.append(f"SQNR {decibels(output['sqnr_db'])}")
     if output.get("equal_share") is not None:
         parts.append(f"{units.percent(output['equal_share'])} of the integers equal")
-    samples = output.get("samples") or 1
-    if samples > 1 and output["sqnr_db_min"] is not None:
-        lowest, highest = decibels(output["sqnr_db_min"]), decibels(output["sqnr_db_max"])
-        parts.append(f"{lowest} to {highest} in {samples} samples")
+    if samples:
+        parts.append(samples)
     if output["max_abs_error"] is not None:
         parts.append(f"max abs error {output['max_abs_error']:.3g}")
     if output["cosine"] is not None:

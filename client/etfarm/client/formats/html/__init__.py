@@ -124,6 +124,7 @@ def _shown(report: Json, reports: list[Json], against: Json | None, bar: cells.B
         "traced_reasons": sentences.traced_verdict(report["profile"]) if report["profile"] else [],
         "delegated": answers.delegated(report),
         "accuracy": answers.accuracy(report),
+        "in_samples": [sentences.samples(output) for output in report["accuracy"] or ()],
         "size": answers.size(report),
         "memory": answers.memory(report),
         "slowest": answers.slowest(report),

@@ -67,6 +67,7 @@ class CellAnalysis:
             thresholds=self._thresholds,
             numerics=run.numerics,
             inputs=run.inputs,
+            samples=run.samples,
             warnings=run.warnings,
             earlier=run.earlier,
             generation=None if run.analysis is None else run.generation,

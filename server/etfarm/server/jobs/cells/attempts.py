@@ -201,6 +201,8 @@ class Attempts:
                 cell.outputs.CopyFrom(result.outputs)
             if result.HasField("error"):
                 errors[cell.id] = run.locate(from_proto(result.error))
+            if result.further.HasField("error"):
+                result.further.error.CopyFrom(to_proto(run.locate(from_proto(result.further.error))))
         return errors
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Protocol
 
 from etfarm.server.jobs import generation, model
@@ -14,7 +13,7 @@ from etfarm.v1.device_pb2 import Device
 from etfarm.v1.job_pb2 import Cell, Job
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.located_failures import locate
-from etfarm.wire.samples import MAX_FURTHER_SAMPLES, MAX_SAMPLES_BYTES
+from etfarm.wire.samples import AccuracySamples
 
 
 @dataclass
@@ -114,14 +113,9 @@ class CellRun:
         else:
             source = self.candidate.model.methods[method]
             samples = list(source.samples or source.calibration)
-        distinct = {sample.digest: sample for sample in samples if sample.digest != self.inputs.digest}
-        further, size_bytes = [], self.inputs.size_bytes
-        for sample in islice(distinct.values(), MAX_FURTHER_SAMPLES):
-            size_bytes += sample.size_bytes
-            if size_bytes > MAX_SAMPLES_BYTES:
-                break
-            further.append(sample)
-        return further
+        taken = AccuracySamples()
+        taken.take(self.inputs.digest, self.inputs.size_bytes)
+        return [sample for sample in samples if taken.take(sample.digest, sample.size_bytes)]
 
 
 class Stages(Protocol):

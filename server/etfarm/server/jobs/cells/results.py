@@ -30,6 +30,7 @@ from etfarm.v1.job_pb2 import Progress
 from etfarm.wire import digest
 from etfarm.wire.errors import DeviceError, EtfarmError
 from etfarm.wire.generation import logits_bytes
+from etfarm.wire.samples import MAX_OUTPUTS_BYTES
 from etfarm.wire.status import from_proto
 
 GRACE_S = 300.0
@@ -40,9 +41,6 @@ _RESULT_BYTES: Final = 16 << 20
 
 _NUMERICS_BYTES: Final = 64 << 20
 """Estimated size of the recorded values of a cell."""
-
-_FURTHER_BYTES: Final = 32 << 20
-"""Size of the outputs of further samples from which on an agent executes no more of them."""
 
 MAX_ERROR_BYTES: Final = 64 << 10
 _CUT_CHARACTERS: Final = 4_000
@@ -191,7 +189,7 @@ def _estimate_bytes(run: CellRun) -> int:
     outputs = sum(_most_bytes(spec) for spec in run.facts.outputs)
     if (plan := run.generation) is not None:
         outputs += logits_bytes(len(plan.score.logits_after), plan.model.vocab_size)
-    further = min(len(run.samples) * outputs, _FURTHER_BYTES + outputs)
+    further = min(len(run.samples) * outputs, MAX_OUTPUTS_BYTES + outputs)
     return _RESULT_BYTES + 2 * outputs + further + (_NUMERICS_BYTES if run.job.spec.measurement.numerics else 0)
 
 

@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 
 from etfarm.wire import digest, selectors
 from etfarm.wire.errors import UserError
-from etfarm.wire.samples import MAX_FURTHER_SAMPLES
+from etfarm.wire.samples import MAX_SAMPLES
 
 
 class LimitExceeded(UserError):
@@ -55,7 +55,7 @@ _URL = Limit(2_000, "BAD_WEBHOOK")
 _LINE = Limit(64 << 10)
 _PHASE = Limit(40)
 _VALUES = Limit(10_000)
-_SAMPLES = Limit(MAX_FURTHER_SAMPLES, "BAD_JOB", f"Give at most {MAX_FURTHER_SAMPLES} beside the inputs that are timed.")
+_SAMPLES = Limit(MAX_SAMPLES, "BAD_JOB", f"Give at most {MAX_SAMPLES}.")
 _CELLS = Limit(1_000, "TOO_MANY_CELLS", "Send it as several jobs.")
 
 LIMITS: Final[dict[str, Limit]] = {

@@ -130,6 +130,13 @@ def test_accuracy_says_how_often_the_best_class_is_the_same_and_where_nan_came_f
     assert "scores: not comparable, against the program, 3 NaNs where it has none" in nan
 
 
+def test_accuracy_over_several_samples_has_their_range() -> None:
+    output = {"output": "y", "reference": "program", "samples": 8, "sqnr_db": 16.1, "sqnr_db_min": 15.4, "sqnr_db_max": 20.1}
+    assert "y: SQNR 16.1 dB, 15.4 dB to 20.1 dB in 8 samples, against the program" in _text(_document([], accuracy=[output]))
+    assert "y: equal to the program in 8 samples" in _text(_document([], accuracy=[{**output, "equal": True}]))
+    assert "in 1 " not in _text(_document([], accuracy=[{**output, "samples": 1}]))
+
+
 def test_accuracy_of_integers_says_how_many_are_equal() -> None:
     output = {"output": "label", "reference": "quantized program", "equal": False, "max_abs_error": 3.0, "equal_share": 0.75}
     text = _text(_document([], accuracy=[output]))

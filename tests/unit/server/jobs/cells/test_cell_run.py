@@ -10,7 +10,7 @@ from etfarm.v1.common_pb2 import Artifact, CellState
 from etfarm.v1.compile_pb2 import Compilation
 from etfarm.v1.job_pb2 import Candidate, Cell, Job, JobSpec, Measurement, MethodSource, Model
 from etfarm.wire.errors import UserError
-from etfarm.wire.samples import MAX_FURTHER_SAMPLES, MAX_SAMPLES_BYTES
+from etfarm.wire.samples import MAX_SAMPLES, MAX_SAMPLES_BYTES
 
 
 class Recorded:
@@ -97,7 +97,7 @@ def measured(*calibration_bytes: int) -> CellRun:
 
 def test_further_samples_have_a_total_size() -> None:
     assert [sample.digest for sample in measured(1, 2, 3).samples] == ["0", "1", "2"]
-    assert len(measured(*range(1, 100)).samples) == MAX_FURTHER_SAMPLES
+    assert len(measured(*range(1, 100)).samples) == MAX_SAMPLES - 1
     assert [sample.digest for sample in measured(9, MAX_SAMPLES_BYTES - 10, 1).samples] == ["0", "1"]
 
 
