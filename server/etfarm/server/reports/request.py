@@ -12,9 +12,6 @@ from etfarm.server.reports.latency.samples import Block, Generation
 CUT_SHORT: Final = "ANALYSIS_CUT_SHORT"
 """Warning code of parts that are missing or incomplete because a child failed on them or had too little time for them."""
 
-FAR_FROM_QUANTIZED_GRAPH: Final = "FAR_FROM_QUANTIZED_GRAPH"
-"""Warning code of outputs that are far from those of the program's own quantized graph."""
-
 TRACE_TIMES: Final = "trace_times.i64"
 """Name of the file that an analysis writes to its folder, with the times that become Report.trace_times."""
 PREFILL_TRACE_TIMES: Final = "prefill_trace_times.i64"
@@ -140,6 +137,8 @@ class AnalyzeRequest:
     base_blocks: tuple[Block, ...] = ()
     quantized: Path | None = None
     """The method exported (.pt2) as `pte`'s compilation lowered it, if a stage quantized it. See `reference.load`."""
+    backends: tuple[str, ...] = ()
+    """Ids of the backends that compute parts of the method."""
     limit_s: float = 600.0
     """Time limit of the analysis; a child that takes longer is killed, and its results are lost."""
     screen: Callable[[Path], None] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -47,10 +48,10 @@ def quantizer(text: str) -> Any:
     return built
 
 
-def annotated(text: str, module: Any = None, *, strict: bool = False) -> tuple[list[str], list[Any]]:
+def annotated(text: str, module: Any = None, *, strict: bool = False, inputs: Any = IMAGE) -> tuple[list[str], list[Any]]:
     """Return the operators with weights, sums and activations that are quantized, and what the names selected."""
     module = module or Block()
-    program = torch.export.export(module.eval(), IMAGE, strict=strict)
+    program = torch.export.export(module.eval(), inputs, strict=strict)
     built = quantizer(text)
     require_found(built.selection, {"forward": program.module(check_guards=False).graph})
     prepare_pt2e(program.module(check_guards=False), built)
@@ -112,6 +113,31 @@ def test_functional_operators_are_named_by_module_operator_and_ordinal_or_by_lin
         assert row["name"] == name and (row["count"], row["quantized"]) == (len(kept), 0)
     names, _ = annotated('only_operators = ["layers.a-b:conv2d"]')
     assert names == ["conv2d_1", "relu_1"]
+
+
+@pytest.mark.parametrize("key", ["a b", 'it\'s "c"', "d#1", "e,f;g", "é"])
+def test_a_key_of_a_dictionary_of_modules_is_a_name_whatever_its_text(key: str) -> None:
+    class Keyed(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleDict({key: nn.Conv2d(3, 4, 3), "other": nn.Conv2d(4, 4, 3)})
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.layers["other"](torch.relu(self.layers[key](x)))
+
+    for argument, name in (("only_modules", f"layers.{key}"), ("only_operators", f"layers.{key}:conv2d")):
+        names, (row,) = annotated(f"{argument} = [{json.dumps(name, ensure_ascii=False)}]", Keyed())
+        assert names == ["conv2d", "relu"]
+        assert (row["name"], row["count"], row["operators"][0]["places"][0]["module"]) == (name, 1, f"layers.{key}")
+
+
+def test_a_batch_norm_behind_a_linear_layer_is_refused_where_it_is_folded() -> None:
+    with pytest.raises(NameNotFound, match="folded into the layer '0'"):
+        annotated('skip_modules = ["1"]', nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)), inputs=(torch.rand(2, 8),))
+    _, (row,) = annotated(
+        'skip_modules = ["1"]', nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(5)), inputs=(torch.rand(2, 5, 8),)
+    )
+    assert row["count"] == 1
 
 
 def test_a_module_that_only_its_enclosing_one_calls_is_found_by_its_parameters() -> None:
