@@ -23,7 +23,9 @@ _ANNOTATION: Final = "quantization_annotation"
 """Key of PT2E's annotation in a node's meta."""
 KEPT_IN_FP32: Final = "etfarm_kept_in_fp32"
 """Key in the meta of nodes that a recipe file skips."""
-_NO_OPERATORS: Final = frozenset({"getitem", "_guards_fn"})
+_DROPOUTS: Final = frozenset({"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"})
+"""Operators that do nothing, since programs that train are refused."""
+_NO_OPERATORS: Final = frozenset({"getitem", "_guards_fn", *_DROPOUTS})
 _MAX_NEAREST: Final = 3
 _MAX_LISTED: Final = 12
 
@@ -149,8 +151,8 @@ def _choose(names: Iterable[tuple[str, str]], graph: Any) -> dict[tuple[str, str
 def _filter(chosen: Mapping[tuple[str, str], Sequence[Any]]) -> Callable[[Any], bool]:
     """Return a filter of the nodes that may be quantized.
 
-    Constants may, since they belong to no module: the operators that use them decide. An activation directly behind a selected
-    operator may as well, unless it is named itself, since both are one kernel.
+    Constants may, since they belong to no module: the operators that use them decide. So do those around a dropout. An activation
+    directly behind a selected operator may as well, unless it is named itself, since both are one kernel.
     """
     only = {node for (argument, _), nodes in chosen.items() if argument.startswith("only") for node in nodes}
     skip = {node for (argument, _), nodes in chosen.items() if argument.startswith("skip") for node in nodes}
@@ -159,6 +161,8 @@ def _filter(chosen: Mapping[tuple[str, str], Sequence[Any]]) -> Callable[[Any], 
     def allows(node: Any) -> bool:
         inputs = node.all_input_nodes
         if node.op != "call_function" or (inputs and all(each.op == "get_attr" for each in inputs)):
+            return True
+        if _name_of(node)[0] in _DROPOUTS:
             return True
         is_chosen = node in only or (_is_activation(node) and inputs[0] in only)
         return node not in skip and (not has_only or is_chosen)

@@ -30,10 +30,10 @@ class Block(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.conv1, self.bn1, self.act = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
         self.layers = nn.ModuleDict({"a-b": nn.Conv2d(8, 8, 3), "c": nn.Conv2d(8, 8, 1)})
-        self.self_attn = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.drop, self.self_attn = nn.Dropout(), nn.MultiheadAttention(8, 2, batch_first=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.act(self.bn1(self.conv1(x)))
+        x = self.drop(self.act(self.bn1(self.conv1(x))))
         x = nn.functional.relu(self.layers["a-b"](x))
         x = torch.relu(self.layers["c"](x))
         x = x.flatten(2).transpose(1, 2)
@@ -151,6 +151,7 @@ def test_a_module_that_only_its_enclosing_one_calls_is_found_by_its_parameters()
         ('skip_modules = ["layers.d"]', "layers.d", "layers.c"),
         ('only_modules = ["conv"]', "conv", "conv1"),
         ('skip_modules = ["bn1"]', "bn1", "conv1"),
+        ('skip_modules = ["drop"]', "drop", "conv1"),
         ('skip_operators = [":relu#7"]', ":relu#7", ":relu"),
         ('skip_operators = ["test_selection.py:1"]', "test_selection.py:1", "test_selection.py:"),
     ],
