@@ -114,7 +114,7 @@ def describe(
         return ""
     levels = {at: level for at in range(len(names)) if (level := level_of([sample[at] for sample in samples])) is not None}
     far = {at: level for at, level in levels.items() if level.is_far}
-    advice = _advise(program.graph) if far and _XNNPACK in backends else ""
+    advice = advise(program.graph) if far and _XNNPACK in backends else ""
     # Integers are often indices of what is nearly equal, so that a cause in the graph is no reason to blame it for them.
     unsure = [at for at, level in far.items() if math.isfinite(level.db) and (not advice or level.equal_share is not None)]
     explained = _explained_by_rounding(program, {at: far[at] for at in unsure}, samples, inputs_of) if unsure else set()
@@ -158,7 +158,7 @@ def _explained_by_rounding(
     return explained
 
 
-def _advise(graph: Any) -> str:
+def advise(graph: Any) -> str:
     """Return what in a graph explains why XNNPACK differs, and what to do about it; empty if nothing does."""
     from etfarm.server.graphs import fusion
 

@@ -330,8 +330,16 @@ def _finish(program: _Program, method: str, original: Any, trial: Trial) -> list
     crash = explain.find_only_kernel(original) if outcome.crashed and not operator else ""
     raise ProgramCannotRun(
         method, why, trial.words, operator or crash, delegates=bool(program.backends.get(method)),
-        formats=explain.find_channels_last(original),
+        formats=explain.find_channels_last(original), advice=_advise(program, method, why),
     )  # fmt: skip
+
+
+def _advise(program: _Program, method: str, why: str) -> str:
+    """Return what in a quantized graph makes XNNPACK refuse an operator, and what to do about it; empty if nothing does."""
+    lowered = program.lowered.get(method)
+    if lowered is None or "Failed to create" not in why or not quantized_outputs.is_static(lowered):
+        return ""
+    return quantized_outputs.advise(lowered.graph)
 
 
 def _host_check(method: str, trial: Trial, *, ran: bool, why: str = "") -> HostCheck:
