@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -11,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from etfarm.client import EtfarmError, Farm, Report
+from etfarm.client import Report
 from etfarm.client.export import ModelSource
 from etfarm.client.reports.compilation import SelectedName
 from tests.support.farm import FarmProcess
 
-pytestmark = pytest.mark.slow(reason="a farm compiles a dozen programs")
+pytestmark = pytest.mark.slow(reason="a farm quantizes a network a dozen times")
 
 RECIPE: Final = 'partitioners = ["xnnpack"]\n[[quantizers]]\nname = "xnnpack"\n{argument} = ["{name}"]\n'
 
@@ -76,21 +75,44 @@ CONVOLUTIONS: Final = {
 }  # fmt: skip
 
 
+SUCCEEDS: Final = {
+    "only_modules": ("features.0.0",),
+    "skip_modules": ("features.1.se", "features.2.2"),
+    "skip_operators": ("features.1:add", "features.1:relu#1"),
+}
+REFUSED: Final = [
+    ("only_modules", "features.0.1", "features.0.0"),  # a batch norm that is folded
+    ("skip_modules", "clasifier.1", "classifier.1"),
+    ("skip_modules", "features.1.se.fc1", "features.1.se"),  # torchvision's name, where timm's is used
+    ("skip_modules", "classifier.0", "classifier"),  # a dropout does nothing in a trained network
+    ("only_operators", "features.1:mul", "features.1"),  # it belongs to features.1.se
+    ("skip_operators", "features.1:relu#2", "features.1:relu"),  # there are two
+]
+
+
+def line_of(code: str) -> int:
+    lines, start = inspect.getsourcelines(Residual.forward)
+    (place,) = [place for place, line in enumerate(lines) if code in line]
+    return start + place
+
+
+CONV1: Final = ("only_operators", f"{Path(__file__).name}:{line_of('self.conv1(x)')}")
+
+
 @pytest.fixture(scope="module")
-def client(farm: FarmProcess) -> Iterator[Farm]:
-    with farm.client() as client:
-        yield client
-
-
-def network() -> ModelSource:
+def reports(farm: FarmProcess, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Report]:
+    """Return the reports of one network, quantized once with each name in a recipe file."""
+    folder = tmp_path_factory.mktemp("recipes")
+    names = [(argument, name) for argument, own in SUCCEEDS.items() for name in own]
+    names += [CONV1, *((argument, name) for argument, name, _ in REFUSED)]
+    files = [folder / f"named{place}.toml" for place in range(len(names))]
+    for file, (argument, name) in zip(files, names, strict=True):
+        file.write_text(RECIPE.format(argument=argument, name=name))
     torch.manual_seed(0)
-    return ModelSource.of(SmallMobileNet().eval(), (torch.rand(1, 3, 8, 8),))
-
-
-def report_of(client: Farm, folder: Path, argument: str, name: str) -> Report:
-    """Compile the network with one name in a recipe file."""
-    (folder / "named.toml").write_text(RECIPE.format(argument=argument, name=name))
-    return client.compile(network(), recipe=str(folder / "named.toml")).result().report
+    network = ModelSource.of(SmallMobileNet().eval(), (torch.rand(1, 3, 8, 8),))
+    with farm.client() as client:
+        result = client.compile(network, recipes=[str(file) for file in files], stop_after="QUANTIZE").result()
+    return dict(zip(names, result.reports, strict=True))
 
 
 def in_fp32(report: Report, kind: str) -> set[str | None]:
@@ -103,72 +125,60 @@ def in_fp32(report: Report, kind: str) -> set[str | None]:
 
 
 def selected(report: Report) -> SelectedName:
-    assert report.compile is not None
+    assert report.error is None and report.compile is not None
     (row,) = report.compile.selected["forward"].names
     return row
 
 
-def test_a_convolution_of_a_layer_of_torchvision_is_quantized_alone(client: Farm, tmp_path: Path) -> None:
-    report = report_of(client, tmp_path, "only_modules", "features.0.0")
+Reports = dict[tuple[str, str], Report]
+
+
+def test_a_convolution_of_a_layer_of_torchvision_is_quantized_alone(reports: Reports) -> None:
+    report = reports["only_modules", "features.0.0"]
     row = selected(report)
     assert (row.argument, row.name, row.count, row.quantized) == ("only_modules", "features.0.0", 1, 1)
     assert in_fp32(report, "conv") == CONVOLUTIONS - {"features.0.0"}
     assert report.compile is not None and "QUANTIZED_NOTHING" not in [warning.code for warning in report.compile.warnings]
 
 
-def test_a_block_that_is_skipped_keeps_its_layers_and_no_others_in_fp32(client: Farm, tmp_path: Path) -> None:
-    report = report_of(client, tmp_path, "skip_modules", "features.1.se")
+def test_a_block_that_is_skipped_keeps_its_layers_and_no_others_in_fp32(reports: Reports) -> None:
+    report = reports["skip_modules", "features.1.se"]
     assert in_fp32(report, "conv") == {"features.1.se.reduce", "features.1.se.expand"}
     row = selected(report)
     assert row.quantized == 0 and sum(each.count for each in row.operators if "conv" in each.op) == 2
 
 
-def test_an_activation_that_is_skipped_leaves_the_convolution_before_it_quantized(client: Farm, tmp_path: Path) -> None:
-    report = report_of(client, tmp_path, "skip_modules", "features.2.2")
+def test_an_activation_that_is_skipped_leaves_the_convolution_before_it_quantized(reports: Reports) -> None:
+    report = reports["skip_modules", "features.2.2"]
     assert selected(report).count == 1
     assert in_fp32(report, "conv") == set()
 
 
-@pytest.mark.parametrize(
-    ("argument", "name", "nearest"),
-    [
-        ("only_modules", "features.0.1", "features.0.0"),  # a batch norm that is folded
-        ("skip_modules", "clasifier.1", "classifier.1"),
-        ("skip_modules", "features.1.se.fc1", "features.1.se"),  # torchvision's name, where timm's is used
-        ("skip_modules", "classifier.0", "classifier"),  # a dropout does nothing in a trained network
-        ("only_operators", "features.1:mul", "features.1"),  # it belongs to features.1.se
-        ("skip_operators", "features.1:relu#2", "features.1:relu"),  # there are two
-    ],
-)
+@pytest.mark.parametrize(("argument", "name", "nearest"), REFUSED)
 def test_a_name_that_selects_nothing_is_refused_with_the_nearest(
-    client: Farm, tmp_path: Path, argument: str, name: str, nearest: str
+    reports: Reports, argument: str, name: str, nearest: str
 ) -> None:
-    with pytest.raises(EtfarmError) as refused:
-        report_of(client, tmp_path, argument, name)
-    assert refused.value.reason == "RECIPE_NAME_NOT_FOUND"
-    assert name in refused.value.message and nearest in refused.value.remedy, (refused.value.message, refused.value.remedy)
+    refused = reports[argument, name].error
+    assert refused is not None and refused.reason == "RECIPE_NAME_NOT_FOUND"
+    assert name in refused.message and nearest in refused.remedy, (refused.message, refused.remedy)
 
 
-def test_a_functional_addition_is_skipped_by_its_module_and_name(client: Farm, tmp_path: Path) -> None:
-    report = report_of(client, tmp_path, "skip_operators", "features.1:add")
+def test_a_functional_addition_is_skipped_by_its_module_and_name(reports: Reports) -> None:
+    report = reports["skip_operators", "features.1:add"]
     row = selected(report)
     assert (row.count, row.quantized) == (1, 0) and [each.op for each in row.operators if "add" in each.op]
     assert in_fp32(report, "conv") == set()
 
 
-def test_the_second_functional_activation_is_not_the_first(client: Farm, tmp_path: Path) -> None:
-    lines, start = inspect.getsourcelines(Residual.forward)
-    (place,) = [place for place, line in enumerate(lines) if "return nn.functional.relu(y)" in line]
-    row = selected(report_of(client, tmp_path, "skip_operators", "features.1:relu#1"))
+def test_the_second_functional_activation_is_not_the_first(reports: Reports) -> None:
+    row = selected(reports["skip_operators", "features.1:relu#1"])
     assert (row.count, row.quantized) == (1, 0)
     sources = [each.source for operator in row.operators for each in operator.places]
-    assert [source and source.line for source in sources] == [start + place]
+    assert [source and source.line for source in sources] == [line_of("return nn.functional.relu(y)")]
 
 
-def test_an_operator_is_selected_by_its_source_line(client: Farm, tmp_path: Path) -> None:
-    lines, start = inspect.getsourcelines(Residual.forward)
-    (place,) = [place for place, line in enumerate(lines) if "self.conv1(x)" in line]
-    report = report_of(client, tmp_path, "only_operators", f"{Path(__file__).name}:{start + place}")
+def test_an_operator_is_selected_by_its_source_line(reports: Reports) -> None:
+    report = reports[CONV1]
     row = selected(report)
     assert row.count >= 1 and row.quantized >= 1
     assert in_fp32(report, "conv") == CONVOLUTIONS - {"features.1.conv1"}

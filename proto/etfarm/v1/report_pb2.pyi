@@ -2411,12 +2411,13 @@ class Numerics(_message.Message):
     """
     timed_sqnr_db: _builtins.float
     """The lowest OutputAccuracy.sqnr_db of the timed program and that of this pass's program, against the program on the host that
-    operators are judged by. Absent if no output has one.
+    operators are judged by. Absent if no output has one, or one is NaN or infinite where that program's is not.
     """
     sqnr_db: _builtins.float
     wrong_only_when_fused: _builtins.bool
     """Whether the timed program is far from the program on the host although this pass's program is not and no operator is bad: its
-    operators are only wrong when the backend fuses them. Absent if either number is, and if the timed program itself ran.
+    operators are only wrong when the backend fuses them. Absent if no output can be compared, and if the timed program itself
+    ran.
     """
     @_builtins.property
     def program(self) -> _compile_pb2.Program:

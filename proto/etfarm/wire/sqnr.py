@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 EXACT_DB: Final = 300.0
 """Maximum SQNR, also that of an exact match; float64 itself resolves some 320 dB."""
 
+FAR_FROM_QUANTIZED_GRAPH: Final = "FAR_FROM_QUANTIZED_GRAPH"
+"""Code of the warning about a program whose outputs are far from those of its own quantized graph."""
+
 
 def decibels(value_db: float) -> str:
     """Return `41.2 dB`; a ratio that rounds to zero has no sign."""

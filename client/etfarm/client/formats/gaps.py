@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from etfarm.wire.sqnr import EXACT_DB
+from etfarm.wire.sqnr import EXACT_DB, decibels
 
 Json = Mapping[str, Any]
 
@@ -56,6 +56,16 @@ def judged(operators: Sequence[Operator], numerics: Json) -> int:
     """Return the number of values with a judged operator; all values for older reports, which lack the number."""
     count = numerics.get("judged")
     return len(operators) if count is None else int(count)
+
+
+def describe_fused(numerics: Json) -> str:
+    """Return how far the timed program and the one with one delegate per operator are off; empty if fusing changes nothing."""
+    if not numerics.get("wrong_only_when_fused"):
+        return ""
+    timed, separate = (
+        decibels(numerics[key]) if numerics[key] is not None else "no SQNR" for key in ("timed_sqnr_db", "sqnr_db")
+    )
+    return f"the outputs of the timed program have {timed}, and {separate} with one delegate per operator"
 
 
 def _is_of_the_same(row: Json, following: Json) -> bool:

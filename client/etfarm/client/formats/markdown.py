@@ -185,11 +185,8 @@ def _gap(report: Json) -> Iterator[str]:
             else "so it is not known whether one is bad"
         )
         yield f"Numerics: {units.count(len(values), 'operator')} compared{note}, {answer}."
-        if numerics.get("wrong_only_when_fused"):
-            yield (
-                f"The timed program is wrong only when fused: its outputs have {decibels(numerics['timed_sqnr_db'])}, and "
-                f"{decibels(numerics['sqnr_db'])} with one delegate per operator."
-            )
+        if fused := gaps.describe_fused(numerics):
+            yield f"The program is wrong only when fused: {fused}."
     for row in bad:
         level = decibels(row["snr_db"]) if row["snr_db"] is not None else "no SNR"
         where = answers.place(row)

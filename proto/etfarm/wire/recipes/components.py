@@ -29,8 +29,11 @@ class ComponentSpecification:
     """The quantization of a quantizer without arguments."""
 
 
-_MODULE: Final = r"[^.:#\s\"'\x00-\x1f]+(\.[^.:#\s\"'\x00-\x1f]+)*"
-"""A module's name as `named_modules` has it: children of an nn.Sequential are numbers, and keys of an nn.ModuleDict any text."""
+_MODULE: Final = r"[^.:\x00-\x1f]+(\.[^.:\x00-\x1f]+)*"
+"""A module's name as `named_modules` has it: children of an nn.Sequential are numbers, and keys of an nn.ModuleDict any text.
+
+A colon ends the module in an operator's name, so modules with one cannot be named.
+"""
 
 
 def _modules(name: str, summary: str) -> Argument:

@@ -47,6 +47,11 @@ def check_combination(recipe: Recipe) -> None:
             f"per_op gives each operator a delegate of XNNPACK, which {recipe.name} does not use.", "Leave per_op out.",
             recipes=",".join(names),
         )  # fmt: skip
+    if recipe.options.fuse_activations and not recipe.takes_xnnpack:
+        raise BadCombination(
+            f"fuse_activations quantizes as one what XNNPACK fuses, which {recipe.name} does not use.",
+            "Leave fuse_activations out.", recipes=",".join(names),
+        )  # fmt: skip
     _check_quantizers(recipe)
     source = [part for part in recipe.parts if part.specification.quantization is Quantization.TORCHAO_SOURCE]
     if not source:

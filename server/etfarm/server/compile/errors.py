@@ -405,19 +405,30 @@ class ProgramCannotRun(UserError):
         operator: the operator without a kernel, with its line, like `aten::histc at models/net.py:31 (torch.histc(x))`; or empty.
         delegates: whether a backend runs a part of the method.
         formats: inputs and weights that are not contiguous, such as `x, weight`; or empty.
+        advice: what in a quantized graph XNNPACK computes otherwise, and what to do about it; or empty.
     """
 
     reason = "PROGRAM_CANNOT_RUN"
 
     def __init__(
-        self, method: str, why: str, at: str = "", operator: str = "", *, delegates: bool = True, formats: str = ""
+        self,
+        method: str,
+        why: str,
+        at: str = "",
+        operator: str = "",
+        *,
+        delegates: bool = True,
+        formats: str = "",
+        advice: str = "",
     ) -> None:
         remedy = next((remedy for cause, remedy in _RUN_REMEDIES if cause in why), None)
         if not delegates and "it crashed with" in why:
             remedy = _KERNEL_CRASHES
         if remedy is not None and "no kernel" in why and not _replace(f"{why}{operator}").startswith("Use other"):
             remedy = f"{_replace(f'{why}{operator}')}: ExecuTorch has no kernel for it."
-        if _FORMATS.search(why) or (formats and ("Propagating input shapes" in why or (remedy is None and operator))):
+        if advice:
+            remedy = advice
+        elif _FORMATS.search(why) or (formats and ("Propagating input shapes" in why or (remedy is None and operator))):
             remedy = (
                 f"Tensors have different memory formats: give {formats or 'inputs and weights'} the usual one with "
                 ".clone(memory_format=torch.contiguous_format), weights before the export and inputs as examples."

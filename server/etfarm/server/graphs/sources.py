@@ -75,8 +75,13 @@ def module_of(nn_module_stack: str | None) -> str | None:
     for entry in reversed(_split(nn_module_stack, ";")):
         fields = _split(entry, ",")
         if len(fields) >= 2:
-            return _ROOT.sub("", fields[1]).replace("slice(None, None, None)", "").strip(".") or None
+            return path_of(fields[1])
     return None
+
+
+def path_of(path: str) -> str | None:
+    """Return a module's path as torch records it, `L['self'].layer1.conv`, as `layer1.conv`; None for the model itself."""
+    return _ROOT.sub("", path).replace("slice(None, None, None)", "").strip(".") or None
 
 
 def common_module(modules: Iterable[str | None]) -> str | None:

@@ -20,11 +20,11 @@ from etfarm.server.jobs.records.log import JobLog
 from etfarm.server.jobs.records.reports import ReportNotFound
 from etfarm.server.jobs.records.rows import JobLive
 from etfarm.server.reports.analysis_parts import FILE_MISSING, is_of_analysis
-from etfarm.server.reports.request import FAR_FROM_QUANTIZED_GRAPH
 from etfarm.server.reports.runs import LEFT_OUT, NOT_REPEATED
 from etfarm.v1 import agent_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.v1.job_pb2 import Cell, Job
+from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH
 
 _PARTS = (
     "latency",

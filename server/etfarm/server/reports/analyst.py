@@ -75,6 +75,7 @@ class Analyst:
             samples=path(result.samples.digest) if result.HasField("samples") else None,
             method=method,
             output_names=tuple(spec.name or str(index) for index, spec in enumerate(facts.outputs)),
+            backends=tuple(facts.backends),
             traced_ns=tuple(result.traced_ns),
             runs=tuple(run.iterations for run in result.runs),
             blocks=_blocks(result),

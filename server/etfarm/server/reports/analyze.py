@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from etfarm.server.graphs.quantized_outputs import describe
 from etfarm.server.reports.latency import generation, interleaved, slow_group, statistics
 from etfarm.server.reports.numerics import accuracy, forced_text, fused, numeric_gap, reference, reference_models
 from etfarm.server.reports.request import (
     CUT_SHORT,
-    FAR_FROM_QUANTIZED_GRAPH,
     OUTPUTS_DO_NOT_MATCH,
     PREFILL_TRACE_TIMES,
     SAMPLES_LEFT_OUT,
@@ -33,6 +33,7 @@ from etfarm.v1 import compile_pb2, report_pb2
 from etfarm.wire import series, tensors
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.samples import round_down
+from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH
 from etfarm.wire.words import word_of
 
 _LOG = logging.getLogger(__name__)
@@ -368,7 +369,10 @@ def _fill_accuracy(
     for row in scores if len(scores) > 1 else ():
         row.ClearField("top1_agreement")
     report.accuracy.extend(rows)
-    if against == report_pb2.REFERENCE_QUANTIZED and (sentence := fused.describe(program, rows, pairs, files)):
+    # A model that the client has quantized is its own quantized graph.
+    if sentence := describe(
+        program, [row.output for row in rows], pairs, lambda sample: reference.read_inputs(files[sample]), request.backends
+    ):
         _warn(report, FAR_FROM_QUANTIZED_GRAPH, sentence)
     return [expected for expected, _ in pairs[0]]
 

@@ -15,6 +15,7 @@ from etfarm.server.reports.verdict import Thresholds, judge
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, generation_pb2, job_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire import digest as digests
+from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH
 
 PYTHON_RUNNER: Final = "PYTHON_RUNNER"
 """Code of the warning about a program that ExecuTorch's Python binding ran. It is no reason of a verdict: the binding runs the
@@ -100,6 +101,7 @@ def assemble(
         report.numeric_gap.extend(analysis.numeric_gap)
         report.operators.extend(analysis.operators)
         report.compile.warnings.extend(analysis.compile.warnings)
+        _drop_comparison_of_host(report)
     if warnings:
         report.compile.warnings.extend(warnings)
     if result is not None and result.further.HasField("error"):
@@ -133,6 +135,21 @@ def assemble(
             _fill_trace(profile, traced, emulated=device.emulated, thresholds=thresholds or Thresholds())
     report.timeline.extend(cell.timeline)
     return report
+
+
+def _drop_comparison_of_host(report: report_pb2.Report) -> None:
+    """Drop the warning that the method is far from its quantized graph on the server, where the device was compared with it."""
+    is_compared = any(row.reference == report_pb2.REFERENCE_QUANTIZED for row in report.accuracy)
+    if not is_compared and not any(warning.code == FAR_FROM_QUANTIZED_GRAPH for warning in report.compile.warnings):
+        return
+    warnings = report.compile.compilation.warnings
+    kept = [
+        warning
+        for warning in warnings
+        if warning.code != FAR_FROM_QUANTIZED_GRAPH or not warning.message.startswith(f"{report.method} on the server: ")
+    ]
+    del warnings[:]
+    warnings.extend(kept)
 
 
 def _logits_dtype(compilation: compile_pb2.Compilation | None, plan: generation_pb2.GenerationPlan) -> str:

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Final
 
 from etfarm.server.reports.latency.samples import Block, Generation
+from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH
 
 CUT_SHORT: Final = "ANALYSIS_CUT_SHORT"
 """Warning code of parts that are missing or incomplete because a child failed on them or had too little time for them."""
-
-FAR_FROM_QUANTIZED_GRAPH: Final = "FAR_FROM_QUANTIZED_GRAPH"
-"""Warning code of outputs that are far from those of the program's own quantized graph."""
 
 OUTPUTS_DO_NOT_MATCH: Final = "ANALYSIS_OUTPUTS_DO_NOT_MATCH"
 """Warning code of outputs that cannot be compared with those of a reference."""
@@ -149,6 +147,8 @@ class AnalyzeRequest:
     base_blocks: tuple[Block, ...] = ()
     quantized: Path | None = None
     """The method exported (.pt2) as `pte`'s compilation lowered it, if a stage quantized it. See `reference.load`."""
+    backends: tuple[str, ...] = ()
+    """Ids of the backends that compute parts of the method."""
     limit_s: float = 600.0
     """Time limit of the analysis; a child that takes longer is killed, and its results are lost."""
     screen: Callable[[Path], None] | None = None

@@ -109,6 +109,31 @@ def test_a_measured_cell_has_everything() -> None:
     assert [phase.phase for phase in report.timeline] == ["COMPILE"]
 
 
+@pytest.mark.parametrize(
+    ("reference", "warned", "kept"),
+    [
+        ("QUANTIZED", False, ["other"]),
+        ("QUANTIZED", True, ["other", "device"]),
+        ("EAGER", True, ["other", "device"]),  # a model that the client quantized is its own reference
+        ("EAGER", False, ["forward", "other"]),
+    ],
+)
+def test_a_device_that_was_compared_with_the_quantized_graph_replaces_the_servers_comparison(
+    reference: Any, warned: bool, kept: list[str]
+) -> None:
+    compiled, measured = compilation(), analysis()
+    for method in ("forward", "other"):
+        compiled.warnings.add(code="FAR_FROM_QUANTIZED_GRAPH", message=f"{method} on the server: far")
+    measured.accuracy.add(reference=f"REFERENCE_{reference}")
+    if warned:
+        measured.compile.warnings.add(code="FAR_FROM_QUANTIZED_GRAPH", message="device: far")
+    report = assemble("r", job(), cell(), at=AT, compilation=compiled, device=DEVICE, result=result(), analysis=measured)
+    warnings = report_json(report)["compile"]["warnings"]
+    far = [each["message"] for each in warnings if each["code"] == "FAR_FROM_QUANTIZED_GRAPH"]
+    assert [message.partition(" ")[0].strip(":") for message in far] == kept
+    assert "COMPILE" in [each["code"] for each in warnings]
+
+
 def test_inputs_of_a_run_are_reported_and_whether_a_runner_made_them_up() -> None:
     actual = analysis()
     actual.inputs.tensors.add(name="x", dtype="float32", shape=[2, 3])

@@ -85,15 +85,12 @@ def _answer(operators: Sequence[Operator], numerics: Json) -> Text:
     bad = next((operator for operator in operators if operator.judged["first_bad"]), None)
     if bad is None:
         judged = gaps.judged(operators, numerics)
-        if not judged:
+        if not judged and not numerics.get("wrong_only_when_fused"):
             return text.append(f"none of {len(operators)} values could be judged: the warnings say why", "not bold yellow")
-        if numerics.get("wrong_only_when_fused"):
+        if fused := gaps.describe_fused(numerics):
             text.append("wrong only when fused", "bold red")
-            return text.append(
-                f": the outputs of the timed program have {decibels(numerics['timed_sqnr_db'])} against the {against}, and "
-                f"{decibels(numerics['sqnr_db'])} with one delegate per operator; none of {judged} operators is bad alone",
-                "not bold",
-            )
+            rest = f": against the {against}, {fused}; none of {judged} operators is bad alone"
+            return text.append(rest, "not bold")
         result = f"no bad operator: none of {judged} is further off than rounding explains, against the {against}"
         rest = f"; {judged} of {len(operators)} values judged" if judged < len(operators) else ""
         return text.append(result, "not bold green").append(rest, "not bold")

@@ -196,6 +196,7 @@ def _data(report: Json) -> dict[str, Any]:
         "gap": report["numeric_gap"] or [],
         "values": [_value(value) for value in gaps.operators(report["numeric_gap"] or ())],
         "judged": gaps.judged(list(gaps.operators(report["numeric_gap"] or ())), report["numerics"] or {}),
+        "fused": gaps.describe_fused(report["numerics"] or {}),
         "series": _series(report),
         "run_ends": list(itertools.accumulate(run["iterations"] or 0 for run in report["runs"] or ()))[:-1],
     }

@@ -19,8 +19,9 @@ _KEY: Final = "quantization_annotation"
 """Key of a node's metadata where quantizers leave the dtypes and observers of its inputs and of its output."""
 
 
-def copy_shared_layers(module: torch.fx.GraphModule) -> None:
-    """Give each layer that uses a parameter after the first one its own copy of it."""
+def copy_shared_layers(module: torch.fx.GraphModule) -> bool:
+    """Give each layer that uses a parameter after the first one its own copy of it; return whether there are any."""
+    copies = 0
     for node, layers in shared_layers(module.graph):
         path, _, leaf = str(node.target).rpartition(".")
         for layer in layers[1:] if node.op == "get_attr" else ():
@@ -32,7 +33,9 @@ def copy_shared_layers(module: torch.fx.GraphModule) -> None:
                 duplicate = module.graph.get_attr(f"{path}.{name}" if path else name)
             duplicate.meta = dict(node.meta)
             layer.replace_input_with(node, duplicate)
+            copies += 1
     module.recompile()
+    return copies > 0
 
 
 class ActivationsFused(Quantizer):  # type: ignore[misc]
@@ -41,12 +44,14 @@ class ActivationsFused(Quantizer):  # type: ignore[misc]
     An activation that a recipe file skips stays in fp32.
 
     Args:
-        quantizer: annotates all operators first.
+        quantizer: XNNPACK's, which annotates all operators first.
     """
 
     def __init__(self, quantizer: Quantizer) -> None:
         super().__init__()
         self._quantizer = quantizer
+        self.has_fused = False
+        """Whether `annotate` changed an operator."""
 
     def transform_for_annotation(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
         """Let the inner quantizer change the graph."""
@@ -65,6 +70,7 @@ class ActivationsFused(Quantizer):  # type: ignore[misc]
             if own is not None and own.output_qspec is not None:
                 node.meta[_KEY] = type(own)(output_qspec=own.output_qspec, _annotated=True)
                 own.output_qspec = None
+                self.has_fused = True
         return model
 
     def validate(self, model: torch.fx.GraphModule) -> None:

@@ -82,7 +82,13 @@ def check(program: Any, name: str, method: str) -> None:
 
 
 def quantize(
-    program: Any, recipe: Any, name: str, method: str, calibration: Sequence[Path], options: Options = _DEFAULTS
+    program: Any,
+    recipe: Any,
+    name: str,
+    method: str,
+    calibration: Sequence[Path],
+    options: Options = _DEFAULTS,
+    unused: set[str] | None = None,
 ) -> torch.nn.Module:
     """Return the program as a module with quantize and dequantize operators, with the same arguments and outputs.
 
@@ -91,6 +97,7 @@ def quantize(
         name: the recipe's name for the message.
         calibration: tensor files in addition to the program's example inputs; one file at a time is in memory.
         options: `copy_shared_layers` and `fuse_activations` of the recipe.
+        unused: names of options, from which those that have an effect are removed.
 
     Raises:
         CalibrationMismatch: a sample does not fit the program.
@@ -110,10 +117,15 @@ def quantize(
     captured = stage._apply_passes(program.module(check_guards=False), recipe.pre_prepare_passes)
     if keeps_integers(recipe):
         integers.keep_integers(captured)
-    if options.copy_shared_layers:
-        fusion.copy_shared_layers(captured)
+    unused = set() if unused is None else unused
+    if options.copy_shared_layers and fusion.copy_shared_layers(captured):
+        unused.discard("copy_shared_layers")
     quantizer = stage._get_quantizer_for_prepare_pt2e(recipe.quantizers)
-    prepared = prepare_pt2e(captured, fusion.ActivationsFused(quantizer) if options.fuse_activations else quantizer)
+    if options.fuse_activations and fp32_layers.by_xnnpack(recipe.quantizers):
+        quantizer = fusion.ActivationsFused(quantizer)
+    prepared = prepare_pt2e(captured, quantizer)
+    if isinstance(quantizer, fusion.ActivationsFused) and quantizer.has_fused:
+        unused.discard("fuse_activations")
     prepared = stage._apply_passes(prepared, recipe.post_prepare_passes)
     last_logged = time.monotonic()
     initial = _changed_buffers(program)

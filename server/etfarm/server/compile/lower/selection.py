@@ -23,7 +23,9 @@ _ANNOTATION: Final = "quantization_annotation"
 """Key of PT2E's annotation in a node's meta."""
 KEPT_IN_FP32: Final = "etfarm_kept_in_fp32"
 """Key in the meta of nodes that a recipe file skips."""
-_NO_OPERATORS: Final = frozenset({"getitem", "_guards_fn"})
+_DROPOUTS: Final = frozenset({"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"})
+"""Operators that do nothing, since programs that train are refused."""
+_NO_OPERATORS: Final = frozenset({"getitem", "_guards_fn", *_DROPOUTS})
 _MAX_NEAREST: Final = 3
 _MAX_LISTED: Final = 12
 
@@ -45,8 +47,13 @@ class _Operator:
 
     @property
     def is_folded(self) -> bool:
-        """Whether it is a batch norm behind a convolution, which is folded into that before anything is quantized."""
-        return "batch_norm" in self.name and "conv" in _name_of(self.node.args[0])[0]
+        """Whether it is a batch norm behind a layer, which is folded into that before anything is quantized.
+
+        Source: _fuse_conv_bn_ and _fuse_linear_bn_ of torchao/quantization/pt2e/utils.py 0.18.0.
+        """
+        layer = self.node.args[0]
+        name = _name_of(layer)[0] if "batch_norm" in self.name else ""
+        return "conv" in name or (name == "linear" and len(layer.args[0].meta["val"].shape) <= 2)
 
 
 @dataclass
@@ -57,8 +64,6 @@ class Selection:
     """Pairs of argument and name."""
     rows: list[tuple[str, str, list[Any]]] = field(default_factory=list)
     """What each name selected in the graphs that were annotated: argument, name, nodes."""
-    quantized: set[Any] = field(default_factory=set)
-    """Those of the nodes that are quantized."""
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Selection | None:
@@ -85,14 +90,16 @@ class Selection:
             with _kept([node for node in model.graph.nodes if not allows(node)]):
                 annotated = annotate_all(model)
             self.rows += [(argument, name, nodes) for (argument, name), nodes in chosen.items() if nodes]
-            self.quantized |= {node for nodes in chosen.values() for node in nodes if _is_annotated(node)}
             return annotated
 
         quantizer.annotate = annotate
         quantizer.selection = self
 
     def listed(self) -> list[SelectedName]:
-        """Return what each name selected in the annotated graphs, in the order of the names."""
+        """Return what each name selected in the annotated graphs, in the order of the names.
+
+        Nodes keep their annotation, which other quantizers may have added, when observers and quantized operators are inserted.
+        """
         nodes_by_name: dict[tuple[str, str], list[Any]] = defaultdict(list)
         for argument, name, nodes in self.rows:
             nodes_by_name[argument, name] += nodes
@@ -102,16 +109,13 @@ class Selection:
             for node in nodes:
                 by_operator[_name_of(node)[0]].append(node)
             operators: list[SelectedOperator] = [
-                {"op": operator, "count": len(group), "quantized": self._count_quantized(group), "places": places.places(group)}
+                {"op": operator, "count": len(group), "quantized": _count_quantized(group), "places": places.places(group)}
                 for operator, group in sorted(by_operator.items())
             ]
-            quantized = self._count_quantized(nodes)
+            quantized = _count_quantized(nodes)
             row = {"argument": argument, "name": name, "count": len(nodes), "quantized": quantized, "operators": operators}
             listed.append(cast(SelectedName, row))
         return listed
-
-    def _count_quantized(self, nodes: Iterable[Any]) -> int:
-        return sum(node in self.quantized for node in nodes)
 
 
 def require_found(selection: Selection, graphs: Mapping[str, Any]) -> None:
@@ -122,7 +126,7 @@ def require_found(selection: Selection, graphs: Mapping[str, Any]) -> None:
         graphs: the graphs that the quantizer gets, by method, before batch norms are folded.
 
     Raises:
-        NameNotFound: a name selects nothing, or batch norms that are folded into convolutions.
+        NameNotFound: a name selects nothing, or batch norms that are folded into the layers before them.
     """
     operators = {method: _operators(graph) for method, graph in graphs.items()}
     all_operators = [operator for rows in operators.values() for operator in rows]
@@ -134,7 +138,7 @@ def require_found(selection: Selection, graphs: Mapping[str, Any]) -> None:
         if matches:
             layer = next((other for other in all_operators if other.node is matches[0].node.args[0]), None)
             target = (layer.module if "modules" in argument else f"{layer.module}:{layer.name}") if layer else ""
-            why = f"it is a batch norm, which is folded into the convolution {target!r} before quantization"
+            why = f"it is a batch norm, which is folded into the layer {target!r} before quantization"
             raise NameNotFound(argument, name, methods, why, [target] if target else [])
         raise NameNotFound(argument, name, methods, "no operator has it", _nearest(argument, name, all_operators))
 
@@ -147,8 +151,8 @@ def _choose(names: Iterable[tuple[str, str]], graph: Any) -> dict[tuple[str, str
 def _filter(chosen: Mapping[tuple[str, str], Sequence[Any]]) -> Callable[[Any], bool]:
     """Return a filter of the nodes that may be quantized.
 
-    Constants may, since they belong to no module: the operators that use them decide. An activation directly behind a selected
-    operator may as well, unless it is named itself, since both are one kernel.
+    Constants may, since they belong to no module: the operators that use them decide. So do those around a dropout. An activation
+    directly behind a selected operator may as well, unless it is named itself, since both are one kernel.
     """
     only = {node for (argument, _), nodes in chosen.items() if argument.startswith("only") for node in nodes}
     skip = {node for (argument, _), nodes in chosen.items() if argument.startswith("skip") for node in nodes}
@@ -157,6 +161,8 @@ def _filter(chosen: Mapping[tuple[str, str], Sequence[Any]]) -> Callable[[Any], 
     def allows(node: Any) -> bool:
         inputs = node.all_input_nodes
         if node.op != "call_function" or (inputs and all(each.op == "get_attr" for each in inputs)):
+            return True
+        if _name_of(node)[0] in _DROPOUTS:
             return True
         is_chosen = node in only or (_is_activation(node) and inputs[0] in only)
         return node not in skip and (not has_only or is_chosen)
@@ -264,6 +270,10 @@ def _is_activation(node: Any) -> bool:
 
 def _is_within(path: str, module: str) -> bool:
     return path == module or path.startswith(f"{module}.")
+
+
+def _count_quantized(nodes: Iterable[Any]) -> int:
+    return sum(map(_is_annotated, nodes))
 
 
 def _is_annotated(node: Any) -> bool:

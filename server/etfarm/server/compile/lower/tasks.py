@@ -35,6 +35,12 @@ from etfarm.wire.stages import check_order, check_stop_after
 _EXPORTING: Final = ("SOURCE_TRANSFORM", "QUANTIZE", "TORCH_EXPORT")
 """Stages before the edge dialect."""
 
+_UNUSED: Final = {
+    "copy_shared_layers": "no two layers have the same weights",
+    "fuse_activations": "no layer has an activation behind it that XNNPACK would quantize apart and fuse with it",
+}
+"""Why an option of the recipe has no effect."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -62,12 +68,15 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
 
     modules = {}
     failures: list[EtfarmError] = []
+    unused = set(recipe.options.before_quantization())
     with stages.stage("QUANTIZE") as times:
         for method, quantization in quantizing.items():
             calibration = request.calibration.get(method, ())
             with lowering.timed(times, method):
                 try:
-                    modules[method] = quantize.quantize(programs[method], quantization, name, method, calibration, recipe.options)
+                    modules[method] = quantize.quantize(
+                        programs[method], quantization, name, method, calibration, recipe.options, unused
+                    )
                 except QuantizedNothing as error:
                     failures.append(error)
                     continue
@@ -94,6 +103,8 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
                 "The method stays as it is." if modules else "The program is the one without quantization, as from xnnpack_fp32."
             )
             _warn(result["warnings"], failure.reason, f"{failure.message} {stays}")
+        for option in sorted(unused) if modules else ():
+            _warn(result["warnings"], "OPTION_WITHOUT_EFFECT", f"{option} changes nothing: {_UNUSED[option]}. Leave it out.")
     with stages.stage("TORCH_EXPORT") as times:
         for method in sorted(programs):
             file = folder / f"{method}.pt2"
@@ -255,7 +266,7 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     checked = checks.check_program(
         smoke, originals=originals, pte=folder / "model.pte", data=data, folder=folder, quantized=bool(quantized),
         backends={method: program_facts["methods"][method]["backends"] for method in originals}, delegation=result["delegation"],
-        located=located, meanwhile=save_etrecord,
+        located=located, lowered={method: programs[method] for method in quantized}, meanwhile=save_etrecord,
     )  # fmt: skip
     calls = list(request.calls) or [(method, None) for method in sorted(originals) if shared]
     # In the host's runtime, methods overwrite each other's state unless the program shares it.

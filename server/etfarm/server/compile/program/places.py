@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from etfarm.server.compile.program import fp32_layers
 from etfarm.server.compile.result import Fp32Operator, Place, SourceLine
-from etfarm.server.graphs.sources import Source, module_of, source_of
+from etfarm.server.graphs.sources import Source, path_of, source_of
 
 MAX_PLACES: Final = 20
 """Maximum number of places of one operator; less frequent places are dropped."""
@@ -78,7 +78,7 @@ def module_path(node: Any) -> str | None:
     for key, entry in reversed((node.meta.get("nn_module_stack") or {}).items()):
         if not key.startswith("_empty_nn_module_stack"):
             path = entry[0] if isinstance(entry, tuple) else entry
-            return module_of(f",{path},")
+            return path_of(path)
     return None
 
 

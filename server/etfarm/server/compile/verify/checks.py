@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -35,10 +36,12 @@ from etfarm.server.compile.verify.differences import Difference
 from etfarm.server.compile.verify.reference import ReferenceFailed
 from etfarm.server.compile.verify.smoke import HOST_BACKENDS, MAX_DATA_FILES, Run, SmokeRunner
 from etfarm.server.compile.verify.trials import TooLarge, Trial
+from etfarm.server.graphs import quantized_outputs
 from etfarm.server.workers.errors import is_out_of_memory
 from etfarm.v1.compile_pb2 import LocatedOperators
 from etfarm.wire import tensors
 from etfarm.wire.located_failures import find_operator
+from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH
 from etfarm.wire.tensors import Value
 
 RUN_S: Final = 120.0
@@ -71,6 +74,7 @@ class _Program:
     backends: Mapping[str, Sequence[str]]
     delegation: Mapping[str, Delegation]
     located: Mapping[str, LocatedOperators]
+    lowered: Mapping[str, Any]
 
     @property
     def inputs(self) -> Path:
@@ -105,6 +109,7 @@ def check_program(
     quantized: bool,
     delegation: Mapping[str, Delegation] | None = None,
     located: Mapping[str, LocatedOperators] | None = None,
+    lowered: Mapping[str, Any] | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> Checked:
     """Run each method at its example inputs, and at its smallest and largest inputs if it has dynamic dims.
@@ -118,6 +123,8 @@ def check_program(
         quantized: whether to accept the errors of a quantized program.
         delegation: delegation by method, which has the places of operators without a kernel.
         located: operators by method, which the runtime's messages refer to by number.
+        lowered: exported programs as they were lowered, by method. Those with scales from calibration are also compared with
+            these at the example inputs, since backends may compute something else than a quantized graph says.
         meanwhile: other work, called while the first method runs, or at the end if no method runs.
 
     Raises:
@@ -125,7 +132,8 @@ def check_program(
     """
     checked = Checked()
     with tempfile.TemporaryDirectory(dir=folder, prefix="checks-") as temporary:
-        program = _Program(smoke, pte, data, Path(temporary), quantized, backends, delegation or {}, located or {})
+        parts = (delegation or {}, located or {}, lowered or {})
+        program = _Program(smoke, pte, data, Path(temporary), quantized, backends, *parts)
         for method, original in sorted(originals.items()):
             trial = trials.example(original)
             why = _not_on_host(backends.get(method, ()), data, trial)
@@ -226,6 +234,7 @@ def _check_method(
         checked.warn("NOT_COMPARED", f"{method} ran on the server, and was not compared with eager PyTorch: {expected.why}.")
     else:
         _compare(program, method, original, example, expected, outputs, checked, threads)
+    _compare_with_lowered(program, method, example, outputs, checked)
     if trials.is_dynamic(original):
         _check_extreme(program, method, original, example, "MIN", checked)
         _check_extreme(program, method, original, example, "MAX", checked)
@@ -321,8 +330,16 @@ def _finish(program: _Program, method: str, original: Any, trial: Trial) -> list
     crash = explain.find_only_kernel(original) if outcome.crashed and not operator else ""
     raise ProgramCannotRun(
         method, why, trial.words, operator or crash, delegates=bool(program.backends.get(method)),
-        formats=explain.find_channels_last(original),
+        formats=explain.find_channels_last(original), advice=_advise(program, method, why),
     )  # fmt: skip
+
+
+def _advise(program: _Program, method: str, why: str) -> str:
+    """Return what in a quantized graph makes XNNPACK refuse an operator, and what to do about it; empty if nothing does."""
+    lowered = program.lowered.get(method)
+    if lowered is None or "Failed to create" not in why or not quantized_outputs.is_static(lowered):
+        return ""
+    return quantized_outputs.advise(lowered.graph)
 
 
 def _host_check(method: str, trial: Trial, *, ran: bool, why: str = "") -> HostCheck:
@@ -379,6 +396,29 @@ def _compare(
             f"{method} gives other results than eager PyTorch{_where(trial)}: {listed}. "
             f"{_find_cause(original, delegates=bool(program.backends.get(method)))}",
         )
+
+
+def _compare_with_lowered(program: _Program, method: str, trial: Trial, outputs: list[Value], checked: Checked) -> None:
+    """Warn of outputs that are far from the quantized graph that was lowered."""
+    lowered = program.lowered.get(method)
+    if lowered is None or not quantized_outputs.is_static(lowered):
+        return
+    expected = _run_reference(lowered, trial)
+    if isinstance(expected, _Refused) or len(expected) != len(outputs):
+        return  # as of the comparison with the original program, whose warning says why
+    names = [value.name or str(index) for index, value in enumerate(expected)]
+    leaves = [values.to_leaf(value) for value in trial.values]
+    pairs = list(zip(expected, outputs, strict=True))
+    try:
+        sentence = quantized_outputs.describe(lowered, names, [pairs], lambda _: leaves, program.backends.get(method, ()))
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        traceback.print_exc()
+        checked.warn("NOT_COMPARED", f"{method} was not compared with its quantized graph: {explain.first_line(error)}.")
+        return
+    if sentence:
+        checked.warn(FAR_FROM_QUANTIZED_GRAPH, f"{method} on the server: {sentence}")
 
 
 def _find_cause(original: Any, *, delegates: bool) -> str:

@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etfarm.server.graphs import custom_operators
+from etfarm.server.graphs.rounding import placeholder_values
 from etfarm.server.graphs.written_buffers import changed_buffers
 from etfarm.server.workers.limits import limit_loading
+from etfarm.wire import tensors
 from etfarm.wire.errors import UserError
 from etfarm.wire.tensors import Scalar, Tensor, Value
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from torch.fx import Node
-
-_ROUNDED = 0.01
-"""Fraction of the values that correct kernels round to a neighbour of what PyTorch computes."""
 
 Observe = Callable[["Node", Any, tuple[Any, ...], dict[str, Any]], None]
 """A callback that takes a node, its value (tensors, tuples of them, numbers), and its positional and keyword arguments. Tensors
@@ -122,44 +121,9 @@ def run_nodes(program: ExportedProgram, inputs: Sequence[Value], observe: Observ
             return result
 
     _check_count(program, inputs)
-    arguments = list(_placeholders(program, [to_torch(value) for value in inputs]))
+    arguments = list(placeholder_values(program, [to_torch(value) for value in inputs]))
     with torch.no_grad():
         Observed(program.graph_module).run(*arguments, enable_io_processing=False)
-
-
-def run_rounded(program: ExportedProgram, inputs: Sequence[Value]) -> list[Value]:
-    """Return the outputs of a statically quantized program whose values are off by as much as other kernels' may be.
-
-    One in a hundred quantized values is one step larger or smaller, always the same ones.
-
-    Raises:
-        ReferenceNotRunnable: as `run`.
-    """
-    import torch
-    from torch.utils import _pytree as pytree
-
-    generator = torch.Generator().manual_seed(0)
-
-    class Rounded(torch.fx.Interpreter):  # type: ignore[misc]
-        def run_node(self, n: Node) -> Any:
-            result = super().run_node(n)
-            if not str(n.target).startswith("quantized_decomposed.quantize_per_"):
-                return result
-            drawn = torch.rand(result.shape, generator=generator)
-            steps = (drawn < _ROUNDED / 2).int() - (drawn > 1 - _ROUNDED / 2).int()
-            limits = torch.iinfo(result.dtype)
-            return (result.int() + steps).clamp(limits.min, limits.max).to(result.dtype)
-
-    _check_count(program, inputs)
-    arguments = list(_placeholders(program, [to_torch(value) for value in inputs]))
-    try:
-        with torch.no_grad():
-            results = Rounded(program.graph_module).run(*arguments, enable_io_processing=False)
-    except (RuntimeError, AssertionError, ValueError, TypeError) as error:
-        raise _refused(error) from error
-    specs = program.graph_signature.output_specs
-    leaves = [leaf for leaf, spec in zip(results, specs, strict=True) if spec.kind.name == "USER_OUTPUT"]
-    return [from_torch(str(index), leaf) for index, leaf in enumerate(pytree.tree_leaves(leaves))]
 
 
 def _check_count(program: ExportedProgram, inputs: Sequence[Value]) -> None:
@@ -180,18 +144,9 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
-def _placeholders(program: ExportedProgram, leaves: Sequence[Any]) -> Iterator[Any]:
-    """Yield the values of the graph's placeholders in order."""
-    inputs = iter(leaves)
-    for spec in program.graph_signature.input_specs:
-        if spec.kind.name == "USER_INPUT":
-            yield next(inputs)
-        elif spec.kind.name == "TOKEN":
-            yield None
-        else:
-            name = spec.target or ""
-            held = program.state_dict[name] if name in program.state_dict else program.constants[name]
-            yield held.clone() if spec.kind.name == "BUFFER" else held
+def read_inputs(file: Path) -> list[Any]:
+    """Return the values of a tensor file as torch's."""
+    return [to_torch(value) for value in tensors.decode(file.read_bytes())]
 
 
 def to_torch(value: Value) -> Any:

@@ -380,3 +380,62 @@ async def test_a_dim_that_is_one_more_than_another_is_no_value(workers: Workers,
     program = one_more().module()
     x = torch.randn(3, 10, 8)  # torch guards that the rows are even
     assert sqnr_db(program(x), run(one.pte, [x])[0]) > db
+
+
+class Twice(torch.nn.Module):  # type: ignore[misc]
+    """A layer with two uses whose inputs have other ranges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.layer(x) * 20)
+
+
+def twice() -> Any:
+    torch.manual_seed(0)
+    return torch.export.export(Twice().eval(), (torch.randn(1, 3, 16),))
+
+
+async def test_a_program_that_is_wrong_when_fused_is_found_without_a_device(workers: Workers, tmp_path: Path) -> None:
+    samples = [sample(tmp_path / f"{factor}.ett", torch.randn(1, 3, 16) * factor) for factor in (0.5, 1.5)]
+    options = recipes.from_toml(f'recipe = "{STATIC}"\ncopy_shared_layers = true\nfuse_activations = true')
+    plain, copied = [
+        await compiled(workers, tmp_path / name, twice, recipe, calibration={"forward": samples})
+        for name, recipe in (("plain", STATIC), ("copied", options))
+    ]
+    (warning,) = [each["message"] for each in plain.result["warnings"] if each["code"] == "FAR_FROM_QUANTIZED_GRAPH"]
+    assert warning.startswith(
+        "forward on the server: Outputs are far from the program's own quantized graph, run by PyTorch: 0 ("
+    )
+    assert "write copy_shared_layers = true" in warning and "test_compile_quantize.py:" in warning
+    assert "FAR_FROM_QUANTIZED_GRAPH" not in copied.codes
+    # A model without activations has nothing for the other option.
+    assert copied.quantized is not None
+    (unused,) = [each["message"] for each in copied.quantized["warnings"] if each["code"] == "OPTION_WITHOUT_EFFECT"]
+    assert unused.startswith("fuse_activations changes nothing") and "OPTION_WITHOUT_EFFECT" not in plain.codes
+
+
+class Shared(torch.nn.Module):  # type: ignore[misc]
+    """A convolution that features of different ranges share, as in the head of a detector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Conv2d(3, 4, 3)
+
+    def forward(self, image: torch.Tensor) -> Any:
+        return self.head(image), self.head(image * 6)
+
+
+def shared() -> Any:
+    torch.manual_seed(0)
+    return torch.export.export(Shared().eval(), (torch.randn(1, 3, 8, 8),))
+
+
+async def test_a_shared_convolution_that_xnnpack_refuses_names_the_option_that_helps(workers: Workers, tmp_path: Path) -> None:
+    with pytest.raises(EtfarmError, match="Failed to create convolution") as caught:
+        await compiled(workers, tmp_path / "plain", shared, STATIC)
+    assert "XNNPACK quantizes the bias of head" in caught.value.remedy and "copy_shared_layers = true" in caught.value.remedy
+    option = recipes.from_toml(f'recipe = "{STATIC}"\ncopy_shared_layers = true')
+    assert "FAR_FROM_QUANTIZED_GRAPH" not in (await compiled(workers, tmp_path / "copied", shared, option)).codes

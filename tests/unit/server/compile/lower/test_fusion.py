@@ -13,8 +13,8 @@ from torch import Tensor, nn
 pytest.importorskip("executorch")
 
 from etfarm.server.compile.lower import build, components, fusion, quantize
-from etfarm.server.reports.numerics import fused, reference
-from etfarm.v1 import report_pb2
+from etfarm.server.compile.program import values
+from etfarm.server.graphs import quantized_outputs
 from etfarm.wire import recipes
 from etfarm.wire.recipes import BadCombination
 from tests.support.compiling import sample
@@ -48,8 +48,8 @@ class Ranges(nn.Module):
         return self.point(nn.functional.relu6(self.depth(x)))
 
 
-def compared(module: type[nn.Module], shape: tuple[int, ...], options: str, folder: Path) -> tuple[float, float, str]:
-    """Quantize and lower a module; return its SQNR against its graph and the model in dB, and the warning."""
+def compared(module: type[nn.Module], shape: tuple[int, ...], options: str, folder: Path) -> tuple[float, float, str, set[str]]:
+    """Quantize and lower a module; return its SQNR against its graph and the model in dB, the warning, and unused options."""
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
     from executorch.runtime import Runtime
@@ -60,17 +60,16 @@ def compared(module: type[nn.Module], shape: tuple[int, ...], options: str, fold
     recipe = recipes.from_toml(f'recipe = "xnnpack_pt2e_int8_static_per_channel"\n{options}')
     quantization = build.quantization(recipe, "forward")
     calibration = [sample(folder / f"{factor}.ett", x * factor) for factor in (0.5, 1.5, 2)]
+    unused = set(recipe.options.before_quantization())
     quantized = quantize.export_again(
-        quantize.quantize(program, quantization, recipe.name, "forward", calibration, recipe.options), program, False
+        quantize.quantize(program, quantization, recipe.name, "forward", calibration, recipe.options, unused), program, False
     )
     lowered = to_edge_transform_and_lower(quantized, partitioner=[XnnpackPartitioner()]).to_executorch()
     (output,) = Runtime.get().load_program(lowered.buffer).load_method("forward").execute([x])
     expected = quantized.module()(x)
-    level = decibels(expected, output)
-    row = report_pb2.OutputAccuracy(output="y", sqnr_db=level)
-    pair = reference.from_torch("y", expected), reference.from_torch("y", output)
-    warning = fused.describe(quantized, [row], [[pair]], [sample(folder / "x.ett", x)])
-    return level, decibels(model(x).detach(), output), warning
+    pair = values.to_value("y", expected), values.to_value("y", output)
+    warning = quantized_outputs.describe(quantized, ["y"], [[pair]], lambda _: [x], ["XnnpackBackend"])
+    return decibels(expected, output), decibels(model(x).detach(), output), warning, unused
 
 
 def decibels(expected: Tensor, actual: Any) -> float:
@@ -85,11 +84,13 @@ def decibels(expected: Tensor, actual: Any) -> float:
 def test_a_program_that_is_wrong_when_fused_names_the_option_that_helps(
     module: type[nn.Module], shape: tuple[int, ...], option: str, tmp_path: Path
 ) -> None:
-    level, of_model, warning = compared(module, shape, "", tmp_path)
-    assert level < fused.LEAST_DB and f"write {option} = true" in warning and f"y ({level:.1f} dB)" in warning
+    level, of_model, warning, _ = compared(module, shape, "", tmp_path)
+    assert level < quantized_outputs.LEAST_DB and f"write {option} = true" in warning and f"y ({level:.1f} dB)" in warning
     assert ("layer (" in warning) if module is Twice else ("depth (" in warning)
-    better, better_of_model, silent = compared(module, shape, f"{option} = true", tmp_path)
+    both = "copy_shared_layers = true\nfuse_activations = true"
+    better, better_of_model, silent, unused = compared(module, shape, both, tmp_path)
     assert better > 30 and not silent
+    assert unused == {"copy_shared_layers", "fuse_activations"} - {option}
     print(f"{module.__name__}: {level:.1f} to {better:.1f} dB, against the model {of_model:.1f} to {better_of_model:.1f} dB")
     assert better_of_model > of_model - 1
 
@@ -97,6 +98,11 @@ def test_a_program_that_is_wrong_when_fused_names_the_option_that_helps(
 def test_options_without_a_quantizer_are_refused() -> None:
     with pytest.raises(BadCombination, match="copy_shared_layers changes what the stage QUANTIZE quantizes"):
         recipes.from_toml('recipe = "xnnpack_fp32"\ncopy_shared_layers = true')
+
+
+def test_fusing_activations_is_refused_without_xnnpack() -> None:
+    with pytest.raises(BadCombination, match="fuse_activations quantizes as one what XNNPACK fuses, which coreml does not use"):
+        recipes.from_toml('partitioners = ["coreml"]\nquantizers = ["coreml"]\nfuse_activations = true')
 
 
 def test_options_are_part_of_the_quantization_that_recipes_share() -> None:
@@ -127,6 +133,20 @@ def test_each_copy_of_a_layer_has_the_weights_of_that_layer() -> None:
     fusion.copy_shared_layers(captured)
     assert torch.equal(captured(x), model(x))
     assert dict(captured.named_parameters()).keys() - before.keys() == {f"{name}_copy_1" for name in before}
+
+
+def test_an_activation_that_is_fused_counts_as_quantized() -> None:
+    names = '[":relu6", "depth:conv2d"]'
+    recipe = recipes.from_toml(
+        f'fuse_activations = true\npartitioners = ["xnnpack"]\n[[quantizers]]\nname = "xnnpack"\nonly_operators = {names}'
+    )
+    program = torch.export.export(Ranges().eval(), (torch.randn(1, 8, 12, 12),))
+    quantization = build.quantization(recipe, "forward")
+    assert quantization is not None
+    quantize.quantize(program, quantization, recipe.name, "forward", [], recipe.options)
+    (quantizer,) = quantization.quantizers
+    listed = [(row["name"], row["count"], row["quantized"]) for row in quantizer.selection.listed()]
+    assert listed == [(":relu6", 1, 1), ("depth:conv2d", 1, 1)]
 
 
 @pytest.mark.parametrize("skips", [False, True])

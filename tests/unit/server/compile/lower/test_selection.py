@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -29,10 +30,10 @@ class Block(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.conv1, self.bn1, self.act = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
         self.layers = nn.ModuleDict({"a-b": nn.Conv2d(8, 8, 3), "c": nn.Conv2d(8, 8, 1)})
-        self.self_attn = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.drop, self.self_attn = nn.Dropout(), nn.MultiheadAttention(8, 2, batch_first=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.act(self.bn1(self.conv1(x)))
+        x = self.drop(self.act(self.bn1(self.conv1(x))))
         x = nn.functional.relu(self.layers["a-b"](x))
         x = torch.relu(self.layers["c"](x))
         x = x.flatten(2).transpose(1, 2)
@@ -47,10 +48,10 @@ def quantizer(text: str) -> Any:
     return built
 
 
-def annotated(text: str, module: Any = None, *, strict: bool = False) -> tuple[list[str], list[Any]]:
+def annotated(text: str, module: Any = None, *, strict: bool = False, inputs: Any = IMAGE) -> tuple[list[str], list[Any]]:
     """Return the operators with weights, sums and activations that are quantized, and what the names selected."""
     module = module or Block()
-    program = torch.export.export(module.eval(), IMAGE, strict=strict)
+    program = torch.export.export(module.eval(), inputs, strict=strict)
     built = quantizer(text)
     require_found(built.selection, {"forward": program.module(check_guards=False).graph})
     prepare_pt2e(program.module(check_guards=False), built)
@@ -114,6 +115,31 @@ def test_functional_operators_are_named_by_module_operator_and_ordinal_or_by_lin
     assert names == ["conv2d_1", "relu_1"]
 
 
+@pytest.mark.parametrize("key", ["a b", "it's c", "d#1", "e,f;g", "é"])
+def test_a_key_of_a_dictionary_of_modules_is_a_name_whatever_its_text(key: str) -> None:
+    class Keyed(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleDict({key: nn.Conv2d(3, 4, 3), "other": nn.Conv2d(4, 4, 3)})
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.layers["other"](torch.relu(self.layers[key](x)))
+
+    for argument, name in (("only_modules", f"layers.{key}"), ("only_operators", f"layers.{key}:conv2d")):
+        names, (row,) = annotated(f"{argument} = [{json.dumps(name, ensure_ascii=False)}]", Keyed())
+        assert names == ["conv2d", "relu"]
+        assert (row["name"], row["count"], row["operators"][0]["places"][0]["module"]) == (name, 1, f"layers.{key}")
+
+
+def test_a_batch_norm_behind_a_linear_layer_is_refused_where_it_is_folded() -> None:
+    with pytest.raises(NameNotFound, match="folded into the layer '0'"):
+        annotated('skip_modules = ["1"]', nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)), inputs=(torch.rand(2, 8),))
+    _, (row,) = annotated(
+        'skip_modules = ["1"]', nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(5)), inputs=(torch.rand(2, 5, 8),)
+    )
+    assert row["count"] == 1
+
+
 def test_a_module_that_only_its_enclosing_one_calls_is_found_by_its_parameters() -> None:
     _, (row,) = annotated('skip_modules = ["self_attn.out_proj"]')
     assert [(each["op"], each["count"]) for each in row["operators"]] == [("linear", 1)]
@@ -125,6 +151,7 @@ def test_a_module_that_only_its_enclosing_one_calls_is_found_by_its_parameters()
         ('skip_modules = ["layers.d"]', "layers.d", "layers.c"),
         ('only_modules = ["conv"]', "conv", "conv1"),
         ('skip_modules = ["bn1"]', "bn1", "conv1"),
+        ('skip_modules = ["drop"]', "drop", "conv1"),
         ('skip_operators = [":relu#7"]', ":relu#7", ":relu"),
         ('skip_operators = ["test_selection.py:1"]', "test_selection.py:1", "test_selection.py:"),
     ],

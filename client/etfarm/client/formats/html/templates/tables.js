@@ -288,6 +288,8 @@ function gapTable(section, data) {
     const sentence = `The first bad operator is ${bad.ops.map(shortType).join(" + ")}: ${bad.snr_db === null ? "no SNR" : `${bad.snr_db.toFixed(1)} dB`} against the ${referenceOf(bad)}.`;
     const lines = bad.sources.length ? bad.sources : bad.source ? [bad.source] : [];
     section.querySelector(".first-bad").append(make("div", { class: "callout bad" }, make("b", null, sentence), ...lines.map((one) => make("div", null, `${one.file}:${one.line}  `, make("code", null, (one.code || "").trim())))));
+  } else if (data.fused) {
+    section.querySelector(".first-bad").append(make("div", { class: "callout bad" }, make("b", null, `Wrong only when fused: ${data.fused}.`)));
   } else {
     const judged = quantized ? "quantized program" : "program before quantization";
     const rest = data.judged < values.length ? ` ${data.judged} of ${values.length} values judged.` : "";
