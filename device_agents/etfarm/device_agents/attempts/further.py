@@ -1,10 +1,10 @@
-"""Executions on further inputs, for accuracy alone: one for each sample, after all timed and traced passes."""
+"""Executions for accuracy alone, after all timed and traced passes: on further samples, and of calls that keep their state."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -29,10 +29,10 @@ class SamplesLeftOut(DeviceError):
 
 @dataclass
 class Further:
-    """What the method returned for further samples."""
+    """What the program returned for further samples, or for calls."""
 
     samples: int = 0
-    """Number of executed samples, from the first one on."""
+    """Number of executed samples or calls, from the first one on."""
     outputs: list[Value] = field(default_factory=list)
     """Outputs of all of them, one sample after the other."""
     error: EtfarmError | None = None
@@ -58,15 +58,50 @@ async def execute(
         keeps_state: whether to load the method anew for each sample, so that each starts from the initial state.
         limit_s: time limit in seconds.
     """
-    further, size_bytes, ends_s = Further(), _size_of(first), time.monotonic() + limit_s
+
+    async def prepare(index: int) -> None:
+        if keeps_state or not index:
+            await runner.load_method(method)
+
+    return await _execute(runner, files, prepare, _size_of(first), limit_s, "Sample")
+
+
+async def execute_calls(runner: Runner, calls: Sequence[tuple[str, Path]], limit_s: float = LIMIT_S) -> Further:
+    """Execute methods one after the other, each with the state that those before have left. An error ends this, and nothing else.
+
+    Args:
+        runner: has the program loaded.
+        calls: methods with tensor files of their inputs.
+        limit_s: time limit in seconds.
+    """
+
+    async def prepare(index: int) -> None:
+        if not index:  # all before the first call, as loading gives a method's buffers their initial values
+            for place, method in enumerate(dict.fromkeys(method for method, _ in calls)):
+                await runner.load_method(method, keep=place > 0)
+        await runner.select(calls[index][0])
+
+    return await _execute(runner, [path for _, path in calls], prepare, 0, limit_s, "Call")
+
+
+async def _execute(
+    runner: Runner, files: Sequence[Path], prepare: Callable[[int], Awaitable[None]], size_bytes: int, limit_s: float, what: str
+) -> Further:
+    """Execute the current method once on the inputs of each file.
+
+    Args:
+        prepare: makes the method of a file, by index, the current one.
+        size_bytes: size of the outputs until now.
+        what: what a file is for, in errors.
+    """
+    further, ends_s = Further(), time.monotonic() + limit_s
     try:
         async with asyncio.timeout(2 * limit_s):
-            for path in files:
+            for index, path in enumerate(files):
                 if time.monotonic() > ends_s or size_bytes > LIMIT_BYTES:
-                    raise SamplesLeftOut(f"{len(files) - further.samples} more would take too much time or room.")
+                    raise SamplesLeftOut(f"{len(files) - index} more would take too much time or room.")
                 values = await asyncio.to_thread(_read, path)
-                if keeps_state or not further.samples:
-                    await runner.load_method(method)
+                await prepare(index)
                 await runner.set_inputs(values)
                 await runner.run()
                 outputs = await runner.outputs()
@@ -74,7 +109,7 @@ async def execute(
                 further.samples += 1
                 size_bytes += _size_of(outputs)
     except TimeoutError:
-        further.error = SamplesLeftOut(f"Sample {further.samples + 1} takes more than {limit_s:g} s.")
+        further.error = SamplesLeftOut(f"{what} {further.samples + 1} takes more than {limit_s:g} s.")
     except EtfarmError as error:
         further.error = error
     return further

@@ -39,6 +39,7 @@ def assemble(
     thresholds: Thresholds | None = None,
     numerics: compile_pb2.Compilation | None = None,
     inputs: common_pb2.Artifact | None = None,
+    calls: Sequence[agent_pb2.RunCall] = (),
     warnings: Sequence[compile_pb2.Warning] = (),
     earlier: Earlier = Earlier(),  # noqa: B008 - frozen
     generation: generation_pb2.GenerationPlan | None = None,
@@ -49,6 +50,7 @@ def assemble(
         analysis: the result of `Analyst.analyze`.
         numerics: the compilation that the numerics pass ran, which may be `compilation`; None without a numerics pass.
         inputs: the program's inputs; None if the runner generated them.
+        calls: the calls that were sent with the attempt.
         warnings: in addition to those of the compilation and the analysis.
         earlier: medians of earlier reports.
         generation: what the agent measured of a language model.
@@ -72,6 +74,7 @@ def assemble(
         report.compile.stages.extend(candidate.stages_done)
         report.compile.compilation.CopyFrom(compilation)
         report.compile.compilation.ClearField("located_operators")  # thousands of lines, which failures alone need
+        report.compile.compilation.ClearField("shared_buffers")  # a warning names them
     if device is not None:
         report.device.CopyFrom(_device(device))
     if result is not None:
@@ -100,6 +103,8 @@ def assemble(
         count = "one sample" if result.further.samples < 1 else f"{1 + result.further.samples} samples"
         message = f"Accuracy is of {count}: {result.further.error.message}"
         report.compile.warnings.add(code="SAMPLES_LEFT_OUT", message=message)
+    if result is not None and calls and not result.HasField("error"):
+        _warn_of_calls(report, calls, result)
     if report.runner.kind == common_pb2.RUNNER_KIND_PYTHON:
         report.compile.warnings.add(code=PYTHON_RUNNER, message=_PYTHON_MESSAGE.format(arch=report.device.arch))
     if job.spec.measurement.numerics:
@@ -126,6 +131,17 @@ def assemble(
             _fill_trace(profile, traced, emulated=device.emulated, thresholds=thresholds or Thresholds())
     report.timeline.extend(cell.timeline)
     return report
+
+
+def _warn_of_calls(report: report_pb2.Report, calls: Sequence[agent_pb2.RunCall], result: agent_pb2.CandidateResult) -> None:
+    """Warn of calls that the device did not execute, so that state between them was not compared there."""
+    executed = result.calls.samples
+    if executed < len(calls):
+        sequence = ", ".join(call.method for call in calls)
+        error = result.calls.error if result.calls.HasField("error") else None
+        why = f"{error.message} {error.remedy}".strip() if error else "The device's agent did not report it: update the agent."
+        message = f"The device executed {executed} of the calls {sequence}, by which state is compared with the model's. {why}"
+        report.compile.warnings.add(code="CALLS_NOT_RUN", message=message)
 
 
 def _logits_dtype(compilation: compile_pb2.Compilation | None, plan: generation_pb2.GenerationPlan) -> str:

@@ -15,6 +15,9 @@ CUT_SHORT: Final = "ANALYSIS_CUT_SHORT"
 FAR_FROM_QUANTIZED_GRAPH: Final = "FAR_FROM_QUANTIZED_GRAPH"
 """Warning code of outputs that are far from those of the program's own quantized graph."""
 
+CALLS_DIFFER: Final = "CALLS_DIFFER"
+"""Warning code of calls that do not continue the state of those before as the model does."""
+
 TRACE_TIMES: Final = "trace_times.i64"
 """Name of the file that an analysis writes to its folder, with the times that become Report.trace_times."""
 PREFILL_TRACE_TIMES: Final = "prefill_trace_times.i64"
@@ -49,6 +52,31 @@ class Further:
     """Tensor files, one a sample."""
     outputs: Path
     """Tensor file: the flattened outputs of the device, one sample after the other."""
+
+
+@dataclass(frozen=True)
+class CalledMethod:
+    """A method that is called."""
+
+    name: str
+    model: Path
+    """Its exported program (.pt2) before quantization."""
+    output_names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Calls of a program's methods, of which each continues the state of those before."""
+
+    methods: tuple[CalledMethod, ...]
+    inputs: tuple[tuple[str, Path], ...]
+    """The executed calls: a method, and a tensor file."""
+    outputs: Path
+    """Tensor file: the flattened outputs of the device, one call after the other."""
+    shared: tuple[str, ...]
+    """Names of the buffers that methods share."""
+    is_quantized: bool
+    """Whether a stage quantized a method."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +187,10 @@ class AnalyzeRequest:
     further: Further | None = None
     """Set if the method was also executed on other inputs than `inputs`."""
 
+    calls: Calls | None = None
+    """Set if methods were called one after the other."""
+
     @property
     def needs_torch(self) -> bool:
         """Whether the analysis runs a graph on the host."""
-        return any(part is not None for part in (self.model, self.quantized, self.numerics, self.scores))
+        return any(part is not None for part in (self.model, self.quantized, self.numerics, self.scores, self.calls))

@@ -16,12 +16,14 @@ import pytest
 
 from etfarm.server.reports.analyze import analyze, prewarm
 from etfarm.server.reports.latency.samples import Block
-from etfarm.server.reports.request import AnalyzeRequest, Further
+from etfarm.server.reports.request import AnalyzeRequest, CalledMethod, Calls, Further
 from etfarm.server.workers.channel.child_output import stage_of
 from etfarm.v1 import report_pb2
 from etfarm.wire import tensors
+from etfarm.wire.shared_state import PREFIX
 from etfarm.wire.tensors import Scalar, Tensor
 from tests.support.series import traced_times
+from tests.support.shared_state import counter
 from tests.support.traces import Traced, traced
 
 pytestmark = pytest.mark.numeric
@@ -304,6 +306,39 @@ def test_samples_that_are_left_out_are_reported_with_the_reason(tmp_path: Path) 
     refused = _accuracy_of(tmp_path, _counter(), first, outputs, [further[0], (misfit, further[1][1])])
     assert refused.accuracy[0].samples == 2 and _codes(refused) == ["ANALYSIS_SAMPLES_LEFT_OUT"]
     assert "is of 2 of 3 samples: torch cannot run" in refused.compile.warnings[0].message
+
+
+@pytest.mark.parametrize(
+    ("share", "is_quantized", "words"),
+    [
+        (1.0, False, ""),
+        (0.2, False, "On the device, after the calls set, add, get, get differs from eager PyTorch: y has "),
+        (0.5, True, "On the device, after the calls set, add, get, get is far from the model before quantization: y has 6.0 dB"),
+        (0.95, True, ""),
+    ],
+)
+def test_calls_continue_the_state_of_those_before(tmp_path: Path, share: float, is_quantized: bool, words: str) -> None:
+    from etfarm.client.export import export_source
+
+    methods = export_source(counter(), name="m").methods
+    for method, exported in methods.items():
+        (tmp_path / f"{method}.pt2").write_bytes(exported.pt2)  # type: ignore[arg-type]
+    calls = {"set": (5, 10), "add": (1, 2), "get": (10, 20)}
+    for method, numbers in calls.items():
+        (tmp_path / method).write_bytes(tensors.encode([tensors.from_array("x", np.array(numbers, np.float32))]))
+    outputs = [(105, 110), (106, 112), (60 * share, 240 * share)]
+    values = [tensors.from_array("out", np.array(numbers, np.float32)) for numbers in outputs]
+    (tmp_path / "outputs").write_bytes(tensors.encode(values))
+    request = AnalyzeRequest(
+        pte=None, etdump=None, etrecord=None, model=None, inputs=None, outputs=None, samples=None, method="get", output_names=(),
+        traced_ns=(), calls=Calls(
+            tuple(CalledMethod(name, tmp_path / f"{name}.pt2", ("y",)) for name in methods),
+            tuple((method, tmp_path / method) for method in calls), tmp_path / "outputs", (f"{PREFIX}state.n",), is_quantized,
+        ),
+    )  # fmt: skip
+    report, _ = _analyze(request, tmp_path)
+    assert _codes(report) == ["CALLS_DIFFER"] * bool(words)
+    assert all(warning.message.startswith(words) for warning in report.compile.warnings)
 
 
 def test_the_reference_takes_channels_last_and_scalars_and_gives_bfloat16(tmp_path: Path) -> None:
