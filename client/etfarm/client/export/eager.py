@@ -39,7 +39,7 @@ from etfarm.client.export.samples import (
     wire_value,
 )
 from etfarm.client.export.shapes import must_be_bounded, normal_shapes, specialized
-from etfarm.client.export.shared_state import find_common_buffers, mark_shared
+from etfarm.client.export.shared_state import mark_shared
 from etfarm.client.export.source import ModelSource, must_be_tuple
 from etfarm.client.export.structures import plain_structures
 from etfarm.client.export.subclasses import is_unwrapping, make_plain
@@ -149,12 +149,11 @@ def export_source(
     tell = say or (lambda _: None)
     export = _Export(source, base, strict, Transform(source, recipe, base, tell), calibrate, folder, tell)
     export.transform.must_find_something(name)
-    groups = find_common_buffers(source.methods)
-    if not groups:
+    if len(source.methods) < 2 or not any(list(module.buffers()) for module in source.methods.values()):
         methods = {method: export.archived(export.program(method)) for method in source.methods}
         return ExportedModel(name, methods, _constants(source), export.calls(methods))
     programs = {method: export.program(method) for method in source.methods}
-    is_shared = mark_shared({method: exported.program for method, exported in programs.items()}, groups)
+    is_shared = mark_shared({method: exported.program for method, exported in programs.items()}, source.methods)
     methods = {method: export.archived(exported) for method, exported in programs.items()}
     calls = export.calls(methods) or (tuple((method, None) for method in methods) if is_shared else ())
     return ExportedModel(name, methods, _constants(source), calls)
