@@ -36,3 +36,10 @@ def written_buffers(program: Any) -> set[str]:
     names = buffer_names(program)
     operators = {names[node.name] for node in written_placeholders(program.graph) if node.name in names}
     return operators | set(program.graph_signature.buffers_to_mutate.values())
+
+
+def keep_constants(program: Any) -> None:
+    """Make buffers of the constants that an exported program writes to, as it would forget what it wrote."""
+    constants = program.graph_signature.inputs_to_lifted_tensor_constants
+    names = [constants[node.name] for node in written_placeholders(program.graph) if node.name in constants]
+    rename_buffers(program, {name: name for name in names})

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from etfarm.wire.shared_state import PREFIX, rename_buffers, written_buffers
+from etfarm.wire.shared_state import PREFIX, keep_constants, rename_buffers, written_buffers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,13 +18,15 @@ Group = Mapping[str, frozenset[str]]
 
 @contextmanager
 def marked(programs: Mapping[str, ExportedProgram]) -> Iterator[None]:
-    """Mark the buffers that programs share, as `mark_shared`, while they are saved."""
+    """Mark the buffers that programs share, as `mark_shared`, and keep the constants that they write to, while they are saved."""
     kept = []
     for program in programs.values():
         specs = (*program.graph_signature.input_specs, *program.graph_signature.output_specs)
         values = (program._state_dict, program._constants)
         kept.append(([(vars(spec), dict(vars(spec))) for spec in specs], [(each, dict(each)) for each in values]))
     try:
+        for program in programs.values():
+            keep_constants(program)
         mark_shared(programs)
         yield
     finally:

@@ -81,6 +81,30 @@ def test_a_buffer_of_several_exported_programs_has_one_name(decomposed: bool) ->
     programs["get"].module()(torch.ones(2))
 
 
+class Plain:
+    """Holds a tensor, and is no module."""
+
+    def __init__(self) -> None:
+        self.n = torch.zeros(2)
+
+
+class Advance(Reach):
+    """Adds to the tensor, reached in the same way."""
+
+    def forward(self, x: Any) -> Any:
+        self.reached[0].n.add_(x)
+        return self.reached[0].n * 1
+
+
+@pytest.mark.parametrize("holder", [Holder(), Plain()])
+def test_a_tensor_that_no_method_reaches_as_a_buffer_is_written_and_shared(holder: Any) -> None:
+    model = export_source(two(Advance(holder), Reach(holder)), name="m")
+    (shared,) = buffers(model.methods)["b"]
+    assert shared.startswith(PREFIX) and buffers(model.methods)["a"] == {shared}
+    program = torch.export.load(io.BytesIO(model.methods["a"].pt2)).module()  # type: ignore[arg-type]
+    assert [program(torch.ones(2)).tolist() for _ in range(2)] == [[1, 1], [2, 2]]
+
+
 def test_two_buffers_of_one_name_have_different_ones() -> None:
     one, other = Holder(), Holder()
     methods: dict[str, Any] = {"a": Add(one), "b": Get(one), "c": Add(other), "d": Get(other)}

@@ -30,6 +30,7 @@ from etfarm.server.workers.errors import is_disk_full, is_out_of_memory
 from etfarm.wire import recipes, tensors
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.recipes import MethodOptions, Quantization, Recipe
+from etfarm.wire.shared_state import keep_constants
 from etfarm.wire.stages import check_order, check_stop_after
 
 _EXPORTING: Final = ("SOURCE_TRANSFORM", "QUANTIZE", "TORCH_EXPORT")
@@ -311,6 +312,7 @@ def _load(models: Mapping[str, Path], folder: Path, operators: Operators) -> tup
         subfolder.mkdir()
         programs[method] = loading.load(path, subfolder, operators)
         loading.check(programs[method], method)
+        keep_constants(programs[method])
         copies[method] = copy_written_inputs(programs[method])
     return programs, copies
 

@@ -63,6 +63,26 @@ async def test_a_start_value_is_that_of_its_own_method(workers: Workers, tmp_pat
     assert results == [105.0, 106.0, 102.0]
 
 
+class Remember(torch.nn.Module):  # type: ignore[misc]
+    """Writes to a tensor that is a constant of its program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [Holder()]
+
+    def forward(self, x: Any) -> Any:
+        self.held[0].n.add_(x)
+        return self.held[0].n * 1
+
+
+async def test_a_program_keeps_what_it_writes_to_a_constant(workers: Workers, tmp_path: Path) -> None:
+    from executorch.runtime import Runtime
+
+    one = await compiled(workers, tmp_path, lambda: torch.export.export(Remember().eval(), (torch.ones(2),)), "portable")
+    method = Runtime.get().load_program(one.pte).load_method("forward")
+    assert [float(method.execute([torch.ones(2)])[0][0]) for _ in range(2)] == [1.0, 2.0]
+
+
 async def test_a_recipe_file_gives_each_method_its_own(workers: Workers, tmp_path: Path) -> None:
     recipe = recipes.from_toml(f'recipe = "portable"\n{PLANNED.format("false")}')
     one = await compiled(workers, tmp_path, programs(counter()), recipe)
