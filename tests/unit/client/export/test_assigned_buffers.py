@@ -93,6 +93,6 @@ def test_an_assignment_of_another_shape_is_said() -> None:
         state.n = torch.cat([state.n, x])
         return state.n * 1
 
-    said: list[str] = []
-    export_source(ModelSource.of(Step(grow, State()).eval(), (torch.ones(2),)), name="m", say=said.append)
-    assert said == ["The program forgets what the model assigns to n, a buffer of another shape or dtype."]
+    sentences: list[str] = []
+    export_source(ModelSource.of(Step(grow, State()).eval(), (torch.ones(2),)), name="m", say=sentences.append)
+    assert sentences == ["The program forgets what the model assigns to n, a buffer of another shape or dtype."]

@@ -17,7 +17,7 @@ from etfarm.server.workers.pool import Workers  # noqa: E402
 from etfarm.wire import recipes  # noqa: E402
 from etfarm.wire.errors import EtfarmError  # noqa: E402
 from tests.support.compiling import compiled  # noqa: E402
-from tests.support.shared_state import Add, Holder, Set, counter, weights  # noqa: E402
+from tests.support.shared_state import Holder, counter, weights  # noqa: E402
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow(reason="each test compiles in a child")]
 
@@ -45,22 +45,6 @@ async def test_methods_share_a_buffer_and_keep_their_own(workers: Workers, tmp_p
     assert "state.n is one buffer of" in one.result["warnings"][0]["message"]
     results = called(one.pte, ("set", 5.0), ("add", 1.0), ("add", 1.0), ("get", 10.0), ("set", 1.0))
     assert results == [105.0, 106.0, 207.0, 70.0, 201.0]
-
-
-async def test_a_start_value_is_that_of_its_own_method(workers: Workers, tmp_path: Path) -> None:
-    from executorch.runtime import Runtime
-
-    holder = Holder()
-    methods = {"set": Set(holder), "add": Add(holder), "other": Add(Holder(start=1.0))}
-    example_inputs = dict.fromkeys(methods, (torch.ones(2),))
-    source = ModelSource(methods={name: module.eval() for name, module in methods.items()}, example_inputs=example_inputs)
-    one = await compiled(workers, tmp_path, programs(source), "portable")
-    assert one.codes == ["STATE_SHARED", "INITIALIZED_MUTABLE_BUFFERS"]
-    program, results = Runtime.get().load_program(one.pte), []
-    for name, value in (("set", 5.0), ("add", 1.0), ("other", 1.0)):
-        method = program.load_method(name)  # which must not write to what the calls before have left
-        results.append(float(method.execute([torch.full((2,), value)])[0][0]))
-    assert results == [105.0, 106.0, 102.0]
 
 
 class Remember(torch.nn.Module):  # type: ignore[misc]
