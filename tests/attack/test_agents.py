@@ -144,16 +144,19 @@ async def test_an_admin_moves_an_identity_and_forgets_devices(channels: dict[str
     assert not {device.id for device in listed.devices} & {device.id for device in new.devices}
 
 
-@pytest.mark.parametrize(("further", "words"), [(0, "RESULT"), (3, "3 further samples, and 0 were sent")])
+@pytest.mark.parametrize(
+    ("executed", "words"),
+    [("", "RESULT"), ("further", "3 further samples, and 0 were sent"), ("calls", "3 calls, and 0 were sent")],
+)
 async def test_a_forged_measurement_is_a_device_fault_and_never_valid(
-    channels: dict[str, grpc.aio.Channel], further: int, words: str
+    channels: dict[str, grpc.aio.Channel], executed: str, words: str
 ) -> None:
     data = program("add").path.read_bytes()
     pte = artifact_of(data)
     await upload(artifact_pb2_grpc.ArtifactServiceStub(channels["ann"]), pte, data)
     samples = array("q", [1] * 1000).tobytes()
     forged = artifact_of(samples)
-    thief = Agent(channels["thief"], f"forger-{further}")
+    thief = Agent(channels["thief"], f"forger-{executed}")
     await is_welcome(thief)
     await upload(artifact_pb2_grpc.ArtifactServiceStub(channels["thief"]), forged, samples)
     jobs = job_pb2_grpc.JobServiceStub(channels["ann"])
@@ -162,7 +165,7 @@ async def test_a_forged_measurement_is_a_device_fault_and_never_valid(
         devices=[job_pb2.DeviceChoice(selector=f"id={thief.devices[0].id}")],
         measurement=job_pb2.Measurement(iterations=1000),
     )  # fmt: skip
-    job = await jobs.Submit(job_pb2.SubmitJobRequest(request_id=f"forged-{further}", spec=spec))
+    job = await jobs.Submit(job_pb2.SubmitJobRequest(request_id=f"forged-{executed}", spec=spec))
     for _ in range(3):
         start = await thief.started()
         (candidate,) = start.candidates
@@ -170,8 +173,8 @@ async def test_a_forged_measurement_is_a_device_fault_and_never_valid(
             cell_id=candidate.cell_id, threads=1, iterations=1000, duration_ns=1_000_000_000,
             stop_reason=common_pb2.STOP_REASON_ENOUGH, samples=forged, outputs=forged,
         )  # fmt: skip
-        if further:
-            result.further.samples = further
+        if executed:
+            getattr(result, executed).samples = 3
         answer = agent_pb2.RunResult(attempt_id=start.attempt_id, device_id=start.device_id, candidates=[result])
         thief.outgoing.put_nowait(agent_pb2.AgentMessage(run_result=answer))
     async with asyncio.timeout(WAIT_S):

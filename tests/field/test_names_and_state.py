@@ -69,10 +69,11 @@ def test_what_a_model_writes_is_returned_on_request(client: Farm) -> None:
     assert np.allclose(answer["x"], (x.numpy() - 0.5) / 0.25)
 
 
-def test_methods_share_a_buffer_on_a_device(client: Farm) -> None:
+def test_exported_programs_share_a_buffer_on_a_device(client: Farm) -> None:
     calls = [("set", 5.0), ("add", 1.0), ("add", 1.0), ("get", 10.0), ("set", 1.0), ("get", 1.0)]
-    eager, source = counter(), counter(calls=[(method, (torch.full((2,), value),)) for method, value in calls])
-    with client.session(program=source, recipe="portable") as session, torch.no_grad():
+    eager = counter()
+    programs = {name: torch.export.export(module, (torch.ones(2),)) for name, module in counter().methods.items()}
+    with client.session(program=programs, recipe="portable") as session, torch.no_grad():
         for method, value in calls:
             inputs = torch.full((2,), value)
             expected = eager.methods[method](inputs)

@@ -376,8 +376,8 @@ class RunProgress(_message.Message):
     device_id: _builtins.str
     cell_id: _builtins.str
     phase: _builtins.str
-    """FETCH, WAIT_FOR_COOL, WAIT_FOR_IDLE, LOAD, WARMUP, TIMED, TRACED, SAMPLES, UPLOAD, and for the numerics pass again FETCH, NUMERICS,
-    UPLOAD. For generation, WARMUP and TIMED stand for GENERATE, whose steps are tokens. A phone has UPLOAD twice: its files are transferred to the agent, then to the farm.
+    """FETCH, WAIT_FOR_COOL, WAIT_FOR_IDLE, LOAD, WARMUP, TIMED, TRACED, SAMPLES, CALLS, UPLOAD, and for the numerics pass again FETCH,
+    NUMERICS, UPLOAD. For generation, WARMUP and TIMED stand for GENERATE, whose steps are tokens. A phone has UPLOAD twice: its files are transferred to the agent, then to the farm.
     """
     duration_ms: _builtins.float
     """Present once the phase has ended."""
@@ -493,6 +493,7 @@ class CandidateResult(_message.Message):
     TRACED_TELEMETRY_FIELD_NUMBER: _builtins.int
     GENERATIONS_FIELD_NUMBER: _builtins.int
     FURTHER_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
     cell_id: _builtins.str
     threads: _builtins.int
     warmup: _builtins.int
@@ -574,6 +575,10 @@ class CandidateResult(_message.Message):
     def further(self) -> Global___FurtherOutputs:
         """Present if the method was executed on RunCandidate.samples."""
 
+    @_builtins.property
+    def calls(self) -> Global___FurtherOutputs:
+        """Present if RunCandidate.calls were executed; `samples` is then their number."""
+
     def __init__(
         self,
         *,
@@ -603,10 +608,11 @@ class CandidateResult(_message.Message):
         traced_telemetry: _report_pb2.RunTelemetry | None = ...,
         generations: _abc.Iterable[Global___GenerationResult] | None = ...,
         further: Global___FurtherOutputs | None = ...,
+        calls: Global___FurtherOutputs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal", "_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "error", b"error", "etdump", b"etdump", "further", b"further", "load", b"load", "memory", b"memory", "numerics", b"numerics", "outputs", b"outputs", "outputs_equal", b"outputs_equal", "repeatability", b"repeatability", "runner", b"runner", "samples", b"samples", "steady", b"steady", "telemetry", b"telemetry", "traced_telemetry", b"traced_telemetry", "warmup_ns", b"warmup_ns"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal", "_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "calls", b"calls", "error", b"error", "etdump", b"etdump", "further", b"further", "load", b"load", "memory", b"memory", "numerics", b"numerics", "outputs", b"outputs", "outputs_equal", b"outputs_equal", "repeatability", b"repeatability", "runner", b"runner", "samples", b"samples", "steady", b"steady", "telemetry", b"telemetry", "traced_telemetry", b"traced_telemetry", "warmup_ns", b"warmup_ns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal", "_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "blocks", b"blocks", "cell_id", b"cell_id", "duration_ns", b"duration_ns", "error", b"error", "etdump", b"etdump", "further", b"further", "generations", b"generations", "iterations", b"iterations", "load", b"load", "memory", b"memory", "numerics", b"numerics", "outputs", b"outputs", "outputs_equal", b"outputs_equal", "phases", b"phases", "repeatability", b"repeatability", "runner", b"runner", "runs", b"runs", "samples", b"samples", "steady", b"steady", "stop_reason", b"stop_reason", "telemetry", b"telemetry", "threads", b"threads", "traced_ns", b"traced_ns", "traced_telemetry", b"traced_telemetry", "warmup", b"warmup", "warmup_ns", b"warmup_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal", "_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "blocks", b"blocks", "calls", b"calls", "cell_id", b"cell_id", "duration_ns", b"duration_ns", "error", b"error", "etdump", b"etdump", "further", b"further", "generations", b"generations", "iterations", b"iterations", "load", b"load", "memory", b"memory", "numerics", b"numerics", "outputs", b"outputs", "outputs_equal", b"outputs_equal", "phases", b"phases", "repeatability", b"repeatability", "runner", b"runner", "runs", b"runs", "samples", b"samples", "steady", b"steady", "stop_reason", b"stop_reason", "telemetry", b"telemetry", "threads", b"threads", "traced_ns", b"traced_ns", "traced_telemetry", b"traced_telemetry", "warmup", b"warmup", "warmup_ns", b"warmup_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__outputs_equal: _TypeAlias = _typing.Literal["outputs_equal"]  # noqa: Y015
     _WhichOneofArgType__outputs_equal: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal"]  # noqa: Y015
@@ -625,7 +631,7 @@ Global___CandidateResult: _TypeAlias = CandidateResult  # noqa: Y015
 
 @_typing.final
 class FurtherOutputs(_message.Message):
-    """The outputs of one execution on each of RunCandidate.samples, as far as they were reached."""
+    """The outputs of one execution on each of RunCandidate.samples, or of each of RunCandidate.calls, as far as they were reached."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1202,6 +1208,7 @@ class RunCandidate(_message.Message):
     NUMERICS_PROGRAM_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
     cell_id: _builtins.str
     method: _builtins.str
     threads: _builtins.int
@@ -1233,6 +1240,12 @@ class RunCandidate(_message.Message):
         its initial state, for accuracy alone; agents that do not know this leave CandidateResult.further absent.
         """
 
+    @_builtins.property
+    def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunCall]:
+        """Calls of the program's methods, at most 64, of which each continues the state of those before: once all of their methods are
+        loaded anew, after all that is measured, for accuracy alone. Agents that do not know this leave CandidateResult.calls absent.
+        """
+
     def __init__(
         self,
         *,
@@ -1245,16 +1258,42 @@ class RunCandidate(_message.Message):
         numerics_program: _compile_pb2.Program | None = ...,
         generation: _generation_pb2.GenerationPlan | None = ...,
         samples: _abc.Iterable[_common_pb2.Artifact] | None = ...,
+        calls: _abc.Iterable[Global___RunCall] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_threads", b"_threads", "bundle", b"bundle", "generation", b"generation", "inputs", b"inputs", "numerics_program", b"numerics_program", "program", b"program", "threads", b"threads"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_threads", b"_threads", "bundle", b"bundle", "cell_id", b"cell_id", "generation", b"generation", "inputs", b"inputs", "method", b"method", "numerics_program", b"numerics_program", "program", b"program", "samples", b"samples", "threads", b"threads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_threads", b"_threads", "bundle", b"bundle", "calls", b"calls", "cell_id", b"cell_id", "generation", b"generation", "inputs", b"inputs", "method", b"method", "numerics_program", b"numerics_program", "program", b"program", "samples", b"samples", "threads", b"threads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__threads: _TypeAlias = _typing.Literal["threads"]  # noqa: Y015
     _WhichOneofArgType__threads: _TypeAlias = _typing.Literal["_threads", b"_threads"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__threads) -> _WhichOneofReturnType__threads | None: ...
 
 Global___RunCandidate: _TypeAlias = RunCandidate  # noqa: Y015
+
+@_typing.final
+class RunCall(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METHOD_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    method: _builtins.str
+    @_builtins.property
+    def inputs(self) -> _common_pb2.Artifact:
+        """A tensor file."""
+
+    def __init__(
+        self,
+        *,
+        method: _builtins.str = ...,
+        inputs: _common_pb2.Artifact | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["inputs", b"inputs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["inputs", b"inputs", "method", b"method"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunCall: _TypeAlias = RunCall  # noqa: Y015
 
 @_typing.final
 class RunnerBundle(_message.Message):

@@ -1254,6 +1254,7 @@ class Compilation(_message.Message):
     MODULES_FIELD_NUMBER: _builtins.int
     SELECTED_FIELD_NUMBER: _builtins.int
     LOCATED_OPERATORS_FIELD_NUMBER: _builtins.int
+    SHARED_BUFFERS_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     stopped_after: _builtins.str
     """The last stage that was requested; empty if the whole program was."""
@@ -1309,6 +1310,10 @@ class Compilation(_message.Message):
     def located_operators(self) -> _containers.MessageMap[_builtins.str, Global___LocatedOperators]:
         """By method: what failures of the program on a device are located with. Empty for an uploaded .pte."""
 
+    @_builtins.property
+    def shared_buffers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The buffers that are one memory in several methods, by their names in the exported programs. Reports leave this out."""
+
     def __init__(
         self,
         *,
@@ -1331,10 +1336,11 @@ class Compilation(_message.Message):
         modules: _abc.Iterable[Global___ModuleFootprint] | None = ...,
         selected: _abc.Mapping[_builtins.str, Global___SelectedNames] | None = ...,
         located_operators: _abc.Mapping[_builtins.str, Global___LocatedOperators] | None = ...,
+        shared_buffers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "etrecord", b"etrecord", "facts", b"facts", "program", b"program", "sizes", b"sizes", "toolchain", b"toolchain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "delegation", b"delegation", "error", b"error", "etrecord", b"etrecord", "example_inputs", b"example_inputs", "exported_programs", b"exported_programs", "facts", b"facts", "key", b"key", "located_operators", b"located_operators", "modules", b"modules", "program", b"program", "selected", b"selected", "sizes", b"sizes", "stage_files", b"stage_files", "stages", b"stages", "stayed_fp32", b"stayed_fp32", "stopped_after", b"stopped_after", "toolchain", b"toolchain", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "delegation", b"delegation", "error", b"error", "etrecord", b"etrecord", "example_inputs", b"example_inputs", "exported_programs", b"exported_programs", "facts", b"facts", "key", b"key", "located_operators", b"located_operators", "modules", b"modules", "program", b"program", "selected", b"selected", "shared_buffers", b"shared_buffers", "sizes", b"sizes", "stage_files", b"stage_files", "stages", b"stages", "stayed_fp32", b"stayed_fp32", "stopped_after", b"stopped_after", "toolchain", b"toolchain", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -34,7 +34,7 @@ class SessionServiceStub(object):
     the device is free again within a second, and the program's process is killed with its state.
     - Only the session's owner or an admin may call. The session is identified by its id, never by the peer's address.
     - Calls are served one at a time in the order of their arrival. The state that a method keeps in its mutable buffers persists
-    between calls, separately for each method.
+    between calls, separately for each method but for buffers that methods share.
     - Tensors are tensor files of flattened leaves: inline up to 1 MiB, above that by the digest of an artifact. Artifacts that
     were uploaded for a call may be deleted when the session ends, unless FindMissing or another upload has since been answered
     that the artifact is stored.
@@ -72,7 +72,7 @@ class SessionServiceServicer(object):
     the device is free again within a second, and the program's process is killed with its state.
     - Only the session's owner or an admin may call. The session is identified by its id, never by the peer's address.
     - Calls are served one at a time in the order of their arrival. The state that a method keeps in its mutable buffers persists
-    between calls, separately for each method.
+    between calls, separately for each method but for buffers that methods share.
     - Tensors are tensor files of flattened leaves: inline up to 1 MiB, above that by the digest of an artifact. Artifacts that
     were uploaded for a call may be deleted when the session ends, unless FindMissing or another upload has since been answered
     that the artifact is stored.
@@ -184,7 +184,7 @@ class SessionService(object):
     the device is free again within a second, and the program's process is killed with its state.
     - Only the session's owner or an admin may call. The session is identified by its id, never by the peer's address.
     - Calls are served one at a time in the order of their arrival. The state that a method keeps in its mutable buffers persists
-    between calls, separately for each method.
+    between calls, separately for each method but for buffers that methods share.
     - Tensors are tensor files of flattened leaves: inline up to 1 MiB, above that by the digest of an artifact. Artifacts that
     were uploaded for a call may be deleted when the session ends, unless FindMissing or another upload has since been answered
     that the artifact is stored.

@@ -35,7 +35,7 @@ class SessionServiceStub:
       the device is free again within a second, and the program's process is killed with its state.
     - Only the session's owner or an admin may call. The session is identified by its id, never by the peer's address.
     - Calls are served one at a time in the order of their arrival. The state that a method keeps in its mutable buffers persists
-      between calls, separately for each method.
+      between calls, separately for each method but for buffers that methods share.
     - Tensors are tensor files of flattened leaves: inline up to 1 MiB, above that by the digest of an artifact. Artifacts that
       were uploaded for a call may be deleted when the session ends, unless FindMissing or another upload has since been answered
       that the artifact is stored.
@@ -115,7 +115,7 @@ class SessionServiceAsyncStub(SessionServiceStub):
       the device is free again within a second, and the program's process is killed with its state.
     - Only the session's owner or an admin may call. The session is identified by its id, never by the peer's address.
     - Calls are served one at a time in the order of their arrival. The state that a method keeps in its mutable buffers persists
-      between calls, separately for each method.
+      between calls, separately for each method but for buffers that methods share.
     - Tensors are tensor files of flattened leaves: inline up to 1 MiB, above that by the digest of an artifact. Artifacts that
       were uploaded for a call may be deleted when the session ends, unless FindMissing or another upload has since been answered
       that the artifact is stored.
@@ -191,7 +191,7 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
       the device is free again within a second, and the program's process is killed with its state.
     - Only the session's owner or an admin may call. The session is identified by its id, never by the peer's address.
     - Calls are served one at a time in the order of their arrival. The state that a method keeps in its mutable buffers persists
-      between calls, separately for each method.
+      between calls, separately for each method but for buffers that methods share.
     - Tensors are tensor files of flattened leaves: inline up to 1 MiB, above that by the digest of an artifact. Artifacts that
       were uploaded for a call may be deleted when the session ends, unless FindMissing or another upload has since been answered
       that the artifact is stored.

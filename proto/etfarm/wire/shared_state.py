@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from etfarm.wire.written_inputs import written_placeholders
+
 PREFIX: Final = "etfarm_shared."
 """Beginning of the name of a buffer that has equal names in all methods that share it."""
 
 
 def rename_buffers(program: Any, names: Mapping[str, str]) -> None:
-    """Give buffers of an exported program other names, by their present names, in place."""
+    """Give buffers of an exported program other names, by their present names, in place; a constant becomes a buffer."""
     signature = program.graph_signature
     for spec in (*signature.input_specs, *signature.output_specs):
-        if spec.kind.name in ("BUFFER", "BUFFER_MUTATION") and spec.target in names:
+        if spec.kind.name in ("BUFFER", "BUFFER_MUTATION", "CONSTANT_TENSOR") and spec.target in names:
             spec.target = names[spec.target]
+            if spec.kind.name == "CONSTANT_TENSOR":
+                spec.kind, spec.persistent = type(spec.kind).BUFFER, False
     for values in (program._state_dict, program._constants):
         renamed = {names.get(name, name): value for name, value in values.items()}
         values.clear()
@@ -25,3 +29,17 @@ def buffer_names(program: Any) -> dict[str, str]:
     """Return the names of an exported program's buffers by the names of their placeholders."""
     specs = program.graph_signature.input_specs
     return {spec.arg.name: spec.target for spec in specs if spec.kind.name == "BUFFER"}
+
+
+def written_buffers(program: Any) -> set[str]:
+    """Return the names of the buffers that a run of an exported program changes."""
+    names = buffer_names(program)
+    operators = {names[node.name] for node in written_placeholders(program.graph) if node.name in names}
+    return operators | set(program.graph_signature.buffers_to_mutate.values())
+
+
+def keep_constants(program: Any) -> None:
+    """Make buffers of the constants that an exported program writes to, as it would forget what it wrote."""
+    constants = program.graph_signature.inputs_to_lifted_tensor_constants
+    names = [constants[node.name] for node in written_placeholders(program.graph) if node.name in constants]
+    rename_buffers(program, {name: name for name in names})

@@ -10,7 +10,7 @@ import io
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -26,7 +26,12 @@ from etfarm.client.export.errors import (
     UnsupportedInput,
     UnsupportedOutput,
 )
-from etfarm.client.export.mutation import changes_constants, find_shared_buffers, keep_mutations
+from etfarm.client.export.mutation import (
+    assignments_written,
+    changes_constants,
+    find_shared_buffers,
+    keep_mutations,
+)
 from etfarm.client.export.noise import quiet
 from etfarm.client.export.samples import (
     dense,
@@ -39,7 +44,7 @@ from etfarm.client.export.samples import (
     wire_value,
 )
 from etfarm.client.export.shapes import must_be_bounded, normal_shapes, specialized
-from etfarm.client.export.shared_state import find_common_buffers, mark_shared
+from etfarm.client.export.shared_state import mark_shared
 from etfarm.client.export.source import ModelSource, must_be_tuple
 from etfarm.client.export.structures import plain_structures
 from etfarm.client.export.subclasses import is_unwrapping, make_plain
@@ -49,6 +54,7 @@ from etfarm.wire import digest
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.pt2 import InputType, read_archive
 from etfarm.wire.samples import AccuracySamples
+from etfarm.wire.shared_state import keep_constants
 from etfarm.wire.tensors import encode
 
 if TYPE_CHECKING:
@@ -149,12 +155,8 @@ def export_source(
     tell = say or (lambda _: None)
     export = _Export(source, base, strict, Transform(source, recipe, base, tell), calibrate, folder, tell)
     export.transform.must_find_something(name)
-    groups = find_common_buffers(source.methods)
-    if not groups:
-        methods = {method: export.archived(export.program(method)) for method in source.methods}
-        return ExportedModel(name, methods, _constants(source), export.calls(methods))
     programs = {method: export.program(method) for method in source.methods}
-    is_shared = mark_shared({method: exported.program for method, exported in programs.items()}, groups)
+    is_shared = mark_shared({method: exported.program for method, exported in programs.items()}, source.methods)
     methods = {method: export.archived(exported) for method, exported in programs.items()}
     calls = export.calls(methods) or (tuple((method, None) for method in methods) if is_shared else ())
     return ExportedModel(name, methods, _constants(source), calls)
@@ -207,7 +209,8 @@ class _Export:
         module, transform_ms = self.transform.apply(method)
         _must_be_eval(method, module)
         started = time.monotonic()
-        with _refusals(method, self.base), quiet():
+        writes = nullcontext() if self.strict else assignments_written(module, self.say)
+        with _refusals(method, self.base), quiet(), writes:
             program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=self.strict)
         why = ""
         if not self.strict and (shared := find_shared_buffers(program)):
@@ -218,6 +221,7 @@ class _Export:
             self.say(f"Exporting {method} again with strict = true, since {why}.")
             with _refusals(method, self.base, f"the strict export that it needs, since {why},"), quiet():
                 program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=True)
+        keep_constants(program)
         must_be_bounded(method, program)
         add_lines(program, module, self.base)
         make_relative(program, self.base)

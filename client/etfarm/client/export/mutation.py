@@ -1,14 +1,72 @@
-"""The tensors that an exported program changes, and whether it can keep the changes."""
+"""The tensors that a model changes when it runs, and whether its exported program keeps the changes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from etfarm.wire.written_inputs import is_mutation, written_inputs, written_placeholders
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
     from torch.export import ExportedProgram
+
+
+@contextmanager
+def assignments_written(module: nn.Module, say: Callable[[str], None]) -> Iterator[None]:
+    """Write into a module's buffers what its calls assign to them: `self.cell.state = state` is `self.cell.state.copy_(state)`.
+
+    torch.export forgets assignments to buffers of submodules, and returns the new value of a buffer where the old one was meant.
+    A strict export cannot do this.
+
+    Args:
+        say: called with a sentence for a buffer that is assigned another shape or dtype, which the program forgets.
+    """
+    import torch
+    from torch.nn.modules.module import register_module_buffer_registration_hook
+    from torch.utils import _pytree as pytree
+
+    before: dict[tuple[nn.Module, str], Tensor] = {}
+    held: set[int] = set()
+
+    def memory(value: Any) -> int:
+        is_plain = isinstance(value, torch.Tensor) and not torch.utils._python_dispatch.is_traceable_wrapper_subclass(value)
+        return value.untyped_storage()._cdata if is_plain else id(value)
+
+    def note(root: nn.Module, args: Any, kwargs: Any) -> None:
+        before.clear()
+        for part in root.modules():
+            before.update({(part, name): buffer for name, buffer in part._buffers.items() if buffer is not None})
+        held.clear()
+        held.update(map(memory, (*before.values(), *pytree.tree_leaves((args, kwargs)))))
+
+    def separate(part: nn.Module, name: str, value: Any) -> Any:
+        # An input, or the former value of a buffer, which may be written to later.
+        return value.clone() if (part, name) in before and isinstance(value, torch.Tensor) and memory(value) in held else None
+
+    def write(root: nn.Module, args: Any, outputs: Any) -> Any:
+        changed = {key: old for key, old in before.items() if key[0]._buffers.get(key[1]) is not old}
+        written = {memory(old) for old in changed.values()}
+        outputs = pytree.tree_map(lambda leaf: leaf.clone() if memory(leaf) in written else leaf, outputs)
+        for (part, name), old in changed.items():
+            new, part._buffers[name] = part._buffers.get(name), old
+            if new is not None and (new.shape, new.dtype) == (old.shape, old.dtype):
+                old.copy_(new)
+            else:
+                say(f"The program forgets what the model assigns to {name}, a buffer of another shape or dtype.")
+        return outputs
+
+    hooks = [
+        module.register_forward_pre_hook(note, with_kwargs=True),
+        module.register_forward_hook(write),
+        register_module_buffer_registration_hook(separate),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def find_shared_buffers(program: ExportedProgram) -> str:

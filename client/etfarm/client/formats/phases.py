@@ -27,6 +27,7 @@ _WORDS: Final = {
     "OUTPUTS": "reading outputs",
     "TRACED": "tracing operators",
     "SAMPLES": "executing further samples",
+    "CALLS": "executing calls in sequence",
     "GENERATE": "generating text",
     "SCORE": "scoring tokens",
     "NUMERICS": "recording the outputs of operators",

@@ -251,7 +251,7 @@ def _in_memory(model: Any, example_inputs: Any) -> tuple[str, ModelSource | dict
     if isinstance(model, torch.export.ExportedProgram):
         if example_inputs is not None:
             raise _own_inputs("An ExportedProgram")
-        return "program", {"forward": _of_program(model)}
+        return "program", _of_programs({"forward": model})
     raise _no_model(model)
 
 
@@ -277,7 +277,7 @@ def _of_methods(methods: Mapping[Any, Any], example_inputs: Any) -> tuple[str, M
     if example_inputs is not None:
         raise _own_inputs("A dict of exported programs")
     if kind == _PROGRAM:
-        return "program", {name: _of_program(program) for name, program in methods.items()}
+        return "program", _of_programs(methods)
     if kind == _PATH:
         files = {name: resolve(str(path)) for name, path in methods.items()}
         for name, file in files.items():
@@ -307,10 +307,12 @@ def _kind(model: object) -> str:
     return f"a {type(model).__name__}"
 
 
-def _of_program(program: Any) -> PreparedMethod:
+def _of_programs(programs: Mapping[str, Any]) -> dict[str, PreparedMethod]:
     from etfarm.client.export.eager import archive_of
+    from etfarm.client.export.shared_state import marked
 
-    return PreparedMethod.of_archive(archive_of(program))
+    with marked(programs):
+        return {method: PreparedMethod.of_archive(archive_of(program)) for method, program in programs.items()}
 
 
 def _data(model: PreparedModel, files: Sequence[str | Path]) -> dict[str, Path]:

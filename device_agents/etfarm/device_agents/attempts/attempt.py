@@ -16,7 +16,7 @@ from etfarm.device_agents.attempts import numerics, repeats
 from etfarm.device_agents.attempts.cache import Cache, Lease
 from etfarm.device_agents.attempts.fetch import attempt_limit_s, fetch_program
 from etfarm.device_agents.attempts.further import LIMIT_S as SAMPLES_LIMIT_S
-from etfarm.device_agents.attempts.further import Further
+from etfarm.device_agents.attempts.further import Further, execute_calls
 from etfarm.device_agents.attempts.passes import TRACED_ITERATIONS, Passes, plan_of, planned_s, traced_iterations
 from etfarm.device_agents.attempts.progress import OnRunProgress
 from etfarm.device_agents.attempts.steps import CandidateSteps
@@ -145,6 +145,7 @@ class Files:
     samples: array[int] | None = None
     etdump: Path | None = None
     further: Further | None = None
+    calls: Further | None = None
 
 
 @dataclass
@@ -299,11 +300,19 @@ class Execution(CandidateSteps):
         minimum = measurement.trace_iterations if measurement.HasField("trace_iterations") else TRACED_ITERATIONS
         files = Files(await passes.first_outputs(etdump, traced_iterations(samples, minimum)), samples, etdump)
         await self._collect()
-        if not self._sample_files:
-            return files
-        with self.phase("SAMPLES"):
-            limit_s = min(SAMPLES_LIMIT_S, self._attempt.remaining_s() / 4)
-            return replace(files, further=await passes.execute_further(self._sample_files, files.outputs, limit_s))
+        if self._sample_files:
+            with self.phase("SAMPLES"):
+                further = await passes.execute_further(self._sample_files, files.outputs, self._limit_s())
+                files = replace(files, further=further)
+        if self._calls:
+            assert self._runner is not None  # it was measured
+            with self.phase("CALLS"):
+                files = replace(files, calls=await execute_calls(self._runner, self._calls, self._limit_s()))
+        return files
+
+    def _limit_s(self) -> float:
+        """Return the time limit in seconds of executions for accuracy alone."""
+        return min(SAMPLES_LIMIT_S, self._attempt.remaining_s() / 4)
 
     async def upload(self, files: Files) -> None:
         """Run UPLOAD of the result's artifacts."""
@@ -315,8 +324,9 @@ class Execution(CandidateSteps):
                 self.result.samples.CopyFrom(await self._transfers.upload(files.samples.tobytes()))
             if files.etdump is not None:
                 self.result.etdump.CopyFrom(await self._transfers.upload(files.etdump))
-            if files.further is not None:
-                self.result.further.samples = files.further.samples
-                self.result.further.outputs.CopyFrom(await self._transfers.upload(tensors.encode(files.further.outputs)))
-                if files.further.error is not None:
-                    self.result.further.error.CopyFrom(to_proto(files.further.error))
+            for executed, result in ((files.further, self.result.further), (files.calls, self.result.calls)):
+                if executed is not None:
+                    result.samples = executed.samples
+                    result.outputs.CopyFrom(await self._transfers.upload(tensors.encode(executed.outputs)))
+                    if executed.error is not None:
+                        result.error.CopyFrom(to_proto(executed.error))

@@ -1,10 +1,10 @@
-"""Executions on further inputs, for accuracy alone: one for each sample, after all timed and traced passes."""
+"""Executions for accuracy alone, after all timed and traced passes: on further samples, and of calls that keep their state."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -27,10 +27,10 @@ class SamplesLeftOut(DeviceError):
 
 @dataclass
 class Further:
-    """What the method returned for further samples."""
+    """What the program returned for further samples, or for calls."""
 
     samples: int = 0
-    """Number of executed samples, from the first one on."""
+    """Number of executed samples or calls, from the first one on."""
     outputs: list[Value] = field(default_factory=list)
     """Outputs of all of them, one sample after the other."""
     error: EtfarmError | None = None
@@ -56,17 +56,56 @@ async def execute(
         keeps_state: whether to load the method anew for each sample, so that each starts from the initial state.
         limit_s: time limit in seconds.
     """
+
+    async def prepare(index: int) -> None:
+        if keeps_state or not index:
+            await runner.load_method(method)
+
+    return await _execute(runner, files, prepare, limit_s, first)
+
+
+async def execute_calls(runner: Runner, calls: Sequence[tuple[str, Path]], limit_s: float = LIMIT_S) -> Further:
+    """Execute methods one after the other, each with the state that those before have left. An error ends this, and nothing else.
+
+    Args:
+        runner: has the program loaded.
+        calls: methods with tensor files of their inputs.
+        limit_s: time limit in seconds.
+    """
+
+    async def prepare(index: int) -> None:
+        if not index:  # all before the first call, as loading gives a method's buffers their initial values
+            for place, method in enumerate(dict.fromkeys(method for method, _ in calls)):
+                await runner.load_method(method, keep=place > 0)
+        await runner.select(calls[index][0])
+
+    return await _execute(runner, [path for _, path in calls], prepare, limit_s)
+
+
+async def _execute(
+    runner: Runner,
+    files: Sequence[Path],
+    prepare: Callable[[int], Awaitable[None]],
+    limit_s: float,
+    first: Sequence[Value] = (),
+) -> Further:
+    """Execute the current method once on the inputs of each file.
+
+    Args:
+        prepare: makes the method of a file, by index, the current one.
+        first: the outputs of the timed inputs, which the files' are compared with; empty if there are none.
+    """
     further, size_bytes, ends_s = Further(), _size_of(first), time.monotonic() + limit_s
+    count = len(files) + bool(first)
     try:
         async with asyncio.timeout(2 * limit_s):
-            for path in files:
+            for index, path in enumerate(files):
                 if time.monotonic() > ends_s:
                     raise TimeoutError
                 if size_bytes > MAX_OUTPUTS_BYTES:
-                    raise SamplesLeftOut(f"The outputs of {1 + len(files)} have more than {MAX_OUTPUTS_BYTES >> 20} MiB.")
+                    raise SamplesLeftOut(f"The outputs of {count} have more than {MAX_OUTPUTS_BYTES >> 20} MiB.")
                 values = await asyncio.to_thread(_read, path)
-                if keeps_state or not further.samples:
-                    await runner.load_method(method)
+                await prepare(index)
                 await runner.set_inputs(values)
                 await runner.run()
                 outputs = await runner.outputs()
@@ -74,10 +113,11 @@ async def execute(
                 further.samples += 1
                 size_bytes += _size_of(outputs)
     except TimeoutError:
-        # With the timed inputs, these are a power of two.
-        further.samples = round_down(1 + further.samples) - 1
-        del further.outputs[further.samples * len(first) :]
-        further.error = SamplesLeftOut(f"The device needs more than {limit_s:g} s for {1 + len(files)}.")
+        if first:
+            # With the timed inputs, these are a power of two.
+            further.samples = round_down(1 + further.samples) - 1
+            del further.outputs[further.samples * len(first) :]
+        further.error = SamplesLeftOut(f"The device needs more than {limit_s:g} s for {count}.")
     except EtfarmError as error:
         further.error = error
     return further

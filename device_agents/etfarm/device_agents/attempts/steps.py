@@ -67,6 +67,7 @@ class CandidateSteps(CandidateProgress):
         self._provisions: Provisions | None = None
         self._inputs: list[Value] | None = None
         self._sample_files: list[Path] = []
+        self._calls: list[tuple[str, Path]] = []
         self._runner: RemoteRunner | None = None
 
     async def guarded(self, work: Callable[[], Awaitable[None]]) -> bool:
@@ -136,7 +137,7 @@ class CandidateSteps(CandidateProgress):
         self.folder.mkdir(parents=True)
 
     async def fetch_inputs(self) -> None:
-        """Get the inputs, if there are any, and the files of further samples.
+        """Get the inputs, if there are any, and the files of further samples and of calls.
 
         Raises:
             BadTensorFile: the inputs are not a tensor file.
@@ -144,6 +145,7 @@ class CandidateSteps(CandidateProgress):
         if self._candidate.HasField("inputs"):
             self._inputs = await self.fetch_values(self._candidate.inputs)
         self._sample_files = [await self._lease.fetch(sample, self.report) for sample in self._candidate.samples]
+        self._calls = [(call.method, await self._lease.fetch(call.inputs, self.report)) for call in self._candidate.calls]
 
     async def fetch_values(self, artifact: common_pb2.Artifact) -> list[Value]:
         """Return the values of a tensor file.

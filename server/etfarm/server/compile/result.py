@@ -5,10 +5,13 @@ Named files are directly in the child's folder.
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, Final, Literal, NotRequired, TypedDict
 
 from etfarm.v1 import child_pb2, compile_pb2
 from etfarm.wire.messages import fill, to_scalar
+
+if TYPE_CHECKING:
+    from etfarm.server.graphs.differences import OutputCheck
 
 
 class StageEvent(TypedDict):
@@ -133,18 +136,6 @@ class Fp32Operator(TypedDict):
     places: list[Place]
 
 
-class OutputCheck(TypedDict):
-    """A comparison of one output of the host's runtime with eager PyTorch."""
-
-    output: str
-    equal: bool
-    max_abs_error: float | None
-    sqnr_db: float | None
-    """The SQNR in dB, capped at 300; None for NaN, an all-zero reference, and integers and bools."""
-    equal_share: float | None
-    """The fraction of equal elements, 0 to 1; None for floats."""
-
-
 class HostCheck(TypedDict):
     """A run of a method on this host; HostCheck in `compile.proto`."""
 
@@ -253,6 +244,8 @@ class LowerResult(TypedDict):
     """Operators of methods that the client quantized; the quantizing child reports those of other methods."""
     located: dict[str, compile_pb2.LocatedOperators]
     """Operators by method, as in the Compilation."""
+    shared_buffers: list[str]
+    """Names of the buffers that methods share, in the exported programs."""
 
 
 class RecipeRow(TypedDict):
@@ -282,6 +275,7 @@ def encode(result: QuantizeResult | LowerResult) -> bytes:
     parts: dict[str, Any] = {**result}
     answer = child_pb2.CompileResult()
     fill(answer.compilation, {key: parts.get(key) for key in _SAME})
+    answer.compilation.shared_buffers.extend(parts.get("shared_buffers") or ())
     for method, rows in result["stayed_fp32"].items():
         fill(answer.compilation.stayed_fp32[method], {"operators": rows})
     for method, names in (parts.get("selected") or {}).items():

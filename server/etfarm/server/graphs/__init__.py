@@ -1,1 +1,1 @@
-"""Facts of exported graphs, used by compilation and reports: the source line and the operators of a node."""
+"""Facts of exported graphs, their calls and comparisons of their outputs, used by compilation and reports."""

@@ -20,6 +20,7 @@ from etfarm.server.jobs.records.log import JobLog
 from etfarm.server.jobs.records.reports import ReportNotFound
 from etfarm.server.jobs.records.rows import JobLive
 from etfarm.server.reports.analysis_parts import FILE_MISSING, is_of_analysis
+from etfarm.server.reports.request import CALLS_DIFFER
 from etfarm.server.reports.runs import LEFT_OUT, NOT_REPEATED
 from etfarm.v1 import agent_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device
@@ -153,6 +154,7 @@ def keep(before: report_pb2.Report, revised: report_pb2.Report) -> None:
         codes = {
             *((LEFT_OUT, NOT_REPEATED) if "runs" in missing else ()),
             *((FAR_FROM_QUANTIZED_GRAPH,) if not has_quantized else ()),
+            *((CALLS_DIFFER,) if any(warning.code == FILE_MISSING for warning in revised.compile.warnings) else ()),
         }
         old = [warning for warning in before.compile.warnings if is_of_analysis(warning) or warning.code in codes]
         revised.compile.warnings.extend(warning for warning in old if (warning.code, warning.message) not in known)

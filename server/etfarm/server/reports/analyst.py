@@ -9,7 +9,7 @@ from pathlib import Path
 from etfarm.server.artifacts.store import Store
 from etfarm.server.reports.findings import Findings
 from etfarm.server.reports.latency.samples import Block, GeneratingProcess, Generation
-from etfarm.server.reports.request import AnalyzeRequest, Further, Numerics, Scores, TokenInputs, Trace
+from etfarm.server.reports.request import AnalyzeRequest, CalledMethod, Calls, Further, Numerics, Scores, TokenInputs, Trace
 from etfarm.server.workers.child_pool import OnTurn
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, generation_pb2, job_pb2, report_pb2
 from etfarm.wire.flows import encoded_positions
@@ -42,6 +42,7 @@ class Analyst:
         *,
         base: Base | None = None,
         samples: Sequence[common_pb2.Artifact] = (),
+        calls: Sequence[agent_pb2.RunCall] = (),
         numerics: compile_pb2.Compilation | None = None,
         generation: generation_pb2.GenerationPlan | None = None,
         fresh: bool = False,
@@ -54,7 +55,7 @@ class Analyst:
         part that fails adds a warning to `compile.warnings`.
 
         Args:
-            samples: the further inputs that were sent with the attempt.
+            samples, calls: the further inputs and the calls that were sent with the attempt.
             numerics: the compilation that the result's numerics pass ran, which may be `compilation`.
             generation: the plan of the generation that the result has; `method` is then that of decode.
             on_turn, fresh, project, owner: as in `Findings.of`, whose errors are also raised.
@@ -64,7 +65,6 @@ class Analyst:
         source = None if sent is None else _original_of(sent)
         # A constant method was never exported, so it has no graph with operators and no reference.
         has_graph = source is not None or candidate.WhichOneof("source") == "program"
-        facts = compilation.facts.methods[method] if method in compilation.facts.methods else compile_pb2.MethodFacts()
         request = AnalyzeRequest(
             pte=path(compilation.program.pte.digest),
             etdump=path(result.etdump.digest) if result.HasField("etdump") else None,
@@ -74,8 +74,8 @@ class Analyst:
             outputs=path(result.outputs.digest) if result.HasField("outputs") else None,
             samples=path(result.samples.digest) if result.HasField("samples") else None,
             method=method,
-            output_names=tuple(spec.name or str(index) for index, spec in enumerate(facts.outputs)),
-            backends=tuple(facts.backends),
+            output_names=_output_names(compilation, method),
+            backends=tuple(compilation.facts.methods[method].backends) if method in compilation.facts.methods else (),
             traced_ns=tuple(result.traced_ns),
             runs=tuple(run.iterations for run in result.runs),
             blocks=_blocks(result),
@@ -83,6 +83,7 @@ class Analyst:
             base_blocks=_blocks(base.result) if base is not None else (),
             quantized=self._quantized(candidate, compilation, method),
             further=self._further(samples, result.further),
+            calls=self._calls(candidate, compilation, calls, result.calls),
             numerics=self._numerics(candidate, compilation, numerics, method, result.numerics),
         )
         if generation is not None:
@@ -173,6 +174,31 @@ class Analyst:
         path = self._store.place
         return Further(tuple(path(sample.digest) for sample in executed), path(result.outputs.digest))
 
+    def _calls(
+        self,
+        candidate: job_pb2.Candidate,
+        compilation: compile_pb2.Compilation,
+        calls: Sequence[agent_pb2.RunCall],
+        result: agent_pb2.FurtherOutputs,
+    ) -> Calls | None:
+        """Return the files of the calls that the device executed; None without any."""
+        executed = calls[: max(0, result.samples)]
+        if not executed or not result.HasField("outputs"):
+            return None
+        path, methods = self._store.place, dict.fromkeys(call.method for call in executed)
+        return Calls(
+            methods=tuple(
+                CalledMethod(
+                    method, path(_original_of(candidate.model.methods[method]).digest), _output_names(compilation, method)
+                )
+                for method in methods
+            ),
+            inputs=tuple((call.method, path(call.inputs.digest)) for call in executed),
+            outputs=path(result.outputs.digest),
+            shared=tuple(compilation.shared_buffers),
+            is_quantized=any(self._quantized(candidate, compilation, method) is not None for method in methods),
+        )
+
     def _numerics(
         self,
         candidate: job_pb2.Candidate,
@@ -216,6 +242,12 @@ def _paths(request: object) -> Iterator[Path]:
     elif is_dataclass(request):
         for value in vars(request).values():
             yield from _paths(value)
+
+
+def _output_names(compilation: compile_pb2.Compilation, method: str) -> tuple[str, ...]:
+    """Return the names of a method's outputs in order; empty for an unknown method."""
+    outputs = compilation.facts.methods[method].outputs if method in compilation.facts.methods else ()
+    return tuple(spec.name or str(index) for index, spec in enumerate(outputs))
 
 
 def _original_of(method: job_pb2.MethodSource) -> common_pb2.Artifact:

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from etfarm.server.graphs.quantized_outputs import describe
 from etfarm.server.reports.latency import generation, interleaved, slow_group, statistics
-from etfarm.server.reports.numerics import accuracy, forced_text, fused, numeric_gap, reference, reference_models
+from etfarm.server.reports.numerics import accuracy, calls, forced_text, fused, numeric_gap, reference, reference_models
 from etfarm.server.reports.request import (
+    CALLS_DIFFER,
     CUT_SHORT,
     OUTPUTS_DO_NOT_MATCH,
     PREFILL_TRACE_TIMES,
@@ -62,7 +63,7 @@ def analyze(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
         folder: folder of the child. TRACE_TIMES is written there if the run was traced, and `trace_times.size_bytes` is set;
             PREFILL_TRACE_TIMES likewise for the trace of prefill; temporary files belong in the jail's TMPDIR.
         emit: called with JSON objects {"stage": "INPUTS" | "STATISTICS" | "COMPARISON" | "ACCURACY" | "QUANTIZED_ACCURACY" |
-            "JOIN" | "GENERATION" | "PREFILL_JOIN" | "ENCODER_JOIN" | "PERPLEXITY" | "EAGER_TEXT" | "QUANTIZED_TEXT" |
+            "CALLS" | "JOIN" | "GENERATION" | "PREFILL_JOIN" | "ENCODER_JOIN" | "PERPLEXITY" | "EAGER_TEXT" | "QUANTIZED_TEXT" |
             "HOST_TEXT" | "NUMERICS", "phase": "START" | "END", "duration_ms": X}; X is null at START.
     """
     deadline_s = time.monotonic() + _PART_OF_LIMIT * request.limit_s
@@ -89,6 +90,10 @@ def analyze(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
             expected = _fill_accuracy(
                 report, request, request.outputs, request.inputs, request.quantized, report_pb2.REFERENCE_QUANTIZED
             )
+    if request.calls is not None:
+        with _part("CALLS", report, emit):
+            if sentence := calls.find_difference(request.calls, request.screen):
+                _warn(report, CALLS_DIFFER, sentence)
     if request.etdump is not None or request.traced_ns:
         with _part("JOIN", report, emit), limit_parsing(request.etdump, request.etrecord, request.pte):
             profile.fill(

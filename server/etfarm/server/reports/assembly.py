@@ -41,6 +41,7 @@ def assemble(
     numerics: compile_pb2.Compilation | None = None,
     inputs: common_pb2.Artifact | None = None,
     samples: Sequence[common_pb2.Artifact] = (),
+    calls: Sequence[agent_pb2.RunCall] = (),
     warnings: Sequence[compile_pb2.Warning] = (),
     earlier: Earlier = Earlier(),  # noqa: B008 - frozen
     generation: generation_pb2.GenerationPlan | None = None,
@@ -52,6 +53,7 @@ def assemble(
         numerics: the compilation that the numerics pass ran, which may be `compilation`; None without a numerics pass.
         inputs: the program's inputs; None if the runner generated them.
         samples: the further inputs that were sent with the attempt.
+        calls: the calls that were sent with the attempt.
         warnings: in addition to those of the compilation and the analysis.
         earlier: medians of earlier reports.
         generation: what the agent measured of a language model.
@@ -75,6 +77,7 @@ def assemble(
         report.compile.stages.extend(candidate.stages_done)
         report.compile.compilation.CopyFrom(compilation)
         report.compile.compilation.ClearField("located_operators")  # thousands of lines, which failures alone need
+        report.compile.compilation.ClearField("shared_buffers")  # a warning names them
     if device is not None:
         report.device.CopyFrom(_device(device))
     if result is not None:
@@ -109,6 +112,8 @@ def assemble(
         error = result.further.error
         message = f"Accuracy is of {count}: {error.message} {error.remedy}".rstrip()
         report.compile.warnings.add(code="SAMPLES_LEFT_OUT", message=message)
+    if result is not None and calls and not result.HasField("error"):
+        _warn_of_calls(report, calls, result)
     if report.runner.kind == common_pb2.RUNNER_KIND_PYTHON:
         report.compile.warnings.add(code=PYTHON_RUNNER, message=_PYTHON_MESSAGE.format(arch=report.device.arch))
     if job.spec.measurement.numerics:
@@ -150,6 +155,17 @@ def _drop_comparison_of_host(report: report_pb2.Report) -> None:
     ]
     del warnings[:]
     warnings.extend(kept)
+
+
+def _warn_of_calls(report: report_pb2.Report, calls: Sequence[agent_pb2.RunCall], result: agent_pb2.CandidateResult) -> None:
+    """Warn of calls that the device did not execute, so that state between them was not compared there."""
+    executed = result.calls.samples
+    if executed < len(calls):
+        sequence = ", ".join(call.method for call in calls)
+        error = result.calls.error if result.calls.HasField("error") else None
+        why = f"{error.message} {error.remedy}".strip() if error else "The device's agent did not report it: update the agent."
+        message = f"The device executed {executed} of the calls {sequence}, by which state is compared with the model's. {why}"
+        report.compile.warnings.add(code="CALLS_NOT_RUN", message=message)
 
 
 def _logits_dtype(compilation: compile_pb2.Compilation | None, plan: generation_pb2.GenerationPlan) -> str:

@@ -22,6 +22,9 @@ SAMPLES_LEFT_OUT: Final = "ANALYSIS_SAMPLES_LEFT_OUT"
 ACCURACY_CODES: Final = frozenset({FAR_FROM_QUANTIZED_GRAPH, OUTPUTS_DO_NOT_MATCH, SAMPLES_LEFT_OUT})
 """Warning codes of a complete accuracy."""
 
+CALLS_DIFFER: Final = "CALLS_DIFFER"
+"""Warning code of calls that do not continue the state of those before as the model does."""
+
 TRACE_TIMES: Final = "trace_times.i64"
 """Name of the file that an analysis writes to its folder, with the times that become Report.trace_times."""
 PREFILL_TRACE_TIMES: Final = "prefill_trace_times.i64"
@@ -56,6 +59,31 @@ class Further:
     """Tensor files, one a sample."""
     outputs: Path
     """Tensor file: the flattened outputs of the device, one sample after the other."""
+
+
+@dataclass(frozen=True)
+class CalledMethod:
+    """A method that is called."""
+
+    name: str
+    model: Path
+    """Its exported program (.pt2) before quantization."""
+    output_names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Calls of a program's methods, of which each continues the state of those before."""
+
+    methods: tuple[CalledMethod, ...]
+    inputs: tuple[tuple[str, Path], ...]
+    """The executed calls: a method, and a tensor file."""
+    outputs: Path
+    """Tensor file: the flattened outputs of the device, one call after the other."""
+    shared: tuple[str, ...]
+    """Names of the buffers that methods share."""
+    is_quantized: bool
+    """Whether a stage quantized a method."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +196,9 @@ class AnalyzeRequest:
     further: Further | None = None
     """Set if the method was also executed on other inputs than `inputs`."""
 
+    calls: Calls | None = None
+    """Set if methods were called one after the other."""
+
     @property
     def accuracy_alone(self) -> AnalyzeRequest | None:
         """The request for the accuracy over further samples alone; None without any, or if other parts need the references."""
@@ -181,4 +212,4 @@ class AnalyzeRequest:
     @property
     def needs_torch(self) -> bool:
         """Whether the analysis runs a graph on the host."""
-        return any(part is not None for part in (self.model, self.quantized, self.numerics, self.scores))
+        return any(part is not None for part in (self.model, self.quantized, self.numerics, self.scores, self.calls))

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from etfarm.client.export import ExportedModel, ModelSource, export_source
+from etfarm.client.export import ExportedMethod, ModelSource, export_source
 from etfarm.client.export.errors import BadModelSource
+from etfarm.client.submit.preparation import prepare
+from etfarm.client.submit.prepared import PreparedMethod
 from etfarm.wire import tensors
 from etfarm.wire.shared_state import PREFIX, buffer_names
 from tests.support.shared_state import Add, Get, Holder, counter
 
 
-def buffers(model: ExportedModel) -> dict[str, set[str]]:
-    programs = {name: torch.export.load(io.BytesIO(method.pt2)) for name, method in model.methods.items()}  # type: ignore[arg-type]
+def buffers(methods: Mapping[str, ExportedMethod | PreparedMethod]) -> dict[str, set[str]]:
+    programs = {name: torch.export.load(io.BytesIO(method.pt2)) for name, method in methods.items()}  # type: ignore[arg-type]
     for program in programs.values():
         program.module()(torch.ones(2))
     return {name: set(buffer_names(program).values()) for name, program in programs.items()}
@@ -32,7 +35,7 @@ def test_a_buffer_has_one_name_in_all_methods() -> None:
     source = counter()
     model = export_source(source, name="m")
     shared = f"{PREFIX}state.n"
-    assert buffers(model) == {"set": {shared, "own"}, "add": {shared, "own"}, "get": {shared}}
+    assert buffers(model.methods) == {"set": {shared, "own"}, "add": {shared, "own"}, "get": {shared}}
     assert model.calls == (("set", None), ("add", None), ("get", None))
     assert dict(source.methods["get"].named_buffers()).keys() == {"held.n"}, "the modules are unchanged"
 
@@ -40,8 +43,66 @@ def test_a_buffer_has_one_name_in_all_methods() -> None:
 @pytest.mark.parametrize("source", [two(Add(Holder()), Add(Holder())), two(Get(shared := Holder()), Get(shared))])
 def test_buffers_of_their_own_and_constants_keep_their_names(source: ModelSource) -> None:
     model = export_source(source, name="m")
-    assert not any(name.startswith(PREFIX) for names in buffers(model).values() for name in names)
+    assert not any(name.startswith(PREFIX) for names in buffers(model.methods).values() for name in names)
     assert model.calls == ()
+
+
+class Reach(nn.Module):
+    """Reads the buffer by a list, of which torch.export knows nothing."""
+
+    def __init__(self, holder: Holder) -> None:
+        super().__init__()
+        self.reached = [holder]
+
+    def forward(self, x: Any) -> Any:
+        return self.reached[0].n * x
+
+
+def test_a_buffer_that_a_method_reaches_by_a_list_is_shared() -> None:
+    holder = Holder()
+    model = export_source(two(Add(holder), Reach(holder)), name="m")
+    shared = f"{PREFIX}counter.n"
+    assert buffers(model.methods) == {"a": {shared, "own"}, "b": {shared}}
+    assert model.calls == (("a", None), ("b", None))
+
+
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_a_buffer_of_several_exported_programs_has_one_name(decomposed: bool) -> None:
+    source = counter()
+    programs = {name: torch.export.export(module, (torch.ones(2),)) for name, module in source.methods.items()}
+    if decomposed:
+        programs = {name: program.run_decompositions() for name, program in programs.items()}
+    before = {name: (str(program.graph_signature), list(program.state_dict)) for name, program in programs.items()}
+    methods = prepare(programs).methods
+    shared = f"{PREFIX}state.n"
+    assert buffers(methods) == {"set": {shared, "own"}, "add": {shared, "own"}, "get": {shared}}
+    after = {name: (str(program.graph_signature), list(program.state_dict)) for name, program in programs.items()}
+    assert after == before, "the user's programs are unchanged"
+    programs["get"].module()(torch.ones(2))
+
+
+class Plain:
+    """Holds a tensor, and is no module."""
+
+    def __init__(self) -> None:
+        self.n = torch.zeros(2)
+
+
+class Advance(Reach):
+    """Adds to the tensor, reached in the same way."""
+
+    def forward(self, x: Any) -> Any:
+        self.reached[0].n.add_(x)
+        return self.reached[0].n * 1
+
+
+@pytest.mark.parametrize("holder", [Holder(), Plain()])
+def test_a_tensor_that_no_method_reaches_as_a_buffer_is_written_and_shared(holder: Any) -> None:
+    model = export_source(two(Advance(holder), Reach(holder)), name="m")
+    (shared,) = buffers(model.methods)["b"]
+    assert shared.startswith(PREFIX) and buffers(model.methods)["a"] == {shared}
+    program = torch.export.load(io.BytesIO(model.methods["a"].pt2)).module()  # type: ignore[arg-type]
+    assert [program(torch.ones(2)).tolist() for _ in range(2)] == [[1, 1], [2, 2]]
 
 
 def test_two_buffers_of_one_name_have_different_ones() -> None:
@@ -50,7 +111,7 @@ def test_two_buffers_of_one_name_have_different_ones() -> None:
     source = ModelSource(
         methods={k: m.eval() for k, m in methods.items()}, example_inputs=dict.fromkeys(methods, (torch.ones(2),))
     )
-    names = buffers(export_source(source, name="m"))
+    names = buffers(export_source(source, name="m").methods)
     assert names["a"] == {f"{PREFIX}counter.n", "own"} and names["b"] == {f"{PREFIX}counter.n"}
     assert names["c"] == {f"{PREFIX}c.counter.n", "own"} and names["d"] == {f"{PREFIX}c.counter.n"}
 

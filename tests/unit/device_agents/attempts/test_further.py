@@ -1,7 +1,11 @@
-"""Executions on further samples: after all other passes, each from the initial state, and without a risk for the measurement."""
+"""Executions for accuracy alone, after all other passes and without a risk for the measurement.
+
+Each further sample starts from the initial state, and each call continues the state of those before.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +32,29 @@ QUICK: dict[str, Any] = {"warmup": 1, "iterations": 2, "min_time_s": 0.0}
 
 
 async def attempt(
-    blobs: Blobs, address: str, folder: Path, samples: dict[str, list[np.ndarray]], *, interleave: bool = False
+    blobs: Blobs,
+    address: str,
+    folder: Path,
+    samples: dict[str, list[np.ndarray]],
+    *,
+    calls: Sequence[tuple[str, float]] = (),
+    interleave: bool = False,
 ) -> list[agent_pb2.CandidateResult]:
-    """Measure programs by name, each with samples of one value per input."""
+    """Measure programs by name, each with samples of one value per input, and with calls of methods of one number."""
     start = agent_pb2.StartRun(
         attempt_id="a", device_id="d", deadline_s=120, measurement=job_pb2.Measurement(**QUICK, interleave=interleave)
     )
     for name, values in samples.items():
         pte = blobs.put(program(name).bytes)
         files = [tensors.encode([tensors.from_array(each.name, value) for each in program(name).inputs]) for value in values]
+        numbers = [tensors.encode([tensors.from_array("x", np.array([number], "<f4"))]) for _, number in calls]
         start.candidates.add(
             cell_id=name, program=compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {})), threads=1,
             inputs=blobs.put(tensors.encode(program(name).inputs)), samples=[blobs.put(file) for file in files],
+            method=calls[0][0] if calls else "",
+            calls=[
+                agent_pb2.RunCall(method=method, inputs=blobs.put(file)) for (method, _), file in zip(calls, numbers, strict=True)
+            ],
         ).bundle.artifact.CopyFrom(blobs.put(runner_archive().read_bytes()))  # fmt: skip
     config = AgentConfig(Access(address), "board", folder, gates=GateLimits(idle_wait_s=0, cool_wait_s=0))
     machine, cache = Machine(config, inventory.parse(inventory.collect())), Cache(folder / "cache", 1 << 30)
@@ -47,8 +62,8 @@ async def attempt(
     return list((await kind(config, machine, cache, folder / "run", start, lambda progress: None).run()).candidates)
 
 
-def outputs_of(blobs: Blobs, result: agent_pb2.CandidateResult) -> list[list[float]]:
-    values = tensors.decode(blobs.blobs[result.further.outputs.digest])
+def outputs_of(blobs: Blobs, result: agent_pb2.FurtherOutputs) -> list[list[float]]:
+    values = tensors.decode(blobs.blobs[result.outputs.digest])
     return [tensors.to_array(value).ravel().tolist() for value in values if isinstance(value, tensors.Tensor)]
 
 
@@ -57,7 +72,7 @@ async def test_each_sample_is_executed_from_the_initial_state_after_all_else(blo
     (result,) = await attempt(blobs, address, tmp_path, {"counter": [ten, twenty]})
     assert not result.HasField("error") and result.iterations == 2
     assert (result.further.samples, result.further.HasField("error")) == (2, False)
-    assert outputs_of(blobs, result) == [[11], [21]]
+    assert outputs_of(blobs, result.further) == [[11], [21]]
     phases = [phase.phase for phase in result.phases]
     assert phases.index("TRACED") < phases.index("SAMPLES") < phases.index("UPLOAD")
 
@@ -67,14 +82,31 @@ async def test_a_sample_that_does_not_fit_ends_the_samples_and_nothing_else(blob
     (result,) = await attempt(blobs, address, tmp_path, {"add": [fits, np.zeros((9, 9), "<f4"), fits]})
     assert not result.HasField("error") and result.samples.size_bytes and result.outputs.size_bytes
     assert result.further.samples == 1 and result.further.error.reason
-    assert outputs_of(blobs, result) == [[4] * 6]
+    assert outputs_of(blobs, result.further) == [[4] * 6]
 
 
 async def test_interleaved_programs_have_samples_too(blobs: Blobs, address: str, tmp_path: Path) -> None:
     results = await attempt(
         blobs, address, tmp_path, {"add": [np.ones((2, 3), "<f4")], "counter": [np.zeros(1, "<f4")]}, interleave=True
     )
-    assert [outputs_of(blobs, result) for result in results] == [[[2] * 6], [[1]]]
+    assert [outputs_of(blobs, result.further) for result in results] == [[[2] * 6], [[1]]]
+    assert not any(result.HasField("calls") for result in results)
+
+
+async def test_each_call_continues_the_state_of_those_before(blobs: Blobs, address: str, tmp_path: Path) -> None:
+    calls = [("tens", 0.5), ("ones", 0.0), ("ones", 0.0), ("tens", 0.0)]
+    (result,) = await attempt(blobs, address, tmp_path, {"counters": []}, calls=calls)
+    assert not result.HasField("error") and not result.HasField("further")
+    assert (result.calls.samples, result.calls.HasField("error")) == (4, False)
+    assert outputs_of(blobs, result.calls) == [[10.5], [1], [2], [20]]
+    phases = [phase.phase for phase in result.phases]
+    assert phases.index("TRACED") < phases.index("CALLS") < phases.index("UPLOAD")
+
+
+async def test_a_call_that_fails_ends_the_calls_and_nothing_else(blobs: Blobs, address: str, tmp_path: Path) -> None:
+    (result,) = await attempt(blobs, address, tmp_path, {"counters": []}, calls=[("ones", 0.0), ("hundreds", 0.0)])
+    assert not result.HasField("error") and result.samples.size_bytes
+    assert result.calls.samples == 0 and "hundreds" in result.calls.error.message
 
 
 async def test_no_sample_is_executed_after_large_outputs(tmp_path: Path) -> None:

@@ -70,6 +70,30 @@ def analysis() -> report_pb2.Report:
     return created
 
 
+@pytest.mark.parametrize(
+    ("executed", "why", "words"),
+    [
+        (2, "", ""),
+        (0, "", "The device executed 0 of the calls set, get, by which state is compared with the model's. The device's agent"),
+        (
+            1,
+            "It takes too long.",
+            "The device executed 1 of the calls set, get, by which state is compared with the model's. It ",
+        ),
+    ],
+)
+def test_calls_that_the_device_did_not_execute_are_named(executed: int, why: str, words: str) -> None:
+    returned = result()
+    if executed:
+        returned.calls.samples = executed
+    if why:
+        returned.calls.error.message = why
+    calls = [agent_pb2.RunCall(method=method) for method in ("set", "get")]
+    report = assemble("r", job(), cell(), at=AT, compilation=compilation(), device=DEVICE, result=returned, calls=calls)
+    warnings = {warning.code: warning.message for warning in report.compile.warnings}
+    assert ("CALLS_NOT_RUN" in warnings) == bool(words) and warnings.get("CALLS_NOT_RUN", "").startswith(words)
+
+
 def test_a_cell_that_never_compiled_has_only_what_was_asked_for() -> None:
     ended = cell("FAILED")
     ended.error.reason = "STAGE_FAILED"

@@ -19,12 +19,14 @@ import pytest
 from etfarm.server.reports import analyze as analyze_module
 from etfarm.server.reports.analyze import analyze, prewarm
 from etfarm.server.reports.latency.samples import Block
-from etfarm.server.reports.request import AnalyzeRequest, Further
+from etfarm.server.reports.request import AnalyzeRequest, CalledMethod, Calls, Further
 from etfarm.server.workers.channel.child_output import stage_of
 from etfarm.v1 import report_pb2
 from etfarm.wire import tensors
+from etfarm.wire.shared_state import PREFIX
 from etfarm.wire.tensors import Scalar, Tensor
 from tests.support.series import traced_times
+from tests.support.shared_state import counter
 from tests.support.traces import Traced, traced
 
 pytestmark = pytest.mark.numeric
@@ -332,6 +334,39 @@ def test_only_whole_outputs_of_the_samples_are_compared(tmp_path: Path, values: 
     sampled = [(further[0][0], [y] * values), (further[1][0], [])]
     report = _accuracy_of(tmp_path, Two(), first, [y, y], sampled)
     assert [row.samples for row in report.accuracy] == [samples] * 2 and not _codes(report)
+
+
+@pytest.mark.parametrize(
+    ("share", "is_quantized", "words"),
+    [
+        (1.0, False, ""),
+        (0.2, False, "On the device, after the calls set, add, get, get differs from eager PyTorch: y has "),
+        (0.5, True, "On the device, after the calls set, add, get, get is far from the model before quantization: y has 6.0 dB"),
+        (0.95, True, ""),
+    ],
+)
+def test_calls_continue_the_state_of_those_before(tmp_path: Path, share: float, is_quantized: bool, words: str) -> None:
+    from etfarm.client.export import export_source
+
+    methods = export_source(counter(), name="m").methods
+    for method, exported in methods.items():
+        (tmp_path / f"{method}.pt2").write_bytes(exported.pt2)  # type: ignore[arg-type]
+    calls = {"set": (5, 10), "add": (1, 2), "get": (10, 20)}
+    for method, numbers in calls.items():
+        (tmp_path / method).write_bytes(tensors.encode([tensors.from_array("x", np.array(numbers, np.float32))]))
+    outputs = [(105, 110), (106, 112), (60 * share, 240 * share)]
+    values = [tensors.from_array("out", np.array(numbers, np.float32)) for numbers in outputs]
+    (tmp_path / "outputs").write_bytes(tensors.encode(values))
+    request = AnalyzeRequest(
+        pte=None, etdump=None, etrecord=None, model=None, inputs=None, outputs=None, samples=None, method="get", output_names=(),
+        traced_ns=(), calls=Calls(
+            tuple(CalledMethod(name, tmp_path / f"{name}.pt2", ("y",)) for name in methods),
+            tuple((method, tmp_path / method) for method in calls), tmp_path / "outputs", (f"{PREFIX}state.n",), is_quantized,
+        ),
+    )  # fmt: skip
+    report, _ = _analyze(request, tmp_path)
+    assert _codes(report) == ["CALLS_DIFFER"] * bool(words)
+    assert all(warning.message.startswith(words) for warning in report.compile.warnings)
 
 
 def test_the_reference_takes_channels_last_and_scalars_and_gives_bfloat16(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from executorch.devtools.backend_debug import get_delegation_info
 from executorch.exir import EdgeProgramManager, ExecutorchBackendConfig, ExecutorchProgramManager
-from executorch.exir.passes.init_mutable_pass import InitializedMutableBufferPass
 from executorch.export import ExportSession, StageType
 
 from etfarm.server.compile.errors import StageFailed
@@ -226,41 +225,26 @@ class _StageHooks:
     def _before_executorch(self, manager: Any) -> None:
         shared_state.require_shared(self._pipeline.shared, manager)
         # Not earlier: before the edge dialect, in-place operators change buffers without an entry in the signature.
-        names: set[str] = set()
         for method in sorted(manager.methods):
-            buffers = _initialized_buffers(manager.exported_program(method))
-            if buffers:
+            if buffers := _initialized_buffers(manager.exported_program(method)):
                 self.lowered.initialized[method] = sorted(buffers)
-                names.update(buffers.values())
-        if names:
-            self._config.passes = [*self._config.passes, _ExactInitializedBuffers(names)]
+                for placeholder in buffers.values():
+                    # ExecuTorch's pass sets this by name in all methods.
+                    placeholder.meta["et_init_buffer"] = True
         if self._config.external_constants:
             _check_external(manager)
 
 
-class _ExactInitializedBuffers(InitializedMutableBufferPass):  # type: ignore[misc]
-    """ExecuTorch's pass with exact names; its patterns would match `count_of_others` for `count`."""
-
-    def __init__(self, names: set[str]) -> None:
-        super().__init__([])
-        self._names = names
-
-    def placeholder(self, name: str, arg: Any, meta: Any) -> Any:
-        """Mark a buffer whose initial value the program stores."""
-        if name in self._names:
-            meta["et_init_buffer"] = True
-        return super().placeholder(name, arg, meta)
-
-
-def _initialized_buffers(edge: Any) -> dict[str, str]:
-    """Return the changed buffers whose initial values are not 0: their names in the graph by their names in the module."""
+def _initialized_buffers(edge: Any) -> dict[str, Any]:
+    """Return the changed buffers whose initial values are not 0: their placeholders by their names in the module."""
     signature = edge.graph_signature
     mutated = set(signature.buffers_to_mutate.values())
+    placeholders = {node.name: node for node in edge.graph.nodes if node.op == "placeholder"}
     names = {}
     for spec in signature.input_specs:
         initial = edge.state_dict.get(spec.target, edge.constants.get(spec.target))
         if spec.target in mutated and initial is not None and bool(initial.count_nonzero()):
-            names[spec.target] = spec.arg.name
+            names[spec.target] = placeholders[spec.arg.name]
     return names
 
 

@@ -36,7 +36,7 @@ from etfarm.server.compile.inspect import signature
 from etfarm.server.compile.lower import fusion, integers
 from etfarm.server.compile.program import fp32_layers, loading, values
 from etfarm.server.compile.program.explain import find_line, first_line
-from etfarm.server.compile.verify.reference import unchanged
+from etfarm.server.graphs.call_sequence import unchanged
 from etfarm.server.graphs.written_buffers import changed_buffers
 from etfarm.server.workers.errors import is_out_of_memory
 from etfarm.wire import tensors

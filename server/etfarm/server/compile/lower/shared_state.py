@@ -9,8 +9,7 @@ from executorch.exir.passes import MemoryPlanningPass
 
 from etfarm.wire.errors import UserError
 from etfarm.wire.recipes import Recipe
-from etfarm.wire.shared_state import PREFIX, buffer_names, rename_buffers
-from etfarm.wire.written_inputs import written_placeholders
+from etfarm.wire.shared_state import PREFIX, buffer_names, rename_buffers, written_buffers
 
 SharedBuffers = Mapping[str, frozenset[str]]
 """Names of the shared buffers that each method uses, by method."""
@@ -48,7 +47,7 @@ def plan_shared_state(programs: Mapping[str, Any], recipe: Recipe, config: Any) 
     """
     wanted = recipe.options.executorch.get("share_mutable_buffers")
     buffers = {method: frozenset(buffer_names(program).values()) for method, program in programs.items()}
-    written = {method: _written(program) for method, program in programs.items()}
+    written = {method: written_buffers(program) for method, program in programs.items()}
     has_marks = any(name.startswith(PREFIX) for names in buffers.values() for name in names)
     shared = _select(buffers, written, marked_only=has_marks or not wanted)
     if wanted is False or not shared:
@@ -71,7 +70,7 @@ def describe(shared: SharedBuffers) -> str:
     """Return the sentence about shared buffers for the report."""
     names = sorted(frozenset().union(*shared.values()))
     parts = [
-        f"{shown_name(name)} is one buffer of {' and '.join(method for method, own in shared.items() if name in own)}"
+        f"{shown_name(name)} is one buffer of {', '.join(method for method, own in shared.items() if name in own)}"
         for name in names[:5]
     ]
     more = f", and {len(names) - 5} more" if len(names) > 5 else ""
@@ -94,17 +93,11 @@ def require_shared(shared: SharedBuffers, manager: Any) -> None:
     """
     for method, names in shared.items():
         for name in sorted(names - _used(manager.exported_program(method))):
-            methods = " and ".join(each for each, own in shared.items() if name in own)
+            methods = ", ".join(each for each, own in shared.items() if name in own)
             raise StateNotShared(
                 shown_name(name), methods, f"the backend takes it into a delegate of {method}",
                 f"Leave {method} to the portable kernels (partitioners = [] in [methods.{method}])",
             )  # fmt: skip
-
-
-def _written(program: Any) -> set[str]:
-    names = buffer_names(program)
-    operators = {names[node.name] for node in written_placeholders(program.graph) if node.name in names}
-    return operators | set(program.graph_signature.buffers_to_mutate.values())
 
 
 def require_kept(method: str, before: Any, after: Any) -> None:
@@ -139,7 +132,7 @@ def _select(buffers: Mapping[str, frozenset[str]], written: Mapping[str, set[str
 
 
 def _require_possible(name: str, methods: list[str], programs: Mapping[str, Any], recipe: Recipe, config: Any) -> None:
-    listed, shown = " and ".join(methods), shown_name(name)
+    listed, shown = ", ".join(methods), shown_name(name)
     if recipe.options.executorch.get("alloc_mutable_buffers") is False:
         raise StateNotShared(shown, listed, "the recipe plans no memory for it", "Leave alloc_mutable_buffers out")
     if not isinstance(config.memory_planning_pass, MemoryPlanningPass):

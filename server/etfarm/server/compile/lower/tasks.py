@@ -30,6 +30,7 @@ from etfarm.server.workers.errors import is_disk_full, is_out_of_memory
 from etfarm.wire import recipes, tensors
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.recipes import MethodOptions, Quantization, Recipe
+from etfarm.wire.shared_state import keep_constants
 from etfarm.wire.stages import check_order, check_stop_after
 
 _EXPORTING: Final = ("SOURCE_TRANSFORM", "QUANTIZE", "TORCH_EXPORT")
@@ -207,7 +208,7 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     result: LowerResult = {
         "stages": [], "program": None, "etrecord": None, "stage_files": {}, "inputs": checks.example_files(programs, folder),
         "delegation": {}, "toolchain": toolchain(), "warnings": [], "facts": None, "sizes": None, "modules": [], "checks": [],
-        "stayed_fp32": {}, "located": {},
+        "stayed_fp32": {}, "located": {}, "shared_buffers": [],
     }  # fmt: skip
     for method in programs:
         _warn_of_copies(method, copies[method], result["warnings"])
@@ -220,6 +221,7 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
         return result
 
     shared = shared_state.plan_shared_state(programs, recipe, built.executorch_backend_config)
+    result["shared_buffers"] = sorted(frozenset().union(*shared.values()))
     if shared:
         _warn(result["warnings"], "STATE_SHARED", shared_state.describe(shared))
     stages = lowering.Stages(emit, programs)
@@ -263,10 +265,11 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     for method, original in originals.items():
         signature.add_exported(program_facts, method, original)
     result["sizes"] = sizes.of_program(described, data)
+    backends = {method: program_facts["methods"][method]["backends"] for method in originals}
     checked = checks.check_program(
         smoke, originals=originals, pte=folder / "model.pte", data=data, folder=folder, quantized=bool(quantized),
-        backends={method: program_facts["methods"][method]["backends"] for method in originals}, delegation=result["delegation"],
-        located=located, lowered={method: programs[method] for method in quantized}, meanwhile=save_etrecord,
+        backends=backends, delegation=result["delegation"], located=located,
+        lowered={method: programs[method] for method in quantized}, meanwhile=save_etrecord,
     )  # fmt: skip
     calls = list(request.calls) or [(method, None) for method in sorted(originals) if shared]
     # In the host's runtime, methods overwrite each other's state unless the program shares it.
@@ -274,8 +277,8 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     for sequence in [calls] if shared else [[call for call in calls if call[0] == method] for method in methods]:
         if [file for _, file in sequence] != [None]:  # a single call with the example inputs was compared before
             checks.check_calls(
-                smoke, checked, calls=sequence, originals=originals, shared=frozenset().union(*shared.values()),
-                pte=folder / "model.pte", data=data, folder=folder, quantized=bool(quantized),
+                smoke, checked, calls=sequence, originals=originals, shared=result["shared_buffers"],
+                pte=folder / "model.pte", data=data, folder=folder, quantized=bool(quantized), backends=backends,
             )  # fmt: skip
     result["checks"] = checked.checks
     result["warnings"].extend(checked.warnings)
@@ -321,6 +324,7 @@ def _load(models: Mapping[str, Path], folder: Path, operators: Operators) -> tup
         subfolder.mkdir()
         programs[method] = loading.load(path, subfolder, operators)
         loading.check(programs[method], method)
+        keep_constants(programs[method])
         copies[method] = copy_written_inputs(programs[method])
     return programs, copies
 

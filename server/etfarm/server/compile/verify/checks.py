@@ -31,12 +31,12 @@ from etfarm.server.compile.inputs import SizesDoNotFit
 from etfarm.server.compile.program import explain, values
 from etfarm.server.compile.program.explain import missing_kernel
 from etfarm.server.compile.result import Delegation, HostCheck, Warning
-from etfarm.server.compile.verify import differences, reference, trials
-from etfarm.server.compile.verify.differences import Difference
+from etfarm.server.compile.verify import reference, trials
 from etfarm.server.compile.verify.reference import ReferenceFailed
 from etfarm.server.compile.verify.smoke import HOST_BACKENDS, MAX_DATA_FILES, Run, SmokeRunner
 from etfarm.server.compile.verify.trials import TooLarge, Trial
-from etfarm.server.graphs import quantized_outputs
+from etfarm.server.graphs import call_sequence, differences, quantized_outputs
+from etfarm.server.graphs.differences import Difference
 from etfarm.server.workers.errors import is_out_of_memory
 from etfarm.v1.compile_pb2 import LocatedOperators
 from etfarm.wire import tensors
@@ -158,6 +158,7 @@ def check_calls(
     data: Mapping[str, Path],
     folder: Path,
     quantized: bool,
+    backends: Mapping[str, Sequence[str]],
 ) -> None:
     """Compare the outputs of calls, which continue the state of those before, with eager PyTorch's; add a warning if they differ.
 
@@ -189,20 +190,18 @@ def check_calls(
         if not outcome.ran:
             checked.warn("NOT_RUN_ON_HOST", f"The calls were tried on the server, and {outcome.why}.")
             return
-        for index, (run, wanted) in enumerate(zip(runs, expected, strict=True)):
-            outputs = tensors.decode(run.outputs.read_bytes())
-            problems = [
-                problem
-                for want, got in zip(wanted, outputs, strict=False)
-                if (problem := differences.find_problem(differences.difference(want.name, want, got), quantized=quantized))
-            ]
-            if len(outputs) != len(wanted):
-                problems = [f"it returned {len(outputs)} outputs, but the model returns {len(wanted)}"]
-            if problems:
-                sequence = ", ".join(method for method, _ in calls[: index + 1])
-                listed = "; ".join(problems)
-                checked.warn("OUTPUTS_DIFFER", f"After the calls {sequence}, {run.method} differs from eager PyTorch: {listed}.")
-                return
+        methods = [method for method, _ in calls]
+        actual = [tensors.decode(run.outputs.read_bytes()) for run in runs]
+        wrong = call_sequence.find_wrong_call(methods, expected, actual, quantized=quantized)
+    if wrong is not None:
+        repeated = reference.run_calls(originals, inputs, shared)
+        if call_sequence.find_wrong_call(methods, expected, repeated, quantized=quantized) is not None:
+            checked.warn("NOT_COMPARED", "The calls were not compared with eager PyTorch: the model does not repeat its outputs.")
+            return
+        index, why = wrong
+        method = methods[index]
+        cause = "" if quantized else f" {_find_cause(originals[method], delegates=bool(backends.get(method)))}"
+        checked.warn("LOW_ACCURACY" if quantized else "OUTPUTS_DIFFER", f"On the server, {why}{cause}")
 
 
 def _not_on_host(backends: Sequence[str], data: Mapping[str, Path], trial: Trial | None) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +14,10 @@ from etfarm.server.compile.inputs import check_inputs
 from etfarm.server.compile.inspect.signature import of_exported
 from etfarm.server.compile.program import values
 from etfarm.server.compile.program.explain import first_line
-from etfarm.server.graphs.written_buffers import changed_buffers
+from etfarm.server.graphs import call_sequence
+from etfarm.server.graphs.call_sequence import unchanged
 from etfarm.server.workers.errors import is_out_of_memory
 from etfarm.wire.errors import UserError
-from etfarm.wire.shared_state import buffer_names
 from etfarm.wire.tensors import Value
 
 _log = logging.getLogger(__name__)
@@ -44,7 +43,7 @@ class ReferenceFailed(UserError):
 
 
 def run_program(program: Any, inputs: Sequence[Value]) -> list[Value]:
-    """Return the flattened outputs of a program on flattened inputs, named like the nodes that compute them.
+    """Return the flattened outputs of a program on flattened inputs, by their names in reports.
 
     Buffers that the model changes are restored afterwards.
 
@@ -80,47 +79,16 @@ def run_calls(
     Raises:
         InputMismatch, ReferenceFailed: as `run_program`.
     """
-    state: dict[str, torch.Tensor] = {}
-    results = []
-    with ExitStack() as stack:
-        for program in programs.values():
-            common = {name for name in buffer_names(program).values() if name in shared}
-            stack.enter_context(unchanged(program, changed_buffers(program) | common))
-        for method, inputs in calls:
-            program = programs[method]
-            check_inputs(method, of_exported(program), inputs)
-            names = [name for name in buffer_names(program).values() if name in shared]
-            buffers = {name: buffer for name in names if (buffer := _buffer(program, name)) is not None}
-            for name in buffers.keys() & state.keys():
-                buffers[name].copy_(state[name])
-            args, kwargs = values.to_arguments(program, [values.to_leaf(value) for value in inputs])
-            try:
-                with torch.no_grad():
-                    outputs = pytree.tree_leaves(program.module()(*args, **kwargs))
-                    named = zip(values.output_names(program), outputs, strict=True)
-                    results.append([values.to_value(name, leaf) for name, leaf in named])
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise
-                traceback.print_exc()
-                raise ReferenceFailed(first_line(error).rstrip(".")) from None
-            state.update({name: buffer.clone() for name, buffer in buffers.items()})
-    return results
-
-
-@contextmanager
-def unchanged(program: Any, names: Collection[str] | None = None) -> Iterator[None]:
-    """Restore the buffers that runs change afterwards: those in `names`, or those that the program writes to when None."""
-    # ep.module() shares its buffers with the program, so a run would otherwise change the program that is lowered later.
-    buffers = [_buffer(program, name) for name in sorted(changed_buffers(program) if names is None else names)]
-    copies = [(buffer, buffer.clone()) for buffer in buffers if buffer is not None]
+    for method, inputs in calls:
+        check_inputs(method, of_exported(programs[method]), inputs)
+    leaves = ((method, [values.to_leaf(value) for value in inputs]) for method, inputs in calls)
     try:
-        yield
-    finally:
-        for buffer, copy in copies:
-            buffer.copy_(copy)
-
-
-def _buffer(program: Any, name: str) -> torch.Tensor | None:
-    buffer: torch.Tensor | None = program.state_dict.get(name, program.constants.get(name))
-    return buffer
+        return [
+            [values.to_value(name, leaf) for name, leaf in zip(values.output_names(programs[method]), outputs, strict=True)]
+            for (method, _), outputs in zip(calls, call_sequence.run_calls(programs, leaves, shared), strict=True)
+        ]
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        traceback.print_exc()
+        raise ReferenceFailed(first_line(error).rstrip(".")) from None

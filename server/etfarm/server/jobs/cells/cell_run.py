@@ -117,6 +117,26 @@ class CellRun:
         taken.take(self.inputs.digest, self.inputs.size_bytes)
         return [sample for sample in samples if taken.take(sample.digest, sample.size_bytes)]
 
+    @property
+    def calls(self) -> list[agent_pb2.RunCall]:
+        """The calls that compare a measured program's state with the model's: its own, else each method once if they share state.
+
+        None without example inputs, for which the compilation warns.
+        """
+        measured = self.job.spec.HasField("measurement") and not self.job.spec.measurement.HasField("generation")
+        if self.compilation is None or not measured:
+            return []
+        model = self.candidate.model
+        shares = bool(self.compilation.shared_buffers)
+        examples = self.compilation.example_inputs
+        calls = list(model.calls) or [job_pb2.ModelCall(method=method) for method in sorted(model.methods) if shares]
+        if any(not call.HasField("inputs") and call.method not in examples for call in calls):
+            return []
+        return [
+            agent_pb2.RunCall(method=call.method, inputs=call.inputs if call.HasField("inputs") else examples[call.method])
+            for call in calls
+        ]
+
 
 class Stages(Protocol):
     """The stages of a cell's run. Each advances the cell's state, or raises the reason why the cell failed."""

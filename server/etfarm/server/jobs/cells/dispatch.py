@@ -169,6 +169,7 @@ class Dispatch:
                 numerics_program=run.numerics.program if run.numerics is not None else None,
                 generation=run.generation,
                 samples=run.samples,
+                calls=run.calls,
             )
         if start.candidates:
             start.deadline_s = deadline_s(job, len(start.candidates))
@@ -222,6 +223,7 @@ def _artifacts_of(cell_runs: Sequence[CellRun]) -> Iterable[Artifact]:
         if run.inputs is not None:
             yield run.inputs
         yield from run.samples
+        yield from (call.inputs for call in run.calls)
         if run.generation is not None:
             yield from (encoder.inputs for encoder in run.generation.model.flow.encoders if encoder.HasField("inputs"))
 

@@ -156,7 +156,7 @@ def check_candidate(result: agent_pb2.CandidateResult, plan: Plan, path: Callabl
 
 def artifacts_of(result: agent_pb2.CandidateResult) -> Iterator[common_pb2.Artifact]:
     """Yield the artifacts that a candidate's result names."""
-    for holder in (result, result.numerics, result.further):
+    for holder in (result, result.numerics, result.further, result.calls):
         for field, value in holder.ListFields():
             if field.message_type is not None and field.message_type.full_name == common_pb2.Artifact.DESCRIPTOR.full_name:
                 yield value
@@ -165,7 +165,7 @@ def artifacts_of(result: agent_pb2.CandidateResult) -> Iterator[common_pb2.Artif
 
 def _numbers(result: agent_pb2.CandidateResult) -> Iterator[tuple[str, float]]:
     """Yield the counts and durations, which must be finite and not negative."""
-    for message in (result, result.load, result.memory, result.further, *result.runs, *_further_loads(result)):
+    for message in (result, result.load, result.memory, result.further, result.calls, *result.runs, *_further_loads(result)):
         for field, value in message.ListFields():
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 yield field.name, value

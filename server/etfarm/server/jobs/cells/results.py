@@ -115,8 +115,9 @@ class Results:
         for candidate in answer.candidates:
             if candidate.HasField("error"):
                 _cut(candidate.error)
-            if candidate.further.HasField("error"):
-                _cut(candidate.further.error)
+            for executed in (candidate.further, candidate.calls):
+                if executed.HasField("error"):
+                    _cut(executed.error)
         results = {candidate.cell_id: candidate for candidate in answer.candidates}
         return {run.cell.id: await self._check(results.get(run.cell.id), run, plan) for run in cell_runs}
 
@@ -150,6 +151,8 @@ class Results:
             check_processes(candidate, plan)
             if (executed := candidate.further.samples) > len(run.samples):
                 raise ImplausibleResult(f"it has outputs of {executed:,} further samples, and {len(run.samples)} were sent")
+            if (called := candidate.calls.samples) > len(run.calls):
+                raise ImplausibleResult(f"it has outputs of {called:,} calls, and {len(run.calls)} were sent")
             named = dict.fromkeys(artifact.digest for artifact in artifacts_of(candidate))
             digests = list(filter(digest.is_digest, named))
             held = await self._store.find_held(digests, (holder, project)) if holder else digests
@@ -190,6 +193,7 @@ def _estimate_bytes(run: CellRun) -> int:
     if (plan := run.generation) is not None:
         outputs += logits_bytes(len(plan.score.logits_after), plan.model.vocab_size)
     further = min(len(run.samples) * outputs, MAX_OUTPUTS_BYTES + outputs)
+    further += (MAX_OUTPUTS_BYTES + outputs) if run.calls else 0
     return _RESULT_BYTES + 2 * outputs + further + (_NUMERICS_BYTES if run.job.spec.measurement.numerics else 0)
 
 

@@ -17,7 +17,7 @@ from etfarm.server.workers.pool import Workers  # noqa: E402
 from etfarm.wire import recipes  # noqa: E402
 from etfarm.wire.errors import EtfarmError  # noqa: E402
 from tests.support.compiling import compiled  # noqa: E402
-from tests.support.shared_state import counter, weights  # noqa: E402
+from tests.support.shared_state import Holder, counter, weights  # noqa: E402
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow(reason="each test compiles in a child")]
 
@@ -45,6 +45,26 @@ async def test_methods_share_a_buffer_and_keep_their_own(workers: Workers, tmp_p
     assert "state.n is one buffer of" in one.result["warnings"][0]["message"]
     results = called(one.pte, ("set", 5.0), ("add", 1.0), ("add", 1.0), ("get", 10.0), ("set", 1.0))
     assert results == [105.0, 106.0, 207.0, 70.0, 201.0]
+
+
+class Remember(torch.nn.Module):  # type: ignore[misc]
+    """Writes to a tensor that is a constant of its program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [Holder()]
+
+    def forward(self, x: Any) -> Any:
+        self.held[0].n.add_(x)
+        return self.held[0].n * 1
+
+
+async def test_a_program_keeps_what_it_writes_to_a_constant(workers: Workers, tmp_path: Path) -> None:
+    from executorch.runtime import Runtime
+
+    one = await compiled(workers, tmp_path, lambda: torch.export.export(Remember().eval(), (torch.ones(2),)), "portable")
+    method = Runtime.get().load_program(one.pte).load_method("forward")
+    assert [float(method.execute([torch.ones(2)])[0][0]) for _ in range(2)] == [1.0, 2.0]
 
 
 async def test_a_recipe_file_gives_each_method_its_own(workers: Workers, tmp_path: Path) -> None:

@@ -101,6 +101,23 @@ def test_further_samples_have_a_total_size() -> None:
     assert [sample.digest for sample in measured(9, MAX_SAMPLES_BYTES - 10, 1).samples] == ["0", "1"]
 
 
+def test_the_calls_of_a_measured_program_have_inputs() -> None:
+    run, examples = measured(), Artifact(digest="example", size_bytes=1)
+    assert run.calls == [], "no method shares state"
+    model, compiled = run.candidate.model, run.compilation
+    assert compiled is not None
+    model.methods["a"].SetInParent()
+    compiled.shared_buffers.append("state")
+    assert run.calls == [], "a has no example inputs, with which a compilation warns"
+    compiled.example_inputs["a"].digest = "a"
+    assert [(call.method, call.inputs.digest) for call in run.calls] == [("a", "a"), ("forward", "example")]
+    model.calls.add(method="forward").inputs.digest = "own"
+    model.calls.add(method="forward")
+    assert [(call.method, call.inputs) for call in run.calls] == [("forward", Artifact(digest="own")), ("forward", examples)]
+    run.job.spec.measurement.generation.SetInParent()
+    assert run.calls == []
+
+
 def test_a_ready_program_is_not_executed_on_further_samples() -> None:
     run = measured(1, 2)
     run.job.spec.candidates[0].program.SetInParent()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from etfarm.server.compile.verify import differences
-from etfarm.server.compile.verify.differences import Difference
+from etfarm.server.graphs import differences
+from etfarm.server.graphs.differences import Difference
 from etfarm.wire.tensors import Tensor
 
 

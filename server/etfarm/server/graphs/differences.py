@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
-from etfarm.server.compile.result import OutputCheck
 from etfarm.wire import rounding, tensors
 from etfarm.wire.sqnr import decibels, sqnr_db
 from etfarm.wire.tensors import Scalar, Value
@@ -38,6 +37,18 @@ inaccurate: errors ten times as large as those by chance."""
 
 _BEYOND_CHANCE_SHARE: Final = 10.0
 """How many times as many integers must differ as in such a second run."""
+
+
+class OutputCheck(TypedDict):
+    """A comparison of one output with eager PyTorch; OutputCheck in `compile.proto`."""
+
+    output: str
+    equal: bool
+    max_abs_error: float | None
+    sqnr_db: float | None
+    """The SQNR in dB, capped at 300; None for NaN, an all-zero reference, and integers and bools."""
+    equal_share: float | None
+    """The fraction of equal elements, 0 to 1; None for floats."""
 
 
 @dataclass(frozen=True)

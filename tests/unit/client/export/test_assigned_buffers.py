@@ -1,0 +1,98 @@
+"""What a model assigns to its buffers is kept from call to call, also in submodules, of which torch.export forgets it."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from etfarm.client.export import ModelSource, export_source
+from etfarm.wire.shared_state import PREFIX
+
+
+class State(nn.Module):
+    """Two buffers."""
+
+    n: Tensor
+    m: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("n", torch.zeros(2))
+        self.register_buffer("m", torch.ones(2))
+
+
+class Step(nn.Module):
+    """A call that changes the state of a submodule, or its own."""
+
+    def __init__(self, body: Callable[[Any, Tensor], Any], state: State | None) -> None:
+        super().__init__()
+        self.body = body
+        if state is None:
+            self.register_buffer("n", torch.zeros(2))
+            self.register_buffer("m", torch.ones(2))
+        self.state = state
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(self.state if self.state is not None else self, x)
+
+
+def accumulate(state: Any, x: Tensor) -> Tensor:
+    state.n = state.n + x
+    state.n = state.n * 2
+    return state.n + 1
+
+
+def delay(state: Any, x: Tensor) -> dict[str, Tensor]:
+    former = state.n
+    state.n = x
+    return {"former": former, "difference": x - former}
+
+
+def swap(state: Any, x: Tensor) -> Tensor:
+    state.n, state.m = state.m, state.n
+    return state.n * x
+
+
+def read(state: Any, x: Tensor) -> Tensor:
+    return state.n * x
+
+
+def exported(source: ModelSource, method: str) -> nn.Module:
+    pt2 = export_source(source, name="m").methods[method].pt2
+    return torch.export.load(io.BytesIO(pt2)).module()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize("body", [accumulate, delay, swap])
+def test_calls_give_what_eager_pytorch_gives(body: Callable[[Any, Tensor], Any], is_nested: bool) -> None:
+    step = Step(body, State() if is_nested else None).eval()
+    eager = copy.deepcopy(step)
+    program = exported(ModelSource.of(step, (torch.ones(2),)), "forward")
+    for x in torch.tensor([[1.0, 2.0], [3.0, 5.0], [7.0, 11.0]]):
+        torch.testing.assert_close(program(x.clone()), eager(x.clone()))
+    assert all(value.tolist() in ([0, 0], [1, 1]) for value in step.buffers()), "the model is unchanged"
+
+
+def test_an_assigned_buffer_is_shared() -> None:
+    state, x = State(), (torch.ones(2),)
+    methods: dict[str, nn.Module] = {"step": Step(accumulate, state).eval(), "read": Step(read, state).eval()}
+    model = export_source(ModelSource(methods=methods, example_inputs={"step": x, "read": x}), name="m")
+    assert model.calls == (("step", None), ("read", None))
+    programs = [torch.export.load(io.BytesIO(method.pt2)) for method in model.methods.values()]  # type: ignore[arg-type]
+    assert all(f"{PREFIX}state.n" in program.state_dict for program in programs)
+
+
+def test_an_assignment_of_another_shape_is_said() -> None:
+    def grow(state: Any, x: Tensor) -> Tensor:
+        state.n = torch.cat([state.n, x])
+        return state.n * 1
+
+    sentences: list[str] = []
+    export_source(ModelSource.of(Step(grow, State()).eval(), (torch.ones(2),)), name="m", say=sentences.append)
+    assert sentences == ["The program forgets what the model assigns to n, a buffer of another shape or dtype."]
