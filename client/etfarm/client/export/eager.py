@@ -209,8 +209,8 @@ class _Export:
         module, transform_ms = self.transform.apply(method)
         _must_be_eval(method, module)
         started = time.monotonic()
-        writes = nullcontext() if self.strict else assignments_written(module, self.say)
-        with _refusals(method, self.base), quiet(), writes:
+        writes = nullcontext(set[str]()) if self.strict else assignments_written(module, self.say)
+        with _refusals(method, self.base), quiet(), writes as assigned:
             program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=self.strict)
         why = ""
         if not self.strict and (shared := find_shared_buffers(program)):
@@ -219,6 +219,8 @@ class _Export:
             why = "it changes tensors that it does not reach as buffers of its own"
         if why:
             self.say(f"Exporting {method} again with strict = true, since {why}.")
+            if assigned:
+                self.say(f"That program forgets what the model assigns to {', '.join(sorted(assigned))}: write to it by copy_().")
             with _refusals(method, self.base, f"the strict export that it needs, since {why},"), quiet():
                 program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=True)
         keep_constants(program)

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def assignments_written(module: nn.Module, say: Callable[[str], None]) -> Iterator[None]:
+def assignments_written(module: nn.Module, say: Callable[[str], None]) -> Iterator[set[str]]:
     """Write into a module's buffers what its calls assign to them: `self.cell.state = state` is `self.cell.state.copy_(state)`.
+
+    Yields a set of these buffers' names, which is filled by calls.
 
     torch.export forgets assignments to buffers of submodules, and returns the new value of a buffer where the old one was meant.
     A strict export cannot do this.
@@ -27,6 +29,7 @@ def assignments_written(module: nn.Module, say: Callable[[str], None]) -> Iterat
     from torch.nn.modules.module import register_module_buffer_registration_hook
     from torch.utils import _pytree as pytree
 
+    assigned: set[str] = set()
     before: dict[tuple[nn.Module, str], Tensor] = {}
     held: set[int] = set()
 
@@ -53,6 +56,7 @@ def assignments_written(module: nn.Module, say: Callable[[str], None]) -> Iterat
             new, part._buffers[name] = part._buffers.get(name), old
             if new is not None and (new.shape, new.dtype) == (old.shape, old.dtype):
                 old.copy_(new)
+                assigned.add(name)
             else:
                 say(f"The program forgets what the model assigns to {name}, a buffer of another shape or dtype.")
         return outputs
@@ -63,7 +67,7 @@ def assignments_written(module: nn.Module, say: Callable[[str], None]) -> Iterat
         register_module_buffer_registration_hook(separate),
     ]
     try:
-        yield
+        yield assigned
     finally:
         for hook in hooks:
             hook.remove()

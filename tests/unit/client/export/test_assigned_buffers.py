@@ -88,6 +88,19 @@ def test_an_assigned_buffer_is_shared() -> None:
     assert all(f"{PREFIX}state.n" in program.state_dict for program in programs)
 
 
+def test_a_strict_export_that_forgets_an_assignment_is_announced() -> None:
+    def write_and_assign(state: Any, x: Tensor) -> Tensor:
+        state.m.add_(x)
+        state.n = state.n + x
+        return state.n * state.m
+
+    step, sentences = Step(write_and_assign, State()).eval(), list[str]()
+    step.other = step.state  # two names of one buffer, for which a strict export is needed
+    export_source(ModelSource.of(step, (torch.ones(2),)), name="m", say=sentences.append)
+    assert "strict = true" in sentences[0]
+    assert sentences[1:] == ["That program forgets what the model assigns to n: write to it by copy_()."]
+
+
 def test_an_assignment_of_another_shape_is_said() -> None:
     def grow(state: Any, x: Tensor) -> Tensor:
         state.n = torch.cat([state.n, x])

@@ -55,7 +55,11 @@ class Answers:
             "output mostly has over 100. No delegate takes part",
         ),
         (([1.0, 2.0], [2.1, 4.0]), True, "", ""),
-        (([1.0, 2.0], [1.0, 2.0]), True, "LOW_ACCURACY", "forward is far from the model before quantization: 0 has 6.0 dB"),
+        (
+            ([1.0, 2.0], [1.0, 2.0]), True, "LOW_ACCURACY",
+            "forward is far from the model before quantization: 0 has 6.0 dB, less than the 10 dB that quantization should keep. "
+            "Calibration begins",
+        ),
     ],
 )  # fmt: skip
 def test_a_call_continues_the_state_of_those_before(tmp_path: Path, outputs: Any, quantized: bool, code: str, words: str) -> None:
