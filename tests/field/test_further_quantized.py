@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +18,6 @@ from tests.support.farm import FarmProcess
 pytestmark = [pytest.mark.slow(reason="a farm compiles two dozen programs"), pytest.mark.numeric]
 
 PER_CHANNEL: Final = "xnnpack_pt2e_int8_static_per_channel"
-PER_TENSOR: Final = "xnnpack_pt2e_int8_static_per_tensor"
 NEAR_DB: Final = 25.0
 """What a program must have against its own quantized graph, else a report warns."""
 
@@ -43,13 +42,6 @@ def far(report: Report) -> list[str]:
     return [warning.message for warning in report.compile.warnings if warning.code == "FAR_FROM_QUANTIZED_GRAPH"]
 
 
-def lowest_db(report: Report) -> float:
-    """Return the lowest SQNR of an output against the quantized program."""
-    numbers = [row.sqnr_db for row in report.accuracy or () if row.reference.startswith("quantized")]
-    assert numbers, "no output was compared with the quantized program"
-    return min(-300.0 if number is None else number for number in numbers)
-
-
 class PyramidHead(nn.Module):
     """The head of a detector, which all levels of a pyramid share."""
 
@@ -62,82 +54,19 @@ class PyramidHead(nn.Module):
         return {str(level): self.predict(self.tower(feature)) for level, feature in enumerate(features)}
 
 
-def pyramid_head() -> ModelSource:
+def test_a_shared_head_that_does_not_load_names_the_option_with_which_it_is_right(client: Farm, tmp_path: Path) -> None:
     def levels(seed: int) -> tuple[list[Tensor]]:
         return ([random(1, 8, 8 >> level, 8 >> level, seed=seed + level) * 6**level for level in range(3)],)
 
-    return ModelSource.of(PyramidHead().eval(), levels(0), calibration_inputs=[levels(10 * seed) for seed in range(6)])
-
-
-class RepeatedLayer(nn.Module):
-    """An encoder that runs through one layer several times, as ALBERT does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.expand = nn.Linear(16, 48)
-        self.reduce = nn.Linear(48, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(4):
-            x = x * 3 + self.reduce(nn.functional.gelu(self.expand(x)))
-        return x
-
-
-def repeated_layer() -> ModelSource:
-    samples = [(random(1, 6, 16, seed=seed),) for seed in range(6)]
-    return ModelSource.of(RepeatedLayer().eval(), samples[0], calibration_inputs=samples)
-
-
-class SeparableBlock(nn.Module):
-    """A depthwise block of MobileNet whose trained batch norms scale the channels very differently."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.depthwise = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False), nn.BatchNorm2d(8), nn.ReLU6())
-        self.pointwise = nn.Sequential(nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU6())
-        for norm in (self.depthwise[1], self.pointwise[1]):
-            norm.weight.data = torch.logspace(-2, 1.5, 8)
-            norm.bias.data = torch.linspace(-4, 8, 8)
-            norm.running_var.data = torch.logspace(-3, 0, 8)
-
-    def forward(self, image: Tensor) -> Tensor:
-        return self.pointwise(self.depthwise(image))
-
-
-def separable_block() -> ModelSource:
-    samples = [(random(1, 8, 8, 8, seed=seed),) for seed in range(6)]
-    return ModelSource.of(SeparableBlock().eval(), samples[0], calibration_inputs=samples)
-
-
-def recipe_file(folder: Path, recipe: str, option: str) -> str:
-    (folder / f"{option}.toml").write_text(f'recipe = "{recipe}"\n{option} = true\n')
-    return str(folder / f"{option}.toml")
-
-
-@pytest.mark.parametrize(
-    ("build", "recipe", "option"),
-    [(repeated_layer, PER_CHANNEL, "copy_shared_layers"), (separable_block, PER_TENSOR, "fuse_activations")],
-    ids=["repeated layer", "separable block"],
-)
-def test_a_compilation_that_differs_from_its_quantized_graph_names_the_option_that_helps(
-    client: Farm, tmp_path: Path, build: Callable[[], ModelSource], recipe: str, option: str
-) -> None:
     torch.manual_seed(0)
-    plain, helped = client.compile(build(), recipes=[recipe, recipe_file(tmp_path, recipe, option)]).result().reports
-    assert [f"{option} = true" in warning for warning in far(plain)] == [True], far(plain)
-    assert not far(helped)
-
-
-def test_a_shared_head_is_wrong_only_when_fused_and_its_copies_are_right(client: Farm, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    recipes = [PER_CHANNEL, recipe_file(tmp_path, PER_CHANNEL, "copy_shared_layers")]
-    plain, copied = bench(client, pyramid_head(), recipes, numerics=True).result().reports
-    assert plain.numerics is not None and plain.numerics.wrong_only_when_fused and plain.numerics.first_bad is None
-    assert plain.numerics.timed_sqnr_db is not None and plain.numerics.sqnr_db is not None
-    assert plain.numerics.timed_sqnr_db < NEAR_DB < plain.numerics.sqnr_db
-    assert lowest_db(plain) < NEAR_DB and len(far(plain)) == 1  # that of the device, and not that of the server as well
-    assert lowest_db(copied) > NEAR_DB and not far(copied)
-    assert copied.numerics is not None and not copied.numerics.wrong_only_when_fused
+    source = ModelSource.of(PyramidHead().eval(), levels(0), calibration_inputs=[levels(10 * seed) for seed in range(6)])
+    (tmp_path / "copied.toml").write_text(f'recipe = "{PER_CHANNEL}"\ncopy_shared_layers = true\n')
+    plain, copied = client.compile(source, recipes=[PER_CHANNEL, str(tmp_path / "copied.toml")]).result().reports
+    # XNNPACK of ExecuTorch 1.5 refuses the convolution with the bias of another range; one that takes it is far from the graph.
+    advice = plain.error.remedy if plain.error is not None else " ".join(far(plain))
+    assert "copy_shared_layers = true" in advice, plain.error
+    assert copied.error is None and copied.compile is not None and not far(copied)
+    assert all(output.sqnr_db is not None and output.sqnr_db > NEAR_DB for output in copied.compile.checks[0].outputs)
 
 
 class TiedDecoder(nn.Module):
@@ -177,25 +106,27 @@ def must_be_right_or_refused(report: Report, least_db: float) -> None:
 
 
 def test_weights_that_torchao_quantized_run_as_they_are(client: Farm) -> None:
-    """A tied head in int8, and an embedding that a transform quantizes, with XNNPACK and portable."""
-    from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
-    from torchao.quantization.granularity import PerAxis
+    """A tied head in int8, and a transform that quantizes the embedding to int8 and a layer to 4 bits."""
+    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
+    from torchao.quantization.granularity import PerAxis, PerGroup
 
     def transform(_: str, module: nn.Module) -> nn.Module:
         quantize_(module, IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0)), is_embedding)
+        four_bits = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32))
+        quantize_(module, four_bits, lambda _, name: name == "qkv")
         return module
 
     torch.manual_seed(0)
-    tied, embedding = TiedDecoder().eval(), TiedDecoder().eval()
+    tied, mixed = TiedDecoder().eval(), TiedDecoder().eval()
     quantize_(tied, Int8WeightOnlyConfig())
-    embedding.head.weight = nn.Parameter(embedding.head.weight.detach().clone())
+    mixed.head.weight = nn.Parameter(mixed.head.weight.detach().clone())
     source = ModelSource.of(tied, (TOKENS,))
-    models = [source, ModelSource.of(embedding, (TOKENS,), source_transforms=[transform])]
-    reports = bench(client, models, ["xnnpack_fp32", "portable"]).result().reports
-    for place, report in enumerate(reports):
-        must_be_right_or_refused(report, 100 if place < 2 else 25)
+    models = [source, ModelSource.of(mixed, (TOKENS,), source_transforms=[transform])]
+    of_tied, of_mixed = bench(client, models, "xnnpack_fp32").result().reports
+    must_be_right_or_refused(of_tied, 100)
+    must_be_right_or_refused(of_mixed, 25)
     # The user's modules are as they were.
-    assert type(embedding.embedding.weight) is nn.Parameter and type(embedding.embedding.weight.data) is Tensor
+    assert type(mixed.embedding.weight) is nn.Parameter and type(mixed.embedding.weight.data) is Tensor
     with torch.no_grad():
         expected = tied(TOKENS).numpy()
     with client.session(program=source, recipe="xnnpack_fp32") as session:

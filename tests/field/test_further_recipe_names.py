@@ -15,9 +15,7 @@ from etfarm.client.export import ModelSource
 from etfarm.client.reports.compilation import SelectedName
 from tests.support.farm import FarmProcess
 
-pytestmark = pytest.mark.slow(reason="a farm quantizes a network a dozen times")
-
-RECIPE: Final = 'partitioners = ["xnnpack"]\n[[quantizers]]\nname = "xnnpack"\n{argument} = ["{name}"]\n'
+pytestmark = pytest.mark.slow(reason="a farm quantizes a network twice, and refuses six names")
 
 
 class ConvNormActivation(nn.Sequential):
@@ -75,11 +73,6 @@ CONVOLUTIONS: Final = {
 }  # fmt: skip
 
 
-SUCCEEDS: Final = {
-    "only_modules": ("features.0.0",),
-    "skip_modules": ("features.1.se", "features.2.2"),
-    "skip_operators": ("features.1:add", "features.1:relu#1"),
-}
 REFUSED: Final = [
     ("only_modules", "features.0.1", "features.0.0"),  # a batch norm that is folded
     ("skip_modules", "clasifier.1", "classifier.1"),
@@ -96,23 +89,30 @@ def line_of(code: str) -> int:
     return start + place
 
 
-CONV1: Final = ("only_operators", f"{Path(__file__).name}:{line_of('self.conv1(x)')}")
+CONV1: Final = f"{Path(__file__).name}:{line_of('self.conv1(x)')}"
+SKIPPED: Final = """
+skip_modules = ["features.1.se", "features.2.2"]
+skip_operators = ["features.1:add", "features.1:relu#1"]
+"""
+ONLY: Final = f"""
+only_modules = ["features.0.0"]
+only_operators = ["{CONV1}"]
+"""
 
 
 @pytest.fixture(scope="module")
-def reports(farm: FarmProcess, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Report]:
-    """Return the reports of one network, quantized once with each name in a recipe file."""
+def reports(farm: FarmProcess, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    """Return the reports of one network, quantized once with each of the arguments in a recipe file."""
     folder = tmp_path_factory.mktemp("recipes")
-    names = [(argument, name) for argument, own in SUCCEEDS.items() for name in own]
-    names += [CONV1, *((argument, name) for argument, name, _ in REFUSED)]
-    files = [folder / f"named{place}.toml" for place in range(len(names))]
-    for file, (argument, name) in zip(files, names, strict=True):
-        file.write_text(RECIPE.format(argument=argument, name=name))
+    arguments = [SKIPPED, ONLY, *(f'{argument} = ["{name}"]' for argument, name, _ in REFUSED)]
+    files = [folder / f"named{place}.toml" for place in range(len(arguments))]
+    for file, text in zip(files, arguments, strict=True):
+        file.write_text(f'partitioners = ["xnnpack"]\n[[quantizers]]\nname = "xnnpack"\n{text}\n')
     torch.manual_seed(0)
     network = ModelSource.of(SmallMobileNet().eval(), (torch.rand(1, 3, 8, 8),))
     with farm.client() as client:
         result = client.compile(network, recipes=[str(file) for file in files], stop_after="QUANTIZE").result()
-    return dict(zip(names, result.reports, strict=True))
+    return dict(zip(arguments, result.reports, strict=True))
 
 
 def in_fp32(report: Report, kind: str) -> set[str | None]:
@@ -124,61 +124,38 @@ def in_fp32(report: Report, kind: str) -> set[str | None]:
     return {place.module for each in operators for place in each.places}
 
 
-def selected(report: Report) -> SelectedName:
+def selected(report: Report) -> dict[str, SelectedName]:
+    """Return what each name selected."""
     assert report.error is None and report.compile is not None
-    (row,) = report.compile.selected["forward"].names
-    return row
+    return {row.name: row for row in report.compile.selected["forward"].names}
 
 
-Reports = dict[tuple[str, str], Report]
-
-
-def test_a_convolution_of_a_layer_of_torchvision_is_quantized_alone(reports: Reports) -> None:
-    report = reports["only_modules", "features.0.0"]
-    row = selected(report)
-    assert (row.argument, row.name, row.count, row.quantized) == ("only_modules", "features.0.0", 1, 1)
-    assert in_fp32(report, "conv") == CONVOLUTIONS - {"features.0.0"}
+def test_layers_of_torchvision_and_lines_are_quantized_alone(reports: dict[str, Report]) -> None:
+    report = reports[ONLY]
+    row, of_line = selected(report)["features.0.0"], selected(report)[CONV1]
+    assert (row.argument, row.count, row.quantized) == ("only_modules", 1, 1)
+    assert of_line.argument == "only_operators" and of_line.count >= 1 and of_line.quantized >= 1
+    assert in_fp32(report, "conv") == CONVOLUTIONS - {"features.0.0", "features.1.conv1"}
     assert report.compile is not None and "QUANTIZED_NOTHING" not in [warning.code for warning in report.compile.warnings]
 
 
-def test_a_block_that_is_skipped_keeps_its_layers_and_no_others_in_fp32(reports: Reports) -> None:
-    report = reports["skip_modules", "features.1.se"]
+def test_what_is_skipped_stays_in_fp32_and_nothing_else(reports: dict[str, Report]) -> None:
+    """A block, an activation behind a convolution, a functional addition, and the second of two activations."""
+    report = reports[SKIPPED]
     assert in_fp32(report, "conv") == {"features.1.se.reduce", "features.1.se.expand"}
-    row = selected(report)
-    assert row.quantized == 0 and sum(each.count for each in row.operators if "conv" in each.op) == 2
-
-
-def test_an_activation_that_is_skipped_leaves_the_convolution_before_it_quantized(reports: Reports) -> None:
-    report = reports["skip_modules", "features.2.2"]
-    assert selected(report).count == 1
-    assert in_fp32(report, "conv") == set()
+    rows = selected(report)
+    assert sum(each.count for each in rows["features.1.se"].operators if "conv" in each.op) == 2
+    assert all(row.quantized == 0 for row in rows.values())
+    assert [rows[name].count for name in ("features.2.2", "features.1:add", "features.1:relu#1")] == [1, 1, 1]
+    assert [each.op for each in rows["features.1:add"].operators] == ["add"]
+    sources = [each.source for operator in rows["features.1:relu#1"].operators for each in operator.places]
+    assert [source and source.line for source in sources] == [line_of("return nn.functional.relu(y)")]
 
 
 @pytest.mark.parametrize(("argument", "name", "nearest"), REFUSED)
 def test_a_name_that_selects_nothing_is_refused_with_the_nearest(
-    reports: Reports, argument: str, name: str, nearest: str
+    reports: dict[str, Report], argument: str, name: str, nearest: str
 ) -> None:
-    refused = reports[argument, name].error
+    refused = reports[f'{argument} = ["{name}"]'].error
     assert refused is not None and refused.reason == "RECIPE_NAME_NOT_FOUND"
     assert name in refused.message and nearest in refused.remedy, (refused.message, refused.remedy)
-
-
-def test_a_functional_addition_is_skipped_by_its_module_and_name(reports: Reports) -> None:
-    report = reports["skip_operators", "features.1:add"]
-    row = selected(report)
-    assert (row.count, row.quantized) == (1, 0) and [each.op for each in row.operators if "add" in each.op]
-    assert in_fp32(report, "conv") == set()
-
-
-def test_the_second_functional_activation_is_not_the_first(reports: Reports) -> None:
-    row = selected(reports["skip_operators", "features.1:relu#1"])
-    assert (row.count, row.quantized) == (1, 0)
-    sources = [each.source for operator in row.operators for each in operator.places]
-    assert [source and source.line for source in sources] == [line_of("return nn.functional.relu(y)")]
-
-
-def test_an_operator_is_selected_by_its_source_line(reports: Reports) -> None:
-    report = reports[CONV1]
-    row = selected(report)
-    assert row.count >= 1 and row.quantized >= 1
-    assert in_fp32(report, "conv") == CONVOLUTIONS - {"features.1.conv1"}

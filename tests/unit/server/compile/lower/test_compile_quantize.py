@@ -415,27 +415,3 @@ async def test_a_program_that_is_wrong_when_fused_is_found_without_a_device(work
     assert copied.quantized is not None
     (unused,) = [each["message"] for each in copied.quantized["warnings"] if each["code"] == "OPTION_WITHOUT_EFFECT"]
     assert unused.startswith("fuse_activations changes nothing") and "OPTION_WITHOUT_EFFECT" not in plain.codes
-
-
-class Shared(torch.nn.Module):  # type: ignore[misc]
-    """A convolution that features of different ranges share, as in the head of a detector."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = torch.nn.Conv2d(3, 4, 3)
-
-    def forward(self, image: torch.Tensor) -> Any:
-        return self.head(image), self.head(image * 6)
-
-
-def shared() -> Any:
-    torch.manual_seed(0)
-    return torch.export.export(Shared().eval(), (torch.randn(1, 3, 8, 8),))
-
-
-async def test_a_shared_convolution_that_xnnpack_refuses_names_the_option_that_helps(workers: Workers, tmp_path: Path) -> None:
-    with pytest.raises(EtfarmError, match="Failed to create convolution") as caught:
-        await compiled(workers, tmp_path / "plain", shared, STATIC)
-    assert "XNNPACK quantizes the bias of head" in caught.value.remedy and "copy_shared_layers = true" in caught.value.remedy
-    option = recipes.from_toml(f'recipe = "{STATIC}"\ncopy_shared_layers = true')
-    assert "FAR_FROM_QUANTIZED_GRAPH" not in (await compiled(workers, tmp_path / "copied", shared, option)).codes
