@@ -10,7 +10,7 @@ import io
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -148,6 +148,12 @@ def export_source(
     base = folder_base if folder_base is not None else Path.cwd()
     tell = say or (lambda _: None)
     export = _Export(source, base, strict, Transform(source, recipe, base, tell), calibrate, folder, tell)
+    with source.scope or nullcontext():
+        return _exported(export, name)
+
+
+def _exported(export: _Export, name: str) -> ExportedModel:
+    source = export.source
     export.transform.must_find_something(name)
     groups = find_common_buffers(source.methods)
     if not groups:
