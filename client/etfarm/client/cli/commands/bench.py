@@ -54,7 +54,7 @@ def bench(
         Path | None,
         typer.Option(
             "--inputs",
-            metavar="FILE.npz",
+            metavar="PATH",
             help="Inputs by argument name or position; prefix METHOD/. Of a folder, the first is timed; accuracy is of all.",
         ),
     ] = None,
