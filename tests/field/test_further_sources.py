@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from etfarm.client import Farm, Job
+from etfarm.client.export import usercode
 from etfarm.wire.tensors import Tensor, to_array
 from tests.support.farm import FarmProcess
 
@@ -160,6 +161,12 @@ def client(farm: FarmProcess) -> Iterator[Farm]:
         yield client
 
 
+@pytest.fixture(autouse=True)
+def registered_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let factories run in this process again: those of other tests have registered operators."""
+    monkeypatch.setattr(usercode, "registrations", set())
+
+
 def write(folder: Path, files: Mapping[str, str]) -> str:
     """Write the files of a repository; return its factory as a MODEL argument."""
     for name, text in files.items():
@@ -173,7 +180,8 @@ def bench(client: Farm, *models: str) -> Job:
 
 
 def output(job: Job, cell: int = 0) -> NDArray[Any]:
-    """Return the only output of a cell."""
+    """Wait for a job, and return the only output of a cell."""
+    job.result()
     (value,) = job.outputs(cell)
     assert isinstance(value, Tensor)
     return to_array(value)
