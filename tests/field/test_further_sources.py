@@ -86,31 +86,6 @@ def build():
     return Scaled().eval(), (torch.ones(1, 8),)
 """
 
-OPERATOR = """
-import torch
-
-LIBRARY = torch.library.Library("farm_windows", "DEF")
-LIBRARY.define("window(Tensor frame) -> Tensor")
-LIBRARY.impl("window", lambda frame: torch.%s_window(frame.numel(), periodic=False), "CompositeExplicitAutograd")
-"""
-FRONT_END = """
-import operators
-import torch
-
-
-class FrontEnd(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("window", torch.ops.farm_windows.window(torch.zeros(16)))
-
-    def forward(self, frame):
-        return frame * self.window
-
-
-def build():
-    return FrontEnd().eval(), (torch.ones(2, 16),)
-"""
-
 OUTPUT = """
 from dataclasses import dataclass
 
@@ -219,17 +194,6 @@ def test_an_edit_of_equal_length_at_the_same_time_is_measured(client: Farm, tmp_
     assert (output(after) == 3).all()
     (pair,) = client.compare(before.id, after.id).pairs
     assert "source files" in [change.what for change in pair.changes]
-
-
-def test_two_versions_of_an_operator_of_the_users_own_are_each_used(client: Farm, tmp_path: Path) -> None:
-    models = [
-        write(tmp_path / side, {"model.py": FRONT_END, "operators.py": OPERATOR % window})
-        for side, window in (("base", "hann"), ("candidate", "hamming"))
-    ]
-    job = bench(client, *models)
-    assert [report.error and report.error.message for report in job.result().reports] == [None, None]
-    assert np.allclose(output(job, 0), np.hanning(16), atol=1e-5)
-    assert np.allclose(output(job, 1), np.hamming(16), atol=1e-5)
 
 
 def test_two_versions_of_a_registered_output_class_name_their_own_fields(client: Farm, tmp_path: Path) -> None:
