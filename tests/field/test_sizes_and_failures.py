@@ -12,6 +12,7 @@ from torch import nn
 from torch.export import Dim
 
 from etfarm.client import Farm, ModelSource
+from etfarm.client.submit.preparation import prepare
 from etfarm.wire.errors import EtfarmError
 from tests.support.farm import FarmProcess
 
@@ -75,9 +76,10 @@ def test_a_session_refuses_sizes_that_break_a_relation_and_stays_usable(client: 
 
 
 def test_a_job_refuses_such_inputs_before_it_is_submitted(client: Farm) -> None:
+    model = prepare(RELATED, recipes=["portable"])
     for inputs, words in BROKEN:
         with pytest.raises(EtfarmError) as refused:
-            client.bench(RELATED, recipes=["portable"], inputs=inputs)
+            client.bench(model, recipes=["portable"], inputs=inputs)
         assert (refused.value.reason, words in refused.value.message) == ("INPUT_MISMATCH", True), refused.value
 
 

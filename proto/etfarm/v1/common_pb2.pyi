@@ -333,7 +333,7 @@ class SourceFile(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """Relative to the root of the model's factory: the folder of its file or of its top package."""
+    """Relative to the root of the model's factory: the folder that has its file or its top package."""
     sha256: _builtins.str
     """Of the bytes that were executed."""
     def __init__(

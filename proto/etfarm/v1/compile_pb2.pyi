@@ -1396,7 +1396,7 @@ class LocatedOperators(_message.Message):
     BY_HANDLE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def by_instruction(self) -> _containers.ScalarMap[_builtins.int, _builtins.str]:
-        """By the index of the method's instruction: operators outside of delegates."""
+        """By the index of the method's instruction: operators outside of delegates, and for the call of a delegate its first operator."""
 
     @_builtins.property
     def by_handle(self) -> _containers.ScalarMap[_builtins.int, _builtins.str]:

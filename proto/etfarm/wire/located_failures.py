@@ -22,6 +22,8 @@ _NODE: Final = re.compile(r"Failed to (?:create|define) .*?\bnode (\d{1,9})\b")
 """XNNPACK's refusal of a node, with the debug handle. Source: executorch/backends/xnnpack/runtime/XNNCompiler.cpp 1.5.1."""
 _KERNEL: Final = re.compile(r"KernelCall failed at instruction \d{1,9}:(\d{1,9}) in operator ([\w:.]{1,200}?)[.:]? ")
 """A kernel's refusal of its arguments. Source: executorch/runtime/executor/method.cpp 1.5.1."""
+_DELEGATE: Final = re.compile(r"CALL_DELEGATE execute failed at instruction (\d{1,9})\b")
+"""The failure of a delegate as a whole, such as of its shapes. Source: as of a kernel's."""
 _FILE: Final = re.compile(r"\bop_(\w{1,100})\.cpp:\d")
 """The file of a kernel that checks its arguments, such as `[op_embedding.cpp:57]`."""
 
@@ -55,11 +57,12 @@ def find_operator(log: str, operators: compile_pb2.LocatedOperators) -> str:
 
     A log of several executions blames the operator of the last failure.
     """
-    last = max((*_NODE.finditer(log), *_KERNEL.finditer(log)), key=lambda match: match.start(), default=None)
+    matches = (match for pattern in (_NODE, _KERNEL, _DELEGATE) for match in pattern.finditer(log))
+    last = max(matches, key=lambda match: match.start(), default=None)
     if last is not None:
         if last.re is _NODE:
             return operators.by_handle.get(int(last[1]), "")
-        return operators.by_instruction.get(int(last[1]), last[2])
+        return operators.by_instruction.get(int(last[1]), last[2] if last.re is _KERNEL else "")
     files = _FILE.findall(log)
     if not files:
         return ""

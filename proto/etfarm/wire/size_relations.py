@@ -113,14 +113,13 @@ def find_broken(relations: Sequence[str], shapes: Mapping[str, Sequence[int]]) -
         sides = _sides(relation)
         if sides is None:
             continue
-        sizes = {ast.unparse(node): node for side in sides for node in _sizes_in(side)}
         try:
             left, right = (_evaluate(side, shapes) for side in sides)
-            values = {shown: _evaluate(node, shapes) for shown, node in sizes.items()}
         except (LookupError, ValueError, ArithmeticError):
             continue  # of an input that is no tensor here, which is refused for that
         if left == right:
             continue
+        values = {ast.unparse(node): _evaluate(node, shapes) for side in sides for node in _sizes_in(side)}
         if match := _MULTIPLE.fullmatch(relation):
             return f"{match[1]} must be a multiple of {match[2]}, got {values[match[1]]}"
         return f"{relation} must hold, got {', '.join(f'{shown} = {value}' for shown, value in values.items())}"

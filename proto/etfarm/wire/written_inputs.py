@@ -14,6 +14,9 @@ _MAY_RETURN_INPUT: Final = frozenset(
 )  # fmt: skip
 """Operators of ATen that may return an input itself, or a view of it, although their schemas do not say so."""
 
+_CONVERT: Final = frozenset({"to", "type_as"})
+"""Operators that return an input itself or a copy of another dtype."""
+
 
 def written_placeholders(graph: Any) -> dict[Any, Any]:
     """Return the placeholders that operators write to, themselves or through a view, with the first node that writes.
@@ -57,7 +60,10 @@ def _effects(node: Any, origins: dict[Any, frozenset[Any]]) -> tuple[frozenset[A
     written: frozenset[Any] = frozenset()
     viewed: frozenset[Any] = frozenset()
     aliases = any(each.alias_info is not None for each in schema.returns)
-    lies = not aliases and schema.name.partition("::")[2] in _MAY_RETURN_INPUT
+    name = schema.name.partition("::")[2]
+    lies = not aliases and name in _MAY_RETURN_INPUT
+    if name in _CONVERT and _dtype_of(node) != _dtype_of(node.args[0]):
+        return frozenset(), frozenset()
     for place, argument in enumerate(schema.arguments):
         value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
         own = _origins_of(value, origins)
@@ -66,6 +72,10 @@ def _effects(node: Any, origins: dict[Any, frozenset[Any]]) -> tuple[frozenset[A
         if lies or (aliases and argument.alias_info is not None):
             viewed |= own
     return written, viewed
+
+
+def _dtype_of(node: Any) -> Any:
+    return getattr(node.meta.get("val"), "dtype", None)
 
 
 def _effects_of_submodules(node: Any, origins: dict[Any, frozenset[Any]]) -> tuple[frozenset[Any], frozenset[Any]]:

@@ -11,7 +11,8 @@ from etfarm.wire.located_failures import find_operator, locate
 DIV = "aten::div at net.py:7 (torch.div(a, b, rounding_mode='floor'))"
 TABLE = "aten::embedding at net.py:8 (self.table(t)), in module table"
 LINEAR = "aten::linear at net.py:9 (self.head(x)), in module head"
-OPERATORS = LocatedOperators(by_instruction={0: DIV, 1: TABLE}, by_handle={12: LINEAR})
+DELEGATE = "XnnpackBackend from aten::linear at net.py:9 (self.head(x)), in module head"
+OPERATORS = LocatedOperators(by_instruction={0: DIV, 1: TABLE, 2: DELEGATE}, by_handle={12: LINEAR})
 
 ZERO = (
     "E [op_div.cpp:150] Div mode operation encountered integer division by zero\n"
@@ -40,6 +41,8 @@ def failed(log: str, reason: str = "PROGRAM_FAILED", **metadata: str) -> EtfarmE
         ("E [XNNCompiler.cpp:812] Failed to create FullyConnected node 13 with code: xnn_status_invalid_parameter", ""),
         ("E [method.cpp:1391] KernelCall failed at instruction 0:9 in operator aten::mul.out: 0x12", "aten::mul.out"),
         ("E [op_unknown.cpp:3] Check failed", ""),
+        (f"{ZERO}\nE [method.cpp:1428] CALL_DELEGATE execute failed at instruction 2: 0x1", DELEGATE),
+        ("E [method.cpp:1428] CALL_DELEGATE execute failed at instruction 3: 0x1", ""),
         ("", ""),
     ],
 )

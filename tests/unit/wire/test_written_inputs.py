@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from etfarm.client.export import ModelSource, export_source
 from etfarm.client.export.mutation import keep_mutations
-from etfarm.server.compile.program.input_copies import copy_written_inputs
+from etfarm.server.compile.program.input_copies import copy_written_inputs, describe_copies
 from etfarm.server.compile.program.values import output_names
 from etfarm.wire.pt2 import read_archive
 from etfarm.wire.written_inputs import written_inputs
@@ -56,13 +56,22 @@ def only_intermediates(module: Runs, x: Tensor, y: Tensor) -> Any:
     return module.state + x.clone().mul_(2)
 
 
+def converted(module: Runs, x: Tensor, y: Tensor) -> Any:
+    return x.double().mul_(2), y.type_as(x.double()).add_(1), y.float() + y.type_as(x)
+
+
+def not_converted(module: Runs, x: Tensor, y: Tensor) -> Any:
+    x.float().add_(1)
+    return y.float().add_(1) + x
+
+
 def itself(module: Runs, x: Tensor, y: Tensor) -> Any:
     return x.mul_(3), y
 
 
 CASES = [
     (part_of_a_view, ["x"]), (after_a_dropout, ["x"]), (without_gradients, ["y"]), (both, ["x", "y"]),
-    (only_intermediates, []), (itself, ["x"]),
+    (only_intermediates, []), (itself, ["x"]), (converted, []), (not_converted, ["x", "y"]),
 ]  # fmt: skip
 
 
@@ -86,7 +95,9 @@ def test_a_program_works_on_copies_of_what_it_writes_to(run: Any, written: list[
     program, written = exported(run, functional=functional), expected_names(run, written, functional)
     assert list(written_inputs(program)) == written
     names = output_names(program)
-    assert copy_written_inputs(program) == dict.fromkeys(written, 24)
+    copied = copy_written_inputs(program)
+    assert copied == dict.fromkeys(written, 0 if functional else 24)  # a functional program needs no copies
+    assert not written or ("neither changes" if functional else "(24 bytes)") in describe_copies("forward", copied)
     assert not written_inputs(program) and output_names(program) == names
     mine, original = inputs(), inputs()
     result = pytree.tree_leaves(program.module()(*mine))

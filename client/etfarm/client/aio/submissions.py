@@ -266,13 +266,13 @@ class AsyncSubmissions(AsyncConnected):
                 on_status("Waiting for a device.")
             request.program.CopyFrom(stored.program)
 
-            async def located_operators() -> Mapping[str, compile_pb2.LocatedOperators]:
+            async def find_operators() -> Mapping[str, compile_pb2.LocatedOperators]:
                 if not stored.compilation_key:
                     return {}
                 compiled = await stubs.compiler.GetCompilation(compile_pb2.GetCompilationRequest(key=stored.compilation_key))
                 return compiled.located_operators
 
-            return Line(stubs.server, stubs.sessions, stubs.artifacts, request, stored.names, located_operators)
+            return Line(stubs.server, stubs.sessions, stubs.artifacts, request, stored.names, find_operators)
 
         return AsyncSession(connect, on_wait=on_wait, on_log=on_log)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -53,6 +53,8 @@ class Metric:
     name: str
     """Name of its number if it returns one without a name."""
     function: Function = field(repr=False)
+    scope: usercode.ModuleScope | None = field(default=None, repr=False)
+    """The modules of the user's own file or module, which the function may import when it is called."""
 
     def __call__(
         self, inputs: Mapping[str, Any], outputs: Mapping[str, Any], index: int, labels: Mapping[str, Any]
@@ -63,7 +65,8 @@ class Metric:
             MetricFailed: it raised, or returned something else.
         """
         try:
-            returned = self.function(inputs=inputs, outputs=outputs, index=index, labels=labels)
+            with self.scope or nullcontext():
+                returned = self.function(inputs=inputs, outputs=outputs, index=index, labels=labels)
         except EtfarmError:
             raise
         except Exception as error:
@@ -143,7 +146,7 @@ def find(text: str) -> Metric:
     """
     where, colon, name = text.rpartition(":")
     if colon and where and name.isidentifier():
-        return Metric(name, _of_user(where, name))
+        return _of_user(where, name)
     if text in BUILT_IN:
         return Metric(text, BUILT_IN[text])
     points = {point.name: point for point in entry_points(group=GROUP)}
@@ -158,7 +161,7 @@ def find(text: str) -> Metric:
         return Metric(text, _callable(text, points[text].load()))
 
 
-def _of_user(where: str, name: str) -> Function:
+def _of_user(where: str, name: str) -> Metric:
     is_file = where.lower().endswith(".py")
     path = Path(where)
     if is_file and not path.is_file():
@@ -167,7 +170,7 @@ def _of_user(where: str, name: str) -> Function:
         module = scope.import_file(path, "etfarm_metric") if is_file else importlib.import_module(where)
     if not hasattr(module, name):
         raise MetricNotFound(f"{where} has no {name}.", "Name a function of it.", metric=f"{where}:{name}")
-    return _callable(f"{where}:{name}", getattr(module, name))
+    return Metric(name, _callable(f"{where}:{name}", getattr(module, name)), scope)
 
 
 def _callable(text: str, candidate: Any) -> Function:

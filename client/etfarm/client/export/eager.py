@@ -154,6 +154,12 @@ def export_source(
     base = folder_base if folder_base is not None else Path.cwd()
     tell = say or (lambda _: None)
     export = _Export(source, base, strict, Transform(source, recipe, base, tell), calibrate, folder, tell)
+    with source.scope or nullcontext():
+        return _exported(export, name)
+
+
+def _exported(export: _Export, name: str) -> ExportedModel:
+    source = export.source
     export.transform.must_find_something(name)
     programs = {method: export.program(method) for method in source.methods}
     is_shared = mark_shared({method: exported.program for method, exported in programs.items()}, source.methods)

@@ -7,7 +7,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -30,29 +30,16 @@ SEED = 0
 """Seed of the random generators of Python, numpy and torch before a factory runs."""
 
 
-@dataclass(frozen=True)
-class LoadedModel:
-    """The model of a factory, while its modules can be imported."""
-
-    source: ModelSource
-    scope: usercode.ModuleScope | None = None
-
-    @property
-    def sources(self) -> tuple[usercode.SourceFile, ...]:
-        """The files below the factory's root that were executed so far."""
-        return self.scope.sources if self.scope is not None else ()
-
-
 def load_source(spec: EagerSpec, *, say: Callable[[str], None] | None = None) -> ModelSource:
-    """Load the model of `spec` as `opened` does; its modules cannot be imported by name afterwards."""
-    with opened(spec, say=say) as model:
-        return model.source
+    """Load the model of `spec` as `opened` does. Its modules can be imported by name only while it is exported."""
+    with opened(spec, say=say) as source:
+        return source
 
 
 @contextmanager
 def opened(
     spec: EagerSpec, *, scope: usercode.ModuleScope | None = None, say: Callable[[str], None] | None = None
-) -> Iterator[LoadedModel]:
+) -> Iterator[ModelSource]:
     """Load the model of `spec` by calling its factory in this process; a context in which it is exported.
 
     torch, random and numpy are seeded with `SEED` before the file is imported and again before the factory is called,
@@ -77,12 +64,11 @@ def opened(
         _require_torch(f"demo:{spec.name}")
         from etfarm.client.export.demos import make_demo
 
-        yield LoadedModel(make_demo(spec.name))
+        yield make_demo(spec.name)
         return
     if isinstance(spec, HuggingFaceFolder):
         _require_torch(f"hf:{spec.path}")
-        source = ModelSource.huggingface(spec.path, say=say, **dict(spec.options))  # type: ignore[arg-type]  # checked by resolve
-        yield LoadedModel(source)
+        yield ModelSource.huggingface(spec.path, say=say, **dict(spec.options))  # type: ignore[arg-type]  # checked by resolve
         return
     where = str(spec.path) if isinstance(spec, FileFactory) else spec.module
     _require_torch(f"{where}:{spec.name}")
@@ -99,7 +85,7 @@ def opened(
         with _users_code(f"{where}:{spec.name}"), construction.recorded(Path.cwd()):
             returned = factory()
         source = _as_source(f"{where}:{spec.name}", returned)
-        yield LoadedModel(replace(source, keep_mutations=True) if spec.keep_mutations else source, own)
+        yield replace(source, keep_mutations=spec.keep_mutations or source.keep_mutations, scope=own)
 
 
 def scope_of(spec: FileFactory | ModuleFactory) -> usercode.ModuleScope:

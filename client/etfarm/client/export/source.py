@@ -17,6 +17,8 @@ from etfarm.wire.model_limits import MAX_CALLS
 if TYPE_CHECKING:
     from torch import nn
 
+    from etfarm.client.export.usercode import ModuleScope
+
     SourceTransform: TypeAlias = Callable[[str, nn.Module], nn.Module]
     """Takes a method's name and a copy of its module, and gives the module to export: the copy, changed, or another."""
 
@@ -74,6 +76,8 @@ class ModelSource:
     """Whether inputs that a method writes to are returned, too: after its own outputs, named as the inputs. Programs work on
     copies of them in any case.
     """
+    scope: ModuleScope | None = field(default=None, repr=False, compare=False, kw_only=True)
+    """The modules of the factory that made it, which its export may import; `load_source` sets it."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.methods, Mapping) or not self.methods:

@@ -36,7 +36,8 @@ def plain_spec(spec: Any, plain_key: Callable[[Any], Any] | None = None) -> Any:
     """Return a pytree's structure with tuples, lists and dicts only: a dict of its fields for a class with named fields.
 
     Args:
-        plain_key: returns the key of a dict in place of another one; `output_key` when None.
+        plain_key: returns the key of a dict in place of another one; `output_key` when None. A key that it makes equal to
+            another one becomes its place.
     """
     from torch.utils import _pytree as pytree
 
@@ -46,7 +47,7 @@ def plain_spec(spec: Any, plain_key: Callable[[Any], Any] | None = None) -> Any:
     if spec.type in (tuple, list):
         return pytree.TreeSpec(spec.type, spec.context, children)
     if _is_dict(spec):
-        return pytree.TreeSpec(dict, [(plain_key or output_key)(key) for key in _keys(spec)], children)
+        return pytree.TreeSpec(dict, _plain_keys(spec, plain_key or output_key), children)
     names = _field_names(spec)
     if names is not None:
         return pytree.TreeSpec(dict, names, children)
@@ -54,10 +55,25 @@ def plain_spec(spec: Any, plain_key: Callable[[Any], Any] | None = None) -> Any:
     return pytree.TreeSpec(list if is_list else tuple, None, children)
 
 
+def _plain_keys(spec: Any, plain_key: Callable[[Any], Any]) -> list[Any]:
+    """Return the keys of a dict in their plain form, each once: `"0"` and `"None"` of `{None: a, "None": b}`."""
+    keys = _keys(spec)
+    plain = [plain_key(key) for key in keys]
+    taken = {new for key, new in zip(keys, plain, strict=True) if repr(new) == repr(key)}
+    for place, (key, new) in enumerate(zip(keys, plain, strict=True)):
+        if repr(new) != repr(key):
+            candidates = (new, *(f"{place}{'_' * count}" for count in range(len(keys))))
+            plain[place] = next(each for each in candidates if each not in taken)
+            taken.add(plain[place])
+    return plain
+
+
 def output_key(key: Any) -> Any:
     """Return a key that JSON represents: text, a whole number or a bool as it is, and a tuple of these as text: `('a', 1)`."""
     if isinstance(key, Enum):
         key = key.value if isinstance(key.value, str | int) else key.name
+    if type(key).__module__ == "numpy" and hasattr(key, "item"):
+        key = key.item()
     if isinstance(key, bool):
         return key
     if isinstance(key, Integral):
@@ -105,8 +121,8 @@ def plain_structures(program: ExportedProgram) -> Iterator[None]:
 
 def _plain_guards(guards: list[str], in_spec: Any) -> list[str]:
     """Return guards that read inputs from dicts with plain keys: `L['batch'].left` becomes `L['batch']['left']`."""
-    for key in _changed_keys(in_spec):
-        guards = [guard.replace(f"[{key!r}]", f"[{input_key(key)!r}]") for guard in guards]
+    for key, plain in _changed_keys(in_spec):
+        guards = [guard.replace(f"[{key!r}]", f"[{plain!r}]") for guard in guards]
     fields = sorted(_attributes(in_spec), key=len, reverse=True)
     if not fields:
         return guards
@@ -114,12 +130,12 @@ def _plain_guards(guards: list[str], in_spec: Any) -> list[str]:
     return [pattern.sub(r"['\1']", guard) for guard in guards]
 
 
-def _changed_keys(spec: Any) -> Iterator[Any]:
-    """Yield the keys of a structure's dicts that `input_key` changes."""
+def _changed_keys(spec: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the keys of a structure's dicts that are not plain, each with the one in its place."""
     if not spec.is_leaf():
-        for key in _keys(spec) if _is_dict(spec) else ():
-            if input_key(key) != key:
-                yield key
+        if _is_dict(spec):
+            pairs = zip(_keys(spec), _plain_keys(spec, input_key), strict=True)
+            yield from ((key, plain) for key, plain in pairs if repr(plain) != repr(key))
         for child in spec.children():
             yield from _changed_keys(child)
 

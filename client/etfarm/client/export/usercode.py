@@ -1,8 +1,8 @@
 """Loading of a user's own Python files, which contain factories and metrics.
 
-A factory imports from its root: the folder of its file, or of its top package. Modules whose file lies below the root are loaded
-from disk for each factory, so that no factory gets the helper of another one, or an earlier version. Everything else is shared,
-and so is whatever is installed, also where that lies below a root.
+A factory imports from its root: the folder that has its file, or its top package. Modules whose file lies below the root are
+loaded from disk for each factory, so that no factory gets the helper of another one, or an earlier version. Everything else is
+shared, and so is whatever is installed, also where that lies below a root.
 """
 # Paths of modules are texts, and some links must be kept, which Path.resolve() does not.
 # ruff: noqa: PTH100, PTH117, PTH119, PTH120, PTH206
@@ -64,7 +64,8 @@ class SourceFile(NamedTuple):
 class ModuleScope:
     """The modules of one factory: a context in which files below its root are loaded from disk.
 
-    Afterwards sys.path and the modules of others are as before.
+    Afterwards sys.path and the modules of others are as before. Entered again, it has the modules that it loaded before, since
+    functions also import while they run. It may be entered within itself.
 
     Args:
         search: folders that go in front of sys.path.
@@ -78,9 +79,14 @@ class ModuleScope:
         self._aside: dict[str, ModuleType] = {}
         self._hidden: set[str] = set()
         self._attributes: list[tuple[dict[str, Any], str, Any]] = []
-        self._lines: set[str] = set()
+        self._lines: dict[str, Any] = {}
+        self._depth = 0
+        self._loaded: dict[str, ModuleType] = {}
+        self._added: list[str] = []
+        self._checked: dict[str, ModuleType] = {}
+        """Modules of others, found before: a metric enters its scope for each sample, and a process has thousands."""
         self.was_loaded_before = False
-        """Whether a file that was loaded had been executed in this process before."""
+        """Whether this process had modules of this or another factory before, which may have registered the same names."""
 
     @property
     def sources(self) -> tuple[SourceFile, ...]:
@@ -102,28 +108,47 @@ class ModuleScope:
 
     def __enter__(self) -> ModuleScope:
         _lock.acquire()
+        self._depth += 1
+        if self._depth == 1:
+            self._open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self._depth == 1:
+                self._close()
+        finally:
+            self._depth -= 1
+            _lock.release()
+
+    def _open(self) -> None:
+        self.was_loaded_before |= bool(_executed)
         self._token: Token[bool] = _active.set(True)
         self._before = dict(sys.modules)
         self._path_list, self._path = sys.path, list(sys.path)
-        sys.path[:0] = self._search
+        sys.path[:0] = [*self._search, *self._added]
         importlib.invalidate_caches()
         for name in self._find_own():
             self._set_aside(name)
         for name, module in list(sys.modules.items()):  # a copy, since other threads may import meanwhile
-            if "." in name:
+            if "." in name or self._checked.get(name) is module:
                 continue
             file = _file_of(module)
             if not is_installed(file) if file else _folders_of(module):
                 self._hide(name)
+        self._checked = dict(sys.modules)
+        for name in self._loaded.keys() & sys.modules.keys():
+            self._set_aside(name)
+        sys.modules.update(self._loaded)
+        linecache.cache.update(self._lines)
         sys.meta_path.insert(0, self)
         self._torch = sys.modules.get("torch")
         if self._torch is not None:
             self._libraries = set(self._torch.ops.loaded_libraries)
             self._dispatch_library = self._torch._C._dispatch_library
             self._torch._C._dispatch_library = self._register
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def _close(self) -> None:
         try:
             if self._torch is not None:
                 self._torch._C._dispatch_library = self._dispatch_library
@@ -132,17 +157,20 @@ class ModuleScope:
                 )
             sys.meta_path.remove(self)
             self._remove_loaded()
+            former = {*self._path, *self._search}
+            self._added = [entry for entry in sys.path if entry not in former]
             sys.path = self._path_list
             sys.path[:] = self._path
             sys.modules.update(self._aside)
+            self._aside.clear()
             for holder, name, value in self._attributes:
                 holder[name] = value
+            self._attributes.clear()
             for file in self._lines:
                 linecache.cache.pop(file, None)  # the file may be edited now
             importlib.invalidate_caches()
         finally:
             _active.reset(self._token)
-            _lock.release()
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Find a module as the other finders do; the source of one below the root is read from disk, not from __pycache__."""
@@ -194,15 +222,12 @@ class ModuleScope:
 
     def execute(self, file: str, data: bytes) -> CodeType:
         """Compile the bytes of a file that is about to be executed, and record them."""
-        real = os.path.realpath(file)
-        self.was_loaded_before |= real in _executed
-        _executed.add(real)
+        _executed.add(os.path.realpath(file))
         self._files.add(SourceFile(_shown(self._relative(file)), _sha256(data)))
         tree = ast.parse(data, file)
         # Stack traces show the lines that were executed, also if the file is edited meanwhile: linecache keeps what has no time.
         lines = importlib.util.decode_source(data).splitlines(keepends=True)
-        linecache.cache[file] = (len(data), None, lines, file)
-        self._lines.add(file)
+        self._lines[file] = linecache.cache[file] = (len(data), None, lines, file)
         for name in _absolute_imports(tree):
             self._hide(name)
         return compile(tree, file, "exec", dont_inherit=True)
@@ -224,6 +249,8 @@ class ModuleScope:
         """Return the present modules below the root. A namespace package is, if all its folders are."""
         own = {}
         for name, module in list(sys.modules.items()):
+            if self._checked.get(name) is module:
+                continue
             file = _file_of(module)
             folders = [] if file else _folders_of(module)
             if (file and self._owns(name, file)) or (folders and all(self._owns(name, folder + os.sep) for folder in folders)):
@@ -279,6 +306,7 @@ class ModuleScope:
             is_own = bool(files) and all(self._owns(name, each) for each in files)
             if top not in _SHARED and (is_own or top in self._hidden or (entry in added and not is_installed(file))):
                 loaded.append((name, module))
+        self._loaded = dict(loaded)
         # Afterwards: the folders of a namespace package depend on the package around it.
         for name, module in loaded:
             sys.modules.pop(name, None)
@@ -322,7 +350,10 @@ def scope_of_file(path: Path) -> ModuleScope:
 
 
 def scope_of_module(name: str) -> ModuleScope:
-    """Return the scope of a module that is found from the working folder: the folders of its top package, else its file's."""
+    """Return the scope of a module that is found from the working folder: the folder that has its top package or file.
+
+    A link of the package's folder adds the folder that has the link's target.
+    """
     top = name.partition(".")[0]
     with _on_path(Path.cwd()):
         specs: Iterator[ModuleSpec | None] = (
@@ -332,7 +363,8 @@ def scope_of_module(name: str) -> ModuleScope:
     if spec is None:
         return ModuleScope([Path.cwd()], ())
     if spec.submodule_search_locations is not None:
-        return ModuleScope([Path.cwd()], [Path(folder) for folder in spec.submodule_search_locations])
+        folders = [Path(folder) for folder in spec.submodule_search_locations]
+        return ModuleScope([Path.cwd()], [each.parent for folder in folders for each in (folder, folder.resolve())])
     has_file = spec.origin is not None and os.path.isabs(spec.origin)
     return ModuleScope([Path.cwd()], [Path(str(spec.origin)).parent] if has_file else ())
 

@@ -28,7 +28,7 @@ class SourceFile(JsonObject):
     """A file that a factory imported from below its root."""
 
     path: str
-    """Relative to the root: the folder of the factory's file, or of its top package."""
+    """Relative to the root: the folder that has the factory's file or its top package."""
     sha256: str = ""
     """SHA-256 of the bytes that were executed."""
 

@@ -47,7 +47,7 @@ class SessionCut(FarmError):
     kind = Kind.UNAVAILABLE
 
 
-LocatedOperators = Callable[[], Awaitable[Mapping[str, compile_pb2.LocatedOperators]]]
+FindOperators = Callable[[], Awaitable[Mapping[str, compile_pb2.LocatedOperators]]]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Line:
     request: session_pb2.OpenSessionRequest
     names: ValueNames = field(default_factory=ValueNames)
     """Names of the program's inputs and outputs; the program's own, or positions, for a method without any."""
-    located_operators: LocatedOperators | None = None
+    find_operators: FindOperators | None = None
     """Returns the program's operators with their source lines, by method; None for a ready program."""
 
 
@@ -90,6 +90,8 @@ class SessionCalls:
         self._id = ""
         self._following: asyncio.Task[None] | None = None
         self._ended: EtfarmError | None = None
+        self._operators: Mapping[str, compile_pb2.LocatedOperators] | None = None
+        """Thousands of source lines, fetched for the first failure that needs them."""
         self._calls = 0
         self._turn = asyncio.Lock()
         """Lock held until the server has received a call, so that calls keep their order: large inputs are sent before a call,
@@ -103,7 +105,7 @@ class SessionCalls:
         Raises:
             EtfarmError: as SessionService.Open.
         """
-        self._ended = None
+        self._ended = self._operators = None
         try:
             line = await self._connect(self._stack)
             events = line.sessions.Open(line.request)
@@ -207,13 +209,14 @@ class SessionCalls:
 
     async def _located(self, error: EtfarmError, method: str, line: Line) -> EtfarmError:
         """Return the device's error with the source line of the operator that failed, if the compilation knows it."""
-        if error.reason not in LOCATED_REASONS or line.located_operators is None:
+        if error.reason not in LOCATED_REASONS or line.find_operators is None:
             return error
         try:
-            operators = await line.located_operators()
+            if self._operators is None:
+                self._operators = await line.find_operators()
         except EtfarmError:  # the compilation is gone, or the server cannot be reached: the device's error says enough
             return error
-        return locate(error, operators[method]) if method in operators else error
+        return locate(error, self._operators[method]) if method in self._operators else error
 
     async def _reason(self, error: grpc.aio.AioRpcError, line: Line) -> EtfarmError:
         """Return why a call failed: the reason of the session's end says more than the failed call."""

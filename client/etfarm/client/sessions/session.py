@@ -8,7 +8,6 @@ with Farm() as farm, farm.session(device="arch=aarch64", program="x.pte") as s:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from etfarm.client.errors import EtfarmError
@@ -237,12 +236,7 @@ class AsyncSession:
     def _require_fitting(self, method: str, values: Sequence[tensors.Value]) -> None:
         """Check what only the model has: minimum sizes, and relations between sizes. The device checks the rest."""
         known = self._calls.require_open().names
-        # The device compares dtypes: a recipe may have changed those of the program's inputs.
-        types = [
-            replace(wanted, dtype=value.dtype) if wanted is not None and isinstance(value, tensors.Tensor) else None
-            for wanted, value in zip(known.types.get(method, ()), values, strict=False)
-        ]
-        require_fitting(method, values, types, known.relations.get(method, ()))
+        require_fitting(method, values, known.types.get(method, ()), known.relations.get(method, ()), is_program=True)
 
     async def _outputs(self, method: str, answer: session_pb2.SessionAnswer) -> Outputs:
         run_ns = answer.run_ns if answer.HasField("run_ns") else None

@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Protocol
 
 from etfarm.client.export.errors import FactoryFailed
 from etfarm.client.submit.prepared import PreparedModel
@@ -25,13 +26,30 @@ if TYPE_CHECKING:
 _SAY, _EXPORT, _DONE, _FAILED = "say", "export", "done", "failed"
 
 
-def prepare_apart(steps: Any, spec: FileFactory | ModuleFactory, name: str) -> PreparedModel:
+class Steps(Protocol):
+    """The export of a factory's model, which is sent to the process: `preparation.ExportSteps`."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def say(self) -> Callable[[str], None] | None:
+        """Called with the process's sentences."""
+
+    @property
+    def on_export(self) -> Callable[[str], None] | None:
+        """Called with the model's name before it is exported."""
+
+    def here(self, spec: FileFactory | ModuleFactory, name: str) -> PreparedModel:
+        """Export the model in the process."""
+
+
+def prepare_apart(steps: Steps, spec: FileFactory | ModuleFactory, name: str) -> PreparedModel:
     """Call a factory and export its model in a new process, with the working folder and sys.path of this one.
 
     What the factory prints goes to stderr. The process ends with this one, which alone receives Ctrl-C.
 
     Args:
-        steps: the `preparation.ExportSteps`, which call this.
+        steps: the export.
         spec: the factory.
         name: the model's name.
 
@@ -65,7 +83,7 @@ def prepare_apart(steps: Any, spec: FileFactory | ModuleFactory, name: str) -> P
                 process.stdin.close()
 
 
-def _answer(messages: IO[bytes], steps: Any) -> PreparedModel:
+def _answer(messages: IO[bytes], steps: Steps) -> PreparedModel:
     """Pass messages on until the answer, and return it."""
     while True:
         kind, value = pickle.load(messages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from etfarm.client.errors import UserError
@@ -72,17 +73,29 @@ def _is_of_size(size: int, wanted: int | tuple[int, int] | None) -> bool:
 
 
 def require_fitting(
-    method: str, values: Sequence[Value], types: Sequence[InputType | None], relations: Sequence[str] = ()
+    method: str,
+    values: Sequence[Value],
+    types: Sequence[InputType | None],
+    relations: Sequence[str] = (),
+    *,
+    is_program: bool = False,
 ) -> None:
     """Check the inputs of a method.
 
     Args:
         relations: relations between their sizes, see `etfarm.wire.size_relations`.
+        is_program: whether they are the inputs of a compiled program of the model. Only the device can compare their dtypes then,
+            since a recipe may have changed those of the program.
 
     Raises:
         InputMismatch: one has another dtype or shape; the first one is named.
         SizesDoNotFit: their sizes break a relation.
     """
+    if is_program:
+        types = [
+            replace(wanted, dtype=value.dtype) if wanted is not None and isinstance(value, Tensor) else None
+            for wanted, value in zip(types, values, strict=False)
+        ]
     for value, got, wanted in find_mismatches(values, types):
         raise ValueMismatch(method, value.name, got, wanted)
     shapes = {value.name: value.shape for value in values if isinstance(value, Tensor)}

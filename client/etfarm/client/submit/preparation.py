@@ -143,9 +143,8 @@ class ExportSteps:
         """Call a factory and export its model in this process."""
         from etfarm.client.export.factory import opened
 
-        with opened(spec, scope=scope, say=self.say) as model:
-            prepared = self.of_source(model.source, name)
-            return replace(prepared, sources=model.sources)
+        with opened(spec, scope=scope, say=self.say) as source:
+            return self.of_source(source, name)
 
     def of_source(self, source: ModelSource, name: str) -> PreparedModel:
         """Export a model."""
@@ -197,7 +196,7 @@ def _exports(source: ModelSource, name: str, recipes: Sequence[Recipe], folder: 
                 source, name=name, strict=strict, recipe=first if key else None, calibrate=calibrate, folder=folder, say=say
             )
         )
-    return PreparedModel(name, exports, eager=True)
+    return PreparedModel(name, exports, eager=True, sources=source.scope.sources if source.scope is not None else ())
 
 
 def _export(model: ExportedModel) -> PreparedExport:

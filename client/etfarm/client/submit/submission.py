@@ -183,7 +183,8 @@ def _input_files(named: Mapping[str, Named], models: Sequence[PreparedModel], me
     files: dict[str, bytes] = {}
     for model in models:
         for method, values in values_of(named, model, methods).items():
-            require_fitting(method, values, model.names.types.get(method, ()), model.names.relations.get(method, ()))
+            types, relations = model.names.types.get(method, ()), model.names.relations.get(method, ())
+            require_fitting(method, values, types, relations, is_program=model.program is not None)
             data = tensors.encode(values)
             if files.setdefault(method, data) != data:
                 raise InputsDiffer(

@@ -74,6 +74,17 @@ def test_a_metric_gives_numbers(body: str, values: object, tmp_path: Path) -> No
             metric({}, {}, 0, {})
 
 
+def test_metrics_import_their_own_modules_while_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scores").mkdir()
+    (tmp_path / "scores" / "f1.py").write_text("def f1(**_):\n    from .text import VALUE\n    return VALUE\n")
+    (tmp_path / "scores" / "text.py").write_text("VALUE = 1\n")
+    (tmp_path / "own.py").write_text("def f(**_):\n    from text import VALUE\n    return VALUE\n")
+    (tmp_path / "text.py").write_text("VALUE = 2\n")
+    monkeypatch.chdir(tmp_path)
+    metrics = [find("scores.f1:f1"), find("own.py:f")]
+    assert [metric({}, {}, 0, {}) for metric in metrics * 2] == [{"f1": 1.0}, {"f": 2.0}] * 2
+
+
 def test_a_mean_of_nothing_is_not_a_number() -> None:
     mean = Mean()
     assert math.isnan(mean.value)

@@ -15,6 +15,7 @@ import torch
 from etfarm.client.export import DEMOS, Demo, FileFactory, ModelSource, ModuleFactory, Pt2File, PteFile, load_source, resolve
 from etfarm.client.export import errors as e
 from etfarm.client.export.spec import label_of
+from etfarm.client.submit.preparation import prepare
 from etfarm.wire.errors import EtfarmError
 from tests.support.golden import Golden
 
@@ -292,6 +293,22 @@ def test_each_factory_of_a_file_has_its_own_modules(folder: Path) -> None:
     first, second = (load_source(FileFactory(Path("models/net.py"), name)).methods["forward"] for name in ("make", "make"))
     assert type(first) is not type(second)
     assert type(first).__module__ == type(second).__module__ == "etfarm_model_net"
+
+
+def test_a_loaded_model_imports_its_own_modules_while_it_is_exported(folder: Path) -> None:
+    code = (
+        "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x):\n        from late import SCALE\n"
+        "        return x * SCALE\ndef make():\n    return Net().eval(), (torch.ones(2),)\n"
+    )
+    for side, scale in (("base", 2), ("candidate", 3)):
+        (folder / side).mkdir()
+        (folder / side / "net.py").write_text(code)
+        (folder / side / "late.py").write_text(f"SCALE = {scale}\n")
+    sources = [load_source(FileFactory(folder / side / "net.py", "make")) for side in ("base", "candidate")]
+    models = [prepare(source) for source in sources]
+    programs = [torch.export.load(io.BytesIO(model.methods["forward"].pt2)) for model in models]
+    assert [program.module()(torch.ones(2)).tolist() for program in programs] == [[2, 2], [3, 3]]
+    assert [[file.path for file in model.sources] for model in models] == [["late.py", "net.py"]] * 2
 
 
 def test_a_torchvision_for_another_torch_is_named(folder: Path) -> None:

@@ -157,6 +157,9 @@ class Label(Enum):
         (lambda x: {("a", 1): x + 1, ("b", (2, "é")): {"c": x}}, ("('a', 1)", "('b', (2, 'é'))_c")),
         (lambda x: {np.int64(3): x + 1, None: x * 2, 0.5: x}, ("3", "None", "0.5")),
         (lambda x: {Label.CAT: x + 1, Label.DOG: x * 2}, ("1", "dog")),
+        (lambda x: {None: x + 1, "None": x * 2, 0.5: x, "0.5": {"a": x + 2}}, ("0", "None", "2", "0.5_a")),
+        (lambda x: {"0": x, ("a", 1): x + 1, "('a', 1)": x * 2, Label.DOG: x, "dog": x + 2}, ("0", "1", "('a', 1)", "3", "dog")),
+        (lambda x: {"1": x, None: x + 1, "None": x * 2, np.bool_(True): x + 2}, ("1", "1_", "None", "True")),
         (lambda x: {"": x + 1, "a": {"b_c": x}, "a_b": {"c": x * 2}}, ("0", "1", "2")),
         (lambda x: {"1": x + 1, "": x * 2}, ("0", "1")),
     ],
@@ -195,6 +198,15 @@ def test_keys_of_inputs_that_a_guard_cannot_contain_are_replaced(key: Any, tmp_p
     args, kwargs = pytree.tree_unflatten([torch.ones(3), torch.ones(1)], program.call_spec.in_spec)
     with pytest.raises(AssertionError, match="Guard failed"):
         program.module()(*args, **kwargs)
+
+
+def test_keys_of_inputs_that_would_become_equal_stay_apart() -> None:
+    batch = {"é": torch.ones(8), "plain": torch.ones(1), ":e9:": torch.zeros(8), None: torch.ones(2)}
+    dims = {"batch": {"é": {0: Dim.DYNAMIC(min=4, max=64)}, "plain": None, ":e9:": None, None: None}}
+    program = loaded(method(ModelSource.of(Reads("é").eval(), (batch,), dynamic_shapes=dims)).pt2)
+    args, _ = pytree.tree_unflatten([torch.ones(10), *list(batch.values())[1:]], program.call_spec.in_spec)
+    assert list(args[0]) == ["0", "plain", ":e9:", "None"]
+    assert program.module()(*args).tolist() == [3] * 5
 
 
 @pytest.mark.parametrize("kind", [Unregistered, StaticKeysCache])

@@ -86,6 +86,39 @@ def test_relative_imports_of_a_package_are_loaded_again_after_an_edit() -> None:
     assert module_value("kept_pkg.model") == 5
 
 
+def test_a_module_beside_the_package_is_loaded_again_unless_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "kept_count", 0, raising=False)
+    write(nets__model="from common import WIDTH", common="WIDTH = 4")
+    assert module_value("nets.model") == 4
+    write(common="WIDTH = 5")
+    assert module_value("nets.model") == 5
+    installed = Path("site-packages").resolve()
+    (installed / "kept_nets").mkdir(parents=True)
+    (installed / "kept_nets" / "model.py").write_text("from kept_common import WIDTH")
+    (installed / "kept_common.py").write_text(COUNTED)
+    monkeypatch.syspath_prepend(str(installed))
+    assert [module_value("kept_nets.model") for _ in range(2)] == [1, 1]
+
+
+def test_a_scope_that_is_entered_again_has_the_modules_that_it_loaded() -> None:
+    late = "def late():\n    from helper import WIDTH\n    import parts.deep as deep\n    return WIDTH + deep.WIDTH, deep\n"
+    scopes = []
+    for side, width in (("base", 4), ("candidate", 512)):
+        write(**{f"{side}__model": late, f"{side}__helper": f"WIDTH = {width}", f"{side}__parts__deep": "WIDTH = 1"})
+        with usercode.scope_of_file(Path(side, "model.py")) as scope:
+            scopes.append((scope, scope.import_file(Path(side, "model.py"), "etfarm_model")))
+    before = dict(sys.modules), list(sys.path)
+    found = []
+    for scope, module in [*scopes, *scopes]:
+        with scope, scope:
+            assert sys.modules["etfarm_model_model"] is module
+            found.append(module.late())
+        assert (dict(sys.modules), sys.path) == before
+    assert [width for width, _ in found] == [5, 513, 5, 513]
+    assert found[0][1] is found[2][1] is not found[1][1] and found[1][1] is found[3][1]
+    assert [file.path for file in scopes[1][0].sources] == ["helper.py", "model.py", "parts/deep.py"]
+
+
 def test_an_edit_of_equal_size_and_time_is_loaded_although_a_compiled_file_exists() -> None:
     write(model="from helper import WIDTH", helper="WIDTH = 4")
     times = Path("helper.py").stat()
@@ -181,13 +214,17 @@ def test_the_hashes_are_those_of_what_was_executed_below_the_root() -> None:
         assert [file.path for file in scope.sources] == ["model.py", "parts/helper.py", "é.py"]
 
 
-def test_the_files_of_a_package_are_relative_to_its_folder_and_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_relative_to_the_folder_that_has_the_package_and_their_number_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(usercode, "MAX_SOURCES", 3)
-    write(net__deep__model="from net import a, b, c\nWIDTH = a.W", net__a="W = 1", net__b="", net__c="", sibling="")
+    write(
+        net__deep__model="import sibling\nfrom net import a, b, c\nWIDTH = a.W", net__a="W = 1", net__b="", net__c="", sibling=""
+    )
     with usercode.scope_of_module("net.deep.model") as scope:
         importlib.import_module("net.deep.model")
         first = scope.sources
-    assert [file.path for file in first] == ["a.py", "b.py", "and 2 more files"]
+    assert [file.path for file in first] == ["net/a.py", "net/b.py", "and 3 more files"]
     write(net__c="W = 2")
     with usercode.scope_of_module("net.deep.model") as scope:
         importlib.import_module("net.deep.model")

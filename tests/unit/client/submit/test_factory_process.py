@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from etfarm.client.export import usercode
 from etfarm.client.export.errors import FactoryFailed
@@ -72,6 +74,44 @@ def test_factories_that_register_operators_run_in_a_process_each(tmp_path: Path,
     assert "model.py:" in failed.value.metadata["place"]
     with pytest.raises(UserError, match="exit code 3"):
         prepare(f"{tmp_path}/candidate/model.py:leaves")
+
+
+REGISTRY = """
+MODELS = {}
+def register(model):
+    assert model.__name__ not in MODELS, f"{model.__name__} is registered twice"
+    MODELS[model.__name__] = model
+    return model
+"""
+REGISTERED = """
+import torch
+from kept_registry import MODELS, register
+
+@register
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return x * %d
+
+def make():
+    return MODELS["Net"]().eval(), (torch.ones(1),)
+"""
+
+
+def test_factories_that_register_one_name_in_an_installed_package_are_each_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "site-packages"
+    installed.mkdir()
+    (installed / "kept_registry.py").write_text(REGISTRY)
+    monkeypatch.syspath_prepend(str(installed))
+    models = []
+    for side, factor in (("base", 2), ("candidate", 3)):
+        (tmp_path / side).mkdir()
+        (tmp_path / side / "model.py").write_text(REGISTERED % factor)
+        models.append(prepare(f"{tmp_path / side}/model.py:make"))
+    base, candidate = (torch.export.load(io.BytesIO(model.methods["forward"].pt2)).module()(torch.ones(1)) for model in models)
+    assert (base.item(), candidate.item()) == (2, 3)
+    del sys.modules["kept_registry"]
 
 
 def test_a_process_that_ends_before_it_has_read_its_request_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,11 @@ import pytest
 from etfarm.client.submit.inputs import read_named, values_of
 from etfarm.client.submit.names_file import names_path, read_names, write_names
 from etfarm.client.submit.preparation import prepare
+from etfarm.client.submit.submission import Submission
 from etfarm.client.submit.value_names import ValueNames
+from etfarm.v1 import job_pb2
 from etfarm.wire.errors import EtfarmError
+from etfarm.wire.pt2 import InputType
 from etfarm.wire.tensors import Scalar
 from tests.support.programs import program
 
@@ -36,6 +39,18 @@ def test_inputs_of_a_program_are_taken_by_the_names_beside_it(pte: Path) -> None
     assert [value.name for value in values] == ["left", "right"]
     by_place = values_of(read_named({"1": arrays["right"], "0": arrays["left"]}), prepare(str(pte)), [])["forward"]
     assert [value.data for value in by_place] == [value.data for value in values]  # type: ignore[union-attr]
+
+
+def test_a_job_checks_the_sizes_that_a_program_takes_and_leaves_dtypes_to_the_device(pte: Path) -> None:
+    types = {"forward": (InputType("float32", (2, 3)), InputType("float32", (2, 3)))}
+    write_names(pte, ValueNames(NAMES.inputs, types=types))
+    half = np.ones((2, 3), np.float16)  # of a program that a recipe gave inputs of another dtype
+    submission = Submission(job_pb2.JobSpec())
+    submission.add_inputs(read_named([half, half]), [prepare(str(pte))], [])
+    assert list(submission.spec.inputs) == ["forward"]
+    with pytest.raises(EtfarmError, match=r"'right' of forward is float16 \[3, 2\]") as refused:
+        submission.add_inputs(read_named([half, half.T]), [prepare(str(pte))], [])
+    assert refused.value.reason == "INPUT_MISMATCH"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 100_000, '{"schema": "other/1", "methods": {}}', "x" * (1 << 21)])

@@ -101,8 +101,8 @@ def export_recipe(recipe: Recipe, methods: Sequence[str]) -> ExportRecipe:
         ) from error
     built.name = recipe.name
     _apply_partitioners(recipe, methods, built)
-    if recipe.options.per_op and built.lowering_recipe is not None:
-        components.separate(built.lowering_recipe.partitioners or [])
+    if built.lowering_recipe is not None:
+        components.configure_xnnpack(built.lowering_recipe.partitioners or [], per_op=recipe.options.per_op)
     _apply_executorch(recipe, built)
     return built
 

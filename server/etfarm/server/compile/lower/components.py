@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from etfarm.server.compile.errors import RecipeUnavailable
@@ -23,18 +24,29 @@ def partitioners(components: Sequence[Component]) -> list[Any]:
     return [_build(_PARTITIONERS, component) for component in components]
 
 
-def separate(partitioners: Sequence[Any] | Mapping[str, Sequence[Any]]) -> None:
-    """Configure XNNPACK's partitioners to create a separate delegate for each operator; leave others unchanged.
+def configure_xnnpack(partitioners: Sequence[Any] | Mapping[str, Sequence[Any]], *, per_op: bool) -> None:
+    """Configure XNNPACK's partitioners, and leave others unchanged.
+
+    XNNPACK delegates nothing within branches and loop bodies, but would keep ATen's operators there, such as `linear`, which
+    ExecuTorch then refuses as neither decomposed nor delegated.
 
     Args:
         partitioners: a list, or lists by method.
+        per_op: whether to create a separate delegate for each operator.
     """
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 
     lists = partitioners.values() if isinstance(partitioners, Mapping) else [partitioners]
     for partitioner in (partitioner for partitioners_ in lists for partitioner in partitioners_):
         if isinstance(partitioner, XnnpackPartitioner):
-            partitioner.per_op_mode = True
+            partitioner.per_op_mode |= per_op
+            partitioner.ops_to_not_decompose = partial(_outside_of_branches, partitioner.ops_to_not_decompose)
+
+
+def _outside_of_branches(ops_to_not_decompose: Callable[[Any], tuple[Any, Any]], program: Any) -> tuple[Any, Any]:
+    """Return a partitioner's operators that are not decomposed, and a condition that is false within branches and loop bodies."""
+    operators, condition = ops_to_not_decompose(program)
+    return operators, lambda node: node.graph is program.graph and condition(node)
 
 
 def quantizers(components: Sequence[Component]) -> list[Any]:

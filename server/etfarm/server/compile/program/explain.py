@@ -23,7 +23,7 @@ from etfarm.server.compile.errors import (
     UnsupportedDtypes,
     UnsupportedQuantizedOp,
 )
-from etfarm.server.compile.program.places import places
+from etfarm.server.compile.program.places import all_nodes, places
 from etfarm.server.compile.result import OperatorDelegation, Place
 from etfarm.server.graphs.sources import source_of
 from etfarm.wire.errors import EtfarmError
@@ -45,7 +45,10 @@ _QUANTIZED = ("quantized_decomposed::", "torchao::")
 
 _NO_KERNEL = re.compile(r"kernel '(\w+)::(\w+)(?:\.\w+)?' not found")
 
-_CONTROL_FLOW: Final = ("cond", "map", "map_impl", "scan", "while_loop")
+_CONTROL_FLOW: Final = {
+    "cond": "torch.cond", "map": "map", "map_impl": "map", "scan": "scan", "while_loop": "torch.while_loop",
+}  # fmt: skip
+"""Operators of control flow as users call them: torch 2.13 has `map` and `scan` in other modules only."""
 _SUSPECTS: Final = {
     "control": "Compute both branches and choose with torch.where, and unroll loops of a fixed length.",
     "sizes": "Use operators whose output sizes follow from input sizes, such as torch.where with a mask.",
@@ -118,12 +121,12 @@ def missing_kernel(why: str, program: Any, operators: Iterable[OperatorDelegatio
 def find_suspects(program: Any) -> str:
     """Return the operators of an exported program that ExecuTorch often computes wrongly, with what works; empty without any."""
     suspects: dict[str, list[Any]] = defaultdict(list)
-    for node in program.graph.nodes:
+    for node in all_nodes(program):
         if node.op != "call_function":
             continue
         name = str(getattr(node.target, "__name__", node.target))
         if name in _CONTROL_FLOW and not hasattr(node.target, "_schema"):
-            suspects["control"].append((f"torch.{name.removesuffix('_impl')}", node))
+            suspects["control"].append((_CONTROL_FLOW[name], node))
         elif _schema_name(node) and _has_own_size(node):
             suspects["sizes"].append((_schema_name(node), node))
     sentences = []
@@ -147,7 +150,7 @@ def _has_own_size(node: Any) -> bool:
 
 def find_many_dims(program: Any) -> str:
     """Return the first operator of a program whose output has more dims than XNNPACK takes, with its source line; else empty."""
-    for node in program.graph.nodes:
+    for node in all_nodes(program):
         name = _schema_name(node)
         if name is not None and len(getattr(node.meta.get("val"), "shape", ())) > _XNNPACK_DIMS:
             return _describe(name, places([node]))
@@ -156,7 +159,7 @@ def find_many_dims(program: Any) -> str:
 
 def find_only_kernel(program: Any) -> str:
     """Return the operator of a program that has no other, with its source line; else empty."""
-    nodes = [node for node in program.graph.nodes if _schema_name(node) is not None]
+    nodes = [node for node in all_nodes(program) if _schema_name(node) is not None]
     names = {str(_schema_name(node)) for node in nodes}
     return _describe(names.pop(), places(nodes)) if len(names) == 1 else ""
 
@@ -172,14 +175,18 @@ def _has_other_strides(shape: Sequence[Any], strides: Sequence[Any]) -> bool:
     return False
 
 
+def _owned_names(program: Any) -> dict[str, str]:
+    """Return the names of parameters, buffers and constants by their placeholders."""
+    signature = program.graph_signature
+    return {**signature.inputs_to_parameters, **signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
+
+
 def find_channels_last(program: Any) -> str:
     """Return the inputs and weights of a program with other strides than new tensors have, such as `x, weight`; at most three.
 
     torch calls channels-last tensors with one channel contiguous, too.
     """
-    signature = program.graph_signature
-    owned = signature.inputs_to_parameters | signature.inputs_to_buffers | signature.inputs_to_lifted_tensor_constants
-    names = []
+    owned, names = _owned_names(program), []
     for node in program.graph.nodes:
         value = node.meta.get("val")
         if node.op == "placeholder" and hasattr(value, "stride") and _has_other_strides(value.shape, value.stride()):
@@ -248,7 +255,7 @@ def _unbounded(stage: str, match: re.Match[str], text: str, programs: Programs) 
     for program in programs.values():
         # By range, since each lowering numbers its symbols anew.
         bounded = {str(size) for size, limits in program.range_constraints.items() if limits.upper.is_Integer}
-        for node in program.graph.nodes:
+        for node in all_nodes(program):
             shape = getattr(node.meta.get("val"), "shape", ())
             symbols = {symbol for size in shape for symbol in _SYMBOL.findall(str(size))}
             if node.op == "call_function" and symbols - bounded:
@@ -259,7 +266,7 @@ def _unbounded(stage: str, match: re.Match[str], text: str, programs: Programs) 
 
 def _effects(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     nodes = [
-        node for program in programs.values() for node in program.graph.nodes
+        node for program in programs.values() for node in all_nodes(program)
         if node.op == "call_function" and _EFFECTS.search(str(node.target))
     ]  # fmt: skip
     by_name: dict[str, list[Any]] = defaultdict(list)
@@ -291,9 +298,9 @@ def _no_output(stage: str, match: re.Match[str], text: str, programs: Programs) 
 
 def _unknown_control_flow(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     name = (match[1] or match[2]).rpartition(".")[2]
-    shown = f"torch.{name}" if name in _CONTROL_FLOW else name
+    shown = _CONTROL_FLOW.get(name, name)
     nodes = [
-        node for program in programs.values() for node in program.graph.nodes
+        node for program in programs.values() for node in all_nodes(program)
         if node.op == "call_function" and name in (str(node.target), getattr(node.target, "__name__", ""))
     ]  # fmt: skip
     if name == "while_loop":
@@ -309,8 +316,7 @@ def _unknown_control_flow(stage: str, match: re.Match[str], text: str, programs:
 def _expanded(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     names = []
     for program in programs.values():
-        signature = program.graph_signature
-        owned = {**signature.inputs_to_parameters, **signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
+        owned = _owned_names(program)
         for node in program.graph.nodes:
             strides: tuple[int, ...] = getattr(node.meta.get("val"), "stride", tuple)() if node.op == "placeholder" else ()
             if 0 in strides:
@@ -318,6 +324,15 @@ def _expanded(stage: str, match: re.Match[str], text: str, programs: Programs) -
     shown = ", ".join(dict.fromkeys(names)) or "a tensor"
     why = f"ExecuTorch does not support expanded tensors, whose elements repeat in memory: {shown}."
     return StageFailed(stage, "RuntimeError", why, "Call .contiguous() on the result of expand, before the export.")
+
+
+def _shared_weight(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
+    name, user = match.groups()
+    nodes = [node for program in programs.values() for node in all_nodes(program) if node.name == user]
+    weight = next((owned[name] for owned in map(_owned_names, programs.values()) if name in owned), name)
+    why = f"ExecuTorch cannot give the weight {weight} to a delegate and to {_describe(user, places(nodes))} too."
+    remedy = "Give the branch or loop a layer of its own, as by copy.deepcopy(self.layer), or compile with the recipe portable."
+    return StageFailed(stage, "RuntimeError", why, remedy)
 
 
 def _outputs(program: Any) -> list[Any]:
@@ -335,7 +350,7 @@ def _training_mode(stage: str, name: str, programs: Programs) -> EtfarmError:
     mark = _TRAINING.search(name)
     operator = mark[0] if mark else name
     for method, program in programs.items():
-        nodes = [node for node in program.graph.nodes if operator in (_schema_name(node) or "")]
+        nodes = [node for node in all_nodes(program) if operator in (_schema_name(node) or "")]
         if nodes:
             return TrainingMode(method, operator, stage, describe_place(places(nodes)))
     return TrainingMode("The model", operator, stage)
@@ -344,7 +359,7 @@ def _training_mode(stage: str, name: str, programs: Programs) -> EtfarmError:
 def _describe_operators(names: Sequence[str], programs: Programs) -> str:
     nodes: dict[str, list[Any]] = defaultdict(list)
     for program in programs.values():
-        for node in program.graph.nodes:
+        for node in all_nodes(program):
             name = _schema_name(node)
             if name in names:
                 nodes[name or ""].append(node)
@@ -432,6 +447,7 @@ _EXPLAINED: Final[tuple[tuple[re.Pattern[str], _Explained], ...]] = (
         _unknown_control_flow,
     ),
     (re.compile(r"0 in strides is not supported"), _expanded),
+    (re.compile(r"constant data node \((\w+)\) is tagged with \(\w+\) but has user \((\w+)\)"), _shared_weight),
     (
         re.compile(r"expected compiled_fn to be GraphModule"),
         _fails(

@@ -20,7 +20,8 @@ from etfarm.wire.written_inputs import is_mutation, written_inputs
 def copy_written_inputs(program: Any) -> dict[str, int]:
     """Let a program work on copies of the inputs that it writes to, in place; return the copies' sizes in bytes by input.
 
-    The size is that of the largest inputs if dims are dynamic.
+    The size is that of the largest inputs if dims are dynamic. It is 0 without a copy: a program without in-place operators
+    computes the changed values as further outputs, which are removed.
     """
     writers = written_inputs(program)
     if not writers:
@@ -31,8 +32,9 @@ def copy_written_inputs(program: Any) -> dict[str, int]:
     copies: dict[str, int] = {}
     for name, writer in writers.items():
         placeholder = placeholders[name]
-        copies[name] = _size_bytes(program, placeholder.meta["val"])
-        if writer.op == "call_function" and _writes(writer):
+        is_in_place = writer.op == "call_function" and _writes(writer)
+        copies[name] = _size_bytes(program, placeholder.meta["val"]) if is_in_place else 0
+        if is_in_place:
             _insert_copy(program, placeholder, writer, last)
     program.graph.lint()
     program.graph_module.recompile()
@@ -40,12 +42,20 @@ def copy_written_inputs(program: Any) -> dict[str, int]:
 
 
 def describe_copies(method: str, copies: Mapping[str, int]) -> str:
-    """Return the warning of copied inputs."""
-    listed = ", ".join(f"{name!r} ({size:,} bytes)" for name, size in copies.items())
-    return (
-        f"{method} writes to its input{'s' if len(copies) > 1 else ''} {listed}. The program works on a copy, which it makes in "
-        "every run. Write x = x.add(1) in place of x.add_(1) to do without it; --keep-mutations returns what was written."
-    )
+    """Return the warning of inputs that `copy_written_inputs` found."""
+    sentences = []
+    if copied := {name: size for name, size in copies.items() if size}:
+        listed = ", ".join(f"{name!r} ({size:,} bytes)" for name, size in copied.items())
+        sentences.append(
+            f"{method} writes to its input{'s' if len(copied) > 1 else ''} {listed}. The program works on a copy, which it makes "
+            "in every run. Write x = x.add(1) in place of x.add_(1) to do without it; --keep-mutations returns what was written."
+        )
+    if others := [repr(name) for name in copies if name not in copied]:
+        sentences.append(
+            f"{method} changes its input{'s' if len(others) > 1 else ''} {', '.join(others)} in PyTorch; the program neither "
+            "changes nor copies them. Return the new values from forward if you need them."
+        )
+    return " ".join(sentences)
 
 
 def _writes(node: Any) -> bool:

@@ -16,7 +16,7 @@ from torch._export.serde import schema
 
 from etfarm.server.compile.errors import DimWithoutMaximum, TrainingMode
 from etfarm.server.compile.program.explain import describe_place, first_line
-from etfarm.server.compile.program.places import places
+from etfarm.server.compile.program.places import all_nodes, places
 from etfarm.server.compile.screening import archives, screen
 from etfarm.server.compile.screening.errors import NotAPt2, Pt2OfAnotherTorch, UnknownStructure
 from etfarm.server.compile.screening.operators import Operators
@@ -153,7 +153,7 @@ def check(program: Any, method: str) -> None:
         TrainingMode: batch norm or dropout in training mode.
         DimWithoutMaximum: a dynamic dim of an input has no finite maximum.
     """
-    for node in program.graph.nodes:
+    for node in all_nodes(program):
         if node.op == "call_function" and _is_training(node):
             operator = str(node.target).rpartition(".")[0].removeprefix("aten.")
             raise TrainingMode(method, operator, where=describe_place(places([node])))

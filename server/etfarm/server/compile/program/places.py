@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Final
 
@@ -17,6 +17,13 @@ MAX_PLACES: Final = 20
 
 _NO_OPERATORS: Final = frozenset({"executorch_call_delegate", "getitem", "alloc"})
 _NUMBER = re.compile(r"_\d+$")
+
+
+def all_nodes(program: Any) -> Iterator[Any]:
+    """Yield the nodes of an exported or edge program's graph, then those of its branches and loop bodies."""
+    for module in program.graph_module.modules():
+        if hasattr(module, "graph"):
+            yield from module.graph.nodes
 
 
 def undelegated(

@@ -217,10 +217,12 @@ def _is_flag(value: object) -> bool:
 def check_guard(text: str, where: str) -> None:
     """Check an entry of `guards_code`, which torch executes: comparisons of sizes like `L['x'].size()[0] <= 8`.
 
+    The keys of dicts may have letters of any script, as in `check_tree`; all other texts are refused.
+
     Raises:
         UnsafeModel: it is anything else.
     """
-    tree = _parse(text, where, "guards_code")
+    tree = _parse(text, where, "guards_code", ascii_only=False)
     nodes = _list_nodes(tree, text, where, "guards_code")
     keys = {id(node.slice) for node in nodes if isinstance(node, ast.Subscript)}
     for node in nodes:
@@ -242,7 +244,7 @@ def _is_guard_node(node: ast.AST) -> bool:
         return node.id in _GUARD_FUNCTIONS or node.id == "L"
     if isinstance(node, ast.Constant):
         if isinstance(node.value, str):
-            return _TREE_TEXT.fullmatch(node.value) is not None
+            return _is_tree_text(node.value)
         return _is_number(node.value) or isinstance(node.value, bool) or node.value is None
     if isinstance(node, ast.BinOp):
         return isinstance(node.op, _OPERATORS)
@@ -439,13 +441,13 @@ def check_range(text: str, where: str) -> None:
         raise _unsafe("UNSAFE_NAME", where, "range", text)
 
 
-def _parse(text: str, where: str, what: str) -> ast.AST:
+def _parse(text: str, where: str, what: str, *, ascii_only: bool = True) -> ast.AST:
     depth = deepest = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
         deepest = max(deepest, depth)
     # Bounds come first, because Python's parser and sympy's recursion have no limits.
-    if len(text) > MAX_EXPRESSION or deepest > MAX_DEPTH or not (text.isascii() and text.isprintable()):
+    if len(text) > MAX_EXPRESSION or deepest > MAX_DEPTH or not text.isprintable() or (ascii_only and not text.isascii()):
         raise _unsafe("UNSAFE_EXPRESSION", where, what, text)
     try:
         return ast.parse(text, mode="eval")
@@ -472,9 +474,10 @@ def _is_number(value: object) -> bool:
 
 def _has_short_numbers(nodes: list[ast.AST], text: str) -> bool:
     """Return whether all numbers are finite and written in a few characters: sympy reads `1e9999999` as an exact number."""
+    encoded = text.encode()  # offsets count bytes
     for node in nodes:
         if isinstance(node, ast.Constant) and _is_number(node.value):
-            literal = text[node.col_offset : node.end_col_offset]
+            literal = encoded[node.col_offset : node.end_col_offset].decode()
             if len(literal) > MAX_LITERAL or not _LITERAL.fullmatch(literal) or not math.isfinite(float(literal)):
                 return False
     return True

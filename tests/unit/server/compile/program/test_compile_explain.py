@@ -17,11 +17,12 @@ from executorch.backends.xnnpack.recipes import XNNPackRecipeType  # noqa: E402
 from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig  # noqa: E402
 from executorch.export import ExportRecipe, ExportSession, LoweringRecipe, StageType  # noqa: E402
 from torch import nn  # noqa: E402
+from torch._higher_order_ops.map import map as map_over  # noqa: E402
 from torch.export import Dim  # noqa: E402
 
 from etfarm.server.compile.errors import StageFailed  # noqa: E402
 from etfarm.server.compile.lower.lowering import Stages  # noqa: E402
-from etfarm.server.compile.program.explain import first_line, stage_failed  # noqa: E402
+from etfarm.server.compile.program.explain import find_many_dims, find_suspects, first_line, stage_failed  # noqa: E402
 from etfarm.wire.errors import EtfarmError, Fault  # noqa: E402
 from tests.support import models  # noqa: E402
 
@@ -226,6 +227,18 @@ def test_a_decomposed_linear_is_explained_with_the_stage_that_keeps_it() -> None
 def test_a_method_without_outputs_is_explained() -> None:
     program = exported(lambda x: None, torch.ones(2))
     assert promised(lowered(program, portable(checked=False)), "STAGE_FAILED", "forward returns nothing", "Return a tensor")
+
+
+def test_operators_within_branches_and_loops_are_found_under_the_names_that_users_call() -> None:
+    program = exported(
+        lambda x: torch.cond(
+            x.sum() > 0, lambda v: map_over(lambda r: r[(None,) * 6] * 2, v).sum((1, 2, 3, 4, 5, 6)), torch.relu, [x]
+        ),
+        torch.ones(3, 2),
+    )
+    suspects = find_suspects(program)
+    assert suspects.startswith("torch.cond at ") and "; map at " in suspects
+    assert find_many_dims(program).startswith("aten::") and "test_compile_explain.py:" in find_many_dims(program)
 
 
 @pytest.mark.parametrize(

@@ -71,3 +71,20 @@ def test_a_broken_program_of_this_torch_is_no_pt2(tmp_path: Path, schema: dict[s
     error = refused(tmp_path, schema_version=schema)
     assert error.reason == "NOT_A_PT2"
     assert len(error.message) < 1000
+
+
+class Branches(torch.nn.Module):
+    def __init__(self, branch: Any) -> None:
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, self.branch, lambda v: v * 2, [x])
+
+
+def test_training_mode_within_a_branch_is_named_with_its_line() -> None:
+    program = torch.export.export(Branches(lambda v: torch.dropout(v, 0.5, train=True)).eval(), (torch.ones(2),))
+    with pytest.raises(EtfarmError) as caught:
+        loading.check(program, "forward")
+    assert caught.value.reason == "TRAINING_MODE" and "test_loading.py:" in str(caught.value)
+    loading.check(torch.export.export(Branches(lambda v: torch.dropout(v, 0.5, train=False)).eval(), (torch.ones(2),)), "forward")

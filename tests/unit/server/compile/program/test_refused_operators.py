@@ -88,6 +88,13 @@ def test_an_instruction_maps_to_its_operator(lowered: Any, located: LocatedOpera
         if (number := getattr(instruction.instr_args, "op_index", None)) is not None:
             seen[names[number]] = find_operator(f"KernelCall failed at instruction 0:{index} in operator x.out: 0x12\n", located)
     assert "aten::sort" in seen and "ranks = z.argsort(1)" in seen["aten::sort"], seen
+    delegates = [
+        index
+        for index, instruction in enumerate(plan.chains[0].instructions)
+        if hasattr(instruction.instr_args, "delegate_index")
+    ]
+    first = find_operator(f"CALL_DELEGATE execute failed at instruction {delegates[0]}: 0x1\n", located)
+    assert first.startswith("XnnpackBackend from aten::") and "y = self.conv(x)" in first
     assert all(description.startswith(name.rpartition(".")[0] or name) for name, description in seen.items()), seen
 
 

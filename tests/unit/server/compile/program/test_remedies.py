@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -64,6 +65,18 @@ def chosen(x: torch.Tensor) -> Any:
     a = torch.where(p, x * 2, x - 1)
     b = torch.where(p, x + 10, x * 3)
     return a, b, a + b
+
+
+class Exits(nn.Module):
+    """Uses a layer within a branch, too, or a copy of it."""
+
+    def __init__(self, *, shared: bool) -> None:
+        super().__init__()
+        self.exit = nn.Linear(3, 3)
+        self.early = self.exit if shared else copy.deepcopy(self.exit)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.cond(x.sum() > 0, lambda v: self.early(v), lambda v: v * 2, [self.exit(x)])
 
 
 def loop(i: torch.Tensor, x: torch.Tensor) -> Any:
@@ -138,6 +151,10 @@ CASES: Final[dict[str, tuple[nn.Module, tuple[Any, ...], nn.Module, tuple[Any, .
         Function(branches), (X,), Function(chosen), (X,),
         None, ["OUTPUTS_DIFFER", "torch.cond at ", "test_remedies.py:", "torch.where"],
     ),
+    "a weight within a branch and a delegate": (
+        Exits(shared=True), (X,), Exits(shared=False), (X,),
+        None, ["STAGE_FAILED", "weight early.weight to a delegate and to cond at ", "test_remedies.py:", "copy.deepcopy"],
+    ),
 }  # fmt: skip
 
 
@@ -145,7 +162,7 @@ CASES: Final[dict[str, tuple[nn.Module, tuple[Any, ...], nn.Module, tuple[Any, .
 @pytest.mark.parametrize("name", CASES)
 async def test_a_remedy_helps(workers: Workers, tmp_path: Path, name: str) -> None:
     broken, inputs, mended, other_inputs, shapes, words = CASES[name]
-    recipe = "xnnpack_fp32" if name == "seven dims" else "portable"
+    recipe = "xnnpack_fp32" if name in ("seven dims", "a weight within a branch and a delegate") else "portable"
 
     def make(module: nn.Module, args: tuple[Any, ...]) -> Callable[[], Any]:
         return lambda: torch.export.export(module.eval(), args, dynamic_shapes=(shapes,) if shapes else None)

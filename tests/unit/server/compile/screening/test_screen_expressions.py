@@ -157,6 +157,18 @@ def test_what_torch_prints_of_sizes_passes(expression: str) -> None:
     expressions.check_symbol(expression, "here")
 
 
+@pytest.mark.parametrize("key", ["é", "größe/cm 2", "信号機", "e\u0301tat"])
+def test_a_guard_may_name_an_input_by_letters_of_any_script(key: str) -> None:
+    expressions.check_guard(f"L[{key!r}].size()[0] <= 8 and 2*L['x'].size()[1] <= 1e2", "here")
+    refused = [
+        f"L[{key!r}].size()[0] <= {key!r}", f"{key[0]} <= 8", f"L[{key!r}].size()[0] <= 1e9999999",
+        *(f"L[{key + end!r}].size()[0] <= 8" for end in ('"', "'", "\\", "{", "\n", "\u2028", "\u201d")),
+    ]  # fmt: skip
+    for guard in refused:
+        with pytest.raises(UnsafeModel):
+            expressions.check_guard(guard, "here")
+
+
 @pytest.mark.parametrize("guard", ["'a' * 99999999999", "L['x'].size()[0] == 'a' * 9999999999"])
 def test_a_guard_that_multiplies_a_text_is_refused(guard: str) -> None:
     with pytest.raises(UnsafeModel):

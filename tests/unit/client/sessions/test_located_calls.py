@@ -1,0 +1,59 @@
+"""The source lines of a session's program, which the errors of its calls name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack
+
+import grpc
+import pytest
+
+from etfarm.client.errors import EtfarmError
+from etfarm.client.sessions.open_calls import Line, SessionCalls
+from etfarm.v1 import artifact_pb2_grpc, compile_pb2, session_pb2, session_pb2_grpc
+from etfarm.wire.errors import Fault, error_of
+from etfarm.wire.status import to_proto
+
+LOG = "E [method.cpp:1391] KernelCall failed at instruction 0:3 in operator aten::div.out_mode: 0x12"
+FAILED = error_of(Fault.USER, "PROGRAM_FAILED", "execute: ExecuTorch says InvalidArgument.", "", metadata={"log": LOG})
+
+
+class Failing(session_pb2_grpc.SessionServiceServicer):
+    """A server whose device fails each call."""
+
+    async def Open(self, request: object, context: object) -> AsyncIterator[session_pb2.SessionEvent]:
+        yield session_pb2.SessionEvent(session_id="s", ready=session_pb2.SessionReady())
+        await asyncio.Event().wait()
+
+    async def Call(self, request: object, context: object) -> session_pb2.CallSessionResponse:
+        return session_pb2.CallSessionResponse(answer=session_pb2.SessionAnswer(error=to_proto(FAILED)))
+
+
+async def test_the_lines_are_fetched_once_for_all_failing_calls() -> None:
+    server = grpc.aio.server()
+    session_pb2_grpc.add_SessionServiceServicer_to_server(Failing(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    fetched = 0
+
+    async def find_operators() -> Mapping[str, compile_pb2.LocatedOperators]:
+        nonlocal fetched
+        fetched += 1
+        return {"forward": compile_pb2.LocatedOperators(by_instruction={3: "aten::div at net.py:7 (a // b)"})}
+
+    async def connect(stack: AsyncExitStack) -> Line:
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
+        stubs = session_pb2_grpc.SessionServiceStub(channel), artifact_pb2_grpc.ArtifactServiceStub(channel)
+        return Line("", *stubs, session_pb2.OpenSessionRequest(), find_operators=find_operators)  # type: ignore[arg-type]
+
+    calls = SessionCalls(connect, "", None, None)
+    try:
+        await calls.open()
+        for _ in range(3):
+            with pytest.raises(EtfarmError, match=r"in aten::div at net\.py:7"):
+                await calls.call(session_pb2.SessionTask(method="forward"), None)
+        assert fetched == 1
+    finally:
+        await calls.close()
+        await server.stop(None)
