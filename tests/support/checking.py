@@ -151,7 +151,7 @@ class PartlyRandom(nn.Module):
 
 
 class Twice(nn.Module):
-    """Two outputs of the same name."""
+    """One tensor as two outputs."""
 
     def __init__(self, sign: float) -> None:
         super().__init__()

@@ -108,14 +108,14 @@ def test_a_scope_that_is_entered_again_has_the_modules_that_it_loaded() -> None:
         with usercode.scope_of_file(Path(side, "model.py")) as scope:
             scopes.append((scope, scope.import_file(Path(side, "model.py"), "etfarm_model")))
     before = dict(sys.modules), list(sys.path)
-    found = []
+    loaded = []
     for scope, module in [*scopes, *scopes]:
         with scope, scope:
             assert sys.modules["etfarm_model_model"] is module
-            found.append(module.late())
+            loaded.append(module.late())
         assert (dict(sys.modules), sys.path) == before
-    assert [width for width, _ in found] == [5, 513, 5, 513]
-    assert found[0][1] is found[2][1] is not found[1][1] and found[1][1] is found[3][1]
+    assert [width for width, _ in loaded] == [5, 513, 5, 513]
+    assert loaded[0][1] is loaded[2][1] is not loaded[1][1] and loaded[1][1] is loaded[3][1]
     assert [file.path for file in scopes[1][0].sources] == ["helper.py", "model.py", "parts/deep.py"]
 
 

@@ -204,7 +204,7 @@ def test_the_reference_is_the_model_before_quantization() -> None:
     outputs = reference.run_program(program, values.example_values(program) or [])
     assert isinstance(outputs[0], tensors.Tensor)
     assert values.to_leaf(outputs[0]).tolist() == [[4.5] * 3] * 2
-    assert outputs[1] == tensors.Scalar("", 3)
+    assert outputs[1] == tensors.Scalar("scale", 3)
 
 
 async def test_the_recipes_that_this_host_has_are_listed(workers: Workers) -> None:
