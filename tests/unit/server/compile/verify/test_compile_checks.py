@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 pytest.importorskip("executorch")
 
-from etfarm.server.compile.verify import checks, differences, reference, trials  # noqa: E402 - needs torch
+from etfarm.server.compile.verify import checks, reference, trials  # noqa: E402 - needs torch
+from etfarm.server.graphs import differences  # noqa: E402
 from etfarm.server.graphs.written_buffers import changed_buffers  # noqa: E402
 from etfarm.server.workers.pool import Workers  # noqa: E402
 from etfarm.wire import tensors  # noqa: E402
