@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -179,6 +180,14 @@ def _named(file: str) -> Iterator[None]:
         raise
 
 
+def _check_source(
+    name: str, source: ModelSource, *, file: str, methods: Sequence[str], inputs: Mapping[str, Named] | None
+) -> None:
+    """Call `check_source` with the inputs of a file. A function of the module, as a process of its own may call it."""
+    with _named(file):
+        check_source(name, source, methods, inputs)
+
+
 def _input_files(named: Mapping[str, Named], models: Sequence[PreparedModel], methods: Sequence[str]) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     for model in models:
@@ -235,10 +244,6 @@ class SubmissionRequest:
             nonlocal exporting
             exporting = name
 
-        def check(name: str, source: ModelSource) -> None:
-            with _named(file):
-                check_source(name, source, methods, inputs)
-
         models = []
         for model in self.models:
             try:
@@ -251,7 +256,7 @@ class SubmissionRequest:
                     data=self.data if not has_program or is_program(model) else (),
                     folder=folder,
                     say=say,
-                    check=check,
+                    check=partial(_check_source, file=file, methods=methods, inputs=inputs),
                     on_export=on_export,
                 )
             except UserError as error:

@@ -8,6 +8,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,9 +18,15 @@ from etfarm.client.export.spec import FileFactory
 from etfarm.client.submit.early_checks import check_source
 from etfarm.client.submit.factory_process import prepare_apart
 from etfarm.client.submit.preparation import ExportSteps, prepare
+from etfarm.client.submit.recipes import read_recipe
+from etfarm.client.submit.submission import SubmissionRequest
+from etfarm.v1 import job_pb2
 from etfarm.wire.errors import UserError
 
 pytestmark = pytest.mark.slow(reason="starts processes that import torch")
+
+PORTABLE = read_recipe("portable")
+INPUTS = {"x": np.ones(2, np.float32)}
 
 MODEL = """
 import torch
@@ -57,17 +64,12 @@ def test_factories_that_register_operators_run_in_a_process_each(tmp_path: Path,
         (tmp_path / side).mkdir()
         (tmp_path / side / "model.py").write_text(MODEL.format(factor=factor))
     sentences: list[str] = []
-    exported: list[str] = []
-    base, candidate = (
-        prepare(
-            f"{tmp_path / side}/model.py:make", say=sentences.append, on_export=exported.append,
-            check=partial(check_source, methods=["forward"], inputs=None), recipes=["xnnpack_pt2e_int8_static_per_channel"],
-        )
-        for side in ("base", "candidate")
-    )  # fmt: skip
-    assert len([line for line in sentences if "process of its own" in line]) == 1 and exported == ["model:make"] * 2
-    assert base.methods["forward"].pt2 != candidate.methods["forward"].pt2
-    assert [file.path for file in candidate.sources] == ["model.py"] and base.sources != candidate.sources
+    request = SubmissionRequest([f"{tmp_path / side}/model.py:make" for side in ("base", "candidate")], [PORTABLE], inputs=INPUTS)
+    created = request.gather(job_pb2.JobSpec(methods=["forward"]), [PORTABLE], tmp_path, sentences.append)
+    base, candidate = (each.model for each in created.spec.candidates)
+    assert len([line for line in sentences if "process of its own" in line]) == 1
+    assert base.methods["forward"].exported_program.digest != candidate.methods["forward"].exported_program.digest
+    assert [file.path for file in candidate.sources] == ["model.py"] and base.sources[0].sha256 != candidate.sources[0].sha256
     with pytest.raises(UserError) as failed:
         prepare(f"{tmp_path}/candidate/model.py:fails")
     assert failed.value.reason == "FACTORY_FAILED" and "ValueError: as it is" in failed.value.message
