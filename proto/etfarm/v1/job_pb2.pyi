@@ -585,7 +585,7 @@ class FurtherInputs(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Artifact]:
-        """At most 64 tensor files of flattened leaves; which of them count is said at MethodSource.samples."""
+        """At most 64 tensor files of flattened leaves; see MethodSource.samples for which of them count."""
 
     def __init__(
         self,

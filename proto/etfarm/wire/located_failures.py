@@ -41,7 +41,7 @@ _REMEDIES: Final = (
     ),
     (
         re.compile(r"resize", re.IGNORECASE),
-        "A size exceeds what was planned: keep inputs within the dynamic dims, or export larger maximums.",
+        "A size exceeds what was planned: keep inputs within the ranges of the dynamic dims, or export larger maxima.",
     ),
 )
 """Remedies for inputs that an operator does not take, by the runtime's log."""

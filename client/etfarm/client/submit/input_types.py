@@ -43,7 +43,7 @@ class SizesDoNotFit(InputMismatch):
     def __init__(self, method: str, why: str) -> None:
         super().__init__(
             f"The sizes of the inputs of {method} do not fit: {why}.",
-            "Give sizes that fit; the model's dynamic shapes declare this.",
+            "Give sizes that fit; the exported model requires this.",
             method=method, got=why,
         )  # fmt: skip
 

@@ -304,7 +304,10 @@ class Execution(CandidateSteps):
             with self.phase("SAMPLES"):
                 further = await passes.execute_further(self._sample_files, files.outputs, self._limit_s())
                 files = replace(files, further=further)
-        if self._calls:
+        if self._calls and files.further is not None and files.further.error is not None:
+            # What interrupts a sample ends the runner.
+            files = replace(files, calls=Further(error=files.further.error))
+        elif self._calls:
             assert self._runner is not None  # it was measured
             with self.phase("CALLS"):
                 files = replace(files, calls=await execute_calls(self._runner, self._calls, self._limit_s()))

@@ -49,7 +49,7 @@ def find_wrong_call(
     methods: Sequence[str], expected: Sequence[Sequence[Value]], actual: Sequence[Sequence[Value]], *, quantized: bool
 ) -> tuple[int, str] | None:
     """Return the first of several calls whose outputs count as wrong, with the reason as a sentence; None if there is none."""
-    for index, (method, wanted, outputs) in enumerate(zip(methods, expected, actual, strict=True)):
+    for index, (wanted, outputs) in enumerate(zip(expected, actual, strict=True)):
         if len(wanted) != len(outputs):
             listed = f"it returned {len(outputs)} outputs, but the model returns {len(wanted)}"
         else:
@@ -57,10 +57,10 @@ def find_wrong_call(
             compared = (differences.difference(want.name, want, got) for want, got in pairs)
             listed = "; ".join(filter(None, (differences.find_problem(each, quantized=quantized) for each in compared)))
         if listed:
-            others = f"{index - 7} others, " if index > 7 else ""
-            sequence = others + ", ".join(methods[max(0, index - 7) : index + 1])
+            # The last seven before it.
+            sequence = ", ".join((*(("...",) if index > 7 else ()), *methods[max(0, index - 7) : index + 1]))
             model = "is far from the model before quantization" if quantized else "differs from eager PyTorch"
-            return index, f"after the calls {sequence}, {method} {model}: {listed}."
+            return index, f"in the calls {sequence}, the last one {model}: {listed}."
     return None
 
 

@@ -309,7 +309,7 @@ def _unknown_control_flow(stage: str, match: re.Match[str], text: str, programs:
             "take its maximum and keep finished values with torch.where. Or call the body as a program from outside."
         )
     else:
-        remedy = "Write it with operators, which ExecuTorch lowers; torch.cond, map and scan work too."
+        remedy = "Write it with operators, which ExecuTorch lowers, or compute both branches and choose with torch.where."
     return StageFailed(stage, "InternalError", f"ExecuTorch cannot emit {_describe(shown, places(nodes))}.", remedy)
 
 
@@ -469,7 +469,7 @@ _EXPLAINED: Final[tuple[tuple[re.Pattern[str], _Explained], ...]] = (
         _fails(
             "CalledProcessError",
             "a number of the program does not fit its file format, which has 32 bits for sizes of a delegate's tensors",
-            "Lower the maximums of dynamic dims to sizes that inputs really have.",
+            "Lower the maxima of dynamic dims to sizes that inputs really have.",
         ),
     ),
     (

@@ -203,6 +203,9 @@ class Attempts:
                 errors[cell.id] = run.locate(from_proto(result.error))
             if result.further.HasField("error"):
                 result.further.error.CopyFrom(to_proto(run.locate(from_proto(result.further.error))))
+            if result.calls.HasField("error") and result.calls.samples < len(run.calls):
+                failed = run.calls[result.calls.samples].method
+                result.calls.error.CopyFrom(to_proto(run.locate(from_proto(result.calls.error), failed)))
         return errors
 
 

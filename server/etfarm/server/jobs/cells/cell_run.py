@@ -86,11 +86,15 @@ class CellRun:
             return None
         return generation.plan(measurement, self.compilation.facts, self.cell.candidate_name, self.job.spec.inputs)
 
-    def locate(self, error: EtfarmError) -> EtfarmError:
-        """Return an error that the device reports with the source line of the operator that failed, if that is known."""
-        if self.compilation is None or self.cell.method not in self.compilation.located_operators:
-            return error
-        return locate(error, self.compilation.located_operators[self.cell.method])
+    def locate(self, error: EtfarmError, method: str = "") -> EtfarmError:
+        """Return an error that the device reports with the source line of the operator that failed, if that is known.
+
+        Args:
+            method: the method that failed; the cell's when empty.
+        """
+        operators = self.compilation.located_operators if self.compilation is not None else {}
+        method = method or self.cell.method
+        return locate(error, operators[method]) if method in operators else error
 
     @property
     def inputs(self) -> common_pb2.Artifact | None:

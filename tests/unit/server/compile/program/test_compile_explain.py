@@ -269,7 +269,7 @@ def test_unsupported_weight_groups_are_explained() -> None:
 def test_an_excessive_maximum_is_explained() -> None:
     program = torch.export.export(nn.Linear(4, 4), (torch.ones(2, 4),), dynamic_shapes=({0: Dim("n", max=1 << 40)},))
     error = lowered(program, ExportRecipe.get_recipe(XNNPackRecipeType.FP32))
-    assert promised(error, "STAGE_FAILED", "32 bits", "maximums")
+    assert promised(error, "STAGE_FAILED", "32 bits", "maxima")
 
 
 def test_unserializable_stack_traces_are_explained() -> None:

@@ -51,13 +51,13 @@ class Answers:
         (([1.0, 2.0], [2.0, 4.0]), False, "", ""),
         (
             ([1.0, 2.0], [1.0, 2.0]), False, "OUTPUTS_DIFFER",
-            "On the server, after the calls forward, forward, forward differs from eager PyTorch: 0 has 6.0 dB, where a float32 "
-            "output mostly has over 100. No delegate takes part",
+            "On the server, in the calls forward, forward, the last one differs from eager PyTorch: 0 has 6.0 dB, where a "
+            "float32 output mostly has over 100. No delegate takes part",
         ),
         (([1.0, 2.0], [2.1, 4.0]), True, "", ""),
         (
             ([1.0, 2.0], [1.0, 2.0]), True, "LOW_ACCURACY",
-            "forward is far from the model before quantization: 0 has 6.0 dB, less than the 10 dB that quantization should keep. "
+            "the last one is far from the model before quantization: 0 has 6.0 dB, less than the 10 dB that quantization should keep. "
             "Calibration begins",
         ),
     ],
