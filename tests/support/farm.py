@@ -152,7 +152,7 @@ class FarmProcess:
             nothing is compiled.
         within: what stands before the server's command and becomes it.
         environment: further variables of the server.
-        executes: whether the server must be a process as a user starts it, as of `Daemon`.
+        executes: whether its processes must be as a user starts them, as of `Daemon`.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class FarmProcess:
             ["agent", "--server", server or self.address, "--data", str(data), "--name", f"board-{index}", "--exit-with-stdin",
              *WAIT_FOR_NOTHING, *arguments],
             self.folder / f"agent-{index}.log",
-            environment,
+            environment, executes=self._executes,
         )  # fmt: skip
         agent.start()
         agent.expect("connected to")
@@ -294,15 +294,16 @@ def launchers(agent_pid: int) -> set[int]:
 @contextmanager
 def frozen(pids: Iterable[int]) -> Iterator[None]:
     """Processes that stand still until they are killed, or until the end of the context."""
-    stopped = list(pids)
-    for pid in stopped:
-        os.kill(pid, signal.SIGSTOP)
+    stopped = [os.pidfd_open(pid) for pid in pids]
+    for pidfd in stopped:
+        signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
     try:
         yield
     finally:
-        for pid in stopped:
+        for pidfd in stopped:
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+                signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+            os.close(pidfd)
 
 
 def _is_launcher(pid: int) -> bool:
