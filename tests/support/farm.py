@@ -136,12 +136,11 @@ class Daemon:
         with suppress(BrokenPipeError):
             self.process.stdin.close()
         try:
-            self.process.wait(timeout=60)
+            return self.process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
             raise AssertionError(f"it did not end with its stdin; {self.log.read_text()[-3000:]}") from None
-        return self.process.returncode
 
 
 class FarmProcess:

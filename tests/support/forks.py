@@ -155,10 +155,12 @@ class Template:
         if self._socket is None:
             self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
-                # Its stdout is a socket for the objects in front of it, which then take it for no file and no terminal.
                 process = subprocess.Popen(
-                    [sys.executable, "-m", __name__, *self._modules], stdin=theirs, stdout=theirs, cwd=ROOT, env=self._environment
-                )
+                    [sys.executable, "-m", __name__, *self._modules],
+                    # Also its stdout, so that the object in front of it, which forks keep, takes it for no file and no terminal.
+                    stdin=theirs.fileno(), stdout=theirs.fileno(),
+                    cwd=ROOT, env=self._environment,
+                )  # fmt: skip
             atexit.register(process.wait)
             atexit.register(self._socket.close)
         return self._socket
