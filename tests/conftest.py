@@ -14,7 +14,8 @@ import pytest_asyncio
 from hypothesis import HealthCheck, settings
 
 from tests.support.adbd import adb_phone  # noqa: F401 - a fixture
-from tests.support.farm import FarmProcess
+from tests.support.farm import Daemon, FarmProcess
+from tests.support.forks import Template
 from tests.support.golden import golden  # noqa: F401 - a fixture
 from tests.support.runner import runner_bundle  # noqa: F401 - a fixture
 from tests.support.s3 import s3_server  # noqa: F401 - a fixture
@@ -34,6 +35,13 @@ os.environ.pop("COLUMNS", None)
 # Hundreds of processes of tests would compile etfarm's modules anew, a third of a server's start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# What servers, agents, pages and commands load at their start, but for grpc: its import reads a variable that some of them set.
+Daemon.template = Template(
+    "anyio._backends._asyncio", "asyncio", "google.protobuf.json_format", "google.rpc.error_details_pb2", "google.rpc.status_pb2",
+    "http.cookies", "jinja2", "psutil", "psycopg", "rich.table", "sqlalchemy.dialects.postgresql.psycopg",
+    "sqlalchemy.dialects.sqlite.pysqlite", "starlette.applications", "structlog", "typer", "uvicorn",
+)  # fmt: skip
 
 # No clock decides over a property, and the same commit is tried with the same examples each time.
 settings.register_profile("etfarm", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

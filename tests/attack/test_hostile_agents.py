@@ -50,7 +50,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, psu
     daemon = Daemon(
         ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--no-prewarm", "--exit-with-stdin",
          "--tokens", str(tokens)],
-        folder / "serve.log",
+        folder / "serve.log", executes=True,
     )  # fmt: skip
     daemon.start()
     try:

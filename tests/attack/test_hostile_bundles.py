@@ -178,7 +178,7 @@ def test_a_bundle_that_only_claims_things_costs_linear_time(tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
-    farm = FarmProcess(tmp_path_factory.mktemp("bundles"), bundle=False)
+    farm = FarmProcess(tmp_path_factory.mktemp("bundles"), bundle=False, executes=True)
     try:
         farm.restart()
         yield farm

@@ -53,7 +53,7 @@ BLANKS = "name=" + " " * 100_000 + "x\ny"
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
     """A server that the tests share; the data that they leave does not affect each other."""
-    running = FarmProcess(tmp_path_factory.mktemp("limits"), bundle=False)
+    running = FarmProcess(tmp_path_factory.mktemp("limits"), bundle=False, executes=True)
     try:
         running.restart()
         with running.client() as farm:

@@ -79,7 +79,7 @@ def standing_inside(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 @contextmanager
 def serving(data: Path, within: list[str], *arguments: str) -> Iterator[Daemon]:
     options = ["--listen", "127.0.0.1:0", "--no-bundle", "--no-prewarm", "--exit-with-stdin", *arguments]
-    daemon = Daemon(["serve", "--data", str(data), *options], data.parent / "log", within=within)
+    daemon = Daemon(["serve", "--data", str(data), *options], data.parent / "log", within=within, executes=True)
     daemon.start()
     try:
         daemon.expect("listening on")

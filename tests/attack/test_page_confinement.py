@@ -59,7 +59,7 @@ class Served:
         self.daemon = Daemon(
             ["serve", "--listen", listen, "--data", str(folder / "data"), "--no-bundle", "--no-prewarm", "--exit-with-stdin",
              "--tokens", str(tokens), "--web", web, *options],
-            folder / "serve.log", SECRETS, within,
+            folder / "serve.log", SECRETS, within, executes=True,
         )  # fmt: skip
 
     def start(self) -> Served:

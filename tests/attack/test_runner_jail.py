@@ -59,7 +59,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="runners get users of 
 def hostile_farm(folder: Path, *arguments: str, archive: Path, agent: bool = True) -> Iterator[FarmProcess]:
     """A real farm whose runner has the hostile kernels; beside the agent's data folder lie a token and files of others."""
     folder.mkdir(exist_ok=True)
-    farm = FarmProcess(folder, bundle=False)
+    farm = FarmProcess(folder, bundle=False, executes=True)
     try:
         farm.start(agents=0)
         (folder / "token").write_text(TOKEN)

@@ -47,7 +47,7 @@ class Served:
         self.daemon = Daemon(
             ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--exit-with-stdin",
              "--no-prewarm"],
-            self.log,
+            self.log, executes=True,
         )  # fmt: skip
         self.daemon.start()
         self.address = address_of(self.daemon)

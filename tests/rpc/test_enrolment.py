@@ -58,7 +58,7 @@ def agent_of(folder: Path, address: str, token: str = "") -> Daemon:
     know_own_runners(folder / "agent")
     daemon = Daemon(
         ["agent", "--server", address, "--data", str(folder / "agent"), "--name", "board", "--exit-with-stdin"],
-        folder / "agent.log", {"ETFARM_TOKEN": token},
+        folder / "agent.log", {"ETFARM_TOKEN": token}, executes=True,
     )  # fmt: skip
     if not token:
         del daemon._environment["ETFARM_TOKEN"]

@@ -39,7 +39,7 @@ ROOM_BYTES = 16 << 20
 
 @pytest.fixture(scope="module")
 def farm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
-    running = FarmProcess(tmp_path_factory.mktemp("reservations"))
+    running = FarmProcess(tmp_path_factory.mktemp("reservations"), executes=True)
     try:
         yield running.start(agents=2)
     finally:

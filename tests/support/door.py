@@ -68,7 +68,7 @@ class Door:
                 data.mkdir()
                 (data / "artifacts").symlink_to(folder / "blobs")
             self.leader = Daemon([*arguments, "--data", str(folder / "leader")], folder / "leader.log")
-        self.daemon = _Limited([*arguments, "--data", str(self.data)], folder / "serve.log")
+        self.daemon = _Limited([*arguments, "--data", str(self.data)], folder / "serve.log", executes=True)
         self.daemon.files = files
 
     def start(self) -> None:

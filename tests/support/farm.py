@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Empty, Queue
+from typing import ClassVar
 
 from etfarm.client import Farm
 from etfarm.device_agents.daemon.own_runners import REMEMBERED
-from tests.support.commands import Commands
+from tests.support.forks import COMMAND, Fork, Template
 from tests.support.runner import know_own_runners, runner_archive
 
 START_S = 120.0
@@ -34,12 +35,23 @@ LAUNCHER = b"sandbox/launch.py"
 PROMPTLY_S = 15.0
 """For what must happen at once: far below what would end it otherwise, and virtual machines stand still for seconds."""
 
-commands = Commands()
-"""Where commands that export a model are forked."""
+commands = Template("torch")
+"""Where commands that export a model are forked from."""
 
 
 class Daemon:
-    """One process of etfarm whose stdout is read line by line; it ends with its stdin, so never outlives the test."""
+    """One process of etfarm whose stdout is read line by line; it ends with its stdin, so never outlives the test.
+
+    Args:
+        within: what stands before the command and becomes it.
+        python: the interpreter.
+        knows_health: whether a server has the options for the health of devices, which old ones lack.
+        executes: whether it must be a process as a user starts it, whose memory, limits, and files in /proc are its own; others
+            are forked from the template.
+    """
+
+    template: ClassVar[Template | None] = None
+    """What the tests' daemons are forked from. Benches have none: they measure processes as users start them."""
 
     def __init__(
         self,
@@ -50,29 +62,36 @@ class Daemon:
         python: str | Path = sys.executable,
         *,
         knows_health: bool = True,
+        executes: bool = False,
     ) -> None:
         if list(arguments[:1]) == ["serve"] and "--health-interval" not in arguments and knows_health:
             # Most tests count the runs of their devices, play their agents, or make them fail.
             arguments = [*arguments, "--health-interval", "0"]
             arguments += [] if "--health" in arguments else ["--health", str(TOLERANT_HEALTH)]
-        self._arguments = [*within, str(python), "-m", "etfarm.wire.command", *arguments]
+        self._arguments = arguments
+        self._started = [*within, str(python), "-m", COMMAND]
+        self._executes = executes or self._started[0] != sys.executable
         self._environment = {**os.environ, **(environment or {})}
         self._environment.pop("ETFARM_SERVER", None)
         self.log = log
         self.lines: list[str] = []
         self._queue: Queue[str | None] = Queue()
-        self.process: subprocess.Popen[str] | None = None
+        self.process: subprocess.Popen[str] | Fork | None = None
 
     def start(self) -> None:
         """Start it; what it printed before is forgotten."""
         self.lines, self._queue = [], Queue()
         with self.log.open("a") as errors:
-            self.process = subprocess.Popen(
-                self._arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=self._environment
-            )
+            if self.template is not None and not self._executes and self.template.suits(self._environment):
+                self.process = self.template.start(self._arguments, self._environment, errors)
+            else:
+                self.process = subprocess.Popen(
+                    [*self._started, *self._arguments],
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=self._environment,
+                )  # fmt: skip
         threading.Thread(target=self._read, args=(self.process, self._queue), daemon=True).start()
 
-    def _read(self, process: subprocess.Popen[str], queue: Queue[str | None]) -> None:
+    def _read(self, process: subprocess.Popen[str] | Fork, queue: Queue[str | None]) -> None:
         assert process.stdout is not None
         with process.stdout:
             for line in process.stdout:
@@ -99,7 +118,8 @@ class Daemon:
 
     def signal(self, number: int) -> None:
         """Send a signal to the process."""
-        os.kill(self.pid, number)
+        assert self.process is not None
+        self.process.send_signal(number)
 
     def kill9(self) -> None:
         """The process is gone at once."""
@@ -116,12 +136,11 @@ class Daemon:
         with suppress(BrokenPipeError):
             self.process.stdin.close()
         try:
-            self.process.wait(timeout=60)
+            return self.process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
             raise AssertionError(f"it did not end with its stdin; {self.log.read_text()[-3000:]}") from None
-        return self.process.returncode
 
 
 class FarmProcess:
@@ -132,6 +151,7 @@ class FarmProcess:
             nothing is compiled.
         within: what stands before the server's command and becomes it.
         environment: further variables of the server.
+        executes: whether its processes must be as a user starts them, as of `Daemon`.
     """
 
     def __init__(
@@ -143,8 +163,10 @@ class FarmProcess:
         serve: Sequence[str] = (),
         within: Sequence[str] = (),
         environment: dict[str, str] | None = None,
+        executes: bool = False,
     ) -> None:
         self._environment = environment
+        self._executes = executes
         self._within = within
         self._prewarm = prewarm
         self.folder = folder
@@ -173,7 +195,10 @@ class FarmProcess:
         listen = self.address or "127.0.0.1:0"
         arguments = ["serve", "--listen", listen, "--data", str(self.folder / "server"), "--exit-with-stdin", "--no-bundle"]
         arguments += [] if self._prewarm else ["--no-prewarm"]
-        self.server = Daemon([*arguments, *self._serve_arguments], self.folder / "serve.log", self._environment, self._within)
+        self.server = Daemon(
+            [*arguments, *self._serve_arguments], self.folder / "serve.log", self._environment, self._within,
+            executes=self._executes,
+        )  # fmt: skip
         self.server.start()
         self.address = self.server.expect("listening on").rpartition(" ")[2]
 
@@ -195,7 +220,7 @@ class FarmProcess:
             ["agent", "--server", server or self.address, "--data", str(data), "--name", f"board-{index}", "--exit-with-stdin",
              *WAIT_FOR_NOTHING, *arguments],
             self.folder / f"agent-{index}.log",
-            environment,
+            environment, executes=self._executes,
         )  # fmt: skip
         agent.start()
         agent.expect("connected to")
@@ -226,13 +251,14 @@ def etfarm(
 ) -> subprocess.CompletedProcess[str]:
     """Run one command of the CLI to its end.
 
-    Without an environment of its own, a command that may export a model is forked from a process that has loaded torch.
+    Without an environment of its own, it is forked: from a process that has loaded torch, if it may export a model.
     """
     clean = {key: value for key, value in os.environ.items() if key != "ETFARM_SERVER"} | {"COLUMNS": "140"}
-    if environment is None and arguments[0] in EXPORTING:
-        return commands.run(arguments, cwd, clean, timeout_s)
+    template = commands if arguments[0] in EXPORTING else Daemon.template
+    if environment is None and template is not None:
+        return template.run(arguments, cwd, clean, timeout_s)
     return subprocess.run(
-        [sys.executable, "-m", "etfarm.wire.command", *arguments],
+        [sys.executable, "-m", COMMAND, *arguments],
         cwd=cwd, env={**clean, **(environment or {})}, capture_output=True, text=True, timeout=timeout_s, check=False,
     )  # fmt: skip
 
@@ -267,15 +293,16 @@ def launchers(agent_pid: int) -> set[int]:
 @contextmanager
 def frozen(pids: Iterable[int]) -> Iterator[None]:
     """Processes that stand still until they are killed, or until the end of the context."""
-    stopped = list(pids)
-    for pid in stopped:
-        os.kill(pid, signal.SIGSTOP)
+    stopped = [os.pidfd_open(pid) for pid in pids]
+    for pidfd in stopped:
+        signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
     try:
         yield
     finally:
-        for pid in stopped:
+        for pidfd in stopped:
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+                signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+            os.close(pidfd)
 
 
 def _is_launcher(pid: int) -> bool:

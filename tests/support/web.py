@@ -47,7 +47,7 @@ class WebFarm:
         """Start the server, an agent and the page."""
         self.process.start(agents=0)
         self.process.add_agent(environment={"ETFARM_TOKEN": self.tokens["agent"]})
-        self.page, self.url = start_page(self.process.address, self.folder / "web.log")
+        self.page, self.url = start_page(self.process.address, self.folder / "web.log", executes=True)
         return self
 
     def client(self, role: str = "admin") -> Farm:
@@ -61,9 +61,12 @@ class WebFarm:
         self.process.stop()
 
 
-def start_page(server: str, log: Path, *options: str, environment: dict[str, str] | None = None) -> tuple[Daemon, str]:
+def start_page(
+    server: str, log: Path, *options: str, environment: dict[str, str] | None = None, executes: bool = False
+) -> tuple[Daemon, str]:
     """Start the page of a farm, and return its process and its address without a slash at the end."""
-    page = Daemon(["web", "--server", server, "--listen", "127.0.0.1:0", "--exit-with-stdin", *options], log, environment)
+    arguments = ["web", "--server", server, "--listen", "127.0.0.1:0", "--exit-with-stdin", *options]
+    page = Daemon(arguments, log, environment, executes=executes)
     page.start()
     return page, page.expect("the page of").rpartition(" ")[2].rstrip("/")
 

@@ -40,7 +40,7 @@ SOON_S: Final = 10.0
 @pytest.fixture
 def page(web: WebFarm, tmp_path: Path) -> Iterator[tuple[Daemon, str]]:
     """A page of its own."""
-    daemon, url = start_page(web.process.address, tmp_path / "web.log")
+    daemon, url = start_page(web.process.address, tmp_path / "web.log", executes=True)
     try:
         yield daemon, url
     finally:
