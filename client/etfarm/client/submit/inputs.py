@@ -67,8 +67,9 @@ def read_samples(inputs: Inputs) -> Iterator[tuple[str, dict[str, input_names.Na
 
 def files_of(inputs: Inputs) -> int:
     """Return the number of files that `read_samples` has a sample of, without a limit; 1 for inputs that are one sample."""
-    is_folder = isinstance(inputs, str | Path) and Path(inputs).is_dir()
-    return len(list(Path(inputs).glob("*.npz"))) if is_folder else 1
+    if isinstance(inputs, str | Path) and Path(inputs).is_dir():
+        return len(list(Path(inputs).glob("*.npz")))
+    return 1
 
 
 def values_of(

@@ -78,7 +78,8 @@ def test_a_folder_has_a_sample_in_each_npz_in_the_order_of_names(files: Path, tm
 @pytest.mark.parametrize(("kind", "expected"), [("model", "Using 64 of the 66 files"), ("program", "Using 1 of the 66 files")])
 def test_files_that_are_left_out_are_said(files: Path, tmp_path: Path, kind: str, expected: str) -> None:
     for index in range(66):
-        np.savez(files / f"{index:02}.npz", **{str(place): np.full((2, 3), index, np.float32) for place in range(2)})  # type: ignore[arg-type]
+        arrays = {str(place): np.full((2, 3), index, np.float32) for place in range(2)}
+        np.savez(files / f"{index:02}.npz", **arrays)  # type: ignore[arg-type]
     zeros = torch.zeros(2, 3)
     model = ModelSource.of(Add().eval(), (zeros, zeros)) if kind == "model" else str(program("add").path)
     sentences: list[str] = []
