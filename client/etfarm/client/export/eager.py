@@ -162,7 +162,7 @@ def _exported(export: _Export, name: str) -> ExportedModel:
     source = export.source
     export.transform.must_find_something(name)
     programs = {method: export.program(method) for method in source.methods}
-    is_shared = mark_shared({method: exported.program for method, exported in programs.items()}, source.methods)
+    is_shared = mark_shared({method: exported.program for method, exported in programs.items()}, source.methods, export.say)
     methods = {method: export.archived(exported) for method, exported in programs.items()}
     calls = export.calls(methods) or (tuple((method, None) for method in methods) if is_shared else ())
     return ExportedModel(name, methods, _constants(source), calls)

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 def assignments_written(module: nn.Module, say: Callable[[str], None]) -> Iterator[set[str]]:
     """Write into a module's buffers what its calls assign to them: `self.cell.state = state` is `self.cell.state.copy_(state)`.
 
-    Yields a set of these buffers' names, which is filled by calls.
+    Yields a set of these buffers' names, such as `cell.state`, which is filled by calls.
 
     torch.export forgets assignments to buffers of submodules, and returns the new value of a buffer where the old one was meant.
     A strict export cannot do this.
 
     Args:
-        say: called with a sentence for a buffer that is assigned another shape or dtype, which the program forgets.
+        say: called with a sentence for a buffer that is assigned None, or another shape or dtype, which the program forgets.
     """
     import torch
     from torch.nn.modules.module import register_module_buffer_registration_hook
@@ -31,6 +31,7 @@ def assignments_written(module: nn.Module, say: Callable[[str], None]) -> Iterat
 
     assigned: set[str] = set()
     before: dict[tuple[nn.Module, str], Tensor] = {}
+    paths: dict[nn.Module, str] = {}
     held: set[int] = set()
 
     def memory(value: Any) -> int:
@@ -39,7 +40,8 @@ def assignments_written(module: nn.Module, say: Callable[[str], None]) -> Iterat
 
     def note(root: nn.Module, args: Any, kwargs: Any) -> None:
         before.clear()
-        for part in root.modules():
+        for path, part in root.named_modules():
+            paths[part] = f"{path}." if path else ""
             before.update({(part, name): buffer for name, buffer in part._buffers.items() if buffer is not None})
         held.clear()
         held.update(map(memory, (*before.values(), *pytree.tree_leaves((args, kwargs)))))
@@ -56,9 +58,10 @@ def assignments_written(module: nn.Module, say: Callable[[str], None]) -> Iterat
             new, part._buffers[name] = part._buffers.get(name), old
             if new is not None and (new.shape, new.dtype) == (old.shape, old.dtype):
                 old.copy_(new)
-                assigned.add(name)
+                assigned.add(f"{paths[part]}{name}")
             else:
-                say(f"The program forgets what the model assigns to {name}, a buffer of another shape or dtype.")
+                value = "None" if new is None else "a tensor of another shape or dtype"
+                say(f"The program forgets what the model assigns to its buffer {paths[part]}{name}: {value}.")
         return outputs
 
     hooks = [

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from itertools import combinations, product
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from etfarm.wire.shared_state import PREFIX, keep_constants, rename_buffers, written_buffers
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.export import ExportedProgram
 
 Group = Mapping[str, frozenset[str]]
 """The names that one buffer has in its methods."""
+
+
+class _Place(NamedTuple):
+    """A tensor's place in memory."""
+
+    storage: int
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def bytes(self) -> range:
+        """The bytes from the first element to the last one."""
+        last = self.offset + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return range(self.offset * self.dtype.itemsize, (last + 1) * self.dtype.itemsize)
+
+    def overlaps(self, other: _Place) -> bool:
+        """Return whether the two have bytes between them that may be the same."""
+        return self.bytes.start < other.bytes.stop and other.bytes.start < self.bytes.stop
 
 
 @contextmanager
@@ -36,13 +58,19 @@ def marked(programs: Mapping[str, ExportedProgram]) -> Iterator[None]:
                 current.update(before)
 
 
-def mark_shared(programs: Mapping[str, ExportedProgram], modules: Mapping[str, nn.Module] | None = None) -> bool:
+def mark_shared(
+    programs: Mapping[str, ExportedProgram],
+    modules: Mapping[str, nn.Module] | None = None,
+    say: Callable[[str], None] | None = None,
+) -> bool:
     """Give each buffer of several methods, of which one writes to it, one name in all programs; return whether there is any.
 
     Args:
         modules: the methods' modules, whose buffers count if the programs were exported from copies.
+        say: called with a sentence for a buffer that is a different view of another method's: each has a state of its own.
     """
-    groups = _find_common(programs, modules or {})
+    memories = _memories(programs, modules or {})
+    groups = [{method: frozenset(names) for method, names in group.items()} for group in memories.values() if len(group) > 1]
     written = {method: written_buffers(program) for method, program in programs.items()}
     marks: dict[str, dict[str, str]] = {method: {} for method in programs}
     taken: set[str] = set()
@@ -58,11 +86,32 @@ def mark_shared(programs: Mapping[str, ExportedProgram], modules: Mapping[str, n
             marks[method].update(dict.fromkeys(names, mark))
     for method, program in programs.items():
         rename_buffers(program, marks[method])
+    if say is not None:
+        for first, second in _views(memories, written):
+            say(f"{first} and {second} are different views of one memory: each method has a state of its own there.")
     return bool(taken)
 
 
-def _find_common(programs: Mapping[str, ExportedProgram], modules: Mapping[str, nn.Module]) -> list[Group]:
-    """Return the buffers that are one memory in several methods.
+def _views(
+    memories: Mapping[object, Mapping[str, set[str]]], written: Mapping[str, Collection[str]]
+) -> Iterator[tuple[str, str]]:
+    """Yield buffers of two methods that are different views of the same bytes, of which one is written to."""
+    storages: dict[int, list[_Place]] = {}
+    for place in memories:
+        if isinstance(place, _Place):
+            storages.setdefault(place.storage, []).append(place)
+    for places in storages.values():
+        for one, other in combinations(places, 2):
+            if not one.overlaps(other):
+                continue
+            for (method, names), (other_method, others) in product(memories[one].items(), memories[other].items()):
+                is_written = not names.isdisjoint(written[method]) or not others.isdisjoint(written[other_method])
+                if method != other_method and is_written:
+                    yield f"{method}: {min(names)}", f"{other_method}: {min(others)}"
+
+
+def _memories(programs: Mapping[str, ExportedProgram], modules: Mapping[str, nn.Module]) -> dict[object, dict[str, set[str]]]:
+    """Return the names of each buffer's memory by method.
 
     What a module reaches by an object that is no module, such as a list, is a constant of its program, and a buffer in others.
     """
@@ -74,7 +123,7 @@ def _find_common(programs: Mapping[str, ExportedProgram], modules: Mapping[str, 
                 named.setdefault(spec.target, program.state_dict.get(spec.target, program.constants.get(spec.target)))
         for name, tensor in named.items():
             groups.setdefault(_memory(tensor), {}).setdefault(method, set()).add(name)
-    return [{method: frozenset(names) for method, names in group.items()} for group in groups.values() if len(group) > 1]
+    return groups
 
 
 def _memory(tensor: Any) -> object:
@@ -83,5 +132,6 @@ def _memory(tensor: Any) -> object:
 
     if type(tensor) not in (torch.Tensor, torch.nn.Buffer) or not tensor.numel():
         return id(tensor)
-    place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset())
-    return (*place, tensor.dtype, tuple(tensor.shape), tensor.stride())
+    return _Place(
+        tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+    )

@@ -43,7 +43,7 @@ class Steps(Protocol):
         """Export the model in the process."""
 
 
-def prepare_apart(steps: Steps, spec: FileFactory | ModuleFactory, name: str) -> PreparedModel:
+def prepare_apart(steps: Steps, spec: FileFactory | ModuleFactory, name: str, why: str = "") -> PreparedModel:
     """Call a factory and export its model in a new process, with the working folder and sys.path of this one.
 
     What the factory prints goes to stderr. The process ends with this one, which alone receives Ctrl-C.
@@ -52,6 +52,7 @@ def prepare_apart(steps: Steps, spec: FileFactory | ModuleFactory, name: str) ->
         steps: the export.
         spec: the factory.
         name: the model's name.
+        why: the reason for a process, as a clause; that its file registers operators when empty.
 
     Raises:
         EtfarmError: as raised there.
@@ -59,7 +60,7 @@ def prepare_apart(steps: Steps, spec: FileFactory | ModuleFactory, name: str) ->
     """
     where = f"{getattr(spec, 'path', None) or getattr(spec, 'module', '')}:{spec.name}"
     if steps.say is not None:
-        steps.say(f"Loading {where} in a process of its own, since operators are registered once in a process.")
+        steps.say(f"Loading {where} in a process of its own, since {why or 'operators are registered once in a process'}.")
     request = pickle.dumps((replace(steps, say=None, on_export=None), spec, name))
     # Safe path: files of the working folder must not stand in for Python's own modules while the process starts.
     command = [sys.executable, "-P", "-m", "etfarm.client.submit.factory_process"]

@@ -65,6 +65,13 @@ def read_samples(inputs: Inputs) -> Iterator[tuple[str, dict[str, input_names.Na
         yield "", read_named(inputs)
 
 
+def files_of(inputs: Inputs) -> int:
+    """Return the number of files that `read_samples` has a sample of, without a limit; 1 for inputs that are one sample."""
+    if isinstance(inputs, str | Path) and Path(inputs).is_dir():
+        return len(list(Path(inputs).glob("*.npz")))
+    return 1
+
+
 def values_of(
     named: Mapping[str, input_names.Named], model: PreparedModel, methods: Sequence[str]
 ) -> dict[str, list[tensors.Value]]:

@@ -10,6 +10,7 @@ minimum and maximum; `relations` those of `etfarm.wire.size_relations`. Older fi
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ from etfarm.wire.atomic_write import write_atomically
 from etfarm.wire.pt2 import InputType
 
 SCHEMA: Final = "etfarm.inputs/1"
-_MAX_BYTES: Final = 1 << 20
+_MAX_BYTES: Final = 16 << 20
 
 
 def names_path(program: Path) -> Path:
@@ -57,16 +58,17 @@ def read_names(program: Path) -> ValueNames:
         if not path.is_file() or path.stat().st_size > _MAX_BYTES:
             return ValueNames()
         document = json.loads(path.read_bytes())
-        names = ValueNames(
-            _read(document["methods"]),
-            _read(document.get("outputs", {})),
-            {str(method): tuple(map(_read_type, types)) for method, types in document.get("types", {}).items()},
-            _read(document.get("relations", {})),
-        )
+        names = ValueNames(_read(document["methods"]), _read(document.get("outputs", {})))
         belongs = document["schema"] == SCHEMA and document["program"] == digest.of_file(program)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return ValueNames()
-    return names if belongs else ValueNames()
+    if not belongs:
+        return ValueNames()
+    try:
+        types = {str(method): tuple(map(_read_type, types)) for method, types in document.get("types", {}).items()}
+        return replace(names, types=types, relations=_read(document.get("relations", {})))
+    except (ValueError, TypeError, AttributeError):  # of another release: the device checks sizes
+        return names
 
 
 def _read_type(value: Any) -> InputType | None:

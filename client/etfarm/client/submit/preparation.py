@@ -133,11 +133,12 @@ class ExportSteps:
             return prepare_apart(self, spec, name)
         try:
             return self.here(spec, name, scope)
-        except FactoryFailed:
+        except FactoryFailed as error:
             # What was loaded before may be what it fails on, such as a name that can be registered once.
             if not scope.was_loaded_before:
                 raise
-        return prepare_apart(self, spec, name)
+            why = f"it fails in this one, which has loaded modules of it before ({error.metadata['exception']})"
+        return prepare_apart(self, spec, name, why)
 
     def here(self, spec: EagerSpec, name: str, scope: ModuleScope | None = None) -> PreparedModel:
         """Call a factory and export its model in this process."""

@@ -14,14 +14,14 @@ from etfarm.client.export.errors import STAGE, TRANSFORM_STAGE
 from etfarm.client.submit.early_checks import check_source, is_program, require_methods
 from etfarm.client.submit.input_names import InputMissing, Named
 from etfarm.client.submit.input_types import require_fitting
-from etfarm.client.submit.inputs import Inputs, InputsDiffer, read_samples, values_of
+from etfarm.client.submit.inputs import Inputs, InputsDiffer, files_of, read_samples, values_of
 from etfarm.client.submit.preparation import ExampleInputs, Say, prepare
 from etfarm.client.submit.prepared import PreparedModel, distinct_names
 from etfarm.client.submit.recipes import reads_values
 from etfarm.client.submit.value_names import ValueNames
 from etfarm.wire import tensors
 from etfarm.wire.errors import UserError
-from etfarm.wire.samples import AccuracySamples
+from etfarm.wire.samples import MAX_SAMPLES, MAX_SAMPLES_BYTES, AccuracySamples
 
 if TYPE_CHECKING:
     from etfarm.client.export.source import ModelSource
@@ -278,8 +278,25 @@ class SubmissionRequest:
                 submission.add_inputs(inputs, models, methods)
             if spec.HasField("measurement") and any(model.program is None for model in models):
                 submission.add_further_inputs(samples, models, methods)
+            if say is not None:
+                self._say_left_out(spec, file, all(model.program is not None for model in models), say)
         submission.add_candidates(models, recipes)
         return submission
+
+    def _say_left_out(self, spec: job_pb2.JobSpec, first: str, has_programs_only: bool, say: Say) -> None:
+        """Say how many files of a folder of inputs are not used, and why."""
+        assert self.inputs is not None  # their first file was read
+        count = files_of(self.inputs)
+        used = 1 + max((len(spec.further_inputs[method].samples) for method in spec.further_inputs), default=0)
+        if used >= count:
+            return
+        if not spec.HasField("measurement"):
+            why = "accuracy is computed where a program is measured"
+        elif has_programs_only:
+            why = "a compiled program has no model that accuracy could be relative to"
+        else:
+            why = f"equal ones count once, up to {MAX_SAMPLES} and {MAX_SAMPLES_BYTES >> 20} MiB"
+        say(f"Using {used} of the {count} files in {Path(str(self.inputs))}, from {first} on: {why}.")
 
 
 def several(one_or_more: Any) -> list[Any]:

@@ -98,7 +98,7 @@ def test_a_strict_export_that_forgets_an_assignment_is_announced() -> None:
     step.other = step.state  # two names of one buffer, for which a strict export is needed
     export_source(ModelSource.of(step, (torch.ones(2),)), name="m", say=sentences.append)
     assert "strict = true" in sentences[0]
-    assert sentences[1:] == ["That program forgets what the model assigns to n: write to it by copy_()."]
+    assert sentences[1:] == ["That program forgets what the model assigns to other.n, state.n: write to it by copy_()."]
 
 
 def test_an_assignment_of_another_shape_is_said() -> None:
@@ -108,4 +108,15 @@ def test_an_assignment_of_another_shape_is_said() -> None:
 
     sentences: list[str] = []
     export_source(ModelSource.of(Step(grow, State()).eval(), (torch.ones(2),)), name="m", say=sentences.append)
-    assert sentences == ["The program forgets what the model assigns to n, a buffer of another shape or dtype."]
+    assert sentences == ["The program forgets what the model assigns to its buffer state.n: a tensor of another shape or dtype."]
+
+
+def test_an_assignment_of_none_is_said() -> None:
+    def drop(state: Any, x: Tensor) -> Tensor:
+        y = state.n + x
+        state.n = None
+        return y
+
+    sentences: list[str] = []
+    export_source(ModelSource.of(Step(drop, State()).eval(), (torch.ones(2),)), name="m", say=sentences.append)
+    assert sentences == ["The program forgets what the model assigns to its buffer state.n: None."]

@@ -47,6 +47,24 @@ def test_buffers_of_their_own_and_constants_keep_their_names(source: ModelSource
     assert model.calls == ()
 
 
+def test_a_view_of_another_methods_buffer_is_said() -> None:
+    first, second = Holder(), Holder()
+    second.n = first.n[None]
+    sentences: list[str] = []
+    export_source(two(Add(first), Get(second)), name="m", say=sentences.append)
+    assert sentences == [
+        "a: counter.n and b: held.n are different views of one memory: each method has a state of its own there."
+    ]
+
+
+def test_parts_of_one_memory_that_do_not_overlap_are_states_of_their_own() -> None:
+    (first, second), pool = (Holder(), Holder()), torch.zeros(4)
+    first.n, second.n = pool[:2], pool[2:]
+    sentences: list[str] = []
+    export_source(two(Add(first), Get(second)), name="m", say=sentences.append)
+    assert sentences == []
+
+
 class Reach(nn.Module):
     """Reads the buffer by a list, of which torch.export knows nothing."""
 

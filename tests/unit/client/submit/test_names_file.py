@@ -73,6 +73,19 @@ def test_a_file_of_an_older_etfarm_names_inputs_only(pte: Path) -> None:
     assert read_names(pte) == ValueNames(NAMES.inputs)
 
 
+@pytest.mark.parametrize("part", [{"types": {"forward": [["float32"]]}}, {"relations": {"forward": 1}}])
+def test_types_of_another_form_leave_the_names(pte: Path, part: dict[str, object]) -> None:
+    document = json.loads(write_names(pte, NAMES).read_text())
+    names_path(pte).write_text(json.dumps(document | part))
+    assert read_names(pte) == NAMES
+
+
+def test_a_file_of_many_names_is_read_as_it_was_written(pte: Path) -> None:
+    names = ValueNames({"forward": tuple(f"{index:0100}" for index in range(20_000))})
+    assert write_names(pte, names).stat().st_size > 1 << 21
+    assert read_names(pte) == names
+
+
 @pytest.mark.parametrize(
     ("names", "kept"),
     [

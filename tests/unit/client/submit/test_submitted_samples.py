@@ -75,6 +75,30 @@ def test_a_folder_has_a_sample_in_each_npz_in_the_order_of_names(files: Path, tm
     assert [values_of(created, each) for each in further] == [[("x", 1), ("y", 2)], [("x", 5), ("y", 6)]]
 
 
+@pytest.mark.parametrize(("kind", "expected"), [("model", "Using 64 of the 66 files"), ("program", "Using 1 of the 66 files")])
+def test_files_that_are_left_out_are_said(files: Path, tmp_path: Path, kind: str, expected: str) -> None:
+    for index in range(66):
+        arrays = {str(place): np.full((2, 3), index, np.float32) for place in range(2)}
+        np.savez(files / f"{index:02}.npz", **arrays)  # type: ignore[arg-type]
+    zeros = torch.zeros(2, 3)
+    model = ModelSource.of(Add().eval(), (zeros, zeros)) if kind == "model" else str(program("add").path)
+    sentences: list[str] = []
+    recipe = read_recipe("portable")
+    spec = job_pb2.JobSpec(measurement=job_pb2.Measurement())
+    SubmissionRequest(model, [recipe], inputs=files).gather(spec, [recipe], tmp_path, sentences.append)
+    assert [sentence for sentence in sentences if sentence.startswith(expected)]
+
+
+def test_a_folder_that_is_used_as_a_whole_is_not_said(files: Path, tmp_path: Path) -> None:
+    for index in range(2):
+        write(files, f"{index}.npz", x=index, y=index)
+    sentences: list[str] = []
+    recipe = read_recipe("portable")
+    spec = job_pb2.JobSpec(measurement=job_pb2.Measurement())
+    SubmissionRequest(ADD, [recipe], inputs=files).gather(spec, [recipe], tmp_path, sentences.append)
+    assert not [sentence for sentence in sentences if sentence.startswith("Using")]
+
+
 def test_an_empty_folder_is_refused_before_the_export(files: Path, tmp_path: Path) -> None:
     trained = ModelSource.of(nn.ReLU(), (torch.zeros(2),))  # whose export is refused
     with pytest.raises(InputFileUnreadable, match=r"data has no \.npz file"):
