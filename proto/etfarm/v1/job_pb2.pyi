@@ -170,6 +170,7 @@ class MethodSource(_message.Message):
     CALIBRATION_FIELD_NUMBER: _builtins.int
     REFERENCE_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_BUFFERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def exported_program(self) -> _common_pb2.Artifact:
         """A .pt2: an exported program with its example inputs."""
@@ -192,6 +193,12 @@ class MethodSource(_message.Message):
         `calibration`, the first distinct ones that have 64 MiB with the timed inputs count.
         """
 
+    @_builtins.property
+    def forgotten_buffers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of buffers to which the model assigns values that the exported program forgets, as the client saw at its export; at most
+        64, of at most 500 characters. Reports have a warning STATE_FORGOTTEN with them.
+        """
+
     def __init__(
         self,
         *,
@@ -199,10 +206,11 @@ class MethodSource(_message.Message):
         calibration: _abc.Iterable[_common_pb2.Artifact] | None = ...,
         reference: _common_pb2.Artifact | None = ...,
         samples: _abc.Iterable[_common_pb2.Artifact] | None = ...,
+        forgotten_buffers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["exported_program", b"exported_program", "reference", b"reference"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration", b"calibration", "exported_program", b"exported_program", "reference", b"reference", "samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration", b"calibration", "exported_program", b"exported_program", "forgotten_buffers", b"forgotten_buffers", "reference", b"reference", "samples", b"samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

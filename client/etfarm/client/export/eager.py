@@ -101,6 +101,8 @@ class ExportedMethod:
     """Whether the module was quantized before, like a GraphModule of convert_pt2e."""
     relations: tuple[str, ...] = ()
     """Relations between the sizes of the inputs, see `ArchiveFacts`."""
+    forgotten: tuple[str, ...] = ()
+    """Names of buffers to which the model assigns values that the program forgets."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,7 @@ class _Program:
     early_names: list[str]
     transform_ms: float | None
     export_s: float
+    forgotten: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -215,7 +218,14 @@ class _Export:
         module, transform_ms = self.transform.apply(method)
         _must_be_eval(method, module)
         started = time.monotonic()
-        writes = nullcontext(set[str]()) if self.strict else assignments_written(module, self.say)
+        forgotten = dict[str, None]()
+
+        def forget(name: str, value: str) -> None:
+            if name not in forgotten:
+                self.say(f"The program forgets what the model assigns to its buffer {name}: {value}.")
+            forgotten[name] = None
+
+        writes = nullcontext(set[str]()) if self.strict else assignments_written(module, forget)
         with _refusals(method, self.base), quiet(), writes as assigned:
             program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=self.strict)
         why = ""
@@ -226,7 +236,9 @@ class _Export:
         if why:
             self.say(f"Exporting {method} again with strict = true, since {why}.")
             if assigned:
-                self.say(f"That program forgets what the model assigns to {', '.join(sorted(assigned))}: write to it by copy_().")
+                forgotten |= dict.fromkeys(sorted(assigned))
+                names = ", ".join(sorted(assigned))
+                self.say(f"That program forgets what the model assigns to {names}: write to it with copy_().")
             with _refusals(method, self.base, f"the strict export that it needs, since {why},"), quiet():
                 program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=True)
         keep_constants(program)
@@ -236,7 +248,8 @@ class _Export:
         make_plain(program)
         if self.source.keep_mutations:
             keep_mutations(program)
-        return _Program(method, program, args, kwargs, early_names, transform_ms, time.monotonic() - started)
+        export_s = time.monotonic() - started
+        return _Program(method, program, args, kwargs, early_names, transform_ms, export_s, tuple(forgotten))
 
     def archived(self, exported: _Program) -> ExportedMethod:
         """Return an exported method as an archive and calibration samples."""
@@ -257,6 +270,7 @@ class _Export:
             transform_ms=exported.transform_ms,
             quantized=facts.quantized,
             relations=facts.relations,
+            forgotten=exported.forgotten,
         )
 
     def calls(self, methods: Mapping[str, ExportedMethod]) -> tuple[Call, ...]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def assignments_written(module: nn.Module, say: Callable[[str], None]) -> Iterator[set[str]]:
+def assignments_written(module: nn.Module, forget: Callable[[str, str], None]) -> Iterator[set[str]]:
     """Write into a module's buffers what its calls assign to them: `self.cell.state = state` is `self.cell.state.copy_(state)`.
 
     Yields a set of these buffers' names, such as `cell.state`, which is filled by calls.
@@ -23,7 +23,8 @@ def assignments_written(module: nn.Module, say: Callable[[str], None]) -> Iterat
     A strict export cannot do this.
 
     Args:
-        say: called with a sentence for a buffer that is assigned None, or another shape or dtype, which the program forgets.
+        forget: called with the name of a buffer whose new value the program forgets, and a description of that value: None, or a
+            tensor of another shape or dtype.
     """
     import torch
     from torch.nn.modules.module import register_module_buffer_registration_hook
@@ -60,8 +61,7 @@ def assignments_written(module: nn.Module, say: Callable[[str], None]) -> Iterat
                 old.copy_(new)
                 assigned.add(f"{paths[part]}{name}")
             else:
-                value = "None" if new is None else "a tensor of another shape or dtype"
-                say(f"The program forgets what the model assigns to its buffer {paths[part]}{name}: {value}.")
+                forget(f"{paths[part]}{name}", "None" if new is None else "a tensor of another shape or dtype")
         return outputs
 
     hooks = [

@@ -213,6 +213,7 @@ def _export(model: ExportedModel) -> PreparedExport:
             quantized=method.quantized,
             output_names=method.output_names,
             relations=method.relations,
+            forgotten=method.forgotten,
         )
         for name, method in model.methods.items()
     }

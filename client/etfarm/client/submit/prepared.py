@@ -49,6 +49,8 @@ class PreparedMethod:
     """Output names in flattened order, see `ArchiveFacts`; empty if unknown."""
     relations: tuple[str, ...] = ()
     """Relations between the sizes of the inputs, see `ArchiveFacts`."""
+    forgotten: tuple[str, ...] = ()
+    """See `ExportedMethod.forgotten`."""
 
     @classmethod
     def of_archive(cls, pt2: bytes | Path) -> PreparedMethod:

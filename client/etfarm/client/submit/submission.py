@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from etfarm.client.export.errors import STAGE, TRANSFORM_STAGE
 from etfarm.client.submit.early_checks import check_source, is_program, require_methods
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from etfarm.client.submit.prepared import PreparedExport
     from etfarm.v1 import common_pb2, job_pb2
     from etfarm.wire.recipes import Recipe
+
+_MAX_FORGOTTEN: Final = 64
+"""Number of forgotten buffers that a server accepts; the first ones are sent."""
+_NAME_CHARACTERS: Final = 500
+"""Length that a server accepts for the name of each."""
 
 
 @dataclass
@@ -146,6 +151,9 @@ class Submission:
         model = job_pb2.Model(name=name, sources=files)
         for method, prepared in export.methods.items():
             model.methods[method].exported_program.CopyFrom(self.add(prepared.pt2))
+            model.methods[method].forgotten_buffers.extend(
+                name[:_NAME_CHARACTERS] for name in prepared.forgotten[:_MAX_FORGOTTEN]
+            )
             if reference is not None:
                 model.methods[method].reference.CopyFrom(self.add(reference.methods[method].pt2))
             if calibrate:

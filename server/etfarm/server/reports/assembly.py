@@ -107,6 +107,13 @@ def assemble(
         _drop_comparison_of_host(report)
     if warnings:
         report.compile.warnings.extend(warnings)
+    methods = candidate.model.methods
+    if compilation is not None and cell.method in methods and (forgotten := methods[cell.method].forgotten_buffers):
+        message = (
+            f"The program of {cell.method} forgets what the model assigns to {', '.join(forgotten)}, so that later calls may have "
+            "other outputs than the model's. Write to a buffer with copy_(), in its own shape and dtype."
+        )
+        report.compile.warnings.add(code="STATE_FORGOTTEN", message=message)
     if result is not None and result.further.HasField("error"):
         count = "one sample" if result.further.samples < 1 else f"{1 + result.further.samples} samples"
         error = result.further.error

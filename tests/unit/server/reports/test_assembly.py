@@ -94,6 +94,14 @@ def test_calls_that_the_device_did_not_execute_are_named(executed: int, why: str
     assert ("CALLS_NOT_RUN" in warnings) == bool(words) and warnings.get("CALLS_NOT_RUN", "").startswith(words)
 
 
+def test_what_the_program_forgets_is_a_warning() -> None:
+    forgetful = job()
+    forgetful.spec.candidates[0].model.methods["forward"].forgotten_buffers.extend(["state.n", "m"])
+    report = assemble("r", forgetful, cell(), at=AT, compilation=compilation())
+    (warning,) = [each for each in report.compile.warnings if each.code == "STATE_FORGOTTEN"]
+    assert warning.message.startswith("The program of forward forgets what the model assigns to state.n, m, so that later calls")
+
+
 def test_a_cell_that_never_compiled_has_only_what_was_asked_for() -> None:
     ended = cell("FAILED")
     ended.error.reason = "STAGE_FAILED"

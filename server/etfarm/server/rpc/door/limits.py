@@ -72,6 +72,8 @@ LIMITS: Final[dict[str, Limit]] = {
     "Model.name": _NAME,
     "MethodSource.calibration": Limit(10_000, "BAD_JOB", "Give fewer: some hundreds calibrate as well."),
     "MethodSource.samples": _SAMPLES,
+    "MethodSource.forgotten_buffers": Limit(64),
+    "MethodSource.forgotten_buffers[]": Limit(500),
     "FurtherInputs.samples": _SAMPLES,
     "DeviceChoice.selector": _SELECTOR,
     "JobSpec.notify_urls": Limit(5, "BAD_WEBHOOK", "Add a webhook of the farm instead."),
