@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 QUICK_RING = "not slow"
 """Of markers: the tests that `pytest` alone runs."""
 
+SLOW_RING = "slow"
+"""Of markers: the tests of the second ring."""
+
+SLOW_MARK = "mark." + SLOW_RING
+"""What the file of a slow test, or a conftest.py above it, must contain: the second ring imports no other files."""
+
 LONG_FILES = ("test_join.py", "test_numeric_gap.py", "test_real_models.py", "test_board_vm.py", "test_phone_vm_farm.py")
 """Files that take the longest, or wait for what a first run makes: they come first, so that all processes end together."""
 
@@ -62,6 +68,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return
     config.option.markexpr = config.option.markexpr or QUICK_RING
+    if config.option.markexpr == SLOW_RING:
+        config.args = [str(path) for path in slow_files()]
     if hasattr(config, "workerinput") or not config.pluginmanager.hasplugin("xdist"):
         return
     if config.option.numprocesses is None and not config.option.usepdb:
@@ -85,6 +93,14 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def slow_files() -> list[Path]:
+    """Return the files that may have slow tests: to import all others would load torch and half of the tests for nothing."""
+    tests = Path(__file__).parent
+    marked = {path for path in tests.rglob("*.py") if path != Path(__file__) and SLOW_MARK in path.read_text()}
+    folders = {path.parent for path in marked if path.name == "conftest.py"}
+    return sorted(path for path in tests.rglob("test_*.py") if path in marked or not folders.isdisjoint(path.parents))
+
+
 class RotatedFolder(pytest.Dir):
     """A folder that each process of a ring collects from another file on."""
 
@@ -105,8 +121,14 @@ def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Col
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a slow test that does not say why it is slow, and put the longest files first."""
+    """Refuse a slow test that does not say why it is slow, or that its ring would miss, and put the longest files first.
+
+    The quick ring collects all files, and thereby looks at each slow test.
+    """
+    of_ring = set(slow_files())
     for item in items:
+        if item.get_closest_marker(SLOW_RING) is not None and item.path not in of_ring:
+            raise pytest.UsageError(f"{item.nodeid} is slow, but `pytest -m slow` would miss it: write {SLOW_MARK} in its file.")
         for marker in item.iter_markers("slow"):
             if not marker.kwargs.get("reason"):
                 raise pytest.UsageError(f'{item.nodeid} is slow without a reason: @pytest.mark.slow(reason="...").')
