@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.support.farm import Daemon
+from tests.support.forks import COMMAND
 from tests.support.rootfs import PYTHON, board_root, install_agent, on_board
 
 
@@ -21,7 +22,6 @@ class QemuAgent(Daemon):
         self.root = board_root()
         self.installed = install_agent(folder / "site")
         environment = {"PYTHONPATH": str(self.installed), "PYTHONDONTWRITEBYTECODE": "1"}
-        super().__init__((), folder / "agent.log", environment)
         values = ["--server", server, "--data", str(folder / "data"), "--exit-with-stdin", *arguments]
-        program = str(self.root / PYTHON)
-        self._arguments = on_board(self.root, folder, program, "-m", "etfarm.wire.command", "agent", *values)
+        super().__init__(["agent", *values], folder / "agent.log", environment, executes=True)
+        self._started = on_board(self.root, folder, str(self.root / PYTHON), "-m", COMMAND)

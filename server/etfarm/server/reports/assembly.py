@@ -110,8 +110,8 @@ def assemble(
     methods = candidate.model.methods
     if compilation is not None and cell.method in methods and (forgotten := methods[cell.method].forgotten_buffers):
         message = (
-            f"The program of {cell.method} forgets what the model assigns to {', '.join(forgotten)}, so that later calls may have "
-            "other outputs than the model's. Write to a buffer with copy_(), in its own shape and dtype."
+            f"The program of {cell.method} forgets what the model assigns to {', '.join(forgotten)}, so that later calls may "
+            "have other outputs than the model's. Write to a buffer with copy_(), in its own shape and dtype."
         )
         report.compile.warnings.add(code="STATE_FORGOTTEN", message=message)
     if result is not None and result.further.HasField("error"):
