@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from etfarm.client.export.construction import add_lines
 from etfarm.client.export.errors import (
@@ -69,6 +69,10 @@ _FOREIGN_OUTPUT = re.compile(
     r"|Encountered unrecognized type UserDefinedObjectVariable\((\w+)\) at output"
 )
 """torch.export 2.13 on an object in the output, in its strict and in its other mode."""
+_SAVE_REMEDY: Final = (
+    "In branches and loops of control flow, use no tensors that they create from numbers: create those outside, or as buffers. "
+    "ExecuTorch has no torch.while_loop."
+)
 _INTS = 1 << 63
 """ExecuTorch's ints have 64 bits, with this limit."""
 
@@ -439,11 +443,17 @@ def _refusals(method: str, base: Path, what: str = "torch.export") -> Iterator[N
         dim = specialized(method, text, str(place or ""))
         if dim is not None:
             raise dim from error
-        raise ExportFailed(method, type(error).__name__, _first_line(text), str(place or ""), what) from error
+        remedy = ""
+        if type(error).__name__ == "SerializeError":
+            what, remedy = "torch.export.save", _SAVE_REMEDY
+        raise ExportFailed(method, type(error).__name__, _first_line(text), str(place or ""), what, remedy) from error
 
 
 def _first_line(text: str) -> str:
     """Return the first line of torch's message that is not empty."""
-    line = next((line.strip() for line in text.splitlines() if line.strip()), "no message.")
+    lines = iter([line.strip() for line in text.splitlines() if line.strip()] or ["no message."])
+    line = next(lines)
+    while line.endswith(":") and (following := next(lines, "")):
+        line = f"{line} {following}"
     line = re.sub(r" For more information.*", "", line)
     return line if len(line) <= _LINE_LIMIT else line[:_LINE_LIMIT] + "..."

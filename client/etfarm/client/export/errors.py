@@ -334,14 +334,15 @@ class ExportFailed(UserError):
 
     Args:
         what: what failed, with the reason for it if it was not the usual export.
+        remedy: what to do instead of the usual.
     """
 
     reason = "EXPORT_FAILED"
 
-    def __init__(self, method: str, exception: str, line: str, place: str, what: str = "torch.export") -> None:
+    def __init__(self, method: str, exception: str, line: str, place: str, what: str = "torch.export", remedy: str = "") -> None:
         super().__init__(
             f"{method}: {what} failed{f' at {place}' if place else ''} with {exception}: {line}",
-            "Try torch.export.export on the module by itself; etfarm exports with strict=False.",
+            remedy or "Try torch.export.export on the module by itself; etfarm exports with strict=False.",
             stage=STAGE,
             method=method,
             exception=exception,

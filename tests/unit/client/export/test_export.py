@@ -237,6 +237,36 @@ def test_a_data_dependent_branch_is_reported_with_its_line(capfd: pytest.Capture
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_program_that_cannot_be_saved_names_what_torch_save_does_not_take() -> None:
+    class Constants(nn.Module):
+        def __init__(self, outside: bool) -> None:
+            super().__init__()
+            self.outside = outside
+
+        def forward(self, x: Tensor) -> Tensor:
+            one = torch.tensor(1.0)
+            branch = (lambda v: v.clone() + one) if self.outside else (lambda v: v.clone() + torch.tensor(1.0))
+            return torch.cond(x.sum() > 0, branch, lambda v: v.clone() * 2, (x,))
+
+    error = refused(ModelSource.of(Constants(outside=False).eval(), (torch.ones(3),)))
+    assert error.reason == "EXPORT_FAILED" and "torch.export.save failed with SerializeError" in error.message
+    assert "create those outside" in error.remedy
+    export_source(ModelSource.of(Constants(outside=True).eval(), (torch.ones(3),)), name="m")
+
+
+def test_a_sentence_that_ends_in_a_colon_is_completed() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("n", torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cond(x.sum() > 0, lambda v: self.n.add_(v) * 1, lambda v: v.clone(), (x,))
+
+    error = refused(ModelSource.of(Writes().eval(), (torch.ones(3),)))
+    assert error.reason == "EXPORT_FAILED" and not error.message.rstrip().endswith(":")
+
+
 def test_any_other_refusal_has_its_first_line_and_the_users() -> None:
     class Wrong(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -51,6 +51,10 @@ _CONTROL_FLOW: Final = {
 """Operators of control flow as users call them: torch 2.13 has `map` and `scan` in other modules only."""
 _SUSPECTS: Final = {
     "control": "Compute both branches and choose with torch.where, and unroll loops of a fixed length.",
+    "remainder": (
+        "The runtime's remainder of integers has the sign of the dividend, as in C. "
+        "Write x - torch.div(x, n, rounding_mode='floor') * n."
+    ),
     "sizes": "Use operators whose output sizes follow from input sizes, such as torch.where with a mask.",
 }
 """What works instead of operators that ExecuTorch often computes wrongly."""
@@ -127,6 +131,8 @@ def find_suspects(program: Any) -> str:
         name = str(getattr(node.target, "__name__", node.target))
         if name in _CONTROL_FLOW and not hasattr(node.target, "_schema"):
             suspects["control"].append((_CONTROL_FLOW[name], node))
+        elif str(_schema_name(node)).startswith("aten::remainder") and not _is_floating(node):
+            suspects["remainder"].append((_schema_name(node), node))
         elif _schema_name(node) and _has_own_size(node):
             suspects["sizes"].append((_schema_name(node), node))
     sentences = []
@@ -134,6 +140,11 @@ def find_suspects(program: Any) -> str:
         shown = "; ".join(dict.fromkeys(_describe(name, places([node])) for name, node in rows[:_NAMED]))
         sentences.append(f"{shown}. {_SUSPECTS[kind]}")
     return " ".join(sentences)
+
+
+def _is_floating(node: Any) -> bool:
+    dtype = getattr(node.meta.get("val"), "dtype", None)
+    return dtype is not None and bool(dtype.is_floating_point)
 
 
 def _has_own_size(node: Any) -> bool:

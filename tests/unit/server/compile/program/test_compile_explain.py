@@ -241,6 +241,13 @@ def test_operators_within_branches_and_loops_are_found_under_the_names_that_user
     assert find_many_dims(program).startswith("aten::") and "test_compile_explain.py:" in find_many_dims(program)
 
 
+def test_remainders_of_integers_are_found_and_those_of_floats_are_not() -> None:
+    suspects = find_suspects(exported(lambda x: x % 3, torch.ones(3, dtype=torch.int32)))
+    assert suspects.startswith("aten::remainder") and "test_compile_explain.py:" in suspects
+    assert "sign of the dividend" in suspects
+    assert find_suspects(exported(lambda x: x % 3, torch.ones(3))) == ""
+
+
 @pytest.mark.parametrize(
     ("target", "name"),
     [
