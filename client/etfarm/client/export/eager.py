@@ -226,7 +226,7 @@ class _Export:
         if why:
             self.say(f"Exporting {method} again with strict = true, since {why}.")
             if assigned:
-                self.say(f"That program forgets what the model assigns to {', '.join(sorted(assigned))}: write to it by copy_().")
+                self.say(f"That program forgets what the model assigns to {', '.join(sorted(assigned))}: write to it with copy_().")
             with _refusals(method, self.base, f"the strict export that it needs, since {why},"), quiet():
                 program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=True)
         keep_constants(program)

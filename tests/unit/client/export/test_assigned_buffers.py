@@ -98,7 +98,7 @@ def test_a_strict_export_that_forgets_an_assignment_is_announced() -> None:
     step.other = step.state  # two names of one buffer, for which a strict export is needed
     export_source(ModelSource.of(step, (torch.ones(2),)), name="m", say=sentences.append)
     assert "strict = true" in sentences[0]
-    assert sentences[1:] == ["That program forgets what the model assigns to other.n, state.n: write to it by copy_()."]
+    assert sentences[1:] == ["That program forgets what the model assigns to other.n, state.n: write to it with copy_()."]
 
 
 def test_an_assignment_of_another_shape_is_said() -> None:
