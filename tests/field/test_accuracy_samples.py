@@ -48,6 +48,6 @@ def test_accuracy_is_of_the_samples_before_one_that_fails_on_the_device(farm: Fa
     for report in reports:
         assert report.compile is not None
         (left_out,) = [each for each in report.compile.warnings if each.code == "SAMPLES_LEFT_OUT"]
-        assert left_out.message.startswith("Accuracy is of 2 samples: ")
+        assert left_out.message.startswith("Accuracy is over 2 samples: ")
         assert "test_accuracy_samples.py" in left_out.message and "self.table(words)" in left_out.message
         assert "An index is outside of its table" in left_out.message

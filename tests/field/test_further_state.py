@@ -213,8 +213,8 @@ def test_a_measuring_device_executes_the_calls_too(client: Farm) -> None:
     assert report.compile is not None
     warnings = {warning.code: warning.message for warning in report.compile.warnings}
     assert warnings.keys() == {"STATE_SHARED"}
-    assert "state is one buffer of start, step" in warnings["STATE_SHARED"], warnings
-    assert "frames is one buffer of peek, push, score" in warnings["STATE_SHARED"], warnings
+    assert "state is shared by start, step" in warnings["STATE_SHARED"], warnings
+    assert "frames is shared by peek, push, score" in warnings["STATE_SHARED"], warnings
     assert "CALLS" in [phase.phase for phase in report.timeline]
 
 

@@ -81,9 +81,11 @@ def locate(error: EtfarmError, operators: compile_pb2.LocatedOperators) -> Etfar
         return error
     # The message has the reason of this failure; the log may begin with earlier ones, and ends in the operator's arguments.
     reason = "\n".join([error.message, *log.strip().splitlines()[-8:]])
-    known = next((remedy for pattern, remedy in _REMEDIES if pattern.search(reason)), _REMEDY)
+    remedy = next((remedy for pattern, remedy in _REMEDIES if pattern.search(reason)), "")
+    if not remedy:  # that of a crash, such as to try another recipe, still helps
+        remedy = f"{_REMEDY} {error.remedy}".rstrip() if error.reason == "PROGRAM_CRASHED" else _REMEDY
     located = error_of(
-        error.fault, error.reason, f"{error.message.rstrip('.')}, in {operator}.", known, kind=error.kind, stage=error.stage,
+        error.fault, error.reason, f"{error.message.rstrip('.')}, in {operator}.", remedy, kind=error.kind, stage=error.stage,
         metadata={**error.metadata, "places": operator},
     )  # fmt: skip
     located.__cause__ = error.__cause__

@@ -80,3 +80,10 @@ def test_other_errors_stay_as_they_are(error: EtfarmError) -> None:
 def test_a_reason_that_nothing_is_known_about_gets_the_example_inputs_as_its_remedy() -> None:
     log = "KernelCall failed at instruction 0:1 in operator aten::embedding.out: 0x12\n"
     assert locate(failed(log), OPERATORS).remedy.startswith("Give inputs like the example inputs")
+
+
+def test_a_crash_keeps_its_own_remedy() -> None:
+    log = "E [method.cpp:1428] CALL_DELEGATE execute failed at instruction 2: 0x1"
+    crash = error_of(Fault.USER, "PROGRAM_CRASHED", "The program ended.", "Try the recipe portable.", metadata={"log": log})
+    remedy = locate(crash, OPERATORS).remedy
+    assert remedy.startswith("Give inputs like the example inputs") and remedy.endswith("Try the recipe portable.")

@@ -63,7 +63,8 @@ def describe_fused(numerics: Json) -> str:
     if not numerics.get("wrong_only_when_fused"):
         return ""
     timed, separate = (
-        decibels(numerics[key]) if numerics[key] is not None else "no SQNR" for key in ("timed_sqnr_db", "sqnr_db")
+        f"an SQNR of {decibels(numerics[key])}" if numerics[key] is not None else "no SQNR"
+        for key in ("timed_sqnr_db", "sqnr_db")
     )
     return f"the outputs of the timed program have {timed}, and {separate} with one delegate per operator"
 

@@ -96,14 +96,15 @@ async def _execute(
         first: the outputs of the timed inputs, which the files' are compared with; empty if there are none.
     """
     further, size_bytes, ends_s = Further(), _size_of(first), time.monotonic() + limit_s
-    count = len(files) + bool(first)
+    noun = f"{len(files) + bool(first)} {'samples' if first else 'calls'}"
     try:
         async with asyncio.timeout(2 * limit_s):
             for index, path in enumerate(files):
                 if time.monotonic() > ends_s:
                     raise TimeoutError
                 if size_bytes > MAX_OUTPUTS_BYTES:
-                    raise SamplesLeftOut(f"The outputs of {count} have more than {MAX_OUTPUTS_BYTES >> 20} MiB.")
+                    done = f"{index + bool(first)} of {noun}"
+                    raise SamplesLeftOut(f"The outputs of the first {done} exceed {MAX_OUTPUTS_BYTES >> 20} MiB.")
                 values = await asyncio.to_thread(_read, path)
                 await prepare(index)
                 await runner.set_inputs(values)
@@ -117,7 +118,7 @@ async def _execute(
             # With the timed inputs, these are a power of two.
             further.samples = round_down(1 + further.samples) - 1
             del further.outputs[further.samples * len(first) :]
-        further.error = SamplesLeftOut(f"The device needs more than {limit_s:g} s for {count}.")
+        further.error = SamplesLeftOut(f"The device needs more than {limit_s:g} s for {noun}.")
     except EtfarmError as error:
         further.error = error
     return further

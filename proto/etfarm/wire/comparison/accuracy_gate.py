@@ -97,13 +97,16 @@ def _other_reference(row: Json, what: str) -> Finding | None:
 
 
 def _other_samples(row: Json, what: str) -> Finding | None:
-    """Return that the sides are of other samples; None if they are not."""
+    """Return that the sides were measured on different samples; None if they were not."""
     if not has_other_samples(row["base"], row["candidate"]):
         return None
     base, candidate = (row[side].get("samples") or 1 for side in SIDES)
     which = f"the base has {base}, the candidate {candidate}" if base != candidate else f"each has {base}, but not the same"
+    remedy = "Measure both with one --inputs FOLDER, or with the same calibration inputs"
+    if base != candidate:
+        remedy += ", few enough that no limit leaves some out (SAMPLES_LEFT_OUT)"
     message = f"{what} is not known for both sides over the same samples: {which}"
-    return Finding("NOT_MEASURED", f"{message}. Measure both with one --inputs FOLDER, or with the same calibration inputs")
+    return Finding("NOT_MEASURED", f"{message}. {remedy}")
 
 
 def _lost_sqnr(name: str, before: float, after: float, limit: float) -> Finding | None:

@@ -269,7 +269,7 @@ class CalibrationFailed(UserError):
     def __init__(self, method: str, sample: str, why: str) -> None:
         super().__init__(
             f"{method} fails on {sample}: {why}.",
-            "Give samples that the model accepts: indices within their tables, sizes within the dynamic dims.",
+            "Give samples that the model accepts: indices within their tables, sizes within the ranges of the dynamic dims.",
             stage="QUANTIZE", method=method, sample=sample, why=why,
         )  # fmt: skip
 

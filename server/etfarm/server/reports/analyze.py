@@ -349,7 +349,7 @@ def _fill_accuracy(
             why = str(error)
             break
     if why:
-        compared = f"Accuracy against the {name_of_reference} is of {len(pairs)} of {len(files)} samples"
+        compared = f"Accuracy against the {name_of_reference} is over {len(pairs)} of {len(files)} samples"
         _warn(report, SAMPLES_LEFT_OUT, f"{compared}: {why}")
     rows = []
     for index, (_, actual) in enumerate(pairs[0]):

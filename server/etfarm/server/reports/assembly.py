@@ -117,7 +117,7 @@ def assemble(
     if result is not None and result.further.HasField("error"):
         count = "one sample" if result.further.samples < 1 else f"{1 + result.further.samples} samples"
         error = result.further.error
-        message = f"Accuracy is of {count}: {error.message} {error.remedy}".rstrip()
+        message = f"Accuracy is over {count}: {error.message} {error.remedy}".rstrip()
         report.compile.warnings.add(code="SAMPLES_LEFT_OUT", message=message)
     if result is not None and calls and not result.HasField("error"):
         _warn_of_calls(report, calls, result)
@@ -171,7 +171,7 @@ def _warn_of_calls(report: report_pb2.Report, calls: Sequence[agent_pb2.RunCall]
         sequence = ", ".join(call.method for call in calls)
         error = result.calls.error if result.calls.HasField("error") else None
         why = f"{error.message} {error.remedy}".strip() if error else "The device's agent did not report it: update the agent."
-        message = f"The device executed {executed} of the calls {sequence}, by which state is compared with the model's. {why}"
+        message = f"The device executed {executed} of the calls {sequence}, which compare its state with the model's. {why}"
         report.compile.warnings.add(code="CALLS_NOT_RUN", message=message)
 
 

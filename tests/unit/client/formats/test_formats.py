@@ -145,7 +145,7 @@ def _must_nest(slices: list[dict[str, Any]]) -> None:
 def test_a_program_that_is_wrong_only_when_fused_says_how_far_off_it_is() -> None:
     numerics = {"wrong_only_when_fused": True, "timed_sqnr_db": None, "sqnr_db": 40.0}
     assert gaps.describe_fused(numerics) == (
-        "the outputs of the timed program have no SQNR, and 40.0 dB with one delegate per operator"
+        "the outputs of the timed program have no SQNR, and an SQNR of 40.0 dB with one delegate per operator"
     )
     assert not gaps.describe_fused({**numerics, "wrong_only_when_fused": False}) and not gaps.describe_fused({})
 

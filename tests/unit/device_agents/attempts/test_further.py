@@ -116,6 +116,7 @@ async def test_no_sample_is_executed_after_large_outputs(tmp_path: Path) -> None
     left_out = await further.execute(runner, "forward", [tmp_path / "x.ett"], large, keeps_state=False)
     assert left_out.samples == 0 and not left_out.outputs
     assert left_out.error is not None and left_out.error.reason == "SAMPLES_LEFT_OUT"
+    assert left_out.error.message == "The outputs of the first 1 of 2 samples exceed 32 MiB."
 
 
 class Slow:
@@ -148,4 +149,4 @@ async def test_the_number_of_samples_in_time_is_a_power_of_two(tmp_path: Path, m
     assert result.samples == 3 and [value.data for value in result.outputs] == [
         np.full(1, at_s, "<f4").tobytes() for at_s in (10, 10, 20, 20, 30, 30)
     ]
-    assert result.error is not None and result.error.message == "The device needs more than 45 s for 64."
+    assert result.error is not None and result.error.message == "The device needs more than 45 s for 64 samples."

@@ -190,7 +190,7 @@ def test_accuracy_has_the_digest_of_its_samples_and_why_there_are_no_more() -> N
         values: dict[str, Any] = {"at": AT, "compilation": compilation(), "device": DEVICE, "result": measured, "samples": sent}
         report = assemble("r", job(), cell(), **values, analysis=actual, inputs=artifact_of(inputs))
         (warning,) = [each for each in report.compile.warnings if each.code == "SAMPLES_LEFT_OUT"]
-        assert warning.message == "Accuracy is of 3 samples: It failed, in aten::add. Give other inputs."
+        assert warning.message == "Accuracy is over 3 samples: It failed, in aten::add. Give other inputs."
         return report.accuracy[0].samples_digest if report.accuracy[0].HasField("samples_digest") else None
 
     assert digest_of(1) is None and digest_of(3) == digest_of(3)

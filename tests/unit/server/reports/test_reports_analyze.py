@@ -304,11 +304,11 @@ def test_samples_that_are_left_out_are_reported_with_the_reason(tmp_path: Path) 
     (first, outputs), *further = _counted([1, 10, 20])
     late = _accuracy_of(tmp_path, _counter(), first, outputs, further, limit_s=0.0)
     assert late.accuracy[0].samples == 1 and _codes(late) == ["ANALYSIS_SAMPLES_LEFT_OUT"]
-    assert "is of 1 of 3 samples" in late.compile.warnings[0].message
+    assert "is over 1 of 3 samples" in late.compile.warnings[0].message
     misfit: list[tensors.Value] = [tensors.from_array("x", np.zeros((2, 2), np.float32))]
     refused = _accuracy_of(tmp_path, _counter(), first, outputs, [further[0], (misfit, further[1][1])])
     assert refused.accuracy[0].samples == 2 and _codes(refused) == ["ANALYSIS_SAMPLES_LEFT_OUT"]
-    assert "is of 2 of 3 samples: torch cannot run" in refused.compile.warnings[0].message
+    assert "is over 2 of 3 samples: torch cannot run" in refused.compile.warnings[0].message
 
 
 def test_the_number_of_samples_in_time_is_a_power_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,7 +319,7 @@ def test_the_number_of_samples_in_time_is_a_power_of_two(tmp_path: Path, monkeyp
     # Each comparison takes a second: seven of them are within the limit, of which four are kept.
     report = _accuracy_of(tmp_path, _counter(), first, outputs, further, limit_s=6.5)
     assert report.accuracy[0].samples == 4 and _codes(report) == ["ANALYSIS_SAMPLES_LEFT_OUT"]
-    assert "is of 4 of 12 samples: PyTorch" in report.compile.warnings[0].message
+    assert "is over 4 of 12 samples: PyTorch" in report.compile.warnings[0].message
 
 
 @pytest.mark.parametrize(("values", "samples"), [(7, 3), (4, 3), (3, 2), (1, 1)])

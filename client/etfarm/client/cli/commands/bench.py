@@ -55,7 +55,7 @@ def bench(
         typer.Option(
             "--inputs",
             metavar="FILE.npz|FOLDER",
-            help="Inputs by argument name or position; prefix METHOD/. Of a folder, the first is timed; accuracy is of all.",
+            help="Inputs by argument name or position; prefix METHOD/. Of a folder, the first is timed; accuracy is of up to 64.",
         ),
     ] = None,
     method: Annotated[

@@ -26,7 +26,7 @@ class StateNotShared(UserError):
 
     def __init__(self, buffer: str, methods: str, why: str, remedy: str) -> None:
         super().__init__(
-            f"{methods} share the buffer {buffer}, and {why}: each would keep a state of its own.",
+            f"The buffer {buffer}, shared by {methods}, cannot be one buffer of the program: {why}.",
             f"{remedy}, or set share_mutable_buffers = false in [executorch] of a recipe file for separate states.",
             buffer=buffer, methods=methods, stage="TO_EXECUTORCH",
         )  # fmt: skip
@@ -70,7 +70,7 @@ def describe(shared: SharedBuffers) -> str:
     """Return the sentence about shared buffers for the report."""
     names = sorted(frozenset().union(*shared.values()))
     parts = [
-        f"{shown_name(name)} is one buffer of {', '.join(method for method, own in shared.items() if name in own)}"
+        f"{shown_name(name)} is shared by {', '.join(method for method, own in shared.items() if name in own)}"
         for name in names[:5]
     ]
     more = f", and {len(names) - 5} more" if len(names) > 5 else ""

@@ -42,13 +42,15 @@ def copy_written_inputs(program: Any) -> dict[str, int]:
 
 
 def describe_copies(method: str, copies: Mapping[str, int]) -> str:
-    """Return the warning of inputs that `copy_written_inputs` found."""
+    """Return the warning about the inputs that `copy_written_inputs` found, copied or not."""
     sentences = []
     if copied := {name: size for name, size in copies.items() if size}:
         listed = ", ".join(f"{name!r} ({size:,} bytes)" for name, size in copied.items())
+        inputs, copy = ("inputs", "copies") if len(copied) > 1 else ("input", "a copy")
         sentences.append(
-            f"{method} writes to its input{'s' if len(copied) > 1 else ''} {listed}. The program works on a copy, which it makes "
-            "in every run. Write x = x.add(1) in place of x.add_(1) to do without it; --keep-mutations returns what was written."
+            f"{method} writes to its {inputs} {listed}. The program works on {copy} made in every run. To avoid that, write "
+            "out-of-place operators, such as x = x.add(1) for x.add_(1). To get what was written, return it from forward, or "
+            "give a factory with --keep-mutations."
         )
     if others := [repr(name) for name in copies if name not in copied]:
         sentences.append(

@@ -42,7 +42,7 @@ def called(pte: bytes, *calls: tuple[str, float]) -> list[float]:
 async def test_methods_share_a_buffer_and_keep_their_own(workers: Workers, tmp_path: Path, recipe: str) -> None:
     one = await compiled(workers, tmp_path, programs(counter()), recipe)
     assert one.codes == ["STATE_SHARED"]
-    assert "state.n is one buffer of" in one.result["warnings"][0]["message"]
+    assert "state.n is shared by" in one.result["warnings"][0]["message"]
     results = called(one.pte, ("set", 5.0), ("add", 1.0), ("add", 1.0), ("get", 10.0), ("set", 1.0))
     assert results == [105.0, 106.0, 207.0, 70.0, 201.0]
 
