@@ -74,11 +74,11 @@ def analysis() -> report_pb2.Report:
     ("executed", "why", "words"),
     [
         (2, "", ""),
-        (0, "", "The device executed 0 of the calls set, get, by which state is compared with the model's. The device's agent"),
+        (0, "", "The device executed 0 of the calls set, get, which compare its state with the model's. The device's agent"),
         (
             1,
             "It takes too long.",
-            "The device executed 1 of the calls set, get, by which state is compared with the model's. It ",
+            "The device executed 1 of the calls set, get, which compare its state with the model's. It ",
         ),
     ],
 )
