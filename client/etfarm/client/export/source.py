@@ -69,9 +69,8 @@ class ModelSource:
     other; reports show them as the stage SOURCE_TRANSFORM.
     """
     calls: Sequence[tuple[str, tuple[Any, ...]]] = ()
-    """Calls of methods, each with its positional arguments, on which the program is compared with the model, in order.
-
-    For methods that share state, or that keep it. Keyword arguments are those of `example_kwargs`. When empty, methods that share
+    """Calls of methods, each with its positional arguments, on which the program is compared with the model, in order: for
+    methods that share state, or that keep it. Keyword arguments are those of `example_kwargs`. When empty, methods that share
     state are called once each, in order.
     """
     keep_mutations: bool = False
