@@ -71,7 +71,8 @@ class ServedModel:
             data=self.data,
             folder=folder,
             say=say,
-            check=partial(check_source, methods=methods, inputs=None),
+            # A list, as a factory in a process of its own gets the check by pickle, which takes no repeated field of a message.
+            check=partial(check_source, methods=[*methods], inputs=None),
         )
 
     async def on_farm(
