@@ -14,8 +14,8 @@ from etfarm.v1.job_pb2 import JobSpec
 
 
 def test_the_check_of_a_factory_can_be_sent_to_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(program, "prepare", lambda *_, **options: given.update(options))
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(program, "prepare", lambda *_, **options: seen.update(options))
     ServedModel("model.py:make").prepared(tmp_path, JobSpec(methods=["forward"]).methods)
-    check = pickle.loads(pickle.dumps(given["check"]))
+    check = pickle.loads(pickle.dumps(seen["check"]))
     assert check.keywords == {"methods": ["forward"], "inputs": None}
