@@ -112,7 +112,7 @@ def tracing(profile: Json) -> str:
             f"median {units.time(profile['p50_ns'])}",
             f"{profile['traced_ratio']:.2f} times the untraced one of the same process",
         ]
-    if profile["event_cost_ns"] is not None:
+    if profile["event_cost_ns"] is not None and profile["events"] is not None:
         parts.append(f"or {profile['event_cost_ns'] / 1e3:.2f} µs for each of {profile['events']:,} events")
     if profile["drift"] is not None:
         parts.append(f"drift {change(profile['drift'])}")
