@@ -112,6 +112,7 @@ def test_four_bit_weights_are_quantized_by_the_client(farm: FarmProcess, tmp_pat
 
 def test_a_stopped_compilation_writes_its_stages_files(farm: FarmProcess, tmp_path: Path) -> None:
     import torch
+    import torch.ao.quantization.fx._decomposed  # registers the operators of quantized programs
 
     run(farm, tmp_path, "compile", "demo:ds_cnn", "--recipe", INT8, "--stop-after", "QUANTIZE", "-o", "quantized.pt2")
     quantized = torch.export.load(tmp_path / "quantized.pt2")
