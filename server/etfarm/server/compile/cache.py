@@ -11,6 +11,7 @@ from sqlalchemy import Connection, Table, bindparam, select
 
 from etfarm.server.access.scope import FARM_HOLDER, Scope
 from etfarm.server.artifacts.store import Store
+from etfarm.server.compile.errors import StageFailed
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.server.state.sql import insert
@@ -20,7 +21,7 @@ from etfarm.wire.errors import EtfarmError, Fault, Kind, UserError
 from etfarm.wire.status import from_proto
 
 FOUND_EARLIER = "This error comes from an earlier compilation; --no-cache compiles again."
-"""Said of each cached error: the log of the job that compiled has more, and another version may have mended its cause."""
+"""Remedy of a cached error that refers to the job's log, which only the job that compiled has."""
 
 _LASTING = (Kind.INVALID_ARGUMENT, Kind.PERMISSION_DENIED, Kind.OUT_OF_RANGE, Kind.UNIMPLEMENTED)
 """Kinds of errors that refuse the model itself. Other errors depend on the server's current state."""
@@ -61,7 +62,8 @@ class Outcome:
         error = from_proto(self.compilation.error)
         if not self.cached:
             return error
-        error.remedy = f"{error.remedy} {FOUND_EARLIER}".lstrip()
+        if StageFailed.UNKNOWN in error.remedy:
+            error.remedy = f"{error.remedy} {FOUND_EARLIER}"
         error.metadata["cached"] = "true"
         return error
 

@@ -9,6 +9,7 @@ import pytest
 
 from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.compile.cache import FOUND_EARLIER, Outcome
+from etfarm.server.compile.errors import StageFailed
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells.attempts import MAX_ATTEMPTS
 from etfarm.server.state.engine import DatabaseFull
@@ -81,19 +82,20 @@ async def test_a_cell_with_more_threads_than_its_devices_have_cpus_fails_and_ano
 
 
 @pytest.mark.parametrize("cached", [False, True])
-async def test_a_compilation_that_failed_leaves_its_stages_in_the_report_and_says_whether_it_is_cached(
-    world: World, cached: bool
+@pytest.mark.parametrize("remedy", ["Change.", StageFailed.UNKNOWN])
+async def test_a_compilation_that_failed_leaves_its_stages_in_the_report_and_says_where_its_log_is(
+    world: World, cached: bool, remedy: str
 ) -> None:
     failed = compile_pb2.Compilation(
         key="key", stages=[compile_pb2.Stage(stage="TORCH_EXPORT", duration_ms=5, where=common_pb2.ACTOR_SERVER)]
     )
-    failed.error.MergeFrom(common_pb2.Error(fault=common_pb2.FAULT_USER, reason="STAGE_FAILED", message="No.", remedy="Change."))
+    failed.error.MergeFrom(common_pb2.Error(fault=common_pb2.FAULT_USER, reason="STAGE_FAILED", message="No.", remedy=remedy))
     world.compiler.outcome = Outcome(failed, cached=cached)
     job = await world.submit(on_device=False)
     states, (report,) = await world.end(job)
     assert states == ["COMPILING", "FAILED"]
-    remedy = f"Change. {FOUND_EARLIER}" if cached else "Change."
-    assert (report.error.reason, report.error.remedy) == ("STAGE_FAILED", remedy)
+    has_log_elsewhere = cached and remedy == StageFailed.UNKNOWN
+    assert (report.error.reason, FOUND_EARLIER in report.error.remedy) == ("STAGE_FAILED", has_log_elsewhere)
     assert (report.compile.cached, [stage.stage for stage in report.compile.compilation.stages]) == (cached, ["TORCH_EXPORT"])
     assert not report.compile.compilation.HasField("program")
     assert [phase.phase for phase in report.timeline] == ["COMPILE"]
