@@ -5,7 +5,9 @@ The user can act on every one of them, and every value of a message is in its me
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from typing import Final
 
 from etfarm.wire.errors import Kind, UserError
 
@@ -287,6 +289,10 @@ class NoCalibrationSamples(UserError):
         )
 
 
+_ASSERTS: Final = re.compile(r"\b(assert|torch\._(assert|check)\w*)\b")
+"""In a line that checks a value, and so has no second branch."""
+
+
 class DataDependentBranch(UserError):
     """A Python branch depends on a tensor's value, which a program cannot express."""
 
@@ -296,8 +302,10 @@ class DataDependentBranch(UserError):
         at = f" at {place}" if place else ""
         quote = f": `{code}`" if code else ""
         super().__init__(
-            f"{method}: a branch{at} depends on a tensor's value{quote}.",
-            "Write it with torch.cond(predicate, true_fn, false_fn, operands), or with torch.where.",
+            f"{method}: {'an assertion' if _ASSERTS.search(code) else 'a branch'}{at} depends on a tensor's value{quote}.",
+            "Put it below `if not torch.compiler.is_exporting():`, and check the values where the program is called."
+            if _ASSERTS.search(code)
+            else "Write it with torch.cond(predicate, true_fn, false_fn, operands), or with torch.where.",
             stage=STAGE,
             method=method,
             place=place,

@@ -237,6 +237,26 @@ def test_a_data_dependent_branch_is_reported_with_its_line(capfd: pytest.Capture
     assert capfd.readouterr() == ("", "")
 
 
+def test_an_assertion_on_values_can_be_left_out_of_programs() -> None:
+    class Asserts(nn.Module):
+        def __init__(self, in_programs: bool) -> None:
+            super().__init__()
+            self.in_programs = in_programs
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.in_programs or not torch.compiler.is_exporting():
+                assert x.max() < 100, "too large"
+            return x * 2
+
+    error = refused(ModelSource.of(Asserts(True).eval(), (torch.ones(3),)))
+    assert error.reason == "DATA_DEPENDENT_BRANCH" and "an assertion at" in error.message and "torch.cond" not in error.remedy
+    assert "`if not torch.compiler.is_exporting():`" in error.remedy
+    module = Asserts(False).eval()
+    assert forward_of(ModelSource.of(module, (torch.ones(3),))).pt2
+    with pytest.raises(AssertionError, match="too large"):
+        module(torch.full((3,), 200.0))
+
+
 def test_a_program_that_cannot_be_saved_names_what_torch_save_does_not_take() -> None:
     class Constants(nn.Module):
         def __init__(self, outside: bool) -> None:

@@ -16,7 +16,7 @@ from etfarm.server.compile.errors import QuantizedNothing, QuantizerFailed, Reci
 from etfarm.server.compile.inspect import facts, footprint, signature, sizes
 from etfarm.server.compile.lower import build, etrecord, integers, lowering, plugins, quantize, shared_state, stage_files
 from etfarm.server.compile.lower.selection import Selection, require_found
-from etfarm.server.compile.program import fp32_layers, loading, places, refused_operators
+from etfarm.server.compile.program import assertions, fp32_layers, loading, places, refused_operators
 from etfarm.server.compile.program import values as wire_values
 from etfarm.server.compile.program.explain import describe_place, first_line, stage_failed
 from etfarm.server.compile.program.input_copies import copy_written_inputs, describe_copies
@@ -212,6 +212,8 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     }  # fmt: skip
     for method in programs:
         _warn_of_copies(method, copies[method], result["warnings"])
+        if unchecked := assertions.describe(programs[method], method):
+            _warn(result["warnings"], "ASSERTIONS_DROPPED", unchecked)
     quantized = _check_quantized(recipe, built, request, programs)
     for method in sorted(quantized) if not request.quantized_here else ():
         fp32_operators = places.fp32(programs[method], xnnpack=fp32_layers.by_xnnpack(build.partitioners(built, method)))
