@@ -31,7 +31,7 @@ def farm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
     folder = tmp_path_factory.mktemp("attack")
     tokens(folder).write_text(f"root admin {SECRET}\nmallory user mallorys-own-token-of-some-length\n")
     tokens(folder).chmod(0o600)
-    running = FarmProcess(folder, bundle=False, serve=["--tokens", str(tokens(folder))])
+    running = FarmProcess(folder, bundle=False, serve=["--tokens", str(tokens(folder))], executes=True)
     running.start(agents=0)
     yield running
     running.stop()

@@ -43,7 +43,7 @@ class Job:
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     folder = tmp_path_factory.mktemp("hostile")
-    farm = FarmProcess(folder)
+    farm = FarmProcess(folder, executes=True)
     try:
         farm.start(agents=0)
         farm.add_agent("--name", NAME)

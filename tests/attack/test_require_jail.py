@@ -100,7 +100,7 @@ def test_the_jail_is_required_where_other_machines_connect(arguments: list[str],
 
 
 async def test_a_running_server_reports_its_jail_to_admins(tmp_path: Path) -> None:
-    farm = FarmProcess(tmp_path, bundle=False)
+    farm = FarmProcess(tmp_path, bundle=False, executes=True)
     try:
         farm.start(agents=0)
         async with open_channel(Access(farm.address)) as channel:

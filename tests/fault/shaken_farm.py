@@ -63,8 +63,8 @@ class World:
         self.engines = engines
         serve = ["--patience", str(PATIENCE_S), "--webhook-allow", "127.0.0.1", *(engines.arguments if engines else ())]
         environment = engines.environment if engines else {}
-        self.farm = FarmProcess(folder, serve=serve, environment=environment)
-        self.second = FarmProcess(folder / "second", serve=serve, environment=environment) if engines else None
+        self.farm = FarmProcess(folder, serve=serve, environment=environment, executes=True)
+        self.second = FarmProcess(folder / "second", serve=serve, environment=environment, executes=True) if engines else None
         self.submitted: list[Submitted] = []
         self.processes: dict[int, float] = {}
         """Processes of the farm by id, with the times of their starts."""

@@ -39,9 +39,8 @@ LOWERED = ["TO_EDGE_TRANSFORM_AND_LOWER", "TO_EXECUTORCH"]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
     """A server with two concurrent compilations and no agents."""
-    running = FarmProcess(
-        tmp_path_factory.mktemp("compilations"), bundle=False, prewarm=True, serve=["--workers", "2", "--threads", "1"]
-    )
+    folder, options = tmp_path_factory.mktemp("compilations"), ["--workers", "2", "--threads", "1"]
+    running = FarmProcess(folder, bundle=False, prewarm=True, serve=options, executes=True)
     try:
         yield running.start(agents=0)
     finally:

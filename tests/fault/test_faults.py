@@ -29,11 +29,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def lasting(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
     """A farm whose server lives through all faults, so that it loads the compiler once; the model is compiled."""
-    running = FarmProcess(tmp_path_factory.mktemp("lasting"))
+    running = FarmProcess(tmp_path_factory.mktemp("lasting"), executes=True)
     try:
         running.start()
         with running.client() as farm:
             assert farm.compile(model).wait() is JobState.SUCCEEDED
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.fixture
+def breakable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
+    """A farm of the test's own, not yet started, whose server has its children below it."""
+    running = FarmProcess(tmp_path_factory.mktemp("breakable"), executes=True)
+    try:
         yield running
     finally:
         running.stop()

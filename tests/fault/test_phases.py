@@ -146,7 +146,7 @@ class StruckFarm:
 
 @pytest.fixture(scope="module")
 def struck(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StruckFarm]:
-    running = FarmProcess(tmp_path_factory.mktemp("struck"))
+    running = FarmProcess(tmp_path_factory.mktemp("struck"), executes=True)
     try:
         yield StruckFarm(running.start())
     finally:

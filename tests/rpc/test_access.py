@@ -261,7 +261,7 @@ def test_a_stale_unix_socket_is_replaced_but_a_file_is_not(tmp_path: Path) -> No
 async def test_a_killed_servers_children_end_and_its_socket_can_be_reused(tmp_path: Path) -> None:
     path = tmp_path / "farm.sock"
     arguments = ["serve", "--data", str(tmp_path / "data"), "--no-bundle", "--exit-with-stdin", "--listen", f"unix:{path}"]
-    first, second = Daemon(arguments, tmp_path / "log"), Daemon(arguments, tmp_path / "log")
+    first, second = (Daemon(arguments, tmp_path / "log", executes=True) for _ in range(2))
     first.start()
     assert address_of(first) == f"unix:{path}"
     assert path.stat().st_mode & 0o777 == 0o600

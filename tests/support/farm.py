@@ -46,8 +46,8 @@ class Daemon:
         within: what stands before the command and becomes it.
         python: the interpreter.
         knows_health: whether a server has the options for the health of devices, which old ones lack.
-        executes: whether it must be a process as a user starts it, whose memory, limits, and files in /proc are its own; others
-            are forked from the template.
+        executes: whether it must be a process as a user starts it, whose memory, limits, children, and files in /proc are its
+            own; others are forked from the template, and their forkservers are.
     """
 
     template: ClassVar[Template | None] = None

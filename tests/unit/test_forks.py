@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.farm import START_S, Daemon
-from tests.support.forks import ROOT, Fork, Template
+from tests.support.forks import COMMAND, FORKSERVER, OF_FORKSERVERS, ROOT, WARM, Fork, Template
 
 STATE = """
 import json, os, signal, sys, threading, warnings
@@ -30,13 +30,29 @@ sys.exit(7)
 """
 
 
-def make_command(folder: Path, code: str) -> dict[str, str]:
+SERVER = f"""
+import os, subprocess, sys
+pipe = os.pipe()
+kept = {{name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "PYTHONPATH") if name in os.environ}}
+os.umask(0o027)
+arguments = [sys.executable, "-P", "-m", {FORKSERVER!r}, *map(str, pipe), {WARM!r}]
+with open(os.devnull) as null:
+    process = subprocess.Popen(
+        arguments, stdin=subprocess.DEVNULL, pass_fds=pipe, cwd=sys.argv[1], env=kept | {OF_FORKSERVERS}, start_new_session=True
+    )
+print("child", process.pid in map(int, open("/proc/thread-self/children").read().split()), flush=True)
+print("ends", process.wait(), process.poll(), flush=True)
+"""
+
+
+def make_command(folder: Path, code: str, module: str = COMMAND) -> dict[str, str]:
     """Return the variables with which the command is this code."""
-    package = folder / "etfarm" / "wire"
-    package.mkdir(parents=True)
-    for path in (package, package.parent):
-        (path / "__init__.py").touch()
-    (package / "command.py").write_text(code)
+    package = folder
+    for name in module.split(".")[:-1]:
+        package /= name
+        package.mkdir(exist_ok=True)
+        (package / "__init__.py").touch()
+    (package / f"{module.rpartition('.')[2]}.py").write_text(code)
     return {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
@@ -49,6 +65,10 @@ def finish(daemon: Daemon) -> tuple[dict[str, object], int, str]:
     return state, code, daemon.log.read_text()
 
 
+def differences(started: dict[str, object], forked: dict[str, object]) -> dict[str, tuple[object, object]]:
+    return {key: (started.get(key), forked.get(key)) for key in started | forked if started.get(key) != forked.get(key)}
+
+
 def test_a_forked_daemon_is_as_one_that_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in make_command(tmp_path, STATE).items():
         monkeypatch.setenv(name, value)
@@ -59,7 +79,27 @@ def test_a_forked_daemon_is_as_one_that_is_started(tmp_path: Path, monkeypatch: 
     )
     expected, seen = finish(started), finish(forked)
     assert isinstance(forked.process, Fork) and isinstance(started.process, subprocess.Popen)
-    assert seen == expected and seen[1:] == (7, "typed\n")
+    assert differences(expected[0], seen[0]) == {}
+    assert seen[1:] == expected[1:] == (7, "typed\n")
+
+
+def test_a_forked_server_has_a_forked_forkserver_that_is_as_one_that_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = STATE.replace("[os.getpgrp(), os.getsid(0)]", "[os.getpgrp() == os.getsid(0) == os.getpid()]")
+    make_command(tmp_path, own, FORKSERVER)
+    monkeypatch.setenv("PYTHONPATH", make_command(tmp_path, SERVER)["PYTHONPATH"])
+    monkeypatch.setattr(Daemon, "template", Template("asyncio", toolchain=["asyncio"]))
+    seen = {}
+    for executes in (True, False):
+        daemon = Daemon([str(tmp_path)], tmp_path / str(executes), executes=executes)
+        daemon.start()
+        daemon.expect("ends")
+        (state,) = (json.loads(line) for line in daemon.lines if line.startswith("{"))
+        seen[executes] = state, daemon.lines[-1], daemon.stop(), daemon.log.read_text()
+        assert f"child {executes}" in daemon.lines
+    assert differences(seen[True][0], seen[False][0]) == {}
+    assert seen[True][1:] == seen[False][1:] == ("ends 7 7", 0, "\n")
 
 
 def test_what_is_read_at_the_start_is_not_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
