@@ -292,7 +292,10 @@ def test_an_ambiguous_zip_is_refused(
     path = write(tmp_path / "m.pt2", good)
     trick(path, good)
     error = refusal(farm, path)
-    assert (error.reason, error.metadata["vector"]) == ("UNSAFE_MODEL", "AMBIGUOUS_ZIP")
+    refusals = [("UNSAFE_MODEL", "AMBIGUOUS_ZIP")]
+    if trick is two_directories:
+        refusals.append(("NOT_A_PT2", None))  # by the client, whose Python does not read it since its security updates of 2025
+    assert (error.reason, error.metadata.get("vector")) in refusals
     assert error.message.isprintable()
 
 

@@ -56,6 +56,7 @@ def load_toolchain() -> None:
     importlib.import_module("etfarm.server.compile.lower.tasks")
     executorch.runtime.Runtime.get()
     remember_composite_operators()
+    share_origins()
     xnnpack_patterns.install()
     # With another ExecuTorch than the pinned one, these export the patterns.
     bilinear_2d.get_graphs()
@@ -83,3 +84,16 @@ def remember_composite_operators() -> None:
             loaded[:] = registered
 
     utils._materialize_cpp_cia_ops = load_new
+
+
+def share_origins() -> None:
+    """Let nodes share what torch records of their origins, which never changes.
+
+    torch copies it for each node of each pass, with all that the origins come from themselves: a seventh of a lowering.
+    """
+    from torch.fx.traceback import NodeSource
+
+    def share(self: NodeSource, memo: dict[int, object]) -> NodeSource:
+        return self
+
+    NodeSource.__deepcopy__ = share  # type: ignore[attr-defined]
