@@ -96,4 +96,4 @@ def share_origins() -> None:
     def share(self: NodeSource, memo: dict[int, object]) -> NodeSource:
         return self
 
-    NodeSource.__deepcopy__ = share  # type: ignore[attr-defined]
+    NodeSource.__deepcopy__ = share
