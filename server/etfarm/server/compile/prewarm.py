@@ -9,7 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 from types import ModuleType
-from typing import Final, cast
+from typing import Any, Final, cast
 
 PRELOAD: Final = ("etfarm.server.compile.prewarm:warm",)
 """Value for `Workers(preload=...)`."""
@@ -67,14 +67,15 @@ def load_toolchain() -> None:
 
 
 def remember_composite_operators() -> None:
-    """Let torch load the composite operators of C++ only if there are new ones.
+    """Let torch load the composite operators of C++ once for all namespaces of operators, and only if there are new ones.
 
-    torch loads all of them for each namespace of operators, hundreds of times in a lowering, of which they take a quarter.
+    torch loads all of them for each namespace, hundreds of times in a lowering, of which they take a quarter.
     """
     import torch
     from torch._export import utils
+    from torch.export import decomp_utils, exported_program
 
-    load_all = utils._materialize_cpp_cia_ops
+    load_all, collect_all = utils._materialize_cpp_cia_ops, utils._collect_all_valid_cia_ops
     loaded: list[str] = []
 
     def load_new() -> None:
@@ -83,7 +84,17 @@ def remember_composite_operators() -> None:
             load_all()
             loaded[:] = registered
 
+    def collect() -> Any:
+        load_new()
+        utils._materialize_cpp_cia_ops = lambda: None
+        try:
+            return collect_all()
+        finally:
+            utils._materialize_cpp_cia_ops = load_new
+
     utils._materialize_cpp_cia_ops = load_new
+    for module in (utils, exported_program, decomp_utils):
+        module._collect_all_valid_cia_ops = collect
 
 
 def share_origins() -> None:
