@@ -31,7 +31,7 @@ def forkservers(farm: FarmProcess) -> list[int]:
 
 @pytest.mark.parametrize("prewarm", [True, False])
 def test_the_toolchain_is_loaded_at_start_or_by_the_first_compilation(tmp_path: Path, prewarm: bool) -> None:
-    farm = FarmProcess(tmp_path / "farm", bundle=False, prewarm=prewarm)
+    farm = FarmProcess(tmp_path / "farm", bundle=False, prewarm=prewarm, executes=True)
     farm.folder.mkdir()
     try:
         farm.start(agents=0)

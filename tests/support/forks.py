@@ -257,6 +257,7 @@ def main(arguments: Sequence[str]) -> int:
         door.listen()
     else:
         requests, door = (socket.socket(fileno=int(descriptor)) for descriptor in modules[1:])
+        sys.modules["pyarrow"] = cast(ModuleType, None)  # as in a forkserver: pandas would import it, and it starts a thread
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
@@ -278,7 +279,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def load(modules: Sequence[str]) -> None:
     """Load modules without starting a thread; of torch also what a command that exports a model loads."""
-    sys.modules.setdefault("pyarrow", cast(ModuleType, None))  # pandas imports it where it is installed: it starts a thread
     for name in modules:
         importlib.import_module(name)
         if name == "torch":
