@@ -116,6 +116,10 @@ class TrainingMode(UserError):
         )  # fmt: skip
 
 
+_BELOW: Final = re.compile(r"<= -u\d+ - 1$")
+"""At the end of a condition that torch puts on a negative index."""
+
+
 class DataDependentBranch(UserError):
     """The model branches on a tensor's value, which an exported program cannot do.
 
@@ -130,7 +134,8 @@ class DataDependentBranch(UserError):
         super().__init__(
             f"The model branches on a tensor's value{f' at {where}' if where else ''}, but an exported program has a single path"
             f"{f' ({expression})' if expression else ''}.",
-            "Use torch.where or torch.cond, remove the branch from the model, or bound a size with torch._check.",
+            "Use torch.where or torch.cond, remove the branch from the model, or bound a size with torch._check."
+            + (" Give an index a dim: x[i.reshape(1)] for x[i]." if _BELOW.search(expression) else ""),
             stage=stage, expression=expression, source=where,
         )  # fmt: skip
 
@@ -363,7 +368,6 @@ _KERNEL_CRASHES: Final = (
 )
 _FORMATS: Final = re.compile(r"dim[_ ]?order|memory.?format|channels.?last|contiguous|same_strides", re.IGNORECASE)
 """What the runtime says of tensors with different memory formats."""
-
 _RUN_REMEDIES: Final = (
     (
         "Padding values must be non-negative",
@@ -405,7 +409,7 @@ class ProgramCannotRun(UserError):
         operator: the operator without a kernel, with its line, like `aten::histc at models/net.py:31 (torch.histc(x))`; or empty.
         delegates: whether a backend runs a part of the method.
         formats: inputs and weights that are not contiguous, such as `x, weight`; or empty.
-        advice: what in a quantized graph XNNPACK computes otherwise, and what to do about it; or empty.
+        advice: what to do about the reason, if the graph tells more of it; or empty.
     """
 
     reason = "PROGRAM_CANNOT_RUN"
@@ -428,6 +432,8 @@ class ProgramCannotRun(UserError):
             remedy = f"{_replace(f'{why}{operator}')}: ExecuTorch has no kernel for it."
         if advice:
             remedy = advice
+        elif "Unhandled dtype" in why:
+            remedy = "ExecuTorch's kernels do not take this dtype: use another from the inputs on, such as int32 or float32."
         elif _FORMATS.search(why) or (formats and ("Propagating input shapes" in why or (remedy is None and operator))):
             remedy = (
                 f"Tensors have different memory formats: give {formats or 'inputs and weights'} the usual one with "

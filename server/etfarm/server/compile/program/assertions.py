@@ -26,12 +26,12 @@ def describe(program: Any, method: str) -> str:
 
     Lowering drops all assertions. Those that torch adds by itself, for sizes that cannot be otherwise, are not named.
     """
-    found = list(dict.fromkeys(_find(program)))
-    if not found:
+    texts = list(dict.fromkeys(_find(program)))
+    if not texts:
         return ""
-    more = f"; and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
+    more = f"; and {len(texts) - _MAX_SHOWN} more" if len(texts) > _MAX_SHOWN else ""
     return (
-        f"The program does not check what {method} asserts of values: {'; '.join(found[:_MAX_SHOWN])}{more}. "
+        f"The program does not check what {method} asserts of values: {'; '.join(texts[:_MAX_SHOWN])}{more}. "
         "Where PyTorch would raise an error, the device goes on."
     )
 

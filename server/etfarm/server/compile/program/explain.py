@@ -192,6 +192,16 @@ def _owned_names(program: Any) -> dict[str, str]:
     return {**signature.inputs_to_parameters, **signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
 
 
+def advise_of_columns(program: Any, why: str) -> str:
+    """Return what to do about indices that an operator refuses for their memory format; empty if that is not the reason."""
+    if "different dim orders" not in why or not any(_gives_indices(node) for node in all_nodes(program)):
+        return ""
+    return (
+        "torch.nonzero returns indices that lie by columns, which other kernels do not take. Copy them first, with "
+        "torch.nonzero(c).clone(memory_format=torch.contiguous_format), also in place of torch.where(c)."
+    )
+
+
 def find_channels_last(program: Any) -> str:
     """Return the inputs and weights of a program with other strides than new tensors have, such as `x, weight`; at most three.
 
@@ -203,6 +213,11 @@ def find_channels_last(program: Any) -> str:
         if node.op == "placeholder" and hasattr(value, "stride") and _has_other_strides(value.shape, value.stride()):
             names.append(owned.get(node.name, node.name))
     return ", ".join(names[:_NAMED])
+
+
+def _gives_indices(node: Any) -> bool:
+    name = _schema_name(node)
+    return name in ("aten::nonzero", "aten::nonzero_numpy") or (name == "aten::where" and len(node.args) == 1)
 
 
 def _find_cause(error: BaseException) -> BaseException:

@@ -332,7 +332,8 @@ def _finish(program: _Program, method: str, original: Any, trial: Trial) -> list
     crash = explain.find_only_kernel(original) if outcome.crashed and not operator else ""
     raise ProgramCannotRun(
         method, why, trial.words, operator or crash, delegates=bool(program.backends.get(method)),
-        formats=explain.find_channels_last(original), advice=_advise(program, method, why),
+        formats=explain.find_channels_last(original),
+        advice=_advise(program, method, why) or explain.advise_of_columns(original, why),
     )  # fmt: skip
 
 

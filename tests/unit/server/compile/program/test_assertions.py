@@ -17,30 +17,30 @@ from etfarm.server.compile.program import assertions  # noqa: E402
 class Asserts(nn.Module):
     """Checks its values in one of several ways."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.way = way
+        self.kind = kind
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.way == "number":
+        if self.kind == "number":
             torch._check(x.max().item() < 100)
-        elif self.way == "tensor":
+        elif self.kind == "tensor":
             torch._assert_async(x.max() < 100, "too large")
-        elif self.way == "all":
+        elif self.kind == "all":
             torch._check_tensor_all(x < 100)
-        elif self.way == "branch":
+        elif self.kind == "branch":
             return torch.cond(x.sum() > 0, checked_double, torch.neg, (x,))
-        elif self.way == "count":
+        elif self.kind == "count":
             found = torch.nonzero(x > 0.5)
             torch._check(found.shape[0] < 5)
             return x[: found.shape[0]]
-        elif self.way == "size":
+        elif self.kind == "size":
             size = x.sum().long().item()
             torch._check(size <= 8)
             return x[:size]
-        elif self.way == "found":
+        elif self.kind == "found":
             return x[x > 0.5] + x[torch.nonzero(x > 0.5).reshape(-1)]
-        elif self.way == "shape":
+        elif self.kind == "shape":
             torch._check(x.shape[0] < 100)
         return x * 2
 
@@ -50,16 +50,16 @@ def checked_double(x: Tensor) -> Tensor:
     return x * 2
 
 
-def described(way: str) -> str:
+def described(kind: str) -> str:
     file = io.BytesIO()
-    sizes = {"x": {0: torch.export.Dim("n", max=64)}} if way in ("shape", "found") else None
-    torch.export.save(torch.export.export(Asserts(way).eval(), (torch.rand(8),), dynamic_shapes=sizes), file)
+    sizes = {"x": {0: torch.export.Dim("n", max=64)}} if kind in ("shape", "found") else None
+    torch.export.save(torch.export.export(Asserts(kind).eval(), (torch.rand(8),), dynamic_shapes=sizes), file)
     file.seek(0)
     return assertions.describe(torch.export.load(file), "forward")
 
 
 @pytest.mark.parametrize(
-    ("way", "line"),
+    ("kind", "line"),
     [
         ("number", r"\(torch._check\(x.max\(\).item\(\) < 100\)\)"),
         ("tensor", r"\(torch._assert_async\(x.max\(\) < 100, \"too large\"\)\)"),
@@ -69,12 +69,12 @@ def described(way: str) -> str:
         ("size", r"u0 <= 8 at \S+:\d+ \(size = x.sum\(\).long\(\).item\(\)\)"),
     ],
 )
-def test_what_a_model_asserts_of_values_is_named_with_its_line(way: str, line: str) -> None:
-    text = described(way)
+def test_what_a_model_asserts_of_values_is_named_with_its_line(kind: str, line: str) -> None:
+    text = described(kind)
     assert re.search(line, text), text
     assert "test_assertions.py:" in text and text.endswith("the device goes on.")
 
 
-@pytest.mark.parametrize("way", ["none", "found", "shape"])
-def test_what_torch_asserts_of_sizes_by_itself_is_not_named(way: str) -> None:
-    assert described(way) == ""
+@pytest.mark.parametrize("kind", ["none", "found", "shape"])
+def test_what_torch_asserts_of_sizes_by_itself_is_not_named(kind: str) -> None:
+    assert described(kind) == ""
