@@ -18,7 +18,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 async def test_patterns_are_built_before_a_child_is_forked_and_no_thread_is_left(workers: Workers) -> None:
     async with await workers.run("tests.support.warm_tasks:look", None, deadline_s=60) as finished:
-        found = json.loads(finished.result)
-    assert found == {"torch_threads": 2, "patterns": [xnnpack_patterns.__name__] * 2, "shares_origins": True}
+        contents = json.loads(finished.result)
+    assert contents == {"torch_threads": 2, "patterns": [xnnpack_patterns.__name__] * 2, "shares_origins": True}
     # From outside: a child sees no process but its own.
     assert len(list(Path(f"/proc/{workers.forkserver_pid}/task").iterdir())) == 1

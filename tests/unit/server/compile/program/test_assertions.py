@@ -31,9 +31,9 @@ class Asserts(nn.Module):
         elif self.kind == "branch":
             return torch.cond(x.sum() > 0, checked_double, torch.neg, (x,))
         elif self.kind == "count":
-            found = torch.nonzero(x > 0.5)
-            torch._check(found.shape[0] < 5)
-            return x[: found.shape[0]]
+            indices = torch.nonzero(x > 0.5)
+            torch._check(indices.shape[0] < 5)
+            return x[: indices.shape[0]]
         elif self.kind == "size":
             size = x.sum().long().item()
             torch._check(size <= 8)
@@ -65,7 +65,7 @@ def described(kind: str) -> str:
         ("tensor", r"\(torch._assert_async\(x.max\(\) < 100, \"too large\"\)\)"),
         ("all", r"\(torch._check_tensor_all\(x < 100\)\)"),
         ("branch", r"\(return torch.cond\("),
-        ("count", r"u0 < 5 at \S+:\d+ \(found = torch.nonzero\(x > 0.5\)\)"),
+        ("count", r"u0 < 5 at \S+:\d+ \(indices = torch.nonzero\(x > 0.5\)\)"),
         ("size", r"u0 <= 8 at \S+:\d+ \(size = x.sum\(\).long\(\).item\(\)\)"),
     ],
 )
