@@ -44,12 +44,12 @@ def _find(program: Any) -> Iterator[str]:
 
 
 def _describe(node: Any) -> str:
-    said = str(node.args[1]).removeprefix(_PREFIX).partition(" on node ")[0] if len(node.args) > 1 else ""
+    condition = str(node.args[1]).removeprefix(_PREFIX).partition(" on node ")[0] if len(node.args) > 1 else ""
     source = source_of(node.meta.get("stack_trace"))
     if source is None:
-        return said or "a value"
+        return condition or "a value"
     place = f"{source.file}:{source.line} ({source.code})"
-    return place if not said or any(call in source.code for call in _CALLS) else f"{said} at {place}"
+    return place if not condition or any(call in source.code for call in _CALLS) else f"{condition} at {place}"
 
 
 def _is_of_torch(program: Any, condition: Any) -> bool:
