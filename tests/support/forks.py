@@ -28,7 +28,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -73,12 +73,22 @@ class Fork:
         self.returncode: int | None = None
         self._lock = threading.Lock()
         self._status = status
+        self._start: tuple[int, int] | None = None
         weakref.finalize(self, status.close)
-        message, descriptors, _, _ = socket.recv_fds(status, 32, 1)
-        assert message, "the process that commands are forked from has ended"
-        self.pid = int(message)
-        (self._pidfd,) = descriptors
-        weakref.finalize(self, os.close, self._pidfd)
+
+    @property
+    def pid(self) -> int:
+        """The process id, once the command has been forked."""
+        return self._started()[0]
+
+    def _started(self) -> tuple[int, int]:
+        with self._lock:
+            if self._start is None:
+                message, descriptors, _, _ = socket.recv_fds(self._status, 32, 1)
+                assert message, "the process that commands are forked from has ended"
+                self._start = int(message), descriptors[0]
+                weakref.finalize(self, os.close, descriptors[0])
+            return self._start
 
     def poll(self) -> int | None:
         """Return the exit code, or None while it runs; negative for a signal."""
@@ -94,8 +104,12 @@ class Fork:
         """
         ended = select.poll()
         ended.register(self._status, select.POLLIN)
-        if self.returncode is None and not ended.poll(None if timeout is None else timeout * 1000):
-            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        for is_end in (False, True):
+            if not is_end and self._start is not None:
+                continue
+            if self.returncode is None and not ended.poll(None if timeout is None else timeout * 1000):
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            self._started()
         with self._lock:
             if self.returncode is None:
                 code = self._status.recv(32)
@@ -106,7 +120,7 @@ class Fork:
     def send_signal(self, number: int) -> None:
         """Send a signal, unless it has ended."""
         with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, number)
+            signal.pidfd_send_signal(self._started()[1], number)
 
     def terminate(self) -> None:
         """Send SIGTERM."""
@@ -175,8 +189,11 @@ class Template:
 
     def _fork(self, arguments: Sequence[str], cwd: Path, environment: Mapping[str, str], *files: int) -> Fork:
         options = ["-m", COMMAND]
+        command = Command(options, [*map(str, arguments)], str(cwd), {**environment}, [0, 1, 2])
         with self._lock:
-            return _order(self._connect(), Command(options, [*map(str, arguments)], str(cwd), {**environment}, [0, 1, 2]), files)
+            fork = _order(self._connect, command, files)
+        fork.pid  # noqa: B018 - it runs when this returns, as with subprocess.Popen
+        return fork
 
     def _connect(self) -> socket.socket:
         if self._socket is None:
@@ -209,12 +226,13 @@ class Command:
     limits: Sequence[tuple[int, Sequence[int]]] = ()
 
 
-def _order(connection: socket.socket, command: Command, files: Sequence[int]) -> Fork:
+def _order(connect: Callable[[], socket.socket], command: Command, files: Sequence[int]) -> Fork:
+    """Order a fork; nothing but the message is left to do once connected, as the caller may be stopped by a signal."""
     message = json.dumps(asdict(command)).encode()
     assert len(message) < _MAX_BYTES and len(files) == len(command.files) < _MAX_FILES
     status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        socket.send_fds(connection, [message], [*files, theirs.fileno()])
+        socket.send_fds(connect(), [message], [*files, theirs.fileno()])
     return Fork(command.arguments, status)
 
 
@@ -234,8 +252,12 @@ def fork_forkservers(address: str) -> None:
             files = [0, 1, 2, *options["pass_fds"]]
             order = Command(command[1:4], command[4:], str(options["cwd"]), options["env"], files, True, umask, limits)
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, Path(os.devnull).open() as null:
-                connection.connect(address)
-                return _order(connection, order, [null.fileno(), *files[1:]])
+
+                def connect() -> socket.socket:
+                    connection.connect(address)
+                    return connection
+
+                return _order(connect, order, [null.fileno(), *files[1:]])
 
     subprocess.Popen = Popen  # type: ignore[misc]
 
@@ -311,7 +333,7 @@ def serve(requests: socket.socket, door: socket.socket, toolchain: Sequence[str]
             if descriptor in forks:
                 pid, reports = forks.pop(descriptor)
                 _, status = os.waitpid(pid, 0)
-                with reports, contextlib.suppress(BrokenPipeError):
+                with reports, contextlib.suppress(ConnectionError):
                     reports.send(str(os.waitstatus_to_exitcode(status)).encode())
                 events.unregister(descriptor)
                 os.close(descriptor)
@@ -319,6 +341,7 @@ def serve(requests: socket.socket, door: socket.socket, toolchain: Sequence[str]
             if descriptor == door.fileno() and toolchain:
                 events.unregister(door)
                 opened = _open(door, toolchain)
+                door.close()  # so that orders fail if the other process ends
                 continue
             connection = door.accept()[0] if descriptor == door.fileno() else requests
             message, received, _, _ = socket.recv_fds(connection, _MAX_BYTES, _MAX_FILES)
@@ -339,7 +362,7 @@ def serve(requests: socket.socket, door: socket.socket, toolchain: Sequence[str]
             pidfd, reports = os.pidfd_open(pid), socket.socket(fileno=received.pop())
             for file in received:
                 os.close(file)
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(ConnectionError):
                 socket.send_fds(reports, [str(pid).encode()], [pidfd])
             forks[pidfd] = pid, reports
             events.register(pidfd, select.POLLIN)
@@ -353,7 +376,7 @@ def _open(door: socket.socket, toolchain: Sequence[str]) -> tuple[subprocess.Pop
         sockets = theirs.fileno(), door.fileno()
         process = subprocess.Popen(
             [sys.executable, "-P", __file__, _SOCKETS, *map(str, sockets), DOOR, *toolchain],
-            stdin=subprocess.DEVNULL, stdout=theirs.fileno(), stderr=subprocess.DEVNULL, pass_fds=sockets,
+            stdin=subprocess.DEVNULL, stdout=theirs.fileno(), pass_fds=sockets,
             env=kept | OF_FORKSERVERS,
         )  # fmt: skip
     return process, ours

@@ -289,7 +289,7 @@ class NoCalibrationSamples(UserError):
         )
 
 
-_ASSERTS: Final = re.compile(r"\b(assert|torch\._(assert|check)\w*)\b")
+_ASSERTS: Final = re.compile(r"^\s*assert\b|torch\._(assert|check)\w*\(")
 """In a line that checks a value, and so has no second branch."""
 
 
@@ -303,7 +303,7 @@ class DataDependentBranch(UserError):
         quote = f": `{code}`" if code else ""
         super().__init__(
             f"{method}: {'an assertion' if _ASSERTS.search(code) else 'a branch'}{at} depends on a tensor's value{quote}.",
-            "Put it below `if not torch.compiler.is_exporting():`, and check the values where the program is called."
+            "Put it under `if not torch.compiler.is_exporting():`, and check the values where the program is called."
             if _ASSERTS.search(code)
             else "Write it with torch.cond(predicate, true_fn, false_fn, operands), or with torch.where.",
             stage=STAGE,

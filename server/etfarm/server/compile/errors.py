@@ -135,7 +135,7 @@ class DataDependentBranch(UserError):
             f"The model branches on a tensor's value{f' at {where}' if where else ''}, but an exported program has a single path"
             f"{f' ({expression})' if expression else ''}.",
             "Use torch.where or torch.cond, remove the branch from the model, or bound a size with torch._check."
-            + (" Give an index a dim: x[i.reshape(1)] for x[i]." if _BELOW.search(expression) else ""),
+            + (" Index with one dim: x[i.reshape(1)].squeeze(0) instead of x[i]." if _BELOW.search(expression) else ""),
             stage=stage, expression=expression, source=where,
         )  # fmt: skip
 
@@ -433,7 +433,9 @@ class ProgramCannotRun(UserError):
         if advice:
             remedy = advice
         elif "Unhandled dtype" in why:
-            remedy = "ExecuTorch's kernels do not take this dtype: use another from the inputs on, such as int32 or float32."
+            remedy = (
+                "The kernel does not support this dtype: use another one, starting with the inputs, such as int32 or float32."
+            )
         elif _FORMATS.search(why) or (formats and ("Propagating input shapes" in why or (remedy is None and operator))):
             remedy = (
                 f"Tensors have different memory formats: give {formats or 'inputs and weights'} the usual one with "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -22,54 +21,96 @@ _CALLS: Final = ("_check", "assert")
 
 
 def describe(program: Any, method: str) -> str:
-    """Return which assertions of a method's values the device does not check; empty if there are none.
+    """Return which conditions on a method's values the device does not check; empty if there are none.
 
-    Lowering drops all assertions. Those that torch adds by itself, for sizes that cannot be otherwise, are not named.
+    Lowering drops all of them: those that the model asserts, and those under which operators are right, such as a start of
+    `narrow` that lies inside. Sizes that cannot be otherwise, which torch asserts too, are left out.
     """
-    texts = list(dict.fromkeys(_find(program)))
-    if not texts:
+    conditions: dict[str, list[str]] = {}
+    for node in all_nodes(program):
+        name = getattr(node.target, "_schema", None) and node.target._schema.name.partition("::")[2]
+        if name in _ON_TENSORS or (name in _ON_NUMBERS and not _always_holds(program, node.args[0])):
+            place, condition = _describe(node)
+            conditions.setdefault(place, []).append(condition)
+    if not conditions:
         return ""
+    texts = [" at ".join(filter(None, (" and ".join(filter(None, each[:2])), place))) for place, each in conditions.items()]
     more = f"; and {len(texts) - _MAX_SHOWN} more" if len(texts) > _MAX_SHOWN else ""
     return (
-        f"The program does not check what {method} asserts of values: {'; '.join(texts[:_MAX_SHOWN])}{more}. "
-        "Where PyTorch would raise an error, the device goes on."
+        f"The program does not check what {method} asserts or assumes about values: {'; '.join(texts[:_MAX_SHOWN])}{more}. "
+        "Where PyTorch would raise an error, the device may continue."
     )
 
 
-def _find(program: Any) -> Iterator[str]:
-    for node in all_nodes(program):
-        name = getattr(node.target, "_schema", None) and node.target._schema.name.partition("::")[2]
-        if name in _ON_TENSORS or (name in _ON_NUMBERS and not _is_of_torch(program, node.args[0])):
-            yield _describe(node)
-
-
-def _describe(node: Any) -> str:
+def _describe(node: Any) -> tuple[str, str]:
+    """Return the line of an assertion, and its condition if the line does not state it."""
     condition = str(node.args[1]).removeprefix(_PREFIX).partition(" on node ")[0] if len(node.args) > 1 else ""
     source = source_of(node.meta.get("stack_trace"))
     if source is None:
-        return condition or "a value"
+        return "", condition or "a value"
     place = f"{source.file}:{source.line} ({source.code})"
-    return place if not condition or any(call in source.code for call in _CALLS) else f"{condition} at {place}"
+    return place, "" if any(call in source.code for call in _CALLS) else condition
 
 
-def _is_of_torch(program: Any, condition: Any) -> bool:
-    """Whether torch adds this condition by itself.
+def _always_holds(program: Any, condition: Any) -> bool:
+    """Whether torch adds a condition on a size that depends on values, and that cannot be otherwise.
 
-    It does on sizes that depend on values: that they lie between 0 and the elements that there are, and that sizes of operands
-    are equal, at which kernels look themselves.
+    Such a size lies between 0 and the elements of the tensors that it comes from. Kernels themselves look whether the sizes of
+    their operands are equal.
     """
     if not isinstance(condition, torch.fx.Node) or condition.target not in (operator.ge, operator.le, operator.eq):
         return False
     size, bound = condition.args
     if condition.target is operator.eq:
-        return _is_size(size) and _is_size(bound)
-    if not _is_size(size) or condition.target is operator.ge:
-        return _is_size(size) and bool(bound == 0)
-    return isinstance(bound, torch.fx.Node) or bound in {_elements(program, tensor) for tensor in size.args[0].all_input_nodes}
+        return _is_size(size) and _is_size(bound) and not _results(size.args[0]).isdisjoint(_results(bound.args[0]))
+    if condition.target is operator.ge:
+        return (_is_size(size) or _is_item(size)) and bool(bound == 0)
+    if not _is_size(size):
+        return False
+    sources = _sources(size.args[0])
+    if isinstance(bound, torch.fx.Node):
+        return _sizes(bound) <= sources
+    return bound in {_elements(program, tensor) for tensor in sources}
 
 
 def _is_size(node: Any) -> bool:
     return isinstance(node, torch.fx.Node) and node.target is torch.ops.aten.sym_size.int
+
+
+def _is_item(node: Any) -> bool:
+    return isinstance(node, torch.fx.Node) and node.target in (
+        torch.ops.aten.item.default,
+        torch.ops.aten._local_scalar_dense.default,
+    )
+
+
+def _sources(tensor: torch.fx.Node) -> set[torch.fx.Node]:
+    """Return all nodes that a tensor comes from."""
+    sources: set[torch.fx.Node] = set()
+    waiting = [tensor]
+    while waiting:
+        new = set(waiting.pop().all_input_nodes) - sources
+        sources |= new
+        waiting += new
+    return sources
+
+
+def _results(tensor: torch.fx.Node) -> set[torch.fx.Node]:
+    """Return all tensors that a tensor is used for."""
+    results: set[torch.fx.Node] = set()
+    waiting = [tensor]
+    while waiting:
+        new = {user for user in waiting.pop().users if isinstance(user.meta.get("val"), torch.Tensor)} - results
+        results |= new
+        waiting += new
+    return results
+
+
+def _sizes(number: torch.fx.Node) -> set[torch.fx.Node]:
+    """Return the tensors whose sizes a number is computed from, and everything else that it is."""
+    if _is_size(number):
+        return set(number.all_input_nodes)
+    return set().union(*map(_sizes, number.all_input_nodes)) if number.all_input_nodes else {number}
 
 
 def _elements(program: Any, node: torch.fx.Node) -> int | None:

@@ -197,8 +197,8 @@ def advise_of_columns(program: Any, why: str) -> str:
     if "different dim orders" not in why or not any(_gives_indices(node) for node in all_nodes(program)):
         return ""
     return (
-        "torch.nonzero returns indices that lie by columns, which other kernels do not take. Copy them first, with "
-        "torch.nonzero(c).clone(memory_format=torch.contiguous_format), also in place of torch.where(c)."
+        "torch.nonzero returns indices in column-major order, which other kernels do not accept. Copy them first: "
+        "torch.nonzero(c).clone(memory_format=torch.contiguous_format); its column [:, 0] is torch.where(c)[0]."
     )
 
 

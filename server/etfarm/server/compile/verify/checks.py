@@ -330,10 +330,10 @@ def _finish(program: _Program, method: str, original: Any, trial: Trial) -> list
     if not operator and "Failed to define tensor" in why and (operator := explain.find_many_dims(original)):
         why = f"{why}, as XNNPACK takes at most 6 dims"
     crash = explain.find_only_kernel(original) if outcome.crashed and not operator else ""
+    formats = explain.find_channels_last(original)
     raise ProgramCannotRun(
-        method, why, trial.words, operator or crash, delegates=bool(program.backends.get(method)),
-        formats=explain.find_channels_last(original),
-        advice=_advise(program, method, why) or explain.advise_of_columns(original, why),
+        method, why, trial.words, operator or crash, delegates=bool(program.backends.get(method)), formats=formats,
+        advice=_advise(program, method, why) or ("" if formats else explain.advise_of_columns(original, why)),
     )  # fmt: skip
 
 

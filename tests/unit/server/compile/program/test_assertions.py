@@ -40,6 +40,18 @@ class Asserts(nn.Module):
             return x[:size]
         elif self.kind == "found":
             return x[x > 0.5] + x[torch.nonzero(x > 0.5).reshape(-1)]
+        elif self.kind == "unique":
+            return torch.unique(x)
+        elif self.kind == "where":
+            return x[torch.where(x > 0.5)[0]]
+        elif self.kind == "created":
+            return torch.zeros(x.sum().long().item())
+        elif self.kind == "narrow":
+            return x.narrow(0, x.sum().long().item(), 2)
+        elif self.kind in ("apart", "ordered"):
+            a, b = torch.nonzero(x > 0.5), torch.nonzero(x > 0.25)
+            torch._check(a.shape[0] == b.shape[0] if self.kind == "apart" else a.shape[0] <= b.shape[0])
+            return a * 2, b * 2
         elif self.kind == "shape":
             torch._check(x.shape[0] < 100)
         return x * 2
@@ -66,15 +78,18 @@ def described(kind: str) -> str:
         ("all", r"\(torch._check_tensor_all\(x < 100\)\)"),
         ("branch", r"\(return torch.cond\("),
         ("count", r"u0 < 5 at \S+:\d+ \(indices = torch.nonzero\(x > 0.5\)\)"),
+        ("apart", r"Eq\(u0, u1\) at \S+:\d+ "),
+        ("ordered", r"u0.*u1.* at \S+:\d+ "),
+        ("narrow", r"at \S+:\d+ \(return x.narrow\("),
         ("size", r"u0 <= 8 at \S+:\d+ \(size = x.sum\(\).long\(\).item\(\)\)"),
     ],
 )
 def test_what_a_model_asserts_of_values_is_named_with_its_line(kind: str, line: str) -> None:
     text = described(kind)
     assert re.search(line, text), text
-    assert "test_assertions.py:" in text and text.endswith("the device goes on.")
+    assert "test_assertions.py:" in text and text.endswith("the device may continue.")
 
 
-@pytest.mark.parametrize("kind", ["none", "found", "shape"])
+@pytest.mark.parametrize("kind", ["none", "found", "shape", "unique", "where", "created"])
 def test_what_torch_asserts_of_sizes_by_itself_is_not_named(kind: str) -> None:
     assert described(kind) == ""
