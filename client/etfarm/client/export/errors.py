@@ -301,10 +301,11 @@ class DataDependentBranch(UserError):
     def __init__(self, method: str, place: str, code: str) -> None:
         at = f" at {place}" if place else ""
         quote = f": `{code}`" if code else ""
+        is_assertion = _ASSERTS.search(code) is not None
         super().__init__(
-            f"{method}: {'an assertion' if _ASSERTS.search(code) else 'a branch'}{at} depends on a tensor's value{quote}.",
+            f"{method}: {'an assertion' if is_assertion else 'a branch'}{at} depends on a tensor's value{quote}.",
             "Put it under `if not torch.compiler.is_exporting():`, and check the values where the program is called."
-            if _ASSERTS.search(code)
+            if is_assertion
             else "Write it with torch.cond(predicate, true_fn, false_fn, operands), or with torch.where.",
             stage=STAGE,
             method=method,

@@ -368,6 +368,7 @@ _KERNEL_CRASHES: Final = (
 )
 _FORMATS: Final = re.compile(r"dim[_ ]?order|memory.?format|channels.?last|contiguous|same_strides", re.IGNORECASE)
 """What the runtime says of tensors with different memory formats."""
+
 _RUN_REMEDIES: Final = (
     (
         "Padding values must be non-negative",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -64,7 +65,7 @@ def _always_holds(program: Any, condition: Any) -> bool:
     if condition.target is operator.eq:
         return _is_size(size) and _is_size(bound) and not _results(size.args[0]).isdisjoint(_results(bound.args[0]))
     if condition.target is operator.ge:
-        return (_is_size(size) or _is_item(size)) and bool(bound == 0)
+        return _is_size(size) and bool(bound == 0)
     if not _is_size(size):
         return False
     sources = _sources(size.args[0])
@@ -77,33 +78,24 @@ def _is_size(node: Any) -> bool:
     return isinstance(node, torch.fx.Node) and node.target is torch.ops.aten.sym_size.int
 
 
-def _is_item(node: Any) -> bool:
-    return isinstance(node, torch.fx.Node) and node.target in (
-        torch.ops.aten.item.default,
-        torch.ops.aten._local_scalar_dense.default,
-    )
-
-
 def _sources(tensor: torch.fx.Node) -> set[torch.fx.Node]:
     """Return all nodes that a tensor comes from."""
-    sources: set[torch.fx.Node] = set()
-    waiting = [tensor]
-    while waiting:
-        new = set(waiting.pop().all_input_nodes) - sources
-        sources |= new
-        waiting += new
-    return sources
+    return _reach(tensor, lambda node: node.all_input_nodes)
 
 
 def _results(tensor: torch.fx.Node) -> set[torch.fx.Node]:
     """Return all tensors that a tensor is used for."""
-    results: set[torch.fx.Node] = set()
-    waiting = [tensor]
+    return _reach(tensor, lambda node: [user for user in node.users if isinstance(user.meta.get("val"), torch.Tensor)])
+
+
+def _reach(start: torch.fx.Node, step: Callable[[torch.fx.Node], Iterable[torch.fx.Node]]) -> set[torch.fx.Node]:
+    reached: set[torch.fx.Node] = set()
+    waiting = [start]
     while waiting:
-        new = {user for user in waiting.pop().users if isinstance(user.meta.get("val"), torch.Tensor)} - results
-        results |= new
+        new = {*step(waiting.pop())} - reached
+        reached |= new
         waiting += new
-    return results
+    return reached
 
 
 def _sizes(number: torch.fx.Node) -> set[torch.fx.Node]:
