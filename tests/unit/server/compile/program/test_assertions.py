@@ -77,12 +77,12 @@ def described(kind: str) -> str:
         ("tensor", r"\(torch._assert_async\(x.max\(\) < 100, \"too large\"\)\)"),
         ("all", r"\(torch._check_tensor_all\(x < 100\)\)"),
         ("branch", r"\(return torch.cond\("),
-        ("count", r"u0 < 5 at \S+:\d+ \(indices = torch.nonzero\(x > 0.5\)\)"),
-        ("apart", r"Eq\(u0, u1\) at \S+:\d+ "),
-        ("ordered", r"u0.*u1.* at \S+:\d+ "),
-        ("created", r"u0 >= 0 at \S+:\d+ \(return torch.zeros\("),
-        ("narrow", r"at \S+:\d+ \(return x.narrow\("),
-        ("size", r"u0 <= 8 at \S+:\d+ \(size = x.sum\(\).long\(\).item\(\)\)"),
+        ("count", r"u0 < 5 at [^(]+:\d+ \(indices = torch.nonzero\(x > 0.5\)\)"),
+        ("apart", r"Eq\(u0, u1\) at [^(]+:\d+ "),
+        ("ordered", r"u0.*u1.* at [^(]+:\d+ "),
+        ("created", r"u0 >= 0 at [^(]+:\d+ \(return torch.zeros\("),
+        ("narrow", r"at [^(]+:\d+ \(return x.narrow\("),
+        ("size", r"u0 <= 8 at [^(]+:\d+ \(size = x.sum\(\).long\(\).item\(\)\)"),
     ],
 )
 def test_what_a_model_asserts_of_values_is_named_with_its_line(kind: str, line: str) -> None:
