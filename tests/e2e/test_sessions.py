@@ -191,6 +191,22 @@ def test_wrong_inputs_are_refused_and_leave_the_state_unchanged(
         assert session.run("forward", ZERO)[0].item() == 2.0
 
 
+def test_inputs_that_do_not_fit_are_named_and_a_constant_has_its_value(open_session: Open) -> None:
+    x, factor, times, bias = np.zeros(3, np.float32), 2.5, 3, None
+    refusals = {
+        "forward takes 4 inputs, got 1": (x,),
+        "Input '0' of forward is float64 [": (x.astype(np.float64), factor, times, bias),
+        "Input '0' of forward is bfloat16 [": (torch.from_numpy(x).to(torch.bfloat16), factor, times, bias),
+        f"input 1 must be {factor:g}, a constant of the exported program": (x, factor + 1, times, bias),
+    }
+    with open_session(program("scalars").path) as session:
+        for sentence, inputs in refusals.items():
+            with pytest.raises(EtfarmError) as refused:
+                session.run(*inputs)
+            assert sentence in refused.value.message and refused.value.reason == "INPUT_MISMATCH"
+        session.run(x, factor, times, bias)
+
+
 def test_an_unknown_method_is_refused_with_the_available_ones(open_session: Open) -> None:
     with open_session(program("counters").path) as session:
         with pytest.raises(EtfarmError, match="ones, tens") as refused:

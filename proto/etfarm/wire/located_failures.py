@@ -40,8 +40,9 @@ _REMEDIES: Final = (
         "An index is outside of its table or dim: give indices from 0 to its size - 1, or clamp them in the model.",
     ),
     (
-        re.compile(r"resize", re.IGNORECASE),
-        "A size exceeds what was planned: keep inputs within the ranges of the dynamic dims, or export larger maxima.",
+        re.compile(r"resize|Size must be non-negative", re.IGNORECASE),
+        "A size is outside of what was planned: keep sizes within the ranges of dynamic dims, and values within the bounds of "
+        "torch._check, or export larger ones.",
     ),
 )
 """Remedies for inputs that an operator does not take, by the runtime's log."""

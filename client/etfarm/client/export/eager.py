@@ -69,10 +69,31 @@ _FOREIGN_OUTPUT = re.compile(
     r"|Encountered unrecognized type UserDefinedObjectVariable\((\w+)\) at output"
 )
 """torch.export 2.13 on an object in the output, in its strict and in its other mode."""
-_SAVE_REMEDY: Final = (
-    "In branches and loops of control flow, use no tensors that they create from numbers: create those outside, or as buffers. "
-    "ExecuTorch has no torch.while_loop."
+_REMEDIES: Final = (
+    (
+        re.compile(r"torch\.qu?int\d|quantized nyi|torch\.classes\.(?:quantized|rnn)\W|quantized::\w"),
+        "ExecuTorch has no tensors of PyTorch's quantized dtypes, as torch.ao.quantization and torchvision.models.quantization "
+        "give. Give the model in fp32, and quantize it with a recipe, such as xnnpack_pt2e_int8_static_per_channel.",
+    ),
+    (
+        re.compile(r"SerializeError"),
+        "In branches and loops of control flow, use no tensors that they create from numbers: create those outside, or as "
+        "buffers. ExecuTorch has no torch.while_loop.",
+    ),
+    (
+        re.compile(r"(?:DynamicOutputShape|DataDependentOutput|UnsupportedOperator)Exception"),
+        "torch.export does not know the shape of what this operator returns: write that line with other operators.",
+    ),
+    (
+        re.compile(r"AssertionError: TODO\Z"),
+        "A program cannot return a boolean that depends on values: return the tensor, without .item() or bool().",
+    ),
+    (
+        re.compile(r"Unable to cast NotImplemented to Tensor"),
+        "torchao quantized a weight for an operator that its tensors lack: leave that layer out with the filter of quantize_.",
+    ),
 )
+"""Remedies by the name and message of an exception of torch 2.13."""
 _INTS = 1 << 63
 """ExecuTorch's ints have 64 bits, with this limit."""
 
@@ -443,10 +464,11 @@ def _refusals(method: str, base: Path, what: str = "torch.export") -> Iterator[N
         dim = specialized(method, text, str(place or ""))
         if dim is not None:
             raise dim from error
-        remedy = ""
-        if type(error).__name__ == "SerializeError":
-            what, remedy = "torch.export.save", _SAVE_REMEDY
-        raise ExportFailed(method, type(error).__name__, _first_line(text), str(place or ""), what, remedy) from error
+        name = type(error).__name__
+        if name == "SerializeError":
+            what = "torch.export.save"
+        remedy = next((remedy for pattern, remedy in _REMEDIES if pattern.search(f"{name}: {text}")), "")
+        raise ExportFailed(method, name, _first_line(text), str(place or ""), what, remedy) from error
 
 
 def _first_line(text: str) -> str:

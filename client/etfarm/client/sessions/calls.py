@@ -11,6 +11,7 @@ from etfarm.client.submit import npz
 from etfarm.client.submit.inputs import in_order, value_of
 from etfarm.v1 import common_pb2
 from etfarm.wire import tensors, timings
+from etfarm.wire.pt2 import InputType
 from etfarm.wire.tensors import Scalar, Tensor, Value
 from etfarm.wire.words import word_of
 
@@ -207,6 +208,20 @@ def flattened(
             by_key[name] = value_of(name, value)
         values = in_order(by_key, names, "The program", method)
     return [_laid_out(value, specs[i] if i < len(specs) else None) for i, value in enumerate(values)]
+
+
+def types_of_program(described: session_pb2.SessionMethod, model: Sequence[InputType | None]) -> list[InputType | None]:
+    """Return the types of a method's inputs: dtypes of the program, since a recipe may change them, and sizes of its model.
+
+    Args:
+        model: types of the model that the program was compiled from, in flattened order; empty if unknown.
+    """
+    sizes = [None if known is None else known.sizes for known in model]
+    sizes += [None] * (len(described.inputs) - len(sizes))
+    return [
+        InputType(spec.dtype, known or (None,) * len(spec.shape)) if spec.kind == common_pb2.VALUE_KIND_TENSOR else None
+        for spec, known in zip(described.inputs, sizes, strict=True)
+    ]
 
 
 def _checked(inputs: Sequence[Any]) -> Sequence[Any]:

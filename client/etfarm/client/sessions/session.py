@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from etfarm.client.errors import EtfarmError
 from etfarm.client.models import Device
-from etfarm.client.sessions.calls import Loop, Outputs, flattened, loop_of
+from etfarm.client.sessions.calls import Loop, Outputs, flattened, loop_of, types_of_program
 from etfarm.client.sessions.open_calls import Connect, SessionCalls, SessionClosed, TextCallback
 from etfarm.client.sessions.text import AsyncTokenStream, TextContext, request_of
 from etfarm.client.submit.early_checks import NoSuchMethod
-from etfarm.client.submit.input_types import require_fitting
+from etfarm.client.submit.input_types import require_count, require_fitting
 from etfarm.client.transport import decode_devices
 from etfarm.v1 import session_pb2
 from etfarm.wire import sessions, tensors
@@ -234,9 +234,16 @@ class AsyncSession:
         self._context.tokens = 0
 
     def _require_fitting(self, method: str, values: Sequence[tensors.Value]) -> None:
-        """Check what only the model has: minimum sizes, and relations between sizes. The device checks the rest."""
-        known = self._calls.require_open().names
-        require_fitting(method, values, known.types.get(method, ()), known.relations.get(method, ()), is_program=True)
+        """Check the inputs with the program's dtypes, and with the sizes and relations that only its model has.
+
+        The device checks the rest.
+        """
+        known, described = self._calls.require_open().names, self._method(method)
+        types = known.types.get(method, ())
+        if described is not None:
+            require_count(method, self.input_names(method), values)
+            types = types_of_program(described, types)
+        require_fitting(method, values, types, known.relations.get(method, ()))
 
     async def _outputs(self, method: str, answer: session_pb2.SessionAnswer) -> Outputs:
         run_ns = answer.run_ns if answer.HasField("run_ns") else None

@@ -1,6 +1,7 @@
 #include "session.h"
 
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -45,6 +46,16 @@ const char* kind_name(Tag tag) {
     default:
       return "unsupported";
   }
+}
+
+// A scalar for a message, as the runner in Python writes it.
+std::string text_of(const EValue& scalar) {
+  if (scalar.isInt()) return std::to_string(scalar.toInt());
+  if (scalar.isBool()) return scalar.toBool() ? "true" : "false";
+  if (!scalar.isDouble()) return "none";
+  char text[32];
+  std::snprintf(text, sizeof text, "%g", scalar.toDouble());
+  return text;
 }
 
 bool backend_usable(const char* name) {
@@ -355,7 +366,9 @@ void Session::set_input(Command& command) {
   }
   command.finish();
   // The exporter makes scalars constants; another value would require another program.
-  if (!same) throw Failure{"INPUT_MISMATCH", "input " + std::to_string(index) + " must be the " + kind + " that the program was exported with", "", {}};
+  if (!same) {
+    throw Failure{"INPUT_MISMATCH", "input " + std::to_string(index) + " must be " + text_of(baked) + ", a constant of the exported program", "", {}};
+  }
   inputs[index] = Input::scalar(std::move(value));
 }
 

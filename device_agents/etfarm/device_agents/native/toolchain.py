@@ -48,6 +48,10 @@ class CompilerMissing(UserError):
         )
 
 
+_WHY: Final = re.compile(r"\berror: |undefined reference|cannot find|[Kk]illed|No space left")
+"""The line of the output of g++ or ld that states the reason; those after it show code, or say that ld failed."""
+
+
 class CompilerFailed(UserError):
     """A compiler that is installed but fails."""
 
@@ -55,8 +59,9 @@ class CompilerFailed(UserError):
     kind = Kind.FAILED_PRECONDITION
 
     def __init__(self, what: str, output: str) -> None:
-        # g++ and ld state the reason at the end of their output.
-        super().__init__(f"The compiler failed at {what}: {output.strip()[-2000:]}", what=what, output=output)
+        lines = output.strip().splitlines() or [""]
+        why = next((line for line in lines if _WHY.search(line)), lines[-1])
+        super().__init__(f"The compiler failed at {what}: {why.strip()[:2000]}", what=what, output=output[-20_000:])
 
 
 class ExecutorchMissing(UserError):

@@ -14,11 +14,12 @@ from etfarm.wire.errors import FarmError, Kind, UserError
 _INSTEAD: Final = (
     (re.compile(r"::_*(?:bitwise_left_|l)shift"), "x * 2**n for x << n"),
     (re.compile(r"::_*(?:bitwise_right_|r)shift"), "torch.div(x, 2**n, rounding_mode='floor') for x >> n"),
+    (re.compile(r"::fake_quantize"), "the model without fake quantization, which a pt2e recipe quantizes"),
 )
 """What computes the same as operators that ExecuTorch lacks."""
 
 
-def _replace(operators: str) -> str:
+def use_instead(operators: str) -> str:
     """Return what to replace operators without a kernel with, as the beginning of a remedy."""
     known = [words for pattern, words in _INSTEAD if pattern.search(operators)]
     return f"Use {' and '.join(known)}" if known else "Use other operators"
@@ -186,10 +187,17 @@ class MissingOutVariants(UserError):
     def __init__(self, stage: str, operators: str, names: str) -> None:
         super().__init__(
             f"ExecuTorch has no kernel for operators that no delegate took: {operators}.",
-            f"{_replace(names)}: ExecuTorch's portable kernels lack some Core ATen operators too. "
+            f"{use_instead(names)}: ExecuTorch's portable kernels lack some Core ATen operators too. "
             "Or use a recipe whose backend supports them.",
             stage=stage, operators=names, places=operators,
         )  # fmt: skip
+
+
+_TORCHAO: Final = (
+    "Of torchao's configurations, recipes of XNNPACK take Int8DynamicActivationIntxWeightConfig for linears, with int4 weights "
+    "in groups of a multiple of 32 or int8 weights per channel (PerAxis(0)). The recipe portable, too, takes "
+    "Int8WeightOnlyConfig. Or leave these layers in fp32."
+)
 
 
 class UnsupportedQuantizedOp(UserError):
@@ -204,8 +212,9 @@ class UnsupportedQuantizedOp(UserError):
         super().__init__(
             "The recipe's backend does not support these quantized operators, and ExecuTorch has no kernel for them: "
             f"{operators}.",
-            "Use a backend that supports this quantization (XNNPACK: per-tensor and per-channel int8, 4-bit linears), or leave "
-            "these layers in fp32.",
+            _TORCHAO if "torchao::" in names
+            else "Use a backend that supports this quantization (XNNPACK: per-tensor and per-channel int8, 4-bit linears), or "
+            "leave these layers in fp32.",
             stage=stage, operators=names, places=operators,
         )  # fmt: skip
 
@@ -226,7 +235,7 @@ class OperatorNotCoreAten(UserError):
             else "ExecuTorch has no kernel for it, so that [edge] core_aten_exceptions in a recipe file helps only where the "
             "recipe's backend or the device's runtime adds one."
         )
-        use = _replace(names)
+        use = use_instead(names)
         super().__init__(
             f"ExecuTorch has kernels for Core ATen only, which does not include {operators}.",
             f"{use}; {exceptions}" if has_kernel else f"{use}. {exceptions}",
@@ -429,10 +438,12 @@ class ProgramCannotRun(UserError):
         remedy = next((remedy for cause, remedy in _RUN_REMEDIES if cause in why), None)
         if not delegates and "it crashed with" in why:
             remedy = _KERNEL_CRASHES
-        if remedy is not None and "no kernel" in why and not _replace(f"{why}{operator}").startswith("Use other"):
-            remedy = f"{_replace(f'{why}{operator}')}: ExecuTorch has no kernel for it."
+        if remedy is not None and "no kernel" in why and not use_instead(f"{why}{operator}").startswith("Use other"):
+            remedy = f"{use_instead(f'{why}{operator}')}: ExecuTorch has no kernel for it."
         if advice:
             remedy = advice
+        elif "Unhandled dtype Float8" in why:
+            remedy = "ExecuTorch does not compute in float8: use weights in int8 (torchao's Int8WeightOnlyConfig), or in fp32."
         elif "Unhandled dtype" in why:
             remedy = (
                 "The kernel does not support this dtype: use another one, starting with the inputs, such as int32 or float32."

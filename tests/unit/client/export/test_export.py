@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from etfarm.client.export import ExportedMethod, FileFactory, ModelSource, export_source, load_source
 from etfarm.client.export import errors as e
@@ -272,6 +274,76 @@ def test_a_program_that_cannot_be_saved_names_what_torch_save_does_not_take() ->
     assert error.reason == "EXPORT_FAILED" and "torch.export.save failed with SerializeError" in error.message
     assert "create those outside" in error.remedy
     export_source(ModelSource.of(Constants(outside=True).eval(), (torch.ones(3),)), name="m")
+
+
+class Call(nn.Module):
+    """A model that is one function."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
+class Tables(nn.Module):
+    """Computes in a quantized dtype of PyTorch, or has a weight of one."""
+
+    def __init__(self, *, weight: bool) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.quantize_per_tensor(torch.rand(2, 4), 0.1, 0, torch.qint8) if weight else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        table: Tensor | None = self.table
+        return (torch.quantize_per_tensor(x, 0.1, 0, torch.quint8) if table is None else table).dequantize() + x
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:torch.ao.quantization", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Tables(weight=False),
+        lambda: Tables(weight=True),
+        lambda: torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)), {nn.Linear}),
+        lambda: torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)), {nn.Linear}, dtype=torch.float16),
+        lambda: nn.Sequential(nn.quantized.Quantize(0.1, 0, torch.quint8), nn.quantized.Linear(4, 4), nn.quantized.DeQuantize()),
+        lambda: nn.Sequential(torch.ao.nn.quantized.dynamic.LSTM(4, 4)),
+    ],
+    ids=["dtype", "weight", "dynamic", "float16", "static", "lstm"],
+)
+def test_models_that_pytorch_quantized_itself_are_to_be_given_in_fp32(make: Callable[[], nn.Module]) -> None:
+    error = refused(ModelSource.of(make().eval(), (torch.rand(2, 4),)))
+    assert error.remedy.startswith("ExecuTorch has no tensors of PyTorch's quantized dtypes"), error
+
+
+def lookup() -> nn.Module:
+    table = nn.Embedding(16, 32).eval()
+    quantize_(table, Int8WeightOnlyConfig(), lambda module, _: isinstance(module, nn.Embedding))
+    return table
+
+
+@pytest.mark.parametrize(
+    ("make", "x", "line", "remedy"),
+    [
+        (
+            lambda: Call(lambda x: torch.linalg.lstsq(x, x).solution),
+            torch.eye(3),
+            "test_export.py:",
+            "with other operators",
+        ),
+        (lambda: Call(lambda x: (x, (x > 0).any().item())), torch.eye(3), "", "return the tensor, without .item()"),
+        (lookup, torch.tensor([1, 2]), "", "leave that layer out with the filter of quantize_"),
+    ],
+    ids=["shape", "boolean", "torchao"],
+)
+def test_refusals_of_torch_have_a_remedy(make: Callable[[], nn.Module], x: Tensor, line: str, remedy: str) -> None:
+    error = refused(ModelSource.of(make().eval(), (x,)))
+    assert line in error.message and remedy in error.remedy, error
+
+
+def test_a_boolean_that_depends_on_values_is_returned_as_a_tensor() -> None:
+    assert forward_of(ModelSource.of(Call(lambda x: (x, (x > 0).any())).eval(), (torch.eye(3),))).pt2
 
 
 def test_a_sentence_that_ends_in_a_colon_is_completed() -> None:

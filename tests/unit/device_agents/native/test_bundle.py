@@ -101,6 +101,21 @@ def test_a_bundle_without_a_symbol_of_the_custom_operators_is_refused(runner_bun
         stand_ins.require_symbols(operators, lacking)
 
 
+@pytest.mark.parametrize(
+    ("output", "why"),
+    [
+        ("a.cpp: In function 'x':\na.cpp:3:1: error: expected ';'\n   3 | }\n     | ^\n", "a.cpp:3:1: error: expected ';'"),
+        ("ld: a.o: in function `x':\na.cpp:(.text+0x9): undefined reference to `f()'\ncollect2: error: ld failed\n",
+         "undefined reference to `f()'"),
+        ("g++: fatal error: Killed signal terminated program cc1plus\ncompilation terminated.\n", "Killed signal"),
+        ("something else\n", "something else"),
+    ],
+)  # fmt: skip
+def test_the_message_of_a_failed_compiler_is_the_line_with_the_reason(output: str, why: str) -> None:
+    error = CompilerFailed("compiling a.cpp", output)
+    assert why in error.message and "\n" not in error.message and error.metadata["output"] == output
+
+
 def test_functions_that_are_bound_when_they_are_called_are_not_required(runner_bundle: Bundle) -> None:  # noqa: F811
     symbols = LibrarySymbols.read(runner_bundle.folder / CUSTOM_OPERATORS)
     assert "libtorch_cpu.so" in symbols.needed

@@ -221,7 +221,8 @@ class Session:
         """Set a scalar input, which must equal the value that the program was exported with."""
         baked = self.expected_input(index, kind).scalar
         if value != baked and not (value != value and baked != baked):
-            raise Refusal("INPUT_MISMATCH", f"input {index} must be the {kind} that the program was exported with")
+            constant = f"{baked:g}" if isinstance(baked, float) else str(baked).lower()
+            raise Refusal("INPUT_MISMATCH", f"input {index} must be {constant}, a constant of the exported program")
         self._inputs[self._loaded().facts.name][index] = value
 
     def default_inputs(self, seed: int) -> tuple[list[dict[str, Any]], bytes]:

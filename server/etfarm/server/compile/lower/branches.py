@@ -1,20 +1,29 @@
-"""Debug handles of operators within branches and loops, which ExecuTorch's emitter loses.
+"""Branches and loops: what ExecuTorch loses of them, which are debug handles and outputs.
 
 The emitter of a branch or a loop's body is an object of its own, and only its instructions reach the program: the debug handles
 that it collects are dropped, and numbered from the start of the branch. Here, all of them are kept, by the numbers that
 instructions have in the program. Their nodes get these numbers as well.
 
-Source: executorch/exir/emit/_emitter.py 1.5.1.
+The output of torch.cond is no tensor of its own: the program moves it to the memory of the branch that ran. All branches and loop
+bodies have that memory in turn, so that a later one overwrites it, and a view reads the memory that was planned for the output.
+Here, such outputs are copied. A view of a loop's output, whose sizes change while it is made, is refused without a copy.
+
+Source: executorch/exir/emit/_emitter.py, executorch/exir/memory_planning.py 1.5.1.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+import torch
+from executorch.exir.dialects._ops import ops
 from executorch.exir.emit._emitter import _Emitter, _TopLevelEmitter
+from torch._ops import HigherOrderOperator
 
+_BRANCHING: Final = ("cond", "map_impl", "scan", "while_loop")
 _HANDLES: Final = "_etfarm_handles"
 _DELEGATES: Final = "_etfarm_delegates"
 """Attributes of the state that all emitters of a method share."""
@@ -51,3 +60,45 @@ def kept_handles() -> Iterator[None]:
         yield
     finally:
         _Emitter._add_debug_handle, _Emitter._add_delegate_map, _Emitter.run = add_handle, add_delegate, run
+
+
+def copy_outputs(edge: Any) -> list[Any]:
+    """Copy the outputs of branches and loops of an edge program that would be lost; return the nodes of these.
+
+    Args:
+        edge: the program, whose graphs are changed.
+    """
+    found = []
+    for module in edge.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            nodes = list(module.graph.nodes)
+            found += [node for node in nodes if _kind(node) and _copy_outputs(module, node, nodes)]
+    return found
+
+
+def _copy_outputs(module: torch.fx.GraphModule, branching: Any, nodes: list[Any]) -> bool:
+    places = {node: place for place, node in enumerate(nodes)}
+    later = min((places[node] for node in nodes[places[branching] + 1 :] if _kind(node)), default=len(nodes))
+    copied = False
+    for output in branching.users:
+        if output.target is not operator.getitem or not isinstance(output.meta.get("val"), torch.Tensor):
+            continue
+        overwritten = _kind(branching) == "cond" and any(places[user] >= later for user in output.users)
+        if overwritten or any(user.target == ops.edge.aten.view_copy.default for user in output.users):
+            branching.append(output)  # a partitioner may have left it behind the next branch
+            with module.graph.inserting_after(output):
+                order = list(output.meta["val"].dim_order())
+                copy = module.graph.call_function(
+                    ops.edge.dim_order_ops._clone_dim_order.default, (output,), {"dim_order": order}
+                )
+            copy.meta = dict(output.meta)
+            output.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+            copied = True
+    if copied:
+        module.recompile()
+    return copied
+
+
+def _kind(node: Any) -> str:
+    """Return the name of an operator with branches or a loop, such as `cond`; else empty."""
+    return node.target.name() if isinstance(node.target, HigherOrderOperator) and node.target.name() in _BRANCHING else ""

@@ -18,7 +18,7 @@ from executorch.export import ExportSession, StageType
 from etfarm.server.compile.errors import StageFailed
 from etfarm.server.compile.inspect import footprint
 from etfarm.server.compile.lower import branches, build, regions, rejections, shared_state
-from etfarm.server.compile.program.explain import stage_failed
+from etfarm.server.compile.program.explain import describe_control_flow, stage_failed
 from etfarm.server.compile.result import Delegation, Place, StageEvent, StageTime
 from etfarm.server.workers.errors import is_disk_full, is_out_of_memory
 from etfarm.wire.errors import EtfarmError, UserError
@@ -120,6 +120,8 @@ class Lowered:
     """Names of the buffers whose initial values are stored in the program, by method."""
     transformed: dict[str, Any] = field(default_factory=dict)
     """The edge programs after EDGE_PROGRAM_MANAGER_TRANSFORM by method, if an ETRecord is requested."""
+    copied: dict[str, str] = field(default_factory=dict)
+    """The branches and loops whose outputs are copied, with their lines, by method."""
     graphs: footprint.Graphs = field(default_factory=dict)
     """The graphs that XNNPACK wrote into its delegates."""
 
@@ -224,6 +226,9 @@ class _StageHooks:
 
     def _before_executorch(self, manager: Any) -> None:
         shared_state.require_shared(self._pipeline.shared, manager)
+        for method in sorted(manager.methods):
+            if nodes := branches.copy_outputs(manager.exported_program(method)):
+                self.lowered.copied[method] = describe_control_flow(nodes)
         # Not earlier: before the edge dialect, in-place operators change buffers without an entry in the signature.
         for method in sorted(manager.methods):
             if buffers := _initialized_buffers(manager.exported_program(method)):

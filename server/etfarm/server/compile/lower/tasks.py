@@ -248,6 +248,12 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
             f"The initial values of {', '.join(buffers)}, which {method} changes, were put into the .pte; "
             "ExecuTorch alone would start them at 0.",
         )  # fmt: skip
+    for method, copied in lowered.copied.items():
+        _warn(
+            result["warnings"], "BRANCH_OUTPUTS_COPIED",
+            f"{method} copies the outputs of {copied}: in ExecuTorch's memory plan, a later branch overwrites them, or a view of "
+            "them reads other memory. ExecuTorch alone computes wrong outputs here, or none; torch.where needs no copy.",
+        )  # fmt: skip
     data = _write_program(lowered.manager, folder, result)
     described = sizes.read(folder / "model.pte")
     program_facts = result["facts"] = facts.of_program(described.program)

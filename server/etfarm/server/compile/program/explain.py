@@ -22,6 +22,7 @@ from etfarm.server.compile.errors import (
     UnboundedSize,
     UnsupportedDtypes,
     UnsupportedQuantizedOp,
+    use_instead,
 )
 from etfarm.server.compile.program.places import all_nodes, places
 from etfarm.server.compile.result import OperatorDelegation, Place
@@ -255,6 +256,13 @@ def _has_kernel(name: str) -> bool:
     return any(known.partition(".")[0] == name and known.endswith("out") for known in kernels)
 
 
+def _not_described(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
+    """Explain an operator that cannot be lowered since torch does not know the shape of its output without executing it."""
+    name, line = f"{match[1]}::{match[2]}", find_line(text)
+    why = f"{f'{name} at {line}' if line else name} has no implementation that a program can have."
+    return StageFailed(stage, "UnsupportedOperatorException", why, f"{use_instead(name)}.")
+
+
 def _mismatched_dtypes(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     rows = []
     for block in text.split("\nOperator: ")[1:]:
@@ -413,6 +421,15 @@ def _describe(name: str, where: Iterable[Place]) -> str:
     return f"{name} at {place}" if place else name
 
 
+def describe_control_flow(nodes: Sequence[Any]) -> str:
+    """Return branches and loops with their lines, such as `torch.cond at models/net.py:31 (torch.cond(c, f, g, [x]))`.
+
+    At most three of them.
+    """
+    shown = [_describe(_CONTROL_FLOW.get(node.target.name(), node.target.name()), places([node])) for node in nodes[:_NAMED]]
+    return "; ".join(shown) + (f" and {len(nodes) - _NAMED} more" if len(nodes) > _NAMED else "")
+
+
 def _schema_name(node: Any) -> str | None:
     schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
     return None if schema is None else str(schema.name)
@@ -443,6 +460,7 @@ def _fails(exception: str, why: str, remedy: str) -> _Explained:
 _EXPLAINED: Final[tuple[tuple[re.Pattern[str], _Explained], ...]] = (
     (re.compile(r"Missing out variants: (\{.*\})", re.DOTALL), _missing_out_variants),
     (re.compile(r"Operator (?:torch\._ops\.)?(\S+) is not in Core ATen opset"), _not_core_aten),
+    (re.compile(r"\A\s*(\w+)\.(\w+)\.\w+\s*(?:\n\s*While executing|\Z)"), _not_described),
     (re.compile(r"taking Tensor inputs with mismatched dtypes"), _mismatched_dtypes),
     (re.compile(r"Could not guard on data-dependent|Data-dependent branching"), _branch),
     (re.compile(r"Constraints violated \(([^)]+)\)"), _specialized),
@@ -488,6 +506,14 @@ _EXPLAINED: Final[tuple[tuple[re.Pattern[str], _Explained], ...]] = (
             "AssertionError",
             "XNNPACK takes 4-bit weights in groups of a multiple of 32, but a linear of the model has groups of {}",
             "Make each nn.Linear's in_features a multiple of 32 and group_size 32 or more; or use a pt2e recipe.",
+        ),
+    ),
+    (
+        re.compile(r"Only 4b group quantization is supported"),
+        _fails(
+            "AssertionError",
+            "XNNPACK takes weights in groups only in 4 bits, but a linear of the model has groups in 8 bits",
+            "Quantize int8 weights per channel (PerAxis(0) in torchao), or to int4.",
         ),
     ),
     (

@@ -1,4 +1,4 @@
-"""Debug handles and lines of operators within branches and loops."""
+"""Debug handles and lines of operators within branches and loops, and the outputs of these."""
 
 from __future__ import annotations
 
@@ -93,3 +93,85 @@ def test_a_graph_that_cannot_be_serialized_has_lines_and_no_values(tmp_path: Pat
     read_record(tmp_path / "model.etrecord", "forward")
     with pytest.raises(BadRecord, match="only the lines of 'forward'"):
         edge.read(tmp_path / "model.etrecord", "forward")
+
+
+class Rows(nn.Module):
+    """Branches in a row, whose outputs are all used at the end; the second has branches itself."""
+
+    def forward(self, x: Tensor, p: Tensor) -> Any:
+        def inner(v: Tensor) -> Tensor:
+            return torch.cond(v.sum() > 3, lambda w: w * 3, lambda w: w * 5, [v]) - torch.cond(
+                v.sum() > 6, lambda w: w * 7, lambda w: w * 11, [v]
+            )
+
+        first = torch.cond(p.sum() > 0, lambda v: v * 2, lambda v: v - 1, [x])
+        second = torch.cond(p.sum() > 1, inner, lambda v: v + 10, [first])
+        return {"first": first, "second": second, "product": first * second}
+
+
+class State(nn.Module):
+    """Keeps the output of a branch in a buffer, after another branch."""
+
+    cache: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(4))
+
+    def forward(self, x: Tensor, p: Tensor) -> Tensor:
+        update = torch.cond(p.sum() > 0, lambda v: v * 2, lambda v: v - 1, [x])
+        gain = torch.cond(p.sum() > 1, lambda v: v + 5, lambda v: v / 2, [x])
+        self.cache.copy_(self.cache + update)
+        return gain + self.cache
+
+
+class View(nn.Module):
+    """Reshapes the output of a branch."""
+
+    def forward(self, x: Tensor, p: Tensor) -> Tensor:
+        return torch.cond(p.sum() > 0, lambda v: v * 2, lambda v: v - 1, [x]).reshape(2, 2) + 1
+
+
+class ViewOfLoops(nn.Module):
+    """Reshapes the outputs of loops, after a branch whose output is used later."""
+
+    def forward(self, x: Tensor, p: Tensor) -> Any:
+        from functorch.experimental.control_flow import map as mapped
+        from torch._higher_order_ops.scan import scan
+
+        scale = torch.cond(p.sum() > 0, lambda v: v * 2, lambda v: v - 1, [x])
+        last, steps = scan(lambda total, v: (total * 0.5 + v, total + v), x.sum() * 0, x)
+        return mapped(lambda v: v * 3 + 1, x).reshape(2, 2), steps.reshape(2, 2) + last, scale
+
+
+class Single(nn.Module):
+    """One branch, whose output no other branch can overwrite."""
+
+    def forward(self, x: Tensor, p: Tensor) -> Tensor:
+        return torch.cond(p.sum() > 0, lambda v: v * 2, lambda v: v - 1, [x]) + 1
+
+
+@pytest.mark.slow(reason="each compiles branches")
+@pytest.mark.numeric
+@pytest.mark.parametrize("delegated", [False, True])
+@pytest.mark.parametrize("kind", [Rows, State, View, ViewOfLoops, Single])
+def test_each_output_of_a_branch_is_the_models(kind: type[nn.Module], delegated: bool) -> None:
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+    from executorch.runtime import Runtime
+
+    x = torch.arange(4.0)
+    inputs = [(x, torch.tensor([value])) for value in (1.0, -1.0, 2.0)] + [(-x, torch.tensor([1.0]))]
+    program = torch.export.export(kind(), inputs[0])
+    edge = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()] if delegated else None)
+    copied = branches.copy_outputs(edge.exported_program())
+    assert bool(copied) is (kind is not Single) or (delegated and kind is View)
+    lowered = edge.to_executorch()
+    pte = lowered.buffer  # which the runtime does not copy
+    method = Runtime.get().load_program(pte).load_method("forward")
+    assert method is not None
+    eager = kind()
+    for args in inputs:
+        expected = torch.utils._pytree.tree_leaves(eager(*args))
+        for got, want in zip(method.execute([each.clone() for each in args]), expected, strict=True):
+            torch.testing.assert_close(got, want)
