@@ -12,15 +12,20 @@ PREFIX: Final = "etfarm_shared."
 
 
 def rename_buffers(program: Any, names: Mapping[str, str]) -> None:
-    """Give buffers of an exported program other names, by their present names, in place; a constant becomes a buffer."""
+    """Give buffers of an exported program other names, by their present names, in place.
+
+    A constant or a parameter becomes a buffer.
+    """
     signature = program.graph_signature
     for spec in (*signature.input_specs, *signature.output_specs):
-        if spec.kind.name in ("BUFFER", "BUFFER_MUTATION", "CONSTANT_TENSOR") and spec.target in names:
+        if spec.kind.name in ("BUFFER", "BUFFER_MUTATION", "CONSTANT_TENSOR", "PARAMETER") and spec.target in names:
             spec.target = names[spec.target]
-            if spec.kind.name == "CONSTANT_TENSOR":
-                spec.kind, spec.persistent = type(spec.kind).BUFFER, False
+            if spec.kind.name in ("CONSTANT_TENSOR", "PARAMETER"):
+                spec.persistent = spec.kind.name == "PARAMETER"
+                spec.kind = type(spec.kind).BUFFER
     for values in (program._state_dict, program._constants):
-        renamed = {names.get(name, name): value for name, value in values.items()}
+        # A buffer is no nn.Parameter.
+        renamed = {names.get(name, name): value.detach() if name in names else value for name, value in values.items()}
         values.clear()
         values.update(renamed)
 
@@ -39,7 +44,8 @@ def written_buffers(program: Any) -> set[str]:
 
 
 def keep_constants(program: Any) -> None:
-    """Make buffers of the constants that an exported program writes to, as it would forget what it wrote."""
-    constants = program.graph_signature.inputs_to_lifted_tensor_constants
+    """Make buffers of the constants and parameters that an exported program writes to, as it would forget what it wrote."""
+    signature = program.graph_signature
+    constants = {**signature.inputs_to_lifted_tensor_constants, **signature.inputs_to_parameters}
     names = [constants[node.name] for node in written_placeholders(program.graph) if node.name in constants]
     rename_buffers(program, {name: name for name in names})

@@ -30,6 +30,7 @@ from etfarm.client.export.mutation import (
     assignments_written,
     changes_constants,
     find_shared_buffers,
+    inline_writing_regions,
     keep_mutations,
 )
 from etfarm.client.export.noise import quiet
@@ -40,6 +41,7 @@ from etfarm.client.export.samples import (
     input_leaves,
     leaf_names,
     must_match,
+    ordered_like,
     unshared,
     wire_value,
 )
@@ -48,7 +50,7 @@ from etfarm.client.export.shared_state import mark_shared
 from etfarm.client.export.source import ModelSource, must_be_tuple
 from etfarm.client.export.structures import plain_structures
 from etfarm.client.export.subclasses import is_unwrapping, make_plain
-from etfarm.client.export.traces import make_relative, place_in, place_of
+from etfarm.client.export.traces import Place, make_relative, place_in, place_of
 from etfarm.client.export.transform import Transform
 from etfarm.wire import digest
 from etfarm.wire.errors import EtfarmError
@@ -60,6 +62,7 @@ from etfarm.wire.tensors import encode
 if TYPE_CHECKING:
     from torch import nn
     from torch.export import ExportedProgram
+    from torch.fx import Graph
 
     from etfarm.wire.recipes import Recipe
 
@@ -76,13 +79,28 @@ _REMEDIES: Final = (
         "give. Give the model in fp32, and quantize it with a recipe, such as xnnpack_pt2e_int8_static_per_channel.",
     ),
     (
+        re.compile(r"SerializeError.*while_loop", re.DOTALL),
+        "ExecuTorch has no torch.while_loop: unroll it, or choose with torch.where.",
+    ),
+    (
         re.compile(r"SerializeError"),
-        "In branches and loops of control flow, use no tensors that they create from numbers: create those outside, or as "
-        "buffers. ExecuTorch has no torch.while_loop.",
+        "In branches and loops, use no tensors that they create from numbers: create those outside, or as buffers.",
+    ),
+    (
+        re.compile(r"UncapturedHigherOrderOpError"),
+        "Branches and loops return new values only: return the new value of a buffer from each branch, and write it outside.",
     ),
     (
         re.compile(r"(?:DynamicOutputShape|DataDependentOutput|UnsupportedOperator)Exception"),
         "torch.export does not know the shape of what this operator returns: write that line with other operators.",
+    ),
+    (
+        re.compile(r"Could not extract specialized integer from data-dependent expression"),
+        "That line needs a number that depends on values: give it as a constant, such as num_classes of one_hot.",
+    ),
+    (
+        re.compile(r"TypeError: missing a required argument"),
+        "Give keyword arguments as example_kwargs: a factory may return ModelSource.of(module, inputs, example_kwargs={...}).",
     ),
     (
         re.compile(r"AssertionError: TODO\Z"),
@@ -236,7 +254,7 @@ class _Export:
         flat_values(method, early_names, args, kwargs)
         samples = self.source.calibration_inputs.get(method, ())
         for index, sample in enumerate(() if callable(samples) else samples):
-            must_match(method, index, args, sample, early_names)
+            must_match(method, index, args, ordered_like(args, sample), early_names)
         shapes = normal_shapes(method, module, args, kwargs, self.source.dynamic_shapes.get(method))
         args, kwargs = unshared(*dense(early_names, args, kwargs, self.say))
 
@@ -266,6 +284,7 @@ class _Export:
                 self.say(f"That program forgets what the model assigns to {names}: write to it with copy_().")
             with _refusals(method, self.base, f"the strict export that it needs, since {why},"), quiet():
                 program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=True)
+        inline_writing_regions(program)
         keep_constants(program)
         must_be_bounded(method, program)
         add_lines(program, module, self.base)
@@ -280,7 +299,7 @@ class _Export:
         """Return an exported method as an archive and calibration samples."""
         method, program = exported.method, exported.program
         started = time.monotonic()
-        with _refusals(method, self.base), quiet():
+        with _refusals(method, self.base, graph=program.graph), quiet():
             archive = archive_of(program)
         duration_ms = round((exported.export_s + time.monotonic() - started) * 1000)
         names = tuple(spec.arg.name for spec in program.graph_signature.input_specs if spec.kind.name == "USER_INPUT")
@@ -307,6 +326,7 @@ class _Export:
         calls: list[Call] = []
         for index, (method, inputs) in enumerate(self.source.calls):
             kwargs = dict(self.source.example_kwargs.get(method, {}))
+            inputs = ordered_like(self.source.example_inputs[method], inputs)
             if difference := find_mismatch(self.source.example_inputs[method], inputs, leaf_names(inputs, kwargs)):
                 raise BadModelSource(
                     f"calls[{index}] differs from the example inputs of {method}: {difference}.",
@@ -332,6 +352,7 @@ class _Export:
             if of_accuracy.is_full and not self.calibrate:
                 return
             must_be_tuple(method, sample)
+            sample = ordered_like(args, sample)
             must_match(method, index, args, sample, early_names)
             file = encode(flat_values(method, names, sample, kwargs))
             is_used = file != example if self.calibrate else of_accuracy.take(digest.of_bytes(file), len(file))
@@ -444,10 +465,12 @@ def _must_be_constant(method: str, leaf: Any) -> None:
 
 
 @contextmanager
-def _refusals(method: str, base: Path, what: str = "torch.export") -> Iterator[None]:
+def _refusals(method: str, base: Path, what: str = "torch.export", graph: Graph | None = None) -> Iterator[None]:
     """Convert exceptions of torch.export to etfarm's errors, with the user's own line.
 
-    `what` is the subject of the sentence that says that it failed.
+    Args:
+        what: the subject of the sentence that says that it failed.
+        graph: the graph that is being saved, which has the lines of its operators.
     """
     try:
         yield
@@ -467,8 +490,16 @@ def _refusals(method: str, base: Path, what: str = "torch.export") -> Iterator[N
         name = type(error).__name__
         if name == "SerializeError":
             what = "torch.export.save"
+            place = place or _place_of_node(text, graph, base)
         remedy = next((remedy for pattern, remedy in _REMEDIES if pattern.search(f"{name}: {text}")), "")
         raise ExportFailed(method, name, _first_line(text), str(place or ""), what, remedy) from error
+
+
+def _place_of_node(text: str, graph: Graph | None, base: Path) -> Place | None:
+    """Return the line of the node that torch.export.save cannot write."""
+    failed = re.search(r"Failed serializing node (\w+)", text)
+    node = next((each for each in graph.nodes if failed and each.name == failed[1]), None) if graph else None
+    return place_in(str(node.meta.get("stack_trace")), base) if node else None
 
 
 def _first_line(text: str) -> str:
@@ -477,5 +508,5 @@ def _first_line(text: str) -> str:
     line = next(lines)
     while line.endswith(":") and (following := next(lines, "")):
         line = f"{line} {following}"
-    line = re.sub(r" For more information.*", "", line)
+    line = re.sub(r" For more information.*| in graph: %.*", "", line)
     return line if len(line) <= _LINE_LIMIT else line[:_LINE_LIMIT] + "..."

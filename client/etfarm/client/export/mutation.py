@@ -143,3 +143,31 @@ def _written(program: ExportedProgram) -> Iterator[str]:
                 written = written.all_input_nodes[0]
             if argument.is_write and getattr(written, "op", "") == "placeholder":
                 yield written.name
+
+
+def inline_writing_regions(program: ExportedProgram) -> None:
+    """Put the operators of regions that only write to tensors (`with torch.no_grad(): self.count.add_(1)`) into the graph itself.
+
+    Such a region returns nothing, and torch 2.13 cannot load an archive with an operator that returns nothing.
+    """
+    graph = program.graph
+    for region in [node for node in graph.nodes if str(node.target).startswith("wrap_with_")]:
+        inner = next((each for each in region.args if getattr(each, "op", "") == "get_attr"), None)
+        if region.users or inner is None:
+            continue
+        body: Any = getattr(program.graph_module, inner.target)
+        if any(node.op == "get_attr" for node in body.graph.nodes):
+            continue
+        values = iter(region.args[region.args.index(inner) + 1 :])
+        copies: dict[Any, Any] = {}
+        with graph.inserting_before(region):
+            for node in body.graph.nodes:
+                if node.op == "placeholder":
+                    copies[node] = next(values)
+                elif node.op != "output":
+                    copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.erase_node(region)
+        if not inner.users:
+            graph.erase_node(inner)
+            delattr(program.graph_module, inner.target)
+    program.graph_module.recompile()

@@ -91,6 +91,17 @@ def must_match(method: str, sample: int, example: tuple[Any, ...], inputs: tuple
         raise CalibrationMismatch(method, sample, difference)
 
 
+def ordered_like(example: Any, inputs: Any) -> Any:
+    """Return inputs with the keys of their dicts in the order of the example's, where these have the same keys."""
+    if type(example) is not type(inputs):
+        return inputs
+    if isinstance(example, dict) and example.keys() == inputs.keys():
+        return type(inputs)((key, ordered_like(value, inputs[key])) for key, value in example.items())
+    if type(example) in (list, tuple) and len(example) == len(inputs):
+        return type(example)(map(ordered_like, example, inputs))
+    return inputs
+
+
 def find_mismatch(example: tuple[Any, ...], inputs: tuple[Any, ...], names: Sequence[str]) -> str:
     """Return how inputs differ from the example inputs in structure, dtype, rank or a constant; empty if they do not."""
     import torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,8 @@ from etfarm.wire.recipes import Recipe
 
 if TYPE_CHECKING:
     from etfarm.v1.artifact_pb2_grpc import ArtifactServiceAsyncStub
+
+_log = logging.getLogger(__name__)
 
 CompileModel = Callable[[PreparedModel, Recipe], Awaitable[AsyncJob]]
 """Callback that submits the compilation of a model with a recipe."""
@@ -90,7 +93,7 @@ class ServedModel:
             spec: a job with the session's requirements. The server checks it before a model is exported.
             compile_model: submits a compilation.
             on_upload: called with the number of bytes sent and their total.
-            on_status: called with one sentence about slow work.
+            on_status: called with one sentence about slow work, and with the compilation's warnings, which are logged without it.
 
         Raises:
             EtfarmError: the server would refuse the job, it is not a model, or its compilation fails; this is the compilation's
@@ -118,6 +121,9 @@ class ServedModel:
         (cell,) = (await stubs.jobs.Get(request)).cells
         if (error := decode.cell(cell).error) is not None:
             raise error
+        for report in (await job.result()).reports:
+            for warning in report.compile.warnings if report.compile is not None else ():
+                (on_status or _log.warning)(f"warning: {warning.message}")
         return StoredProgram(cell.program, model.names, cell.compilation_key)
 
 

@@ -23,6 +23,8 @@ class ProgramCrashed(UserError):
         how = f"by {signal}" if signal else f"with exit code {exit_code}"
         abort_text = f": {abort_message.strip().rstrip('.')}" if abort_message else ""
         hint = _CRASHED
+        if "log_evalue" in abort_message:
+            hint = "ExecuTorch records no output that is None: leave it out of what the model returns."
         if signal == "SIGKILL":
             hint, abort_text = _KILLED, ", and the kernel killed nothing for lack of memory"
         if without_data and stage == "LOAD_METHOD" and signal == "SIGSEGV":

@@ -375,7 +375,7 @@ _KERNEL_CRASHES: Final = (
     "One of ExecuTorch's own kernels crashes, as no delegate takes part: write the operator in another form, and report "
     "the crash to ExecuTorch."
 )
-_FORMATS: Final = re.compile(r"dim[_ ]?order|memory.?format|channels.?last|contiguous|same_strides", re.IGNORECASE)
+FORMATS: Final = re.compile(r"dim[_ ]?order|memory.?format|channels.?last|contiguous|same_strides", re.IGNORECASE)
 """What the runtime says of tensors with different memory formats."""
 
 _RUN_REMEDIES: Final = (
@@ -444,11 +444,13 @@ class ProgramCannotRun(UserError):
             remedy = advice
         elif "Unhandled dtype Float8" in why:
             remedy = "ExecuTorch does not compute in float8: use weights in int8 (torchao's Int8WeightOnlyConfig), or in fp32."
+        elif "Tensors do not match: dtype" in why:
+            remedy = "Give the operator's tensors one dtype, as in layer(x.float()).half() for a layer with weights in float32."
         elif "Unhandled dtype" in why:
             remedy = (
                 "The kernel does not support this dtype: use another one, starting with the inputs, such as int32 or float32."
             )
-        elif _FORMATS.search(why) or (formats and ("Propagating input shapes" in why or (remedy is None and operator))):
+        elif FORMATS.search(why) or (formats and ("Propagating input shapes" in why or (remedy is None and operator))):
             remedy = (
                 f"Tensors have different memory formats: give {formats or 'inputs and weights'} the usual one with "
                 ".clone(memory_format=torch.contiguous_format), weights before the export and inputs as examples."

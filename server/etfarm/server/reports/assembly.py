@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Final
 
+from etfarm.server.graphs.differences import QUANTIZED_DB
 from etfarm.server.reports.generation import fill_generation, traced_result
 from etfarm.server.reports.latency.between_runs import Earlier
 from etfarm.server.reports.runs import fill_runs
@@ -121,6 +122,7 @@ def assemble(
         report.compile.warnings.add(code="SAMPLES_LEFT_OUT", message=message)
     if result is not None and calls and not result.HasField("error"):
         _warn_of_calls(report, calls, result)
+    _warn_of_accuracy(report)
     if report.runner.kind == common_pb2.RUNNER_KIND_PYTHON:
         report.compile.warnings.add(code=PYTHON_RUNNER, message=_PYTHON_MESSAGE.format(arch=report.device.arch))
     if job.spec.measurement.numerics:
@@ -147,6 +149,22 @@ def assemble(
             _fill_trace(profile, traced, emulated=device.emulated, thresholds=thresholds or Thresholds())
     report.timeline.extend(cell.timeline)
     return report
+
+
+def _warn_of_accuracy(report: report_pb2.Report) -> None:
+    """Warn of outputs that are far from the model's on the device, if only there: its inputs may be others than the server's."""
+    known = {warning.code for warning in (*report.compile.compilation.warnings, *report.compile.warnings)}
+    low = [
+        f"{row.output} has {row.sqnr_db:.1f} dB"
+        for row in report.accuracy
+        if row.reference == report_pb2.REFERENCE_EAGER and row.HasField("sqnr_db") and row.sqnr_db < QUANTIZED_DB
+    ]
+    if low and known.isdisjoint({"LOW_ACCURACY", "OUTPUTS_DIFFER", "CALLS_DIFFER", FAR_FROM_QUANTIZED_GRAPH}):
+        message = (
+            f"On the device, {report.method} is far from the model: {'; '.join(low)}, less than {QUANTIZED_DB:g} dB. "
+            "--numerics names the operators; for a quantized program, give calibration inputs like these."
+        )
+        report.compile.warnings.add(code="LOW_ACCURACY", message=message)
 
 
 def _drop_comparison_of_host(report: report_pb2.Report) -> None:

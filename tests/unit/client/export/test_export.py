@@ -271,7 +271,8 @@ def test_a_program_that_cannot_be_saved_names_what_torch_save_does_not_take() ->
             return torch.cond(x.sum() > 0, branch, lambda v: v.clone() * 2, (x,))
 
     error = refused(ModelSource.of(Constants(outside=False).eval(), (torch.ones(3),)))
-    assert error.reason == "EXPORT_FAILED" and "torch.export.save failed with SerializeError" in error.message
+    assert error.reason == "EXPORT_FAILED" and "torch.export.save failed at " in error.message
+    assert re.search(r"test_export.py:\d+ with SerializeError: Failed serializing node cond\.$", error.message)
     assert "create those outside" in error.remedy
     export_source(ModelSource.of(Constants(outside=True).eval(), (torch.ones(3),)), name="m")
 
@@ -285,6 +286,32 @@ class Call(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.function(x)
+
+
+class Counter(nn.Module):
+    """Counts its calls, in a branch or without gradients."""
+
+    count: Tensor
+
+    def __init__(self, *, in_branch: bool) -> None:
+        super().__init__()
+        self.in_branch = in_branch
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_branch:
+            return torch.cond(x.sum() > 0, lambda v: v + self.count.add_(1), lambda v: v * 2, (x,))
+        with torch.no_grad():
+            self.count.add_(x.sum())
+        return x * 2
+
+
+def test_a_region_that_only_writes_is_part_of_the_program() -> None:
+    program = torch.export.load(io.BytesIO(forward_of(ModelSource.of(Counter(in_branch=False).eval(), (torch.eye(3),))).pt2))
+    module = program.module()
+    assert torch.equal(module(torch.eye(3)), torch.eye(3) * 2)
+    assert dict(module.named_buffers())["count"].item() == 3
+    assert not [node for node in program.graph.nodes if "wrap_with" in str(node.target)]
 
 
 class Tables(nn.Module):
@@ -333,13 +360,37 @@ def lookup() -> nn.Module:
             "with other operators",
         ),
         (lambda: Call(lambda x: (x, (x > 0).any().item())), torch.eye(3), "", "return the tensor, without .item()"),
+        (lambda: Call(torch.nn.functional.one_hot), torch.tensor([0, 2]), "test_export.py:", "such as num_classes of one_hot"),
+        (lambda: Call(lambda x: torch.cond(x.sum() > 0, lambda v: v + torch.tensor([1.0]), torch.sin, (x,))), torch.eye(3),
+         "test_export.py:", "create those outside"),
+        (lambda: Counter(in_branch=True), torch.eye(3), "test_export.py:", "return the new value of a buffer from each branch"),
         (lookup, torch.tensor([1, 2]), "", "leave that layer out with the filter of quantize_"),
     ],
-    ids=["shape", "boolean", "torchao"],
-)
+    ids=["shape", "boolean", "number", "constant", "buffer", "torchao"],
+)  # fmt: skip
 def test_refusals_of_torch_have_a_remedy(make: Callable[[], nn.Module], x: Tensor, line: str, remedy: str) -> None:
     error = refused(ModelSource.of(make().eval(), (x,)))
     assert line in error.message and remedy in error.remedy, error
+
+
+class Pair(nn.Module):
+    """Takes a dict, and a keyword argument."""
+
+    def forward(self, x: dict[str, Tensor], *, scale: Tensor) -> Tensor:
+        return x["a"] * scale - x["b"]
+
+
+def test_keyword_arguments_and_the_order_of_keys() -> None:
+    a, b, scale = torch.eye(2), torch.ones(2, 2), torch.tensor(2.0)
+    error = refused(ModelSource.of(Pair().eval(), ({"a": a, "b": b},)))
+    assert "example_kwargs" in error.remedy
+    kwargs = {"scale": scale}
+    samples = [({"b": b, "a": a * 3},)]
+    source = ModelSource.of(Pair().eval(), ({"a": a, "b": b},), example_kwargs=kwargs, calibration_inputs=samples)
+    exported = export_source(source, name="m", calibrate=True).methods["forward"]
+    (sample,) = (each if isinstance(each, bytes) else each.read_bytes() for each in exported.calibration)
+    first = decode(sample)[0]
+    assert isinstance(first, WireTensor) and to_array(first).tolist() == (a * 3).tolist()
 
 
 def test_a_boolean_that_depends_on_values_is_returned_as_a_tensor() -> None:

@@ -8,20 +8,40 @@ import torch
 
 from etfarm.server.compile.program import loading
 from etfarm.server.compile.program.values import input_names, output_names
-from etfarm.server.compile.result import DimRange, MethodFacts, ProgramFacts, ValueFacts
+from etfarm.server.compile.result import DimRange, MethodFacts, ValueFacts
 from etfarm.wire import size_relations
 
 
-def add_exported(facts: ProgramFacts, method: str, program: Any) -> None:
-    """Add information that only the exported program has to a method's facts: names, and the range of each dim."""
-    known, exact = facts["methods"][method], of_exported(program)
+def add_exported(known: MethodFacts, exact: MethodFacts) -> list[str]:
+    """Add information that only the exported program has to the facts of a .pte's method: names, and the range of each dim.
+
+    Args:
+        exact: facts of the exported program, from before it was lowered, which fixes dims in both.
+
+    Returns:
+        The dims of inputs that are smaller in the .pte, such as `dim 0 of 'x' (2..6, only 3 on the device)`.
+    """
+    lost = []
     known["relations"] = exact["relations"]
     for known_values, exact_values in ((known["inputs"], exact["inputs"]), (known["outputs"], exact["outputs"])):
         if len(known_values) == len(exact_values):
             for value, exact_value in zip(known_values, exact_values, strict=True):
                 value["name"] = exact_value["name"]
                 if value["kind"] == exact_value["kind"] == "tensor":
+                    if known_values is known["inputs"]:
+                        lost += _lost_dims(value, exact_value)
                     value["dims"] = exact_value["dims"]
+    return lost
+
+
+def _lost_dims(value: ValueFacts, exact: ValueFacts) -> list[str]:
+    lost = []
+    for place, (dim, wanted) in enumerate(zip(value["dims"] or (), exact["dims"] or (), strict=True)):
+        largest = dim["max"] if isinstance(dim, dict) else dim
+        if isinstance(wanted, dict) and largest < wanted["max"]:
+            what = f"at most {largest}" if isinstance(dim, dict) else f"only {largest}"
+            lost.append(f"dim {place} of {exact['name']!r} ({wanted['min']}..{wanted['max']}, {what} on the device)")
+    return lost
 
 
 def of_exported(program: Any) -> MethodFacts:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from executorch.export.stages import QuantizeStage
 from torch.export import Dim
 from torch.export.dynamic_shapes import _combine_args
 from torch.utils import _pytree as pytree
+from torchao.quantization.pt2e.constant_fold import ConstantFolder
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 from etfarm.server.compile.errors import (
@@ -131,9 +133,8 @@ def quantize(
     initial = _changed_buffers(program)
     with torch.no_grad():
         for index, (args, kwargs) in enumerate(_samples(program, recipe, method, calibration)):
-            _restore(prepared, initial)  # every sample starts from the initial buffers
             try:
-                prepared(*args, **kwargs)
+                _calibrate(prepared, args, kwargs, initial)
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
@@ -147,7 +148,8 @@ def quantize(
                 last_logged = time.monotonic()
                 _log.info("calibrated %d of %d samples of %s", index + 1, len(calibration) + 1, method)
     prepared = stage._apply_passes(prepared, recipe.pre_convert_passes)
-    converted: torch.nn.Module = stage._apply_passes(convert_pt2e(prepared), recipe.post_convert_passes)
+    with _unfolded(initial):
+        converted: torch.nn.Module = stage._apply_passes(convert_pt2e(prepared), recipe.post_convert_passes)
     # Otherwise the program would start with the buffers of the calibration, such as a KV cache full of samples.
     _restore(converted, initial)
     if not is_quantized(converted):
@@ -156,6 +158,38 @@ def quantize(
     if any(isinstance(scale, float) and not math.isfinite(scale) for scale in scales):
         raise CalibrationNotFinite(method, "", "")  # min-max observers accept any value
     return converted
+
+
+def _calibrate(prepared: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], initial: Mapping[str, Any]) -> None:
+    """Run a sample after those before, as the calls of a session follow each other: the ranges are those of the state, too.
+
+    A sample that does not follow, such as the start of another sequence, runs from the initial state.
+    """
+    try:
+        prepared(*args, **kwargs)
+    except Exception as error:
+        if not initial or is_out_of_memory(error):
+            raise
+        _restore(prepared, initial)
+        prepared(*args, **kwargs)
+
+
+@contextmanager
+def _unfolded(buffers: Collection[str]) -> Iterator[None]:
+    """Let no quantized value of buffers become a constant: torchao takes only those for state that copy_() or put_() changes.
+
+    Source: torchao/quantization/pt2e/constant_fold.py 0.18.
+    """
+    find = ConstantFolder._find_mutable_buffers
+
+    def find_all(folder: Any) -> set[Any]:
+        return {*find(folder), *(node for node in folder.module.graph.find_nodes(op="get_attr") if node.target in buffers)}
+
+    ConstantFolder._find_mutable_buffers = find_all
+    try:
+        yield
+    finally:
+        ConstantFolder._find_mutable_buffers = find
 
 
 def keeps_integers(recipe: Any) -> bool:

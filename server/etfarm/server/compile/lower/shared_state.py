@@ -66,6 +66,16 @@ def plan_shared_state(programs: Mapping[str, Any], recipe: Recipe, config: Any) 
     return {method: frozenset(_used(program) & shared.keys()) for method, program in programs.items()}
 
 
+def rename_ambiguous(program: Any) -> None:
+    """Give each buffer that has the name of an input another one.
+
+    ExecuTorch looks up both in one table when a method writes to a buffer, and would copy the new value to the input.
+    Source: executorch/exir/passes/insert_write_back_for_buffers_pass.py 1.5.1.
+    """
+    inputs = {*program.graph_signature.user_inputs}
+    rename_buffers(program, {name: f"self.{name}" for name in buffer_names(program).values() if name in inputs})
+
+
 def describe(shared: SharedBuffers) -> str:
     """Return the sentence about shared buffers for the report."""
     names = sorted(frozenset().union(*shared.values()))

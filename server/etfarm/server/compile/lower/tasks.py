@@ -16,7 +16,7 @@ from etfarm.server.compile.errors import QuantizedNothing, QuantizerFailed, Reci
 from etfarm.server.compile.inspect import facts, footprint, signature, sizes
 from etfarm.server.compile.lower import build, etrecord, integers, lowering, plugins, quantize, shared_state, stage_files
 from etfarm.server.compile.lower.selection import Selection, require_found
-from etfarm.server.compile.program import assertions, fp32_layers, loading, places, refused_operators
+from etfarm.server.compile.program import assertions, explain, fp32_layers, loading, places, refused_operators
 from etfarm.server.compile.program import values as wire_values
 from etfarm.server.compile.program.explain import describe_place, first_line, stage_failed
 from etfarm.server.compile.program.input_copies import copy_written_inputs, describe_copies
@@ -26,6 +26,7 @@ from etfarm.server.compile.result import Fp32Operator, LowerResult, QuantizeResu
 from etfarm.server.compile.screening.operators import Operators
 from etfarm.server.compile.verify import checks
 from etfarm.server.compile.verify.smoke import SmokeRunner
+from etfarm.server.graphs.written_buffers import changed_buffers
 from etfarm.server.workers.errors import is_disk_full, is_out_of_memory
 from etfarm.wire import recipes, tensors
 from etfarm.wire.errors import EtfarmError
@@ -214,6 +215,8 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
         _warn_of_copies(method, copies[method], result["warnings"])
         if unchecked := assertions.describe(programs[method], method):
             _warn(result["warnings"], "ASSERTIONS_DROPPED", unchecked)
+        if remainders := explain.find_remainders(programs[method]):
+            _warn(result["warnings"], "REMAINDERS_TRUNCATED", f"{method} differs from PyTorch for negative numbers: {remainders}")
     quantized = _check_quantized(recipe, built, request, programs)
     for method in sorted(quantized) if not request.quantized_here else ():
         fp32_operators = places.fp32(programs[method], xnnpack=fp32_layers.by_xnnpack(build.partitioners(built, method)))
@@ -222,6 +225,8 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
         result["stage_files"] = stage_files.of_exported(request.models, programs, folder)
         return result
 
+    for program in programs.values():
+        shared_state.rename_ambiguous(program)
     shared = shared_state.plan_shared_state(programs, recipe, built.executorch_backend_config)
     result["shared_buffers"] = sorted(frozenset().union(*shared.values()))
     if shared:
@@ -236,6 +241,7 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
         request.want_etrecord and remaining[-1] == "TO_EXECUTORCH",
         shared,
     )
+    exact = {method: signature.of_exported(program) for method, program in programs.items() if method not in unquantized}
     lowered = lowering.lower(exported, built, pipeline, request.model_name, stages, places.undelegated)
     result["delegation"] = lowered.delegation
     if remaining[-1] != "TO_EXECUTORCH":
@@ -271,7 +277,13 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     # Loaded late, so that their weights are not in memory while programs are lowered.
     originals = programs | _load(unquantized, folder, request.operators)[0]
     for method, original in originals.items():
-        signature.add_exported(program_facts, method, original)
+        facts_before = exact.get(method) or signature.of_exported(original)
+        if lost := signature.add_exported(program_facts["methods"][method], facts_before):
+            _warn(
+                result["warnings"], "DYNAMIC_DIM_LOST",
+                f"Lowering fixed sizes of {method} that are dynamic in the exported program: {', '.join(lost)}. ExecuTorch does "
+                "so with what loops (map, scan) go through: export with example inputs of the largest sizes.",
+            )  # fmt: skip
     result["sizes"] = sizes.of_program(described, data)
     backends = {method: program_facts["methods"][method]["backends"] for method in originals}
     checked = checks.check_program(
@@ -280,6 +292,8 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
         lowered={method: programs[method] for method in quantized}, meanwhile=save_etrecord,
     )  # fmt: skip
     calls = list(request.calls) or [(method, None) for method in sorted(originals) if shared]
+    if not calls:  # a second call shows whether a program keeps its state
+        calls = [(method, None) for method in sorted(originals) if changed_buffers(originals[method]) for _ in range(2)]
     # In the host's runtime, methods overwrite each other's state unless the program shares it.
     methods = dict.fromkeys(method for method, _ in calls)
     for sequence in [calls] if shared else [[call for call in calls if call[0] == method] for method in methods]:
@@ -287,6 +301,7 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
             checks.check_calls(
                 smoke, checked, calls=sequence, originals=originals, shared=result["shared_buffers"],
                 pte=folder / "model.pte", data=data, folder=folder, quantized=bool(quantized), backends=backends,
+                must_run=bool(request.calls),
             )  # fmt: skip
     result["checks"] = checked.checks
     result["warnings"].extend(checked.warnings)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from etfarm.server.compile.errors import (
+    FORMATS,
     DataDependentBranch,
     DimSpecialized,
     MissingOutVariants,
@@ -132,7 +133,7 @@ def find_suspects(program: Any) -> str:
         name = str(getattr(node.target, "__name__", node.target))
         if name in _CONTROL_FLOW and not hasattr(node.target, "_schema"):
             suspects["control"].append((_CONTROL_FLOW[name], node))
-        elif str(_schema_name(node)).startswith("aten::remainder") and not _is_floating(node):
+        elif _is_remainder(node):
             suspects["remainder"].append((_schema_name(node), node))
         elif _schema_name(node) and _has_own_size(node):
             suspects["sizes"].append((_schema_name(node), node))
@@ -141,6 +142,17 @@ def find_suspects(program: Any) -> str:
         shown = "; ".join(dict.fromkeys(_describe(name, places([node])) for name, node in rows[:_NAMED]))
         sentences.append(f"{shown}. {_SUSPECTS[kind]}")
     return " ".join(sentences)
+
+
+def find_remainders(program: Any) -> str:
+    """Return the remainders of integers in an exported program, with what works for negative numbers; empty without any."""
+    nodes = [node for node in all_nodes(program) if _is_remainder(node)]
+    shown = "; ".join(dict.fromkeys(map(describe_node, nodes[:_NAMED])))
+    return f"{shown}. {_SUSPECTS['remainder']}" if nodes else ""
+
+
+def _is_remainder(node: Any) -> bool:
+    return str(_schema_name(node)).startswith("aten::remainder") and not _is_floating(node)
 
 
 def _is_floating(node: Any) -> bool:
@@ -201,6 +213,19 @@ def advise_of_columns(program: Any, why: str) -> str:
         "torch.nonzero returns indices in column-major order, which other kernels do not accept. Copy them first: "
         "torch.nonzero(c).clone(memory_format=torch.contiguous_format); its column [:, 0] is torch.where(c)[0]."
     )
+
+
+def advise_of_formats(program: Any, why: str) -> str:
+    """Return where a model itself changes the memory format that an operator refuses; empty if that is not the reason `why`."""
+    if not FORMATS.search(why):
+        return ""
+    for node in all_nodes(program):
+        if node.op == "call_function" and str(node.kwargs.get("memory_format")).startswith("torch.channels_last"):
+            return (
+                f"The model changes the memory format itself: {describe_node(node)}. Leave that out: XNNPACK chooses its own "
+                "formats, and the portable kernels take the usual one."
+            )
+    return ""
 
 
 def find_channels_last(program: Any) -> str:
@@ -445,6 +470,13 @@ def find_line(text: str) -> str:
     return caused[1] if caused and not caused[1].startswith("non_strict_utils") else ""
 
 
+def _channels_last_weight(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
+    owned = {placeholder: name for program in programs.values() for placeholder, name in _owned_names(program).items()}
+    why = f"XNNPACK takes weights in the usual memory format, but {owned.get(match[1], match[1])} is channels last."
+    remedy = "Leave out model.to(memory_format=torch.channels_last): XNNPACK chooses its own formats."
+    return StageFailed(stage, "AssertionError", why, remedy)
+
+
 _Explained = Callable[[str, "re.Match[str]", str, Programs], EtfarmError]
 
 
@@ -491,6 +523,7 @@ _EXPLAINED: Final[tuple[tuple[re.Pattern[str], _Explained], ...]] = (
         _unknown_control_flow,
     ),
     (re.compile(r"0 in strides is not supported"), _expanded),
+    (re.compile(r"Expected (\w+) to be NCHW in channels last reshape pass"), _channels_last_weight),
     (re.compile(r"constant data node \((\w+)\) is tagged with \(\w+\) but has user \((\w+)\)"), _shared_weight),
     (
         re.compile(r"expected compiled_fn to be GraphModule"),
@@ -506,6 +539,14 @@ _EXPLAINED: Final[tuple[tuple[re.Pattern[str], _Explained], ...]] = (
             "AssertionError",
             "XNNPACK takes 4-bit weights in groups of a multiple of 32, but a linear of the model has groups of {}",
             "Make each nn.Linear's in_features a multiple of 32 and group_size 32 or more; or use a pt2e recipe.",
+        ),
+    ),
+    (
+        re.compile(r"\A'val'\Z"),
+        _fails(
+            "KeyError",
+            "XNNPACK's choice of memory formats fails on what is quantized next to what is not",
+            "Use the recipe xnnpack_fp32.",
         ),
     ),
     (

@@ -159,6 +159,7 @@ def check_calls(
     folder: Path,
     quantized: bool,
     backends: Mapping[str, Sequence[str]],
+    must_run: bool,
 ) -> None:
     """Compare the outputs of calls, which continue the state of those before, with eager PyTorch's; add a warning if they differ.
 
@@ -166,6 +167,7 @@ def check_calls(
         checked: the results of `check_program`; nothing is called if a method did not run there.
         calls: methods with tensor files of their inputs; None for the example inputs.
         shared: names of the buffers that methods share.
+        must_run: whether to warn if they cannot be run or compared, too.
     """
     ran = {check["method"] for check in checked.checks if check["ran"]}
     if not {method for method, _ in calls} <= ran:
@@ -184,11 +186,13 @@ def check_calls(
         try:
             expected = reference.run_calls(originals, inputs, shared)
         except ReferenceFailed as error:
-            checked.warn("NOT_COMPARED", f"The calls were not compared with eager PyTorch: it refuses them ({error.why}).")
+            if must_run:
+                checked.warn("NOT_COMPARED", f"The calls were not compared with eager PyTorch: it refuses them ({error.why}).")
             return
         (outcome,) = smoke.run(pte, data, [replace(runs[-1], after=tuple(runs[:-1]))], RUN_S)
         if not outcome.ran:
-            checked.warn("NOT_RUN_ON_HOST", f"The calls were tried on the server, and {outcome.why}.")
+            if must_run:
+                checked.warn("NOT_RUN_ON_HOST", f"The calls were tried on the server, and {outcome.why}.")
             return
         methods = [method for method, _ in calls]
         actual = [tensors.decode(run.outputs.read_bytes()) for run in runs]
@@ -196,12 +200,14 @@ def check_calls(
     if wrong is not None:
         repeated = reference.run_calls(originals, inputs, shared)
         if call_sequence.find_wrong_call(methods, expected, repeated, quantized=quantized) is not None:
-            checked.warn("NOT_COMPARED", "The calls were not compared with eager PyTorch: the model does not repeat its outputs.")
+            if must_run:
+                why = "the model does not repeat its outputs"
+                checked.warn("NOT_COMPARED", f"The calls were not compared with eager PyTorch: {why}.")
             return
         index, why = wrong
         method = methods[index]
         if quantized:
-            cause = "Calibration begins with the initial state: a recipe that needs none may be closer."
+            cause = "Calibrate with inputs like successive calls, which share their state, or use a recipe that needs none."
         else:
             cause = _find_cause(originals[method], delegates=bool(backends.get(method)))
         checked.warn("LOW_ACCURACY" if quantized else "OUTPUTS_DIFFER", f"On the server, {why} {cause}")
@@ -333,7 +339,8 @@ def _finish(program: _Program, method: str, original: Any, trial: Trial) -> list
     formats = explain.find_channels_last(original)
     raise ProgramCannotRun(
         method, why, trial.words, operator or crash, delegates=bool(program.backends.get(method)), formats=formats,
-        advice=_advise(program, method, why) or ("" if formats else explain.advise_of_columns(original, why)),
+        advice=_advise(program, method, why)
+        or ("" if formats else explain.advise_of_columns(original, why) or explain.advise_of_formats(original, why)),
     )  # fmt: skip
 
 

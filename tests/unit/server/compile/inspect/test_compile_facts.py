@@ -231,9 +231,17 @@ def test_a_method_takes_its_names_and_ranges_from_the_exported_program(tmp_path:
     program = models.dynamic()
     result = facts.of_program(sizes.read(written(program, tmp_path / "model.pte")).program)
     assert result["methods"]["forward"]["inputs"][0]["dims"] == [{"min": 0, "max": 8}, {"min": 0, "max": 16}]
-    signature.add_exported(result, "forward", program)
+    assert signature.add_exported(result["methods"]["forward"], signature.of_exported(program)) == []
     value = result["methods"]["forward"]["inputs"][0]
     assert (value["name"], value["dims"]) == ("x", [{"min": 1, "max": 8}, 16])
+
+
+def test_a_dim_that_lowering_fixes_is_named(tmp_path: Path) -> None:
+    result = facts.of_program(sizes.read(written(models.dynamic(), tmp_path / "model.pte")).program)
+    exact = signature.of_exported(models.dynamic())
+    exact["inputs"][0]["dims"] = [{"min": 1, "max": 9}, {"min": 2, "max": 16}]
+    lost = signature.add_exported(result["methods"]["forward"], exact)
+    assert lost == ["dim 0 of 'x' (1..9, at most 8 on the device)"]
 
 
 def test_what_is_no_program_is_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("executorch")
 
 import torch.nn.functional as F  # noqa: E402
+from functorch.experimental.control_flow import map as mapped  # noqa: E402
 from torch import nn  # noqa: E402
 from torch._higher_order_ops.while_loop import while_loop  # noqa: E402
 from torch.export import Dim  # noqa: E402
@@ -117,6 +118,9 @@ def weights(config: AOBaseConfig) -> nn.Module:
     return unwrap_tensor_subclass(layer)
 
 
+NORM: Final = nn.BatchNorm1d(3).eval()
+NORM_2D: Final = nn.BatchNorm2d(2).eval()
+ROWS: Final = torch.rand(4, 3)
 WIDE: Final = torch.rand(2, 64)
 X: Final = torch.tensor([[0.5, -1.0, 2.0], [3.0, -0.25, 1.0]])
 SIX: Final = torch.rand(2, 1, 2, 1, 3, 4)
@@ -210,6 +214,28 @@ CASES: Final[dict[str, tuple[nn.Module, tuple[Any, ...], nn.Module, tuple[Any, .
         weights(Int8DynamicActivationIntxWeightConfig(weight_granularity=PerGroup(32))), (WIDE,),
         weights(Int8DynamicActivationIntxWeightConfig(weight_granularity=PerAxis(0))), (WIDE,),
         None, ["STAGE_FAILED", "groups only in 4 bits", "int8 weights per channel (PerAxis(0)"],
+    ),
+    "remainders of integers": (
+        Function(lambda x: x % 4), (INTEGERS.abs(),),
+        Function(lambda x: x - torch.div(x, 4, rounding_mode="floor") * 4), (INTEGERS,),
+        None, ["REMAINDERS_TRUNCATED", "aten::remainder at ", "test_remedies.py:", "rounding_mode='floor'"],
+    ),
+    "a layer of another dtype": (
+        NORM, (X.half(),), Function(lambda x: NORM(x.float()).half()), (X.half(),),
+        None, ["PROGRAM_CANNOT_RUN", "batch_norm", "layer(x.float()).half()"],
+    ),
+    "channels last within": (
+        Function(lambda x: NORM_2D(x.contiguous(memory_format=torch.channels_last))), (LAST.contiguous() + 1,),
+        Function(lambda x: NORM_2D(x)), (LAST.contiguous() + 1,),
+        None, ["PROGRAM_CANNOT_RUN", "The model changes the memory format itself: aten::", "test_remedies.py:"],
+    ),
+    "weights in channels last, xnnpack": (
+        nn.Conv2d(2, 4, 2).to(memory_format=torch.channels_last), (LAST.contiguous(),), nn.Conv2d(2, 4, 2), (LAST.contiguous(),),
+        None, ["STAGE_FAILED", "weight is channels last", "Leave out model.to(memory_format=torch.channels_last)"],
+    ),
+    "rows of a loop": (
+        Function(lambda x: mapped(lambda row: row.sin(), x)), (X,), Function(lambda x: mapped(lambda row: row.sin(), x)), (ROWS,),
+        ({0: Dim("n", min=2, max=4)},), ["DYNAMIC_DIM_LOST", "dim 0 of 'x_0' (2..4, at most 2", "inputs of the largest sizes"],
     ),
     "seven dims": (
         Function(lambda x: x.unsqueeze(0) + x.unsqueeze(1)), (SIX,),

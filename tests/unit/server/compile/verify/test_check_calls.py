@@ -58,7 +58,7 @@ class Answers:
         (
             ([1.0, 2.0], [1.0, 2.0]), True, "LOW_ACCURACY",
             "the last one is far from the model before quantization: 0 has 6.0 dB, less than the 10 dB that quantization should "
-            "keep. Calibration begins",
+            "keep. Calibrate with inputs like successive calls",
         ),
     ],
 )  # fmt: skip
@@ -68,7 +68,7 @@ def test_a_call_continues_the_state_of_those_before(tmp_path: Path, outputs: Any
     checked.checks.append({"method": "forward", "inputs": "EXAMPLE", "shapes": ["2"], "ran": True, "why": "", "outputs": []})
     checks.check_calls(
         cast(SmokeRunner, Answers(*outputs)), checked, calls=[("forward", None)] * 2, originals={"forward": program},
-        shared=(), pte=tmp_path / "model.pte", data={}, folder=tmp_path, quantized=quantized, backends={},
+        shared=(), pte=tmp_path / "model.pte", data={}, folder=tmp_path, quantized=quantized, backends={}, must_run=True,
     )  # fmt: skip
     assert [warning["code"] for warning in checked.warnings] == [code] * bool(code)
     assert all(words in warning["message"] for warning in checked.warnings)

@@ -1,0 +1,140 @@
+"""State that ExecuTorch or its quantizer alone would lose: a device keeps it from call to call as eager PyTorch does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from etfarm.client import Farm
+from etfarm.client.export import ModelSource
+from tests.support.farm import FarmProcess
+
+pytestmark = [pytest.mark.slow(reason="programs are compiled and run on a farm"), pytest.mark.numeric]
+
+INT8 = "xnnpack_pt2e_int8_static_per_channel"
+
+
+@pytest.fixture(scope="module")
+def client(farm: FarmProcess) -> Iterator[Farm]:
+    with farm.client() as client:
+        yield client
+
+
+class Named(nn.Module):
+    """Has a buffer with the name of an input, as attention has a cache `k` for `k`."""
+
+    k: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("k", torch.zeros(4, 3))
+
+    def forward(self, k: Tensor, place: Tensor) -> Tensor:
+        self.k.index_copy_(0, place, k)
+        return self.k.sum(0)
+
+
+class Learning(nn.Module):
+    """Writes to a parameter without gradients, in a region that returns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(x)
+        return x + self.mean
+
+
+class Integrator(nn.Module):
+    """A filter whose state grows to ten times its input, and a counter that is changed in place."""
+
+    state: Tensor
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+        self.register_buffer("state", torch.zeros(1, 4))
+        self.register_buffer("calls", torch.zeros(1, 1))
+
+    def forward(self, frame: Tensor) -> Tensor:
+        state = 0.9 * self.state + frame
+        self.state.copy_(state)
+        self.calls.add_(1.0)
+        return self.mix(state) + self.calls
+
+
+def decibels(actual: np.ndarray, expected: Tensor) -> float:
+    wanted = expected.detach().numpy()
+    return float(10 * np.log10((wanted**2).sum() / max(((actual - wanted) ** 2).sum(), 1e-20)))
+
+
+@pytest.mark.parametrize(
+    ("module", "calls"),
+    [
+        (Named(), [(torch.full((1, 3), n + 1.0), torch.tensor([n])) for n in range(4)]),
+        (Learning(), [(torch.full((3,), n + 1.0),) for n in range(4)]),
+    ],
+    ids=["named", "learning"],
+)
+def test_a_session_keeps_what_a_model_writes(client: Farm, module: nn.Module, calls: list[tuple[Any, ...]]) -> None:
+    module.eval()
+    with client.session(ModelSource.of(module, calls[0]), recipe="portable") as session:
+        for call in calls:
+            actual = session.run(*(each.numpy() for each in call)).array()
+            assert decibels(actual, module(*call)) > 100
+
+
+def test_quantization_keeps_state_and_knows_its_range(client: Farm) -> None:
+    torch.manual_seed(0)
+    frames = [torch.rand(1, 4) + 0.5 for _ in range(24)]
+    source = ModelSource.of(Integrator().eval(), (frames[0],), calibration_inputs=[(frame,) for frame in frames[1:]])
+    (report,) = client.compile(source, recipes=INT8).result().reports
+    assert report.compile is not None and not [warning.code for warning in report.compile.warnings]
+    eager = Integrator().eval()
+    eager.load_state_dict(source.methods["forward"].state_dict())
+    with client.session(source, recipe=INT8) as session:
+        for frame in frames:
+            assert decibels(session.run(frame.numpy()).array(), eager(frame)) > 25
+
+
+class Remainder(nn.Module):
+    """Differs from PyTorch for negative integers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x % 4
+
+
+def test_a_session_says_what_the_compilation_warns_of(client: Farm, caplog: pytest.LogCaptureFixture) -> None:
+    source = ModelSource.of(Remainder().eval(), (torch.arange(3),))
+    status: list[str] = []
+    with client.session(source, recipe="portable", on_status=status.append) as session:
+        session.run(np.arange(3))
+    assert any(line.startswith("warning: ") and "aten::remainder at " in line for line in status)
+    with client.session(source, recipe="portable"):
+        assert any("aten::remainder at " in record.getMessage() for record in caplog.records)
+
+
+class Lookup(nn.Module):
+    """Wrong on the device only for inputs unlike the example's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x % 4).float() + 0.5
+
+
+def test_outputs_that_are_wrong_only_for_the_devices_inputs_are_a_warning(client: Farm) -> None:
+    source = ModelSource.of(Lookup().eval(), (torch.arange(8),))
+    job = client.bench(
+        source, recipes="portable", inputs={"x": np.arange(-8, 0)}, iterations=3, warmup=1, min_time_s=0.0, profile=False
+    )
+    (report,) = job.result().reports
+    assert report.compile is not None
+    (message,) = [warning.message for warning in report.compile.warnings if warning.code == "LOW_ACCURACY"]
+    assert message.startswith("On the device, forward is far from the model: 0 has ")
