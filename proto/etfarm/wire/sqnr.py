@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 EXACT_DB: Final = 300.0
 """Maximum SQNR, also that of an exact match; float64 itself resolves some 320 dB."""
 
+QUANTIZED_DB: Final = 10.0
+"""Minimum SQNR of a useful quantized program; good int8 has 20 to 45 dB."""
+
 FAR_FROM_QUANTIZED_GRAPH: Final = "FAR_FROM_QUANTIZED_GRAPH"
 """Code of the warning about a program whose outputs are far from those of its own quantized graph."""
 

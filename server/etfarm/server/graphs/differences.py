@@ -10,14 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etfarm.wire import rounding, tensors
-from etfarm.wire.sqnr import decibels, sqnr_db
+from etfarm.wire.sqnr import QUANTIZED_DB, decibels, sqnr_db
 from etfarm.wire.tensors import Scalar, Value
 
 _USUAL: Final = {"bfloat16": "30 to 45", "float16": "45 to 65"}
 """SQNR in dB that outputs of a float program mostly have, by dtype; wider ones have over 100."""
-
-QUANTIZED_DB: Final = 10.0
-"""Minimum SQNR in dB of a useful quantized program; good int8 has 20 to 45 dB."""
 
 EQUAL_SHARE: Final = 0.99
 """Minimum fraction of equal integers of a correct float program: rounding changes a class only where two are nearly equal."""

@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Final
 
-from etfarm.server.graphs.differences import QUANTIZED_DB
 from etfarm.server.reports.generation import fill_generation, traced_result
 from etfarm.server.reports.latency.between_runs import Earlier
 from etfarm.server.reports.runs import fill_runs
@@ -16,7 +15,7 @@ from etfarm.server.reports.verdict import Thresholds, judge
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, generation_pb2, job_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire import digest as digests
-from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH
+from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH, QUANTIZED_DB
 
 PYTHON_RUNNER: Final = "PYTHON_RUNNER"
 """Code of the warning about a program that ExecuTorch's Python binding ran. It is no reason of a verdict: the binding runs the
@@ -159,7 +158,7 @@ def _warn_of_accuracy(report: report_pb2.Report) -> None:
         for row in report.accuracy
         if row.reference == report_pb2.REFERENCE_EAGER and row.HasField("sqnr_db") and row.sqnr_db < QUANTIZED_DB
     ]
-    if low and known.isdisjoint({"LOW_ACCURACY", "OUTPUTS_DIFFER", "CALLS_DIFFER", FAR_FROM_QUANTIZED_GRAPH}):
+    if low and known.isdisjoint({"LOW_ACCURACY", "OUTPUTS_DIFFER", "CALLS_DIFFER", "NOT_COMPARED", FAR_FROM_QUANTIZED_GRAPH}):
         message = (
             f"On the device, {report.method} is far from the model: {'; '.join(low)}, less than {QUANTIZED_DB:g} dB. "
             "--numerics names the operators; for a quantized program, give calibration inputs like these."

@@ -15,7 +15,7 @@ from etfarm.server.reports.verdict import judge_disturbances, judge_runs
 from etfarm.v1 import agent_pb2, generation_pb2, report_pb2
 from etfarm.wire import rounding
 from etfarm.wire.generation import METRICS
-from etfarm.wire.sqnr import decibels
+from etfarm.wire.sqnr import QUANTIZED_DB, decibels
 
 Judge = Callable[[agent_pb2.CandidateResult], report_pb2.Verdict]
 """Function that returns whether anything disturbed a run, from its threads, runner and telemetry."""
@@ -27,8 +27,6 @@ NOT_SCORED: Final = "GENERATION_NOT_SCORED"
 """Code of the warning that an agent did not measure the accuracy of generation."""
 INPUTS_IGNORED: Final = "ENCODER_INPUTS_IGNORED"
 """Code of the warning that an agent did not use the inputs of an encoder."""
-QUANTIZED_DB: Final = 10.0
-"""Minimum SQNR of quantized logits in dB, as for the outputs of other models."""
 _REFERENCES: Final = {
     report_pb2.REFERENCE_EAGER: "the exported program in PyTorch",
     report_pb2.REFERENCE_QUANTIZED: "the quantized program in PyTorch",

@@ -68,12 +68,12 @@ def copy_outputs(edge: Any) -> list[Any]:
     Args:
         edge: the program, whose graphs are changed.
     """
-    found = []
+    copied = []
     for module in edge.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             nodes = list(module.graph.nodes)
-            found += [node for node in nodes if _kind(node) and _copy_outputs(module, node, nodes)]
-    return found
+            copied += [node for node in nodes if _kind(node) and _copy_outputs(module, node, nodes)]
+    return copied
 
 
 def _copy_outputs(module: torch.fx.GraphModule, branching: Any, nodes: list[Any]) -> bool:
