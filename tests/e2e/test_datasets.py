@@ -213,7 +213,7 @@ def test_a_failing_sample_ends_the_run_after_the_samples_before_it(pair: FarmPro
     inputs[20] = (np.zeros(5, np.float32), ONES)
     with pair.client() as client:
         done = []
-        with pytest.raises(EtfarmError, match="sample 20: The inputs do not fit") as refused:
+        with pytest.raises(EtfarmError, match="sample 20: ") as refused:
             for index, _ in client.run_dataset(program("add").path, inputs, devices=2):
                 done.append(index)
         assert (done, refused.value.reason) == (list(range(20)), "INPUT_MISMATCH")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,70 @@ def test_quantization_keeps_state_and_knows_its_range(client: Farm) -> None:
             assert decibels(session.run(frame.numpy()).array(), eager(frame)) > 25
 
 
+class Set(nn.Module):
+    """Adds to a buffer with the name of its input, which another method reads."""
+
+    def __init__(self, state: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("k", state)
+
+    def forward(self, k: Tensor) -> Tensor:
+        self.k.add_(k)
+        return self.k * 1
+
+
+class Get(nn.Module):
+    """Reads the same buffer."""
+
+    def __init__(self, state: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("k", state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.k + x
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_methods_with_the_buffer_of_an_inputs_name_keep_it(client: Farm, tmp_path: Path, shared: bool) -> None:
+    state = torch.zeros(3)
+    source = ModelSource(
+        methods={"set": Set(state).eval(), "get": Get(state).eval()},
+        example_inputs={"set": (torch.ones(3),), "get": (torch.ones(3),)},
+    )
+    (tmp_path / "own.toml").write_text('recipe = "portable"\n[executorch]\nshare_mutable_buffers = false\n')
+    with client.session(source, recipe="portable" if shared else str(tmp_path / "own.toml")) as session:
+        sums = [session.run("set", np.full(3, value, np.float32)).array()[0] for value in (1, 2, 3)]
+        assert sums == [1, 3, 6]
+        assert session.run("get", np.zeros(3, np.float32)).array()[0] == (6 if shared else 0)
+
+
+class Fading(nn.Module):
+    """Changes the weight of its layer."""
+
+    w: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+        self.register_buffer("w", torch.rand(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.nn.functional.linear(x, self.w)
+        self.w.mul_(0.9)
+        return self.mix(y)
+
+
+@pytest.mark.parametrize("recipe", [INT8, "xnnpack_pt2e_int8_dynamic_per_channel"])
+def test_a_weight_that_changes_is_not_quantized(client: Farm, recipe: str) -> None:
+    source = ModelSource.of(Fading().eval(), (torch.rand(1, 4),))
+    (report,) = client.compile(source, recipes=recipe).result().reports
+    assert report.error is not None and "the model changes w, which is the weight" in report.error.message
+    assert "test_kept_state.py:" in report.error.message and "use the recipe portable" in report.error.remedy
+    (report,) = client.compile(source, recipes="portable").result().reports
+    assert report.error is None and report.compile is not None
+    assert [warning.code for warning in report.compile.warnings] == ["INITIALIZED_MUTABLE_BUFFERS"]
+
+
 class Remainder(nn.Module):
     """Differs from PyTorch for negative integers."""
 
@@ -117,7 +182,7 @@ def test_a_session_says_what_the_compilation_warns_of(client: Farm, caplog: pyte
     status: list[str] = []
     with client.session(source, recipe="portable", on_status=status.append) as session:
         session.run(np.arange(3))
-    assert any(line.startswith("warning: ") and "aten::remainder at " in line for line in status)
+    assert any(line.startswith("warning: REMAINDERS_TRUNCATED: ") and "aten::remainder at " in line for line in status)
     with client.session(source, recipe="portable"):
         assert any("aten::remainder at " in record.getMessage() for record in caplog.records)
 

@@ -18,6 +18,9 @@ EXACT_DB: Final = 300.0
 QUANTIZED_DB: Final = 10.0
 """Minimum SQNR of a useful quantized program; good int8 has 20 to 45 dB."""
 
+ROUNDING_ERROR: Final = 1e-6
+"""Maximum absolute error that is always accepted: outputs that should cancel to 0 consist of rounding errors."""
+
 FAR_FROM_QUANTIZED_GRAPH: Final = "FAR_FROM_QUANTIZED_GRAPH"
 """Code of the warning about a program whose outputs are far from those of its own quantized graph."""
 

@@ -284,7 +284,11 @@ class _Export:
                 self.say(f"That program forgets what the model assigns to {names}: write to it with copy_().")
             with _refusals(method, self.base, f"the strict export that it needs, since {why},"), quiet():
                 program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=True)
-        inline_writing_regions(program)
+        if inline_writing_regions(program):
+            raise ExportFailed(
+                method, "SpecViolationError", "torch.export cannot save a region of torch.autocast that returns nothing.", "",
+                remedy="Compute within the region, and write to buffers after it.",
+            )  # fmt: skip
         keep_constants(program)
         must_be_bounded(method, program)
         add_lines(program, module, self.base)

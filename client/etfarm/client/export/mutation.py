@@ -145,18 +145,20 @@ def _written(program: ExportedProgram) -> Iterator[str]:
                 yield written.name
 
 
-def inline_writing_regions(program: ExportedProgram) -> None:
-    """Put the operators of regions that only write to tensors (`with torch.no_grad(): self.count.add_(1)`) into the graph itself.
+def inline_writing_regions(program: ExportedProgram) -> list[Any]:
+    """Put the operators of `with torch.no_grad():` regions that only write to tensors into the graph itself.
 
     Such a region returns nothing, and torch 2.13 cannot load an archive with an operator that returns nothing.
+
+    Returns:
+        The regions that stay: those of torch.autocast, whose operators change outside of it, and those with regions of their own.
     """
-    graph = program.graph
-    for region in [node for node in graph.nodes if str(node.target).startswith("wrap_with_")]:
-        inner = next((each for each in region.args if getattr(each, "op", "") == "get_attr"), None)
-        if region.users or inner is None:
-            continue
+    graph, stay = program.graph, []
+    for region in [node for node in graph.nodes if str(node.target).startswith("wrap_with_") and not node.users]:
+        inner = next(each for each in region.args if getattr(each, "op", "") == "get_attr")
         body: Any = getattr(program.graph_module, inner.target)
-        if any(node.op == "get_attr" for node in body.graph.nodes):
+        if str(region.target) != "wrap_with_set_grad_enabled" or any(node.op == "get_attr" for node in body.graph.nodes):
+            stay.append(region)
             continue
         values = iter(region.args[region.args.index(inner) + 1 :])
         copies: dict[Any, Any] = {}
@@ -171,3 +173,4 @@ def inline_writing_regions(program: ExportedProgram) -> None:
             graph.erase_node(inner)
             delattr(program.graph_module, inner.target)
     program.graph_module.recompile()
+    return stay

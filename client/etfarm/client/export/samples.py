@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -95,7 +96,7 @@ def ordered_like(example: Any, inputs: Any) -> Any:
     """Return inputs with the keys of their dicts in the order of the example's, where these have the same keys."""
     if type(example) is not type(inputs):
         return inputs
-    if isinstance(example, dict) and example.keys() == inputs.keys():
+    if type(example) in (dict, OrderedDict) and example.keys() == inputs.keys():
         return type(inputs)((key, ordered_like(value, inputs[key])) for key, value in example.items())
     if type(example) in (list, tuple) and len(example) == len(inputs):
         return type(example)(map(ordered_like, example, inputs))

@@ -210,18 +210,21 @@ def flattened(
     return [_laid_out(value, specs[i] if i < len(specs) else None) for i, value in enumerate(values)]
 
 
-def types_of_program(described: session_pb2.SessionMethod, model: Sequence[InputType | None]) -> list[InputType | None]:
+def types_of_program(
+    described: session_pb2.SessionMethod, model: Sequence[InputType | None], values: Sequence[Value]
+) -> list[InputType | None]:
     """Return the types of a method's inputs: dtypes of the program, since a recipe may change them, and sizes of its model.
 
     Args:
         model: types of the model that the program was compiled from, in flattened order; empty if unknown.
+        values: values of the inputs, whose sizes are taken where those of the model are unknown: the device knows them.
     """
-    sizes = [None if known is None else known.sizes for known in model]
-    sizes += [None] * (len(described.inputs) - len(sizes))
-    return [
-        InputType(spec.dtype, known or (None,) * len(spec.shape)) if spec.kind == common_pb2.VALUE_KIND_TENSOR else None
-        for spec, known in zip(described.inputs, sizes, strict=True)
-    ]
+    types: list[InputType | None] = []
+    for i, (spec, value) in enumerate(zip(described.inputs, values, strict=True)):
+        known = model[i] if i < len(model) else None
+        sizes = tuple(value.shape if isinstance(value, Tensor) else spec.shape) if known is None else known.sizes
+        types.append(InputType(spec.dtype, sizes) if spec.kind == common_pb2.VALUE_KIND_TENSOR else None)
+    return types
 
 
 def _checked(inputs: Sequence[Any]) -> Sequence[Any]:

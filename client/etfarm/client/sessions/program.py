@@ -123,7 +123,7 @@ class ServedModel:
             raise error
         for report in (await job.result()).reports:
             for warning in report.compile.warnings if report.compile is not None else ():
-                (on_status or _log.warning)(f"warning: {warning.message}")
+                (on_status or _log.warning)(f"warning: {warning.code}: {warning.message}")
         return StoredProgram(cell.program, model.names, cell.compilation_key)
 
 

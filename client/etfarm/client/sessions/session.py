@@ -241,8 +241,9 @@ class AsyncSession:
         known, described = self._calls.require_open().names, self._method(method)
         types = known.types.get(method, ())
         if described is not None:
-            require_count(method, self.input_names(method), values)
-            types = types_of_program(described, types)
+            names = self.input_names(method)
+            require_count(method, names if len(names) == len(described.inputs) else (), len(described.inputs), values)
+            types = types_of_program(described, types, values)
         require_fitting(method, values, types, known.relations.get(method, ()))
 
     async def _outputs(self, method: str, answer: session_pb2.SessionAnswer) -> Outputs:

@@ -40,13 +40,12 @@ class ValueMismatch(InputMismatch):
 class CountMismatch(InputMismatch):
     """The number of inputs is not the method's."""
 
-    def __init__(self, method: str, names: Sequence[str], got: int) -> None:
+    def __init__(self, method: str, count: int, names: Sequence[str], got: int) -> None:
         listed = "" if all(name.isdecimal() for name in names) else f" ({', '.join(names)})"
-        takes = f"{len(names)} input{'s' if len(names) > 1 else ''}{listed}" if names else "no inputs"
         super().__init__(
-            f"{method} takes {takes}, got {got or 'none'}.",
-            "Give one value for each, in this order." if names else "Give none.",
-            method=method, expected=str(len(names)), got=got,
+            f"{method} takes {count or 'no'} input{'' if count == 1 else 's'}{listed}, got {got or 'none'}.",
+            "Give a value for each input, in their order." if count else "Give none.",
+            method=method, expected=str(count), got=got,
         )  # fmt: skip
 
 
@@ -85,10 +84,10 @@ def _is_of_size(size: int, wanted: int | tuple[int, int] | None) -> bool:
     return wanted[0] <= size <= wanted[1] if isinstance(wanted, tuple) else wanted in (None, size)
 
 
-def require_count(method: str, names: Sequence[str], values: Sequence[Value]) -> None:
-    """Raise CountMismatch unless there is a value for each of a method's inputs."""
-    if len(values) != len(names):
-        raise CountMismatch(method, names, len(values))
+def require_count(method: str, names: Sequence[str], count: int, values: Sequence[Value]) -> None:
+    """Raise CountMismatch unless there is a value for each of a method's inputs; `names` are theirs as far as known."""
+    if len(values) != count:
+        raise CountMismatch(method, count, names, len(values))
 
 
 def require_fitting(

@@ -48,13 +48,16 @@ const char* kind_name(Tag tag) {
   }
 }
 
-// A scalar for a message, as the runner in Python writes it.
+// A scalar for a message, with as many digits as it takes to be the same number again.
 std::string text_of(const EValue& scalar) {
   if (scalar.isInt()) return std::to_string(scalar.toInt());
   if (scalar.isBool()) return scalar.toBool() ? "true" : "false";
   if (!scalar.isDouble()) return "none";
   char text[32];
-  std::snprintf(text, sizeof text, "%g", scalar.toDouble());
+  for (int digits = 6; digits <= 17; ++digits) {
+    std::snprintf(text, sizeof text, "%.*g", digits, scalar.toDouble());
+    if (std::strtod(text, nullptr) == scalar.toDouble()) break;
+  }
   return text;
 }
 

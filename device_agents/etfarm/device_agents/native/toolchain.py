@@ -48,8 +48,13 @@ class CompilerMissing(UserError):
         )
 
 
-_WHY: Final = re.compile(r"\berror: |undefined reference|cannot find|[Kk]illed|No space left")
-"""The line of the output of g++ or ld that states the reason; those after it show code, or say that ld failed."""
+_WHY: Final = (
+    re.compile(r"\berror: "), re.compile(r"undefined reference|multiple definition|cannot find|relocation "),
+    re.compile(r"[Kk]illed"),
+)  # fmt: skip
+"""What the line that states the reason has in the output of g++ or ld, the surest first; those after it show code."""
+_CONSEQUENCE: Final = re.compile(r"collect2: error|linker command failed|compilation terminated")
+"""Lines that only say that it failed."""
 
 
 class CompilerFailed(UserError):
@@ -59,8 +64,8 @@ class CompilerFailed(UserError):
     kind = Kind.FAILED_PRECONDITION
 
     def __init__(self, what: str, output: str) -> None:
-        lines = output.strip().splitlines() or [""]
-        why = next((line for line in lines if _WHY.search(line)), lines[-1])
+        lines = [line for line in output.strip().splitlines() if not _CONSEQUENCE.search(line)] or [output]
+        why = next((line for pattern in _WHY for line in lines if pattern.search(line)), lines[-1])
         super().__init__(f"The compiler failed at {what}: {why.strip()[:2000]}", what=what, output=output[-20_000:])
 
 

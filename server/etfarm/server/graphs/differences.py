@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etfarm.wire import rounding, tensors
-from etfarm.wire.sqnr import QUANTIZED_DB, decibels, sqnr_db
+from etfarm.wire.sqnr import QUANTIZED_DB, ROUNDING_ERROR, decibels, sqnr_db
 from etfarm.wire.tensors import Scalar, Value
 
 _USUAL: Final = {"bfloat16": "30 to 45", "float16": "45 to 65"}
@@ -21,9 +21,6 @@ EQUAL_SHARE: Final = 0.99
 
 QUANTIZED_EQUAL_SHARE: Final = 0.5
 """Minimum fraction of equal integers of a useful quantized program."""
-
-_ROUNDING: Final = 1e-6
-"""Maximum absolute error that is always accepted: outputs that should cancel to 0 consist of rounding errors."""
 
 _NOT_ZERO: Final = 1e-3
 """Maximum absolute error of a float program where the model's output is zero."""
@@ -82,7 +79,7 @@ def find_problem(output: Difference, *, quantized: bool) -> str:
             shown += f", but only {decibels(db)} without the mean of its values"
         return f"{reported['output']} has {shown}, less than the {QUANTIZED_DB:g} dB that quantization should keep"
     error = reported["max_abs_error"] or 0.0
-    if reported["equal"] or error <= _ROUNDING:
+    if reported["equal"] or error <= ROUNDING_ERROR:
         return ""
     if reported["sqnr_db"] is None:
         return f"{reported['output']} is up to {error:g} where the model gives zeros" if error > _NOT_ZERO else ""

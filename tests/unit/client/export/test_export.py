@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from etfarm.client.export import ExportedMethod, FileFactory, ModelSource, export_source, load_source
 from etfarm.client.export import errors as e
 from etfarm.client.export.eager import archive_of
+from etfarm.client.export.samples import ordered_like
 from etfarm.client.export.traces import place_in, relative
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.tensors import Scalar, decode, to_array
@@ -314,6 +316,26 @@ def test_a_region_that_only_writes_is_part_of_the_program() -> None:
     assert not [node for node in program.graph.nodes if "wrap_with" in str(node.target)]
 
 
+class Cast(nn.Module):
+    """Writes to a buffer in a region whose operators compute in another dtype."""
+
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            self.total.add_(x @ x)
+        return x * 2
+
+
+def test_a_region_of_another_dtype_that_only_writes_is_refused() -> None:
+    error = refused(ModelSource.of(Cast().eval(), (torch.eye(3),)))
+    assert "torch.autocast" in error.message and "write to buffers after it" in error.remedy
+
+
 class Tables(nn.Module):
     """Computes in a quantized dtype of PyTorch, or has a weight of one."""
 
@@ -391,6 +413,16 @@ def test_keyword_arguments_and_the_order_of_keys() -> None:
     (sample,) = (each if isinstance(each, bytes) else each.read_bytes() for each in exported.calibration)
     first = decode(sample)[0]
     assert isinstance(first, WireTensor) and to_array(first).tolist() == (a * 3).tolist()
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, lambda pairs: defaultdict(list, pairs)])
+def test_dicts_of_samples_have_the_order_of_the_example(kind: Callable[[Any], Any]) -> None:
+    example = kind([("a", 1), ("b", (2, kind([("c", 3), ("d", 4)])))])
+    sample = kind([("b", (5, kind([("d", 6), ("c", 7)]))), ("a", 8)])
+    ordered = ordered_like((example,), (sample,))[0]
+    assert (ordered["a"], ordered["b"][0], dict(ordered["b"][1])) == (8, 5, {"c": 7, "d": 6}) and type(ordered) is type(sample)
+    if type(sample) is not defaultdict:
+        assert list(ordered) == ["a", "b"] and list(ordered["b"][1]) == ["c", "d"]
 
 
 def test_a_boolean_that_depends_on_values_is_returned_as_a_tensor() -> None:

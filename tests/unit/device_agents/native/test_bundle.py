@@ -108,6 +108,8 @@ def test_a_bundle_without_a_symbol_of_the_custom_operators_is_refused(runner_bun
         ("ld: a.o: in function `x':\na.cpp:(.text+0x9): undefined reference to `f()'\ncollect2: error: ld failed\n",
          "undefined reference to `f()'"),
         ("g++: fatal error: Killed signal terminated program cc1plus\ncompilation terminated.\n", "Killed signal"),
+        ("ld: b.o: multiple definition of `f()'; a.o: first here\ncollect2: error: ld failed\n", "multiple definition of"),
+        ("note: killed threads are none\na.cpp:3:1: error: expected ';'\n", "a.cpp:3:1: error: expected ';'"),
         ("something else\n", "something else"),
     ],
 )  # fmt: skip

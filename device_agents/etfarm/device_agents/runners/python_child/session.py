@@ -221,7 +221,7 @@ class Session:
         """Set a scalar input, which must equal the value that the program was exported with."""
         baked = self.expected_input(index, kind).scalar
         if value != baked and not (value != value and baked != baked):
-            constant = f"{baked:g}" if isinstance(baked, float) else str(baked).lower()
+            constant = repr(baked).removesuffix(".0") if isinstance(baked, float) else str(baked).lower()
             raise Refusal("INPUT_MISMATCH", f"input {index} must be {constant}, a constant of the exported program")
         self._inputs[self._loaded().facts.name][index] = value
 

@@ -232,7 +232,7 @@ class _StageHooks:
         # Not earlier: before the edge dialect, in-place operators change buffers without an entry in the signature.
         for method in sorted(manager.methods):
             if buffers := _initialized_buffers(manager.exported_program(method)):
-                self.lowered.initialized[method] = sorted(buffers)
+                self.lowered.initialized[method] = sorted(map(shared_state.shown_name, buffers))
                 for placeholder in buffers.values():
                     # ExecuTorch's pass sets this by name in all methods.
                     placeholder.meta["et_init_buffer"] = True

@@ -37,7 +37,8 @@ from etfarm.server.compile.inputs import InputMismatch, check_inputs
 from etfarm.server.compile.inspect import signature
 from etfarm.server.compile.lower import fusion, integers
 from etfarm.server.compile.program import fp32_layers, loading, values
-from etfarm.server.compile.program.explain import find_line, first_line
+from etfarm.server.compile.program.explain import describe_place, find_line, first_line
+from etfarm.server.compile.program.places import places
 from etfarm.server.graphs.call_sequence import unchanged
 from etfarm.server.graphs.written_buffers import changed_buffers
 from etfarm.server.workers.errors import is_out_of_memory
@@ -107,7 +108,7 @@ def quantize(
         QuantizerFailed: only the model with observers fails on a sample.
         CalibrationNotFinite: a sample contains or produces NaN or infinity.
         QuantizedNothing: no operator was quantized; the result would silently be fp32.
-        StageFailed: the recipe requires quantization-aware training.
+        StageFailed: the recipe requires quantization-aware training, or the model changes a weight.
     """
     if recipe.is_qat:
         why = f"recipe {name} trains while it quantizes, but {method} is an exported program"
@@ -150,6 +151,13 @@ def quantize(
     prepared = stage._apply_passes(prepared, recipe.pre_convert_passes)
     with _unfolded(initial):
         converted: torch.nn.Module = stage._apply_passes(convert_pt2e(prepared), recipe.post_convert_passes)
+    for node in converted.graph.nodes:
+        is_weight = str(node.target).startswith("quantized_decomposed.quantize_per_channel")
+        weight = getattr(node.args[0], "target", None) if is_weight else None
+        if weight in initial:
+            line = describe_place(places([next(iter(node.users), node)]))
+            why = f"the model changes {weight}, which is the weight of a quantized layer{f' at {line}' if line else ''}."
+            raise StageFailed("QUANTIZE", "ChangedWeight", why, "XNNPACK takes constant weights only: use the recipe portable.")
     # Otherwise the program would start with the buffers of the calibration, such as a KV cache full of samples.
     _restore(converted, initial)
     if not is_quantized(converted):
@@ -161,9 +169,9 @@ def quantize(
 
 
 def _calibrate(prepared: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], initial: Mapping[str, Any]) -> None:
-    """Run a sample after those before, as the calls of a session follow each other: the ranges are those of the state, too.
+    """Run a sample after those before, as the calls of a session follow each other, so that observers see what the state becomes.
 
-    A sample that does not follow, such as the start of another sequence, runs from the initial state.
+    A sample that the model does not take then, such as the start of another sequence, runs from the initial state.
     """
     try:
         prepared(*args, **kwargs)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 from executorch.exir.passes import MemoryPlanningPass
 
 from etfarm.wire.errors import UserError
 from etfarm.wire.recipes import Recipe
 from etfarm.wire.shared_state import PREFIX, buffer_names, rename_buffers, written_buffers
+
+_OWN: Final = "etfarm_own."
+"""Beginning of the name of a buffer that would have an input's."""
 
 SharedBuffers = Mapping[str, frozenset[str]]
 """Names of the shared buffers that each method uses, by method."""
@@ -53,7 +56,9 @@ def plan_shared_state(programs: Mapping[str, Any], recipe: Recipe, config: Any) 
     if wanted is False or not shared:
         for program in programs.values():
             names = set(buffer_names(program).values())
-            rename_buffers(program, {name: shown_name(name) for name in names if shown_name(name) not in names})
+            plain = {name: name.removeprefix(PREFIX) for name in names}
+            rename_buffers(program, {name: new for name, new in plain.items() if new not in names})
+        rename_ambiguous(programs.values())
         return {}
     for name, methods in shared.items():
         _require_possible(name, methods, programs, recipe, config)
@@ -66,14 +71,16 @@ def plan_shared_state(programs: Mapping[str, Any], recipe: Recipe, config: Any) 
     return {method: frozenset(_used(program) & shared.keys()) for method, program in programs.items()}
 
 
-def rename_ambiguous(program: Any) -> None:
-    """Give each buffer that has the name of an input another one.
+def rename_ambiguous(programs: Iterable[Any]) -> None:
+    """Give each buffer that has the name of an input another name, in all programs alike.
 
     ExecuTorch looks up both in one table when a method writes to a buffer, and would copy the new value to the input.
     Source: executorch/exir/passes/insert_write_back_for_buffers_pass.py 1.5.1.
     """
-    inputs = {*program.graph_signature.user_inputs}
-    rename_buffers(program, {name: f"self.{name}" for name in buffer_names(program).values() if name in inputs})
+    programs = list(programs)
+    inputs = {name for program in programs for name in program.graph_signature.user_inputs}
+    for program in programs:
+        rename_buffers(program, {name: f"{_OWN}{name}" for name in buffer_names(program).values() if name in inputs})
 
 
 def describe(shared: SharedBuffers) -> str:
@@ -89,7 +96,7 @@ def describe(shared: SharedBuffers) -> str:
 
 def shown_name(name: str) -> str:
     """Return a buffer's name in the model."""
-    return name.removeprefix(PREFIX)
+    return name.removeprefix(PREFIX).removeprefix(_OWN)
 
 
 def require_shared(shared: SharedBuffers, manager: Any) -> None:

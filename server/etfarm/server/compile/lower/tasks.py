@@ -216,7 +216,8 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
         if unchecked := assertions.describe(programs[method], method):
             _warn(result["warnings"], "ASSERTIONS_DROPPED", unchecked)
         if remainders := explain.find_remainders(programs[method]):
-            _warn(result["warnings"], "REMAINDERS_TRUNCATED", f"{method} differs from PyTorch for negative numbers: {remainders}")
+            sentence = f"{method} may differ from PyTorch for negative numbers: {remainders}"
+            _warn(result["warnings"], "REMAINDERS_TRUNCATED", sentence)
     quantized = _check_quantized(recipe, built, request, programs)
     for method in sorted(quantized) if not request.quantized_here else ():
         fp32_operators = places.fp32(programs[method], xnnpack=fp32_layers.by_xnnpack(build.partitioners(built, method)))
@@ -225,8 +226,7 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
         result["stage_files"] = stage_files.of_exported(request.models, programs, folder)
         return result
 
-    for program in programs.values():
-        shared_state.rename_ambiguous(program)
+    shared_state.rename_ambiguous(programs.values())
     shared = shared_state.plan_shared_state(programs, recipe, built.executorch_backend_config)
     result["shared_buffers"] = sorted(frozenset().union(*shared.values()))
     if shared:
@@ -258,7 +258,7 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
         _warn(
             result["warnings"], "BRANCH_OUTPUTS_COPIED",
             f"{method} copies the outputs of {copied}: in ExecuTorch's memory plan, a later branch overwrites them, or a view of "
-            "them reads other memory. ExecuTorch alone computes wrong outputs here, or none; torch.where needs no copy.",
+            "them reads other memory. ExecuTorch alone computes wrong outputs here, or fails; torch.where needs no copy.",
         )  # fmt: skip
     data = _write_program(lowered.manager, folder, result)
     described = sizes.read(folder / "model.pte")
@@ -276,13 +276,14 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
         save_etrecord()
     # Loaded late, so that their weights are not in memory while programs are lowered.
     originals = programs | _load(unquantized, folder, request.operators)[0]
+    shared_state.rename_ambiguous(originals.values())
     for method, original in originals.items():
         facts_before = exact.get(method) or signature.of_exported(original)
         if lost := signature.add_exported(program_facts["methods"][method], facts_before):
             _warn(
                 result["warnings"], "DYNAMIC_DIM_LOST",
-                f"Lowering fixed sizes of {method} that are dynamic in the exported program: {', '.join(lost)}. ExecuTorch does "
-                "so with what loops (map, scan) go through: export with example inputs of the largest sizes.",
+                f"Lowering fixed sizes of {method} that are dynamic in the exported program: {', '.join(lost)}. ExecuTorch fixes "
+                "the size of a dim that a loop (map, scan) goes through: export with example inputs of the largest sizes.",
             )  # fmt: skip
     result["sizes"] = sizes.of_program(described, data)
     backends = {method: program_facts["methods"][method]["backends"] for method in originals}

@@ -152,12 +152,9 @@ def find_remainders(program: Any) -> str:
 
 
 def _is_remainder(node: Any) -> bool:
-    return str(_schema_name(node)).startswith("aten::remainder") and not _is_floating(node)
-
-
-def _is_floating(node: Any) -> bool:
     dtype = getattr(node.meta.get("val"), "dtype", None)
-    return dtype is not None and bool(dtype.is_floating_point)
+    signed = dtype is not None and dtype.is_signed and not dtype.is_floating_point
+    return signed and str(_schema_name(node)).startswith("aten::remainder")
 
 
 def _has_own_size(node: Any) -> bool:
@@ -492,7 +489,7 @@ def _fails(exception: str, why: str, remedy: str) -> _Explained:
 _EXPLAINED: Final[tuple[tuple[re.Pattern[str], _Explained], ...]] = (
     (re.compile(r"Missing out variants: (\{.*\})", re.DOTALL), _missing_out_variants),
     (re.compile(r"Operator (?:torch\._ops\.)?(\S+) is not in Core ATen opset"), _not_core_aten),
-    (re.compile(r"\A\s*(\w+)\.(\w+)\.\w+\s*(?:\n\s*While executing|\Z)"), _not_described),
+    (re.compile(r"\A\s*(aten|prims|torchao|torchvision)\.(\w+)\.\w+\s*(?:\n\s*While executing|\Z)"), _not_described),
     (re.compile(r"taking Tensor inputs with mismatched dtypes"), _mismatched_dtypes),
     (re.compile(r"Could not guard on data-dependent|Data-dependent branching"), _branch),
     (re.compile(r"Constraints violated \(([^)]+)\)"), _specialized),
@@ -545,8 +542,8 @@ _EXPLAINED: Final[tuple[tuple[re.Pattern[str], _Explained], ...]] = (
         re.compile(r"\A'val'\Z"),
         _fails(
             "KeyError",
-            "XNNPACK's choice of memory formats fails on what is quantized next to what is not",
-            "Use the recipe xnnpack_fp32.",
+            "a pass of ExecuTorch refuses what another one made of the quantized model (KeyError: 'val')",
+            "Use a recipe in fp32, such as xnnpack_fp32.",
         ),
     ),
     (

@@ -27,6 +27,7 @@ from torchao.quantization import (  # noqa: E402
 from torchao.quantization.granularity import PerAxis, PerGroup  # noqa: E402
 from torchao.utils import unwrap_tensor_subclass  # noqa: E402
 
+from etfarm.server.compile.program.explain import find_remainders  # noqa: E402
 from etfarm.server.workers.pool import Workers  # noqa: E402
 from etfarm.wire.errors import UserError  # noqa: E402
 from tests.support.compiling import compiled  # noqa: E402
@@ -251,6 +252,12 @@ CASES: Final[dict[str, tuple[nn.Module, tuple[Any, ...], nn.Module, tuple[Any, .
         None, ["STAGE_FAILED", "weight early.weight to a delegate and to cond at ", "test_remedies.py:", "copy.deepcopy"],
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_remainders_that_cannot_be_negative_integers_are_not_named(dtype: torch.dtype) -> None:
+    program = torch.export.export(Function(lambda x: x % 4), (torch.ones(3, dtype=dtype),))
+    assert find_remainders(program) == ""
 
 
 @pytest.mark.asyncio(loop_scope="session")
