@@ -98,13 +98,14 @@ ONLY: Final = f"""
 only_modules = ["features.0.0"]
 only_operators = ["{CONV1}"]
 """
+NOTHING: Final = 'only_operators = ["features.1:relu"]'
 
 
 @pytest.fixture(scope="module")
 def reports(farm: FarmProcess, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
     """Return the reports of one network, quantized once with each of the arguments in a recipe file."""
     folder = tmp_path_factory.mktemp("recipes")
-    arguments = [SKIPPED, ONLY, *(f'{argument} = ["{name}"]' for argument, name, _ in REFUSED)]
+    arguments = [SKIPPED, ONLY, NOTHING, *(f'{argument} = ["{name}"]' for argument, name, _ in REFUSED)]
     files = [folder / f"named{place}.toml" for place in range(len(arguments))]
     for file, text in zip(files, arguments, strict=True):
         file.write_text(f'partitioners = ["xnnpack"]\n[[quantizers]]\nname = "xnnpack"\n{text}\n')
@@ -150,6 +151,13 @@ def test_what_is_skipped_stays_in_fp32_and_nothing_else(reports: dict[str, Repor
     assert [each.op for each in rows["features.1:add"].operators] == ["add"]
     sources = [each.source for operator in rows["features.1:relu#1"].operators for each in operator.places]
     assert [source and source.line for source in sources] == [line_of("return nn.functional.relu(y)")]
+
+
+def test_a_name_of_what_cannot_be_quantized_alone_is_listed(reports: dict[str, Report]) -> None:
+    report = reports[NOTHING]
+    row = selected(report)["features.1:relu"]
+    assert (row.count, row.quantized) == (2, 0)
+    assert report.compile is not None and "QUANTIZED_NOTHING" in [warning.code for warning in report.compile.warnings]
 
 
 @pytest.mark.parametrize(("argument", "name", "nearest"), REFUSED)

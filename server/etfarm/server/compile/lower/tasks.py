@@ -81,12 +81,12 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
                     )
                 except QuantizedNothing as error:
                     failures.append(error)
+                    _add_selected(quantization, method, result)
                     continue
                 except Exception as error:  # noqa: BLE001 - raised again if the host or the model is at fault
                     failures.append(_quantizer_failure(error, recipe, method, programs))
                     continue
-            if names := [row for each in _selections(quantization) for row in each.listed()]:
-                result["selected"][method] = names
+            _add_selected(quantization, method, result)
             _warn_of_integers(programs[method], quantization, method, result["warnings"])
             _warn_of_copies(method, copies[method], result["warnings"])
             if not calibration and quantize.is_static(modules[method]):
@@ -127,6 +127,11 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
             fp32_operators = places.fp32(exported, xnnpack=fp32_layers.by_xnnpack(quantizing[method].quantizers))
             _add_fp32(name, method, fp32_operators, result["stayed_fp32"], result["warnings"])
     return encode(result)
+
+
+def _add_selected(quantization: Any, method: str, result: QuantizeResult) -> None:
+    if names := [row for each in _selections(quantization) for row in each.listed()]:
+        result["selected"][method] = names
 
 
 def _selections(quantization: Any) -> list[Selection]:
