@@ -167,3 +167,27 @@ def test_a_name_that_selects_nothing_is_refused_with_the_nearest(
     refused = reports[f'{argument} = ["{name}"]'].error
     assert refused is not None and refused.reason == "RECIPE_NAME_NOT_FOUND"
     assert name in refused.message and nearest in refused.remedy, (refused.message, refused.remedy)
+
+
+class Aliased(nn.Module):
+    """Calls one layer by two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        self.first = self.layers[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) + self.first(x * 2)
+
+
+@pytest.mark.parametrize("name", ["layers.0", "first"])
+def test_a_layer_is_skipped_by_each_of_its_names(farm: FarmProcess, tmp_path: Path, name: str) -> None:
+    file = tmp_path / "skipped.toml"
+    file.write_text(f'partitioners = ["xnnpack"]\n[[quantizers]]\nname = "xnnpack"\nskip_modules = ["{name}"]\n')
+    source = ModelSource.of(Aliased().eval(), (torch.rand(2, 4),))
+    with farm.client() as client:
+        (report,) = client.compile(source, recipes=str(file), stop_after="QUANTIZE").result().reports
+    row = selected(report)[name]
+    assert (row.count, row.quantized) == (2, 0)
+    assert in_fp32(report, "linear") == {"layers.0", "first"}

@@ -195,11 +195,13 @@ def _kept(nodes: Sequence[Any]) -> Iterator[None]:
 def _matching(name: str, operators: Sequence[_Operator]) -> list[_Operator]:
     """Return the operators that a name selects.
 
-    A module's name selects the operators of the module and those inside of it. If there are none, it selects those that use the
-    module's parameters: `self_attn.out_proj` of an nn.MultiheadAttention is only called by its enclosing module.
+    A module's name selects the operators of the module and those inside of it, also where the model calls the module by another
+    of its names. If there are none, it selects those that use the module's parameters: `self_attn.out_proj` of an
+    nn.MultiheadAttention is only called by its enclosing module.
     """
     if ":" not in name:
-        own = [operator for operator in operators if _is_within(operator.module, name)]
+        layers = {(each.name, each.owners) for each in operators if each.owners and _is_within(each.module, name)}
+        own = [each for each in operators if _is_within(each.module, name) or (each.name, each.owners) in layers]
         return own or [each for each in operators if any(_is_within(owner, name) for owner in each.owners)]
     if re.fullmatch(r".+\.py:[0-9]+", name):
         return [operator for operator in operators if operator.line == name or operator.line.endswith(f"/{name}")]
