@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from etfarm.client.export.construction import add_lines
 from etfarm.client.export.errors import (
@@ -34,6 +34,7 @@ from etfarm.client.export.mutation import (
     keep_mutations,
 )
 from etfarm.client.export.noise import quiet
+from etfarm.client.export.remedies import remedy_of
 from etfarm.client.export.samples import (
     dense,
     find_mismatch,
@@ -72,46 +73,6 @@ _FOREIGN_OUTPUT = re.compile(
     r"|Encountered unrecognized type UserDefinedObjectVariable\((\w+)\) at output"
 )
 """torch.export 2.13 on an object in the output, in its strict and in its other mode."""
-_REMEDIES: Final = (
-    (
-        re.compile(r"torch\.qu?int\d|quantized nyi|torch\.classes\.(?:quantized|rnn)\W|quantized::\w"),
-        "ExecuTorch has no tensors of PyTorch's quantized dtypes, as torch.ao.quantization and torchvision.models.quantization "
-        "give. Give the model in fp32, and quantize it with a recipe, such as xnnpack_pt2e_int8_static_per_channel.",
-    ),
-    (
-        re.compile(r"SerializeError.*while_loop", re.DOTALL),
-        "ExecuTorch has no torch.while_loop: unroll it, or choose with torch.where.",
-    ),
-    (
-        re.compile(r"SerializeError"),
-        "In branches and loops, use no tensors that they create from numbers: create those outside, or as buffers.",
-    ),
-    (
-        re.compile(r"UncapturedHigherOrderOpError"),
-        "Branches and loops return new values only: return the new value of a buffer from each branch, and write it outside.",
-    ),
-    (
-        re.compile(r"(?:DynamicOutputShape|DataDependentOutput|UnsupportedOperator)Exception"),
-        "torch.export does not know the shape of what this operator returns: write that line with other operators.",
-    ),
-    (
-        re.compile(r"Could not extract specialized integer from data-dependent expression"),
-        "That line needs a number that depends on values: give it as a constant, such as num_classes of one_hot.",
-    ),
-    (
-        re.compile(r"TypeError: missing a required argument"),
-        "Give keyword arguments as example_kwargs: a factory may return ModelSource.of(module, inputs, example_kwargs={...}).",
-    ),
-    (
-        re.compile(r"AssertionError: TODO\Z"),
-        "A program cannot return a boolean that depends on values: return the tensor, without .item() or bool().",
-    ),
-    (
-        re.compile(r"Unable to cast NotImplemented to Tensor"),
-        "torchao quantized a weight for an operator that its tensors lack: leave that layer out with the filter of quantize_.",
-    ),
-)
-"""Remedies by the name and message of an exception of torch 2.13."""
 _INTS = 1 << 63
 """ExecuTorch's ints have 64 bits, with this limit."""
 
@@ -495,8 +456,7 @@ def _refusals(method: str, base: Path, what: str = "torch.export", graph: Graph 
         if name == "SerializeError":
             what = "torch.export.save"
             place = place or _place_of_node(text, graph, base)
-        remedy = next((remedy for pattern, remedy in _REMEDIES if pattern.search(f"{name}: {text}")), "")
-        raise ExportFailed(method, name, _first_line(text), str(place or ""), what, remedy) from error
+        raise ExportFailed(method, name, _first_line(text), str(place or ""), what, remedy_of(name, text)) from error
 
 
 def _place_of_node(text: str, graph: Graph | None, base: Path) -> Place | None:

@@ -9,20 +9,8 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
+from etfarm.server.compile.alternatives import use_instead
 from etfarm.wire.errors import FarmError, Kind, UserError
-
-_INSTEAD: Final = (
-    (re.compile(r"::_*(?:bitwise_left_|l)shift"), "x * 2**n for x << n"),
-    (re.compile(r"::_*(?:bitwise_right_|r)shift"), "torch.div(x, 2**n, rounding_mode='floor') for x >> n"),
-    (re.compile(r"::fake_quantize"), "the model without fake quantization, which a pt2e recipe quantizes"),
-)
-"""What computes the same as operators that ExecuTorch lacks."""
-
-
-def use_instead(operators: str) -> str:
-    """Return what to replace operators without a kernel with, as the beginning of a remedy."""
-    known = [words for pattern, words in _INSTEAD if pattern.search(operators)]
-    return f"Use {' and '.join(known)}" if known else "Use other operators"
 
 
 class RecipeNeedsEagerModule(UserError):
@@ -382,6 +370,10 @@ _RUN_REMEDIES: Final = (
     (
         "Padding values must be non-negative",
         "Crop with slices instead of negative pads, and pad the rest: F.pad(x[..., :-4], (3, 0)) for F.pad(x, (3, -4)).",
+    ),
+    (
+        "Expect input tensor to be 3-D or 4-D",
+        "ExecuTorch has no convolutions in 3-D: add the outputs of a 2-D one for each step of the kernel along the depth.",
     ),
     ("planned memory", "ExecuTorch plans too little memory for sizes that depend on others: export narrower or static dims."),
     (

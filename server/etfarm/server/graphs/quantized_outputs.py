@@ -163,13 +163,16 @@ def advise(graph: Any) -> str:
     from etfarm.server.graphs import fusion
 
     advice = []
-    shared = [layers[0] for _, layers in fusion.shared_layers(graph) if any(map(fusion.takes_quantized, layers))]
+    groups = [layers for _, layers in fusion.shared_layers(graph) if any(map(fusion.takes_quantized, layers))]
+    shared = [layers[0] for layers in groups]
     if shared:
         advice.append(
             f"XNNPACK quantizes the bias of {_layers(shared)}, used more than once, for the first use only: write "
             "copy_shared_layers = true at the top level of a recipe file."
         )
-    if split := fusion.split_activations(graph):
+    # With a copy each, the quantizer finds a shared layer and its activation together.
+    copied = {layer for layers in groups for layer in layers}
+    if split := [layer for layer in fusion.split_activations(graph) if layer not in copied]:
         advice.append(
             f"XNNPACK fuses {_layers(split)} with the activation after it, and skips the quantization between them: write "
             "fuse_activations = true at the top level of a recipe file."

@@ -386,9 +386,13 @@ def lookup() -> nn.Module:
         (lambda: Call(lambda x: torch.cond(x.sum() > 0, lambda v: v + torch.tensor([1.0]), torch.sin, (x,))), torch.eye(3),
          "test_export.py:", "create those outside"),
         (lambda: Counter(in_branch=True), torch.eye(3), "test_export.py:", "return the new value of a buffer from each branch"),
+        (lambda: Call(lambda x: torch.combinations(x[0])), torch.eye(3), "test_export.py:", "with other operators"),
+        (lambda: Call(lambda x: x.to_sparse()), torch.eye(3), "", "compute with dense ones"),
+        (lambda: Call(lambda x: torch.view_as_real(torch.view_as_complex(x[:, :2].reshape(3, 1, 2)) * 1j)), torch.eye(3),
+         "test_export.py:", "real and imaginary parts separately"),
         (lookup, torch.tensor([1, 2]), "", "leave that layer out with the filter of quantize_"),
     ],
-    ids=["shape", "boolean", "number", "constant", "buffer", "torchao"],
+    ids=["shape", "boolean", "number", "constant", "buffer", "size", "sparse", "complex", "torchao"],
 )  # fmt: skip
 def test_refusals_of_torch_have_a_remedy(make: Callable[[], nn.Module], x: Tensor, line: str, remedy: str) -> None:
     error = refused(ModelSource.of(make().eval(), (x,)))

@@ -140,6 +140,10 @@ def require_found(selection: Selection, graphs: Mapping[str, Any]) -> None:
             target = (layer.module if "modules" in argument else f"{layer.module}:{layer.name}") if layer else ""
             why = f"it is a batch norm, which is folded into the layer {target!r} before quantization"
             raise NameNotFound(argument, name, methods, why, [target] if target else [])
+        unnumbered = name.rpartition("#")[0]
+        if count := max((len(_matching(unnumbered, rows)) for rows in operators.values()), default=0) if unnumbered else 0:
+            why = f"{unnumbered!r} has {count} operator{'s' if count > 1 else ''}, counted from #0"
+            raise NameNotFound(argument, name, methods, why, [f"{unnumbered}#{count - 1}"])
         raise NameNotFound(argument, name, methods, "no operator has it", _nearest(argument, name, all_operators))
 
 

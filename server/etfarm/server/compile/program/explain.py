@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from etfarm.server.compile.alternatives import use_instead
 from etfarm.server.compile.errors import (
     FORMATS,
     DataDependentBranch,
@@ -23,7 +24,6 @@ from etfarm.server.compile.errors import (
     UnboundedSize,
     UnsupportedDtypes,
     UnsupportedQuantizedOp,
-    use_instead,
 )
 from etfarm.server.compile.program.places import all_nodes, places
 from etfarm.server.compile.result import OperatorDelegation, Place

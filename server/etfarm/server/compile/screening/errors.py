@@ -109,7 +109,9 @@ class OperatorNotAllowed(UnsafeModel):
         listed = ".".join(filter(None, (namespace, name, overload)))
         super().__init__(
             "OPERATOR_NOT_ALLOWED", where, f"uses the operator {namespace}::{name}, which is not on the server's list",
-            "Decompose it before the export (program.run_decompositions()). If it only computes, the server's owner "
+            "ExecuTorch has no sparse tensors: compute with dense ones."
+            if "sparse" in name
+            else "Decompose it before the export (program.run_decompositions()). If it only computes, the server's owner "
             f"can add the line {listed} to a file for `etfarm serve --allow-operators FILE`.",
         )  # fmt: skip
         self.metadata["operator"] = listed

@@ -152,7 +152,7 @@ def test_a_module_that_only_its_enclosing_one_calls_is_found_by_its_parameters()
         ('only_modules = ["conv"]', "conv", "conv1"),
         ('skip_modules = ["bn1"]', "bn1", "conv1"),
         ('skip_modules = ["drop"]', "drop", "conv1"),
-        ('skip_operators = [":relu#7"]', ":relu#7", ":relu"),
+        ('skip_operators = [":relu#7"]', ":relu#7", "':relu#1'"),
         ('skip_operators = ["test_selection.py:1"]', "test_selection.py:1", "test_selection.py:"),
     ],
 )

@@ -119,6 +119,14 @@ def weights(config: AOBaseConfig) -> nn.Module:
     return unwrap_tensor_subclass(layer)
 
 
+def by_depth(x: torch.Tensor) -> torch.Tensor:
+    """Return what a 3-D convolution with CUBE gives."""
+    steps = [F.conv2d(x[0, :, step : step + 3].transpose(0, 1), CUBE[:, :, step]) for step in range(2)]
+    return torch.stack(steps).sum(0).transpose(0, 1)[None]
+
+
+CUBE: Final = torch.arange(48.0).reshape(3, 2, 2, 2, 2)
+VOLUME: Final = torch.rand(1, 2, 4, 5, 6)
 NORM: Final = nn.BatchNorm1d(3).eval()
 NORM_2D: Final = nn.BatchNorm2d(2).eval()
 ROWS: Final = torch.rand(4, 3)
@@ -238,6 +246,10 @@ CASES: Final[dict[str, tuple[nn.Module, tuple[Any, ...], nn.Module, tuple[Any, .
         Function(lambda x: mapped(lambda row: row.sin(), x)), (X,), Function(lambda x: mapped(lambda row: row.sin(), x)), (ROWS,),
         ({0: Dim("n", min=2, max=4)},), ["DYNAMIC_DIM_LOST", "dim 0 of 'x_0' (2..4, at most 2", "inputs of the largest sizes"],
     ),
+    "a 3-D convolution": (
+        Function(lambda x: F.conv3d(x, CUBE)), (VOLUME,), Function(by_depth), (VOLUME,),
+        None, ["PROGRAM_CANNOT_RUN", "aten::convolution at ", "test_remedies.py:", "no convolutions in 3-D"],
+    ),
     "seven dims": (
         Function(lambda x: x.unsqueeze(0) + x.unsqueeze(1)), (SIX,),
         Function(lambda x: x.flatten(1).unsqueeze(0) + x.flatten(1).unsqueeze(1)), (SIX,),
@@ -252,6 +264,10 @@ CASES: Final[dict[str, tuple[nn.Module, tuple[Any, ...], nn.Module, tuple[Any, .
         None, ["STAGE_FAILED", "weight early.weight to a delegate and to cond at ", "test_remedies.py:", "copy.deepcopy"],
     ),
 }  # fmt: skip
+
+
+def test_steps_along_the_depth_are_a_convolution_in_3d() -> None:
+    torch.testing.assert_close(by_depth(VOLUME), F.conv3d(VOLUME, CUBE))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])

@@ -1,0 +1,60 @@
+"""What to change in a model that torch.export refuses. Standard library only."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+_REMEDIES: Final = (
+    (
+        re.compile(r"torch\.qu?int\d|quantized nyi|torch\.classes\.(?:quantized|rnn)\W|quantized::\w"),
+        "ExecuTorch has no tensors of PyTorch's quantized dtypes, as torch.ao.quantization and torchvision.models.quantization "
+        "give. Give the model in fp32, and quantize it with a recipe, such as xnnpack_pt2e_int8_static_per_channel.",
+    ),
+    (
+        re.compile(r"SparseTensorImpl|[Ss]parse(?:Csr|Csc|Bsr|Bsc)|layout.*torch\.sparse"),
+        "ExecuTorch has no sparse tensors: compute with dense ones, as x.to_dense() gives.",
+    ),
+    (
+        re.compile(r"Tensor must have a (?:stride|storage_offset) divisible by 2|view_as_complex"),
+        "ExecuTorch has no complex numbers: compute real and imaginary parts separately.",
+    ),
+    (
+        re.compile(r"SerializeError.*while_loop", re.DOTALL),
+        "ExecuTorch has no torch.while_loop: unroll it, or choose with torch.where.",
+    ),
+    (
+        re.compile(r"SerializeError"),
+        "In branches and loops, use no tensors that they create from numbers: create those outside, or as buffers.",
+    ),
+    (
+        re.compile(r"UncapturedHigherOrderOpError"),
+        "Branches and loops return new values only: return the new value of a buffer from each branch, and write it outside.",
+    ),
+    (
+        re.compile(r"(?:DynamicOutputShape|DataDependentOutput|UnsupportedOperator)Exception|PendingUnbackedSymbolNotFound"),
+        "torch.export does not know the shape of what this operator returns: write that line with other operators.",
+    ),
+    (
+        re.compile(r"Could not extract specialized integer from data-dependent expression"),
+        "That line needs a number that depends on values: give it as a constant, such as num_classes of one_hot.",
+    ),
+    (
+        re.compile(r"TypeError: missing a required argument"),
+        "Give keyword arguments as example_kwargs: a factory may return ModelSource.of(module, inputs, example_kwargs={...}).",
+    ),
+    (
+        re.compile(r"AssertionError: TODO\Z"),
+        "A program cannot return a boolean that depends on values: return the tensor, without .item() or bool().",
+    ),
+    (
+        re.compile(r"Unable to cast NotImplemented to Tensor"),
+        "torchao quantized a weight for an operator that its tensors lack: leave that layer out with the filter of quantize_.",
+    ),
+)
+"""Remedies by the name and message of an exception of torch 2.13."""
+
+
+def remedy_of(name: str, text: str) -> str:
+    """Return what to change in the model, by the name of an exception's type and its message; empty if that is not known."""
+    return next((remedy for pattern, remedy in _REMEDIES if pattern.search(f"{name}: {text}")), "")

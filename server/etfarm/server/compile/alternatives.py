@@ -1,0 +1,62 @@
+"""What computes the same as operators that ExecuTorch's portable kernels lack. Stdlib only."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+_INSTEAD: Final = tuple(
+    (re.compile(rf"::_*(?:{operators})(?![a-z0-9])_*"), words)
+    for operators, words in (
+        ("(?:bitwise_left_|l)shift", "x * 2**n for x << n"),
+        ("(?:bitwise_right_|r)shift", "torch.div(x, 2**n, rounding_mode='floor') for x >> n"),
+        ("fake_quantize\\w*", "the model without fake quantization, which a pt2e recipe quantizes"),
+        ("sort|argsort|msort", "torch.topk(x, x.shape[dim], dim, largest=False) for torch.sort(x, dim)"),
+        ("kthvalue", "torch.topk(x, k, dim, largest=False).values.select(dim, -1) for the k-th value"),
+        (
+            "median|nanmedian",
+            "torch.topk(x, (x.shape[dim] + 1) // 2, dim, largest=False).values.select(dim, -1) for the median",
+        ),
+        (
+            "scatter_reduce|index_reduce",
+            "scatter_add for sums, and torch.where(mask, values, -torch.inf).amax(dim) for maxima",
+        ),
+        (
+            "rand_like|randint\\w*|randperm|multinomial|exponential|normal\\w*|rrelu\\w*|poisson|geometric|cauchy|log_normal",
+            "an input of the model for the random numbers",
+        ),
+        ("searchsorted|bucketize", "(x.unsqueeze(-1) > boundaries).sum(-1) for torch.bucketize(x, boundaries)"),
+        ("bincount", "torch.zeros(n, dtype=x.dtype).scatter_add(0, x, torch.ones_like(x)) for torch.bincount(x, minlength=n)"),
+        (
+            "histc",
+            "((x.flatten() >= low[:, None]) & (x.flatten() < high[:, None])).sum(1) with the bins' ends for torch.histc",
+        ),
+        ("masked_select", "torch.where(mask, x, 0), which keeps the shape"),
+        ("cumprod", "torch.exp(torch.cumsum(torch.log(x), dim)) for cumprod of positive values"),
+        (
+            "logcumsumexp",
+            "m + torch.log(torch.cumsum(torch.exp(x - m), dim)) with m = x.amax(dim, keepdim=True) for logcumsumexp",
+        ),
+        (
+            "(?:linalg_)?(?:inv|inverse|solve|det|slogdet|svd|svdvals|eig\\w*|cholesky|qr|lu\\w*|matrix_exp|pinv|lstsq)(?:_ex)?",
+            "an input or a buffer for what this decomposition of a matrix gives, and compute it outside of the model",
+        ),
+        ("max_pool3d\\w*", "F.max_pool2d of x.flatten(1, 2) and then F.max_pool1d along the depth for max_pool3d"),
+        ("avg_pool3d", "F.avg_pool2d of x.flatten(1, 2) and then F.avg_pool1d along the depth for avg_pool3d"),
+        ("adaptive_max_pool[123]d", "max pools with kernel_size = stride = input size // output size for adaptive ones"),
+        ("hypot", "torch.sqrt(x * x + y * y) for torch.hypot(x, y)"),
+        ("copysign", "torch.where(y < 0, -x.abs(), x.abs()) for torch.copysign(x, y)"),
+        ("embedding_bag\\w*", "F.embedding(x, weight).sum(1) for F.embedding_bag(x, weight, mode='sum')"),
+        ("trilinear", "torch.einsum('bi,kij,bj->bk', x, weight, y) for F.bilinear(x, y, weight)"),
+    )
+)
+
+
+def use_instead(operators: str) -> str:
+    """Return what to replace operators without a kernel with, as the beginning of a remedy.
+
+    Args:
+        operators: their names in a text, such as `aten::sort, aten::histc`.
+    """
+    known = [words for pattern, words in _INSTEAD if pattern.search(operators)]
+    return f"Use {' and '.join(known)}" if known else "Use other operators"
