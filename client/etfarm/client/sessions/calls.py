@@ -200,12 +200,19 @@ def flattened(
     specs = list(described.inputs) if described is not None else []
     own = [spec.name for spec in specs]
     names = names or (own if all(own) else [])
+    arguments = {str(i): value for i, value in enumerate(positional)}
+    listed = f": the inputs are {', '.join(names)}" if names else ""
+    for key, value in {**arguments, **named}.items():
+        if isinstance(value, str | bytes | Mapping):
+            raise npz.UnsupportedInputArray(
+                f"The input {key} is a {type(value).__name__}.",
+                f"Give arrays, torch tensors or numbers{listed}.",
+                place=key,
+            )
     if not named:
-        values = [value_of(names[i] if i < len(names) else str(i), value) for i, value in enumerate(_checked(positional))]
+        values = [value_of(names[i] if i < len(names) else str(i), value) for i, value in enumerate(positional)]
     else:
-        by_key = {str(i): value_of(str(i), value) for i, value in enumerate(_checked(positional))}
-        for name, value in named.items():
-            by_key[name] = value_of(name, value)
+        by_key = {key: value_of(key, value) for key, value in {**arguments, **named}.items()}
         values = in_order(by_key, names, "The program", method)
     return [_laid_out(value, specs[i] if i < len(specs) else None) for i, value in enumerate(values)]
 
@@ -225,15 +232,6 @@ def types_of_program(
         sizes = tuple(value.shape if isinstance(value, Tensor) else spec.shape) if known is None else known.sizes
         types.append(InputType(spec.dtype, sizes) if spec.kind == common_pb2.VALUE_KIND_TENSOR else None)
     return types
-
-
-def _checked(inputs: Sequence[Any]) -> Sequence[Any]:
-    for place, value in enumerate(inputs):
-        if isinstance(value, str | bytes | Mapping):
-            raise npz.UnsupportedInputArray(
-                f"The input {place} is a {type(value).__name__}.", "Give arrays, torch tensors or numbers.", place=place
-            )
-    return inputs
 
 
 def _laid_out(value: Value, spec: session_pb2.SessionValue | None) -> Value:

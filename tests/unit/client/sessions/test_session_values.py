@@ -50,9 +50,10 @@ def test_the_program_s_own_names_serve_where_the_model_s_are_not_known() -> None
         (["a", "b"], (), {"b": Y}, "'a' is missing"),
         ([], (X,), {"b": Y}, "no input names"),
         ([], ({"x": X},), {}, "numbers"),
+        (["x_a", "x_b"], (), {"x": {"a": X, "b": Y}}, "The input x is a dict. .* numbers: the inputs are x_a, x_b"),
         ([], (b"bytes",), {}, "numbers"),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_invalid_or_duplicate_inputs_are_refused(
     names: list[str], values: tuple[object, ...], named: dict[str, object], words: str
