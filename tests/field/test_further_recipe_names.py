@@ -169,6 +169,19 @@ def test_a_name_that_selects_nothing_is_refused_with_the_nearest(
     assert name in refused.message and nearest in refused.remedy, (refused.message, refused.remedy)
 
 
+class CalledByAnother(nn.Module):
+    """Calls a layer by the second of its names, which `named_modules` leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = self.first
+        self.other = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.other(self.second(x))
+
+
 class Aliased(nn.Module):
     """Calls one layer by two names."""
 
@@ -191,3 +204,15 @@ def test_a_layer_is_skipped_by_each_of_its_names(farm: FarmProcess, tmp_path: Pa
     row = selected(report)[name]
     assert (row.count, row.quantized) == (2, 0)
     assert in_fp32(report, "linear") == {"layers.0", "first"}
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_a_layer_is_found_by_a_name_that_the_model_does_not_call(farm: FarmProcess, tmp_path: Path, name: str) -> None:
+    file = tmp_path / "only.toml"
+    file.write_text(f'partitioners = ["xnnpack"]\n[[quantizers]]\nname = "xnnpack"\nonly_modules = ["{name}"]\n')
+    source = ModelSource.of(CalledByAnother().eval(), (torch.rand(2, 4),))
+    with farm.client() as client:
+        (report,) = client.compile(source, recipes=str(file), stop_after="QUANTIZE").result().reports
+    row = selected(report)[name]
+    assert (row.count, row.quantized) == (1, 1)
+    assert in_fp32(report, "linear") == {"other"}

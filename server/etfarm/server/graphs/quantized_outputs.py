@@ -2,6 +2,8 @@
 
 XNNPACK computes operators of a delegate together. With static quantization this may change results: a layer that is used twice
 gets the scales of its first use, and an activation that is fused with the layer before it skips the quantization between them.
+With dynamic scales, it has a scale per row where the graph has one per tensor, so that it may be nearer to the model than the
+graph is.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 LEAST_DB: Final = 25.0
-"""Minimum SQNR in dB of a statically quantized program against its own quantized graph."""
+"""Minimum SQNR in dB of a quantized program against its own quantized graph."""
 
 _LEAST_EQUAL_DB: Final = 10.0
 """The same of integers, as `Level.db` has them: nine of ten are equal."""
@@ -38,6 +40,7 @@ _DRAWS: Final = 4
 _XNNPACK: Final = "XnnpackBackend"
 
 _OTHERWISE: Final = "Keep layers in fp32 with skip_modules in a recipe file, or use an int8 recipe with dynamic scales."
+KEEP_IN_FP32: Final = "Keep layers in fp32 with skip_modules in a recipe file: --numerics names the operators that differ."
 
 _NAMED: Final = 3
 """Maximum number of layers or outputs in a message."""
@@ -91,14 +94,20 @@ def is_static(program: Any) -> bool:
     return any(str(node.target).startswith("quantized_decomposed.quantize_per_tensor.default") for node in program.graph.nodes)
 
 
+def is_dynamic(program: Any) -> bool:
+    """Return whether a graph quantizes activations with scales of their own values."""
+    return any(str(node.target).startswith("quantized_decomposed.choose_qparams") for node in program.graph.nodes)
+
+
 def describe(
     program: ExportedProgram,
     names: Sequence[str],
     samples: Sequence[Sequence[tuple[Value, Value]]],
     inputs_of: Callable[[int], Sequence[Any]],
     backends: Collection[str],
+    model: Sequence[Value] = (),
 ) -> str:
-    """Return the warning of outputs that are far from a statically quantized program's graph; empty without such outputs.
+    """Return the warning of outputs that are far from a quantized program's graph; empty without such outputs.
 
     Deep transformers amplify rounding, so that correct kernels may lead far from the graph. Where the graph shows no other cause,
     what rounding explains is no reason to warn.
@@ -109,11 +118,16 @@ def describe(
         samples: for each sample, the outputs of the program in PyTorch with those of the backend.
         inputs_of: returns a sample's flattened inputs as torch's values by its index.
         backends: ids of the backends that compute it.
+        model: the outputs before quantization of the first sample. Outputs with dynamic scales are far only if they are farther
+            from these than the graph is; without them, they are not judged.
     """
-    if not is_static(program):
+    dynamic = not is_static(program)
+    if dynamic and not (is_dynamic(program) and len(model) == len(names)):
         return ""
     levels = {at: level for at in range(len(names)) if (level := level_of([sample[at] for sample in samples])) is not None}
-    far = {at: level for at, level in levels.items() if level.is_far}
+    far = {
+        at: level for at, level in levels.items() if level.is_far and not (dynamic and _is_as_near(model[at], *samples[0][at]))
+    }
     advice = advise(program.graph) if far and _XNNPACK in backends else ""
     # Integers are often indices of what is nearly equal, so that a cause in the graph is no reason to blame it for them.
     unsure = [at for at, level in far.items() if math.isfinite(level.db) and (not advice or level.equal_share is not None)]
@@ -121,10 +135,17 @@ def describe(
     listed = [f"{names[at]} ({level.words})" for at, level in far.items() if at not in explained]
     if not listed:
         return ""
+    otherwise = KEEP_IN_FP32 if dynamic else _OTHERWISE
     return (
         f"Outputs are far from the program's own quantized graph, run by PyTorch: {_list(listed)}, where {LEAST_DB:g} dB or more "
-        f"are usual. The backend computes something else than the graph says. {advice or _OTHERWISE}"
+        f"are usual. The backend computes something else than the graph says. {advice or otherwise}"
     )
+
+
+def _is_as_near(model: Value, graph: Value, actual: Value) -> bool:
+    """Return whether a program's output is about as near to that of the model as that of its graph is."""
+    of_graph, of_program = level_of([(model, graph)]), level_of([(model, actual)])
+    return of_graph is None or of_program is None or of_program.db >= of_graph.db - _BEYOND_ROUNDING_DB
 
 
 def _explained_by_rounding(

@@ -85,10 +85,10 @@ def analyze(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
         with _part("ACCURACY", report, emit):
             expected = _fill_accuracy(report, request, request.outputs, request.inputs, request.model, report_pb2.REFERENCE_EAGER)
     if request.outputs is not None and request.inputs is not None and request.quantized is not None:
-        expected = []
+        of_model, expected = expected, []
         with _part("QUANTIZED_ACCURACY", report, emit):
             expected = _fill_accuracy(
-                report, request, request.outputs, request.inputs, request.quantized, report_pb2.REFERENCE_QUANTIZED
+                report, request, request.outputs, request.inputs, request.quantized, report_pb2.REFERENCE_QUANTIZED, of_model
             )
     if request.calls is not None:
         with _part("CALLS", report, emit):
@@ -326,8 +326,13 @@ def _fill_accuracy(
     inputs: Path,
     model: Path,
     against: report_pb2.Reference.ValueType,
+    of_model: Sequence[tensors.Value] = (),
 ) -> list[tensors.Value]:
-    """Add the accuracy of each output over all samples; return the reference's outputs of the first one."""
+    """Add the accuracy of each output over all samples; return the reference's outputs of the first one.
+
+    Args:
+        of_model: the outputs before quantization of the first sample, for a quantized program.
+    """
     name_of_reference = word_of(report_pb2.OutputAccuracy.DESCRIPTOR.fields_by_name["reference"], against)
     program = reference.load(model, request.screen)
     files = (inputs, *(request.further.inputs if request.further is not None else ()))
@@ -376,8 +381,9 @@ def _fill_accuracy(
     report.accuracy.extend(rows)
     # A model that the client has quantized is its own quantized graph.
     if sentence := describe(
-        program, [row.output for row in rows], pairs, lambda sample: reference.read_inputs(files[sample]), request.backends
-    ):
+        program, [row.output for row in rows], pairs, lambda sample: reference.read_inputs(files[sample]), request.backends,
+        of_model,
+    ):  # fmt: skip
         _warn(report, FAR_FROM_QUANTIZED_GRAPH, sentence)
     return [expected for expected, _ in pairs[0]]
 

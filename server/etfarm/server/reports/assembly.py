@@ -173,7 +173,7 @@ def _warn_of_accuracy(report: report_pb2.Report) -> None:
         more = f" and {len(low) - _NAMED} more" if len(low) > _NAMED else ""
         message = (
             f"On the device, {report.method} is far from the model: {'; '.join(low[:_NAMED])}{more}, less than "
-            f"{QUANTIZED_DB:g} dB. --numerics names the operators; for a quantized program, give calibration inputs like these."
+            f"{QUANTIZED_DB:g} dB. --numerics names the operators; calibrate static scales with inputs like these."
         )
         report.compile.warnings.add(code="LOW_ACCURACY", message=message)
 

@@ -120,3 +120,26 @@ def test_outputs_that_cannot_be_compared_have_no_level() -> None:
     ):
         assert level_of([(expected, actual)]) is None
     assert level_of([(Scalar("y", 2.0), Scalar("y", 2.0))]) == quantized_outputs.Level(300)
+
+
+@pytest.mark.parametrize(
+    ("graph_db", "program_db", "warns"),
+    [
+        (40, 12, True),
+        # A scale per row is better than the graph's.
+        (12, 40, False),
+        (12, 11, False),
+        (40, 30, False),
+    ],
+)
+def test_dynamic_scales_are_judged_by_the_model_as_well(
+    graph_db: float, program_db: float, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(torch.ops.quantized_decomposed.choose_qparams.tensor, (x, -128, 127, 1e-5, torch.int8)))
+    program, pairs = SimpleNamespace(graph=graph), [[(value(noisy(graph_db)), value(noisy(program_db)))]]
+    monkeypatch.setattr(quantized_outputs, "run_rounded", lambda program, leaves, seed: [torch.from_numpy(noisy(graph_db))])
+    text = describe(program, ["y"], pairs, lambda sample: [], ["XnnpackBackend"], [value(SIGNAL)])
+    assert bool(text) is warns and (not warns or text.endswith("--numerics names the operators that differ."))
+    assert not describe(program, ["y"], pairs, lambda sample: [], ["XnnpackBackend"])

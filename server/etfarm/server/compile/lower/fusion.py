@@ -10,6 +10,7 @@ import itertools
 from typing import Final
 
 import torch
+from executorch.backends.transforms.duplicate_dynamic_quant_chain import DuplicateDynamicQuantChainPass
 from torchao.quantization.pt2e.quantizer import Quantizer
 
 from etfarm.server.compile.lower.selection import KEPT_IN_FP32
@@ -36,6 +37,19 @@ def copy_shared_layers(module: torch.fx.GraphModule) -> bool:
             copies += 1
     module.recompile()
     return copies > 0
+
+
+def copy_dynamic_scales(module: torch.fx.GraphModule) -> None:
+    """Quantize the input of a convolution apart from that of the other layers that take it with dynamic scales.
+
+    XNNPACK quantizes a common input for one of them only: others are wrong if their kernels' sizes differ.
+    """
+    for node in module.graph.nodes:
+        quantized = node.args[0] if str(node.target).startswith("quantized_decomposed.dequantize_per_tensor.tensor") else None
+        layers = [user for user in node.users if user.target in LAYERS] if isinstance(quantized, torch.fx.Node) else []
+        if len(layers) > 1 and any("conv" in str(layer.target) for layer in layers):
+            DuplicateDynamicQuantChainPass()(module)
+            return
 
 
 class ActivationsFused(Quantizer):  # type: ignore[misc]

@@ -151,6 +151,8 @@ def quantize(
     prepared = stage._apply_passes(prepared, recipe.pre_convert_passes)
     with _unfolded(initial):
         converted: torch.nn.Module = stage._apply_passes(convert_pt2e(prepared), recipe.post_convert_passes)
+    if fp32_layers.by_xnnpack(recipe.quantizers):
+        fusion.copy_dynamic_scales(converted)
     for node in converted.graph.nodes:
         is_weight = str(node.target).startswith("quantized_decomposed.quantize_per_channel")
         weight = getattr(node.args[0], "target", None) if is_weight else None

@@ -42,6 +42,8 @@ class _Operator:
     """Path of the innermost module; empty for the model itself."""
     owners: frozenset[str]
     """Paths of the modules of its own parameters and buffers."""
+    aliases: frozenset[str]
+    """Paths of modules that have these parameters and buffers by other names, by which the model does not call them."""
     line: str
     """`net.py:31`; empty if unknown."""
 
@@ -206,7 +208,7 @@ def _matching(name: str, operators: Sequence[_Operator]) -> list[_Operator]:
     if ":" not in name:
         layers = {(each.name, each.owners) for each in operators if each.owners and _is_within(each.module, name)}
         own = [each for each in operators if _is_within(each.module, name) or (each.name, each.owners) in layers]
-        return own or [each for each in operators if any(_is_within(owner, name) for owner in each.owners)]
+        return own or [each for each in operators if any(_is_within(path, name) for path in each.owners | each.aliases)]
     if re.fullmatch(r".+\.py:[0-9]+", name):
         return [operator for operator in operators if operator.line == name or operator.line.endswith(f"/{name}")]
     module, _, rest = name.rpartition(":")
@@ -223,7 +225,9 @@ def _matching(name: str, operators: Sequence[_Operator]) -> list[_Operator]:
 def _nearest(argument: str, name: str, operators: Sequence[_Operator]) -> list[str]:
     """Return the names that are spelled most like a name without operators."""
     if "modules" in argument:
-        known = {module for each in operators for path in (each.module, *each.owners) for module in _prefixes(path)}
+        known = {
+            module for each in operators for path in (each.module, *each.owners, *each.aliases) for module in _prefixes(path)
+        }
     elif re.fullmatch(r".+\.py:[0-9]+", name):
         file, _, line = name.rpartition(":")
         here = {each.line for each in operators if each.line.rpartition(":")[0].endswith(file)}
@@ -243,16 +247,29 @@ def _prefixes(path: str) -> list[str]:
 def _operators(graph: Any) -> list[_Operator]:
     """Return the operators of a graph in its order."""
     rows = []
+    paths: dict[int, set[str]] = defaultdict(set)
+    for node in graph.nodes:
+        if node.op == "get_attr" and (address := _address(node)):
+            paths[address].add(str(node.target).rpartition(".")[0])
     for node in graph.nodes:
         name, overload = _name_of(node)
         if node.op != "call_function" or name in _NO_OPERATORS:
             continue
-        constants = [str(each.target) for each in node.all_input_nodes if each.op == "get_attr"]
-        owners = frozenset(target.rpartition(".")[0] for target in constants if "." in target)
+        constants = [each for each in node.all_input_nodes if each.op == "get_attr"]
+        owners = frozenset(str(each.target).rpartition(".")[0] for each in constants if "." in str(each.target))
+        aliases = frozenset(path for each in constants for path in paths.get(_address(each), ()) if path)
         source = source_of(node.meta.get("stack_trace"))
         line = f"{source.file}:{source.line}" if source is not None else ""
-        rows.append(_Operator(node, name, overload, _module(node), owners, line))
+        rows.append(_Operator(node, name, overload, _module(node), owners, aliases - owners, line))
     return rows
+
+
+def _address(node: Any) -> int:
+    """Return where the tensor is that a get_attr node reads; 0 if it reads something else."""
+    value = node.graph.owning_module
+    for name in str(node.target).split("."):
+        value = getattr(value, name, None)
+    return int(value.data_ptr()) if hasattr(value, "data_ptr") else 0
 
 
 def _module(node: Any) -> str:

@@ -123,7 +123,7 @@ def check_program(
         quantized: whether to accept the errors of a quantized program.
         delegation: delegation by method, which has the places of operators without a kernel.
         located: operators by method, which the runtime's messages refer to by number.
-        lowered: exported programs as they were lowered, by method. Those with scales from calibration are also compared with
+        lowered: exported programs as they were lowered, by method. Those with quantized activations are also compared with
             these at the example inputs, since backends may compute something else than a quantized graph says.
         meanwhile: other work, called while the first method runs, or at the end if no method runs.
 
@@ -242,7 +242,7 @@ def _check_method(
         checked.warn("NOT_COMPARED", f"{method} ran on the server, and was not compared with eager PyTorch: {expected.why}.")
     else:
         _compare(program, method, original, example, expected, outputs, checked, threads)
-    _compare_with_lowered(program, method, example, outputs, checked)
+    _compare_with_lowered(program, method, example, outputs, () if isinstance(expected, _Refused) else expected, checked)
     if trials.is_dynamic(original):
         _check_extreme(program, method, original, example, "MIN", checked)
         _check_extreme(program, method, original, example, "MAX", checked)
@@ -397,8 +397,7 @@ def _compare(
     if program.quantized:
         checked.warn(
             "LOW_ACCURACY",
-            f"{method} is far from the model before quantization{_where(trial)}: {listed}. Give calibration inputs "
-            "like the real ones, or use a recipe that keeps more in fp32.",
+            f"{method} is far from the model before quantization{_where(trial)}: {listed}. {_advise_accuracy(program, method)}",
         )
     else:
         checked.warn(
@@ -408,10 +407,16 @@ def _compare(
         )
 
 
-def _compare_with_lowered(program: _Program, method: str, trial: Trial, outputs: list[Value], checked: Checked) -> None:
-    """Warn of outputs that are far from the quantized graph that was lowered."""
+def _compare_with_lowered(
+    program: _Program, method: str, trial: Trial, outputs: list[Value], model: Sequence[Value], checked: Checked
+) -> None:
+    """Warn of outputs that are far from the quantized graph that was lowered.
+
+    Args:
+        model: the outputs before quantization; empty if unknown.
+    """
     lowered = program.lowered.get(method)
-    if lowered is None or not quantized_outputs.is_static(lowered):
+    if lowered is None or not (quantized_outputs.is_static(lowered) or quantized_outputs.is_dynamic(lowered)):
         return
     expected = _run_reference(lowered, trial)
     if isinstance(expected, _Refused) or len(expected) != len(outputs):
@@ -420,7 +425,7 @@ def _compare_with_lowered(program: _Program, method: str, trial: Trial, outputs:
     leaves = [values.to_leaf(value) for value in trial.values]
     pairs = list(zip(expected, outputs, strict=True))
     try:
-        sentence = quantized_outputs.describe(lowered, names, [pairs], lambda _: leaves, program.backends.get(method, ()))
+        sentence = quantized_outputs.describe(lowered, names, [pairs], lambda _: leaves, program.backends.get(method, ()), model)
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -429,6 +434,13 @@ def _compare_with_lowered(program: _Program, method: str, trial: Trial, outputs:
         return
     if sentence:
         checked.warn(FAR_FROM_QUANTIZED_GRAPH, f"{method} on the server: {sentence}")
+
+
+def _advise_accuracy(program: _Program, method: str) -> str:
+    lowered = program.lowered.get(method)
+    if lowered is not None and not quantized_outputs.is_static(lowered):
+        return quantized_outputs.KEEP_IN_FP32
+    return "Give calibration inputs like the real ones, or use a recipe that keeps more in fp32."
 
 
 def _find_cause(original: Any, *, delegates: bool) -> str:
