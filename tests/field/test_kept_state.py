@@ -72,6 +72,56 @@ class Integrator(nn.Module):
         return self.mix(state) + self.calls
 
 
+class Filter(nn.Module):
+    """A filter of second order: old values move from buffer to buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("x1", "x2", "y1", "y2"):
+            self.register_buffer(name, torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = 0.2 * x + 0.3 * self.x1 + 0.2 * self.x2 - 0.1 * self.y1 - 0.05 * self.y2
+        self.x2.copy_(self.x1)
+        self.x1.copy_(x)
+        self.y2.copy_(self.y1)
+        self.y1.copy_(y)
+        return y
+
+
+class Delay(nn.Module):
+    """Keeps two inputs, of which one is copied by way of a view, and a value twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("last", "before", "a", "b"):
+            self.register_buffer(name, torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + 0.5 * self.last + 0.25 * self.before + self.a - 2 * self.b
+        self.before.copy_(self.last.view(3))
+        self.last.copy_(x)
+        value = x * 3
+        self.a.copy_(value)
+        self.b.copy_(value)
+        return y
+
+
+class Swapped(nn.Module):
+    """Two buffers that change places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("front", torch.zeros(3))
+        self.register_buffer("back", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        front = self.front.clone()
+        self.front.copy_(self.back)
+        self.back.copy_(front + x)
+        return self.front * 1.0
+
+
 def decibels(actual: np.ndarray, expected: Tensor) -> float:
     wanted = expected.detach().numpy()
     return float(10 * np.log10((wanted**2).sum() / max(((actual - wanted) ** 2).sum(), 1e-20)))
@@ -82,8 +132,11 @@ def decibels(actual: np.ndarray, expected: Tensor) -> float:
     [
         (Named(), [(torch.full((1, 3), n + 1.0), torch.tensor([n])) for n in range(4)]),
         (Learning(), [(torch.full((3,), n + 1.0),) for n in range(4)]),
+        (Filter(), [(torch.tensor([value]),) for value in (0.5, 0.0, 1.0, 2.0, 0.0, 0.0)]),
+        (Delay(), [(torch.full((3,), n + 1.0),) for n in range(5)]),
+        (Swapped(), [(torch.full((3,), n + 1.0),) for n in range(5)]),
     ],
-    ids=["named", "learning"],
+    ids=["named", "learning", "filter", "delay", "swapped"],
 )
 def test_a_session_keeps_what_a_model_writes(client: Farm, module: nn.Module, calls: list[tuple[Any, ...]]) -> None:
     module.eval()
@@ -141,6 +194,38 @@ def test_methods_with_the_buffer_of_an_inputs_name_keep_it(client: Farm, tmp_pat
         sums = [session.run("set", np.full(3, value, np.float32)).array()[0] for value in (1, 2, 3)]
         assert sums == [1, 3, 6]
         assert session.run("get", np.zeros(3, np.float32)).array()[0] == (6 if shared else 0)
+
+
+class Pages(nn.Module):
+    """Two buffers that several methods share: one writes the back, one swaps them, one reads both."""
+
+    def __init__(self, what: str, front: Tensor, back: Tensor) -> None:
+        super().__init__()
+        self.what = what
+        self.register_buffer("front", front)
+        self.register_buffer("back", back)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what == "load":
+            self.back.copy_(x * 1.0)
+        elif self.what == "flip":
+            old = self.front.clone()
+            self.front.copy_(self.back)
+            self.back.copy_(old)
+        return self.front * 10 + self.back + x
+
+
+def test_a_method_swaps_the_buffers_of_others(client: Farm) -> None:
+    buffers, names = (torch.zeros(3), torch.zeros(3)), ("show", "load", "flip")
+    methods = {name: Pages(name, *buffers).eval() for name in names}
+    source = ModelSource(methods=methods, example_inputs=dict.fromkeys(names, (torch.ones(3),)))
+    x = torch.tensor([1.0, 2.0, 3.0])
+    with client.session(source, recipe="portable") as session:
+        for buffer in buffers:
+            buffer.zero_()
+        for name in ("load", "flip", "show", "load", "flip", "flip", "show"):
+            x = x + 1
+            assert session.run(name, x.numpy()).array().tolist() == methods[name](x).tolist(), name
 
 
 class Fading(nn.Module):

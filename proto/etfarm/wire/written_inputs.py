@@ -23,6 +23,15 @@ def written_placeholders(graph: Any) -> dict[Any, Any]:
 
     In the order of the graph's placeholders. An exported program's graph keeps operators that write, such as `aten.add_`.
     """
+    return _follow(graph)[1]
+
+
+def viewed_placeholders(graph: Any) -> dict[Any, frozenset[Any]]:
+    """Return the placeholders that each node's value is, or may be a view of; themselves for placeholders."""
+    return _follow(graph)[0]
+
+
+def _follow(graph: Any) -> tuple[dict[Any, frozenset[Any]], dict[Any, Any]]:
     origins: dict[Any, frozenset[Any]] = {}
     writers: dict[Any, Any] = {}
     for node in graph.nodes:
@@ -33,7 +42,7 @@ def written_placeholders(graph: Any) -> dict[Any, Any]:
             for placeholder in written:
                 writers.setdefault(placeholder, node)
             origins[node] = returned
-    return {node: writers[node] for node in graph.nodes if node in writers}
+    return origins, {node: writers[node] for node in graph.nodes if node in writers}
 
 
 def written_inputs(program: Any) -> dict[str, Any]:

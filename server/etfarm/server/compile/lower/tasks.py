@@ -14,7 +14,17 @@ import torch
 
 from etfarm.server.compile.errors import QuantizedNothing, QuantizerFailed, RecipeNeedsEagerModule, StageFailed
 from etfarm.server.compile.inspect import facts, footprint, signature, sizes
-from etfarm.server.compile.lower import build, etrecord, integers, lowering, plugins, quantize, shared_state, stage_files
+from etfarm.server.compile.lower import (
+    build,
+    etrecord,
+    integers,
+    lowering,
+    plugins,
+    quantize,
+    shared_state,
+    stage_files,
+    written_state,
+)
 from etfarm.server.compile.lower.selection import Selection, require_found
 from etfarm.server.compile.program import assertions, explain, fp32_layers, loading, places, refused_operators
 from etfarm.server.compile.program import values as wire_values
@@ -232,6 +242,8 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
         return result
 
     shared_state.rename_ambiguous(programs.values())
+    for program in programs.values():
+        written_state.copy_values(program)
     shared = shared_state.plan_shared_state(programs, recipe, built.executorch_backend_config)
     result["shared_buffers"] = sorted(frozenset().union(*shared.values()))
     if shared:
