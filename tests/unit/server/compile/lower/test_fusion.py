@@ -18,7 +18,7 @@ from etfarm.server.compile.program import values
 from etfarm.server.graphs import quantized_outputs
 from etfarm.wire import recipes
 from etfarm.wire.recipes import BadCombination
-from tests.support.compiling import sample
+from tests.support.compiling import DYNAMIC, STATIC, sample
 
 pytestmark = pytest.mark.numeric
 
@@ -56,7 +56,21 @@ class Ranges(nn.Module):
         return self.point(nn.functional.relu6(self.depth(x)))
 
 
-def compared(module: type[nn.Module], shape: tuple[int, ...], options: str, folder: Path) -> tuple[float, float, str, set[str]]:
+class Shared(nn.Module):
+    """Convolutions with kernels of two sizes and one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Conv2d(3, 4, 3, padding=1)
+        self.small = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.large(x) * 0.35 + self.small(x)
+
+
+def compared(
+    module: type[nn.Module], shape: tuple[int, ...], options: str, folder: Path, name: str = STATIC
+) -> tuple[float, float, str, set[str]]:
     """Quantize and lower a module; return its SQNR against its graph and the model in dB, the warning, and unused options."""
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
@@ -65,7 +79,7 @@ def compared(module: type[nn.Module], shape: tuple[int, ...], options: str, fold
     torch.manual_seed(0)
     model, x = module().eval(), torch.randn(shape)
     program = torch.export.export(model, (x,))
-    recipe = recipes.from_toml(f'recipe = "xnnpack_pt2e_int8_static_per_channel"\n{options}')
+    recipe = recipes.from_toml(f'recipe = "{name}"\n{options}')
     quantization = build.quantization(recipe, "forward")
     calibration = [sample(folder / f"{factor}.ett", x * factor) for factor in (0.5, 1.5, 2)]
     unused = set(recipe.options.before_quantization())
@@ -106,6 +120,11 @@ def test_a_program_that_is_wrong_when_fused_names_the_option_that_helps(
     assert both[0] > 30 and not both[2] and both[3] == unused
     print(f"{module.__name__}: {level:.1f} to {better:.1f} dB, against the model {of_model:.1f} to {better_of_model:.1f} dB")
     assert better_of_model > of_model - 1
+
+
+def test_layers_with_dynamic_scales_and_one_input_are_near_their_graph(tmp_path: Path) -> None:
+    level, of_model, _, _ = compared(Shared, (1, 3, 8, 8), "", tmp_path, DYNAMIC)
+    assert level > 40 and of_model > 35
 
 
 def test_options_without_a_quantizer_are_refused() -> None:
