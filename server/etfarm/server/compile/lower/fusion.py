@@ -40,16 +40,13 @@ def copy_shared_layers(module: torch.fx.GraphModule) -> bool:
 
 
 def copy_dynamic_scales(module: torch.fx.GraphModule) -> None:
-    """Quantize the input of a convolution apart from that of the other layers that take it with dynamic scales.
+    """Quantize an input with dynamic scales for each layer that takes it.
 
-    XNNPACK quantizes a common input for one of them only: others are wrong if their kernels' sizes differ.
+    XNNPACK quantizes a common input for one of them only, so that others are wrong if their kernels' sizes differ, and finds no
+    partition of some decoders. ExecuTorch's scripts for language models do the same.
     """
-    for node in module.graph.nodes:
-        quantized = node.args[0] if str(node.target).startswith("quantized_decomposed.dequantize_per_tensor.tensor") else None
-        layers = [user for user in node.users if user.target in LAYERS] if isinstance(quantized, torch.fx.Node) else []
-        if len(layers) > 1 and any("conv" in str(layer.target) for layer in layers):
-            DuplicateDynamicQuantChainPass()(module)
-            return
+    if any(str(node.target).startswith("quantized_decomposed.choose_qparams") for node in module.graph.nodes):
+        DuplicateDynamicQuantChainPass()(module)
 
 
 class ActivationsFused(Quantizer):  # type: ignore[misc]
