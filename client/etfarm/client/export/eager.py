@@ -26,12 +26,14 @@ from etfarm.client.export.errors import (
     UnsupportedInput,
     UnsupportedOutput,
 )
+from etfarm.client.export.forgetting import EagerCall, attributes_kept
 from etfarm.client.export.mutation import (
     assignments_written,
     changes_constants,
     find_shared_buffers,
     inline_writing_regions,
     keep_mutations,
+    written_parameters,
 )
 from etfarm.client.export.noise import quiet
 from etfarm.client.export.remedies import remedy_of
@@ -106,7 +108,7 @@ class ExportedMethod:
     relations: tuple[str, ...] = ()
     """Relations between the sizes of the inputs, see `ArchiveFacts`."""
     forgotten: tuple[str, ...] = ()
-    """Names of buffers to which the model assigns values that the program forgets."""
+    """Names of buffers and attributes, such as `state.n` and `self.h`, whose new values the program forgets."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,8 @@ class _Export:
             forgotten[name] = None
 
         writes = nullcontext(set[str]()) if self.strict else assignments_written(module, forget)
-        with _refusals(method, self.base), quiet(), writes as assigned:
+        attributes = attributes_kept(module, is_called=not self.strict)
+        with _refusals(method, self.base), quiet(), writes as assigned, attributes as kept:
             program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=self.strict)
         why = ""
         if not self.strict and (shared := find_shared_buffers(program)):
@@ -243,8 +246,16 @@ class _Export:
                 forgotten |= dict.fromkeys(sorted(assigned))
                 names = ", ".join(sorted(assigned))
                 self.say(f"That program forgets what the model assigns to {names}: write to it with copy_().")
-            with _refusals(method, self.base, f"the strict export that it needs, since {why},"), quiet():
+            with (
+                _refusals(method, self.base, f"the strict export that it needs, since {why},"),
+                quiet(),
+                attributes_kept(module, is_called=False),
+            ):
                 program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=True)
+        others = self._calls_of_others(method)
+        for name in kept.forgotten(args, kwargs, written_parameters(program), others) if kept.is_changed else ():
+            forgotten[name] = None
+            self.say(f"The program forgets what the model keeps in {name}: make that a buffer, and write to it with copy_().")
         if inline_writing_regions(program):
             raise ExportFailed(
                 method, "SpecViolationError", "torch.export cannot save a region of torch.autocast that returns nothing.", "",
@@ -259,6 +270,14 @@ class _Export:
             keep_mutations(program)
         export_s = time.monotonic() - started
         return _Program(method, program, args, kwargs, early_names, transform_ms, export_s, tuple(forgotten))
+
+    def _calls_of_others(self, method: str) -> list[EagerCall]:
+        source = self.source
+        modules = {name: module for name, module in source.methods.items() if name != method}
+        return [
+            EagerCall(module, source.example_inputs[name], dict(source.example_kwargs.get(name, {})))
+            for name, module in modules.items()
+        ]
 
     def archived(self, exported: _Program) -> ExportedMethod:
         """Return an exported method as an archive and calibration samples."""
