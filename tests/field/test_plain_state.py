@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.export import Dim
 
 from etfarm.client.export import ModelSource
 from tests.support.farm import FarmProcess
@@ -35,3 +37,27 @@ def test_a_report_names_the_state_that_is_forgotten(farm: FarmProcess) -> None:
     assert report.compile is not None
     (warning,) = [each for each in report.compile.warnings if each.code == "STATE_FORGOTTEN"]
     assert 'self.cache["k"]' in warning.message
+
+
+class OneRow(nn.Module):
+    """Computes something else for one row, by a tensor of the size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(torch.ones(x.shape[:1]).sum() == 1, x * 10, x * 2)
+
+
+class TwoRows(nn.Module):
+    """Has a branch on the size, and a minimum of 2."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 10 if x.shape[0] == 1 else x * 2
+
+
+def test_the_remedies_for_branches_on_a_size_of_one_work(farm: FarmProcess) -> None:
+    x = torch.rand(4, 3, generator=torch.Generator().manual_seed(0))
+    for module, minimum, sizes in ((OneRow().eval(), 1, (4, 1, 2)), (TwoRows().eval(), 2, (4, 2))):
+        dims = {"x": {0: Dim("n", min=minimum, max=8)}}
+        source = ModelSource.of(module, (x,), dynamic_shapes=dims)
+        with farm.client() as client, client.session(source, recipe="portable") as session:
+            for size in sizes:
+                assert np.allclose(session.run(x[:size].numpy()).array(), module(x[:size]), atol=1e-5), (minimum, size)

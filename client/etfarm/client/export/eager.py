@@ -21,11 +21,11 @@ from etfarm.client.export.errors import (
     BadModelSource,
     DataDependentBranch,
     ExportFailed,
-    ModelNotOnCpu,
     TrainingMode,
     UnsupportedInput,
     UnsupportedOutput,
 )
+from etfarm.client.export.exportable import must_be_exportable
 from etfarm.client.export.forgetting import EagerCall, attributes_kept
 from etfarm.client.export.mutation import (
     assignments_written,
@@ -41,7 +41,6 @@ from etfarm.client.export.samples import (
     dense,
     find_mismatch,
     flat_values,
-    input_leaves,
     leaf_names,
     must_match,
     ordered_like,
@@ -50,6 +49,7 @@ from etfarm.client.export.samples import (
 )
 from etfarm.client.export.shapes import must_be_bounded, normal_shapes, specialized
 from etfarm.client.export.shared_state import mark_shared
+from etfarm.client.export.small_sizes import small_size_warnings
 from etfarm.client.export.source import ModelSource, must_be_tuple
 from etfarm.client.export.structures import plain_structures
 from etfarm.client.export.subclasses import is_unwrapping, make_plain
@@ -212,7 +212,7 @@ class _Export:
         module = self.source.methods[method]
         args, kwargs = self.source.example_inputs[method], dict(self.source.example_kwargs.get(method, {}))
         _must_be_eval(method, module)
-        _must_be_on_cpu(method, module, args, kwargs)
+        must_be_exportable(method, module, args, kwargs)
         early_names = leaf_names(args, kwargs)
         flat_values(method, early_names, args, kwargs)
         samples = self.source.calibration_inputs.get(method, ())
@@ -263,6 +263,8 @@ class _Export:
             )  # fmt: skip
         keep_constants(program)
         must_be_bounded(method, program)
+        for warning in small_size_warnings(method, module, program):
+            self.say(warning)
         add_lines(program, module, self.base)
         make_relative(program, self.base)
         make_plain(program)
@@ -410,15 +412,6 @@ def _must_be_eval(method: str, module: nn.Module) -> None:
         captured = isinstance(part, torch.fx.GraphModule) or type(part).__module__.startswith("torch.export")
         if part.training and not captured and type(part) is not torch.nn.Module and not is_unwrapping(part):
             raise TrainingMode(method, name)
-
-
-def _must_be_on_cpu(method: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    weights = [*module.named_parameters(), *module.named_buffers()]
-    inputs = [(f"input {name}", leaf) for name, leaf in zip(leaf_names(args, kwargs), input_leaves(args, kwargs))]  # noqa: B905
-    for name, tensor in [*weights, *inputs]:
-        device = getattr(tensor, "device", None)
-        if device is not None and device.type != "cpu":
-            raise ModelNotOnCpu(method, name, str(device))
 
 
 def _constants(source: ModelSource) -> dict[str, bytes]:
