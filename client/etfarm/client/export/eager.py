@@ -36,6 +36,7 @@ from etfarm.client.export.mutation import (
     written_parameters,
 )
 from etfarm.client.export.noise import quiet
+from etfarm.client.export.operators import must_be_savable, plain_operators
 from etfarm.client.export.remedies import remedy_of
 from etfarm.client.export.samples import (
     dense,
@@ -261,7 +262,10 @@ class _Export:
                 method, "SpecViolationError", "torch.export cannot save a region of torch.autocast that returns nothing.", "",
                 remedy="Compute within the region, and write to buffers after it.",
             )  # fmt: skip
+        must_be_savable(method, program)
         keep_constants(program)
+        with _refusals(method, self.base), quiet():
+            program = plain_operators(program)
         must_be_bounded(method, program)
         for warning in small_size_warnings(method, module, program):
             self.say(warning)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from etfarm.client.export.errors import ModelNotOnCpu, UnsupportedInput
+from etfarm.client.export.errors import BadModel, ModelNotOnCpu, UnsupportedInput
 from etfarm.client.export.samples import input_leaves, leaf_names
 
 if TYPE_CHECKING:
@@ -13,12 +13,21 @@ if TYPE_CHECKING:
 
 
 def must_be_exportable(method: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Check that weights and inputs are tensors on the CPU.
+    """Check that a module is one of Python, and that weights and inputs are tensors on the CPU.
 
     Raises:
+        BadModel: it is a module of TorchScript.
         UnsupportedInput: an input is an array of NumPy.
         ModelNotOnCpu: a weight or input is elsewhere.
     """
+    import torch
+
+    if isinstance(module, torch.jit.ScriptModule):
+        raise BadModel(
+            f"{method}: the model is a module of TorchScript, which torch.export does not take.",
+            "Give the module of Python that was given to torch.jit.script or torch.jit.trace.",
+            method=method,
+        )
     names = leaf_names(args, kwargs)
     inputs = list(zip(names, input_leaves(args, kwargs), strict=False))
     for name, leaf in inputs:

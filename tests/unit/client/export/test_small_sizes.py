@@ -52,10 +52,10 @@ def choose(x: Tensor) -> Tensor:
     return torch.where(torch.ones(x.shape[:1]).sum() == 1, x * 10, x * 2)
 
 
-def sentences(module: nn.Module, inputs: tuple[Any, ...], shapes: Any) -> list[str]:
-    said: list[str] = []
-    export_source(ModelSource.of(module, inputs, dynamic_shapes=shapes), name="m", say=said.append)
-    return [text for text in said if "SIZE_ONE_DIFFERS" in text]
+def warnings(module: nn.Module, inputs: tuple[Any, ...], shapes: Any) -> list[str]:
+    texts: list[str] = []
+    export_source(ModelSource.of(module, inputs, dynamic_shapes=shapes), name="m", say=texts.append)
+    return [text for text in texts if "SIZE_ONE_DIFFERS" in text]
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def sentences(module: nn.Module, inputs: tuple[Any, ...], shapes: Any) -> list[s
 )
 def test_a_branch_on_a_small_size_is_named(body: Callable[[Tensor], Tensor], minimum: int, words: str) -> None:
     module = Model(body).eval()
-    found = sentences(module, (torch.rand(4, 3),), {"x": {0: Dim("n", min=minimum, max=8)}})
-    assert len(found) == bool(words) and all(words in text for text in found)
+    named = warnings(module, (torch.rand(4, 3),), {"x": {0: Dim("n", min=minimum, max=8)}})
+    assert len(named) == bool(words) and all(words in text for text in named)
     assert module.n.item() == 0 and module.calls == 0
 
 
@@ -86,7 +86,7 @@ def test_sizes_of_several_inputs_change_together() -> None:
 
     n = Dim("n", min=1, max=8)
     inputs = torch.rand(4), {"a": torch.rand(4), "b": torch.rand(8)}
-    (text,) = sentences(Sum().eval(), inputs, {"x": {0: n}, "pair": {"a": {0: n}, "b": {0: 2 * n}}})
+    (text,) = warnings(Sum().eval(), inputs, {"x": {0: n}, "pair": {"a": {0: n}, "b": {0: 2 * n}}})
     assert "dim 0 of 'x' has the size 1" in text
 
 
@@ -103,8 +103,8 @@ def test_a_decoder_that_differs_for_one_token_is_named() -> None:
             return logits if tokens.shape[1] == 1 else logits + self.cache.sum()
 
     decoder = Decoder().eval()
-    said: list[str] = []
+    texts: list[str] = []
     source = ModelSource.causal_lm(decoder, max_context_tokens=16, vocab_size=10)
-    export_source(source, name="m", say=said.append)
-    assert len(said) == 1 and "dim 1 of 'tokens' has the size 1" in said[0]
+    export_source(source, name="m", say=texts.append)
+    assert len(texts) == 1 and "dim 1 of 'tokens' has the size 1" in texts[0]
     assert not decoder.cache.any()
