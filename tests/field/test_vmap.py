@@ -31,6 +31,7 @@ class Model(nn.Module):
 @pytest.mark.parametrize(
     "body",
     [
+        lambda layer, x: torch.vmap(lambda v: layer(v).sin() + v.sum())(x),
         lambda layer, x: layer(torch.vmap(lambda v: v.sin() + v.sum())(x)),
         lambda layer, x: layer(associative_scan(lambda a, b: a + b, x, 0, combine_mode="generic")),
     ],

@@ -10,6 +10,7 @@ from etfarm.client.export.structures import to_plain
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
+    from torch.fx import Node
 
 _PREDISPATCH: Final = "torch._functorch.predispatch"
 """Functions that begin and end torch.vmap and torch.func.jvp, and torch's own loops such as associative_scan."""
@@ -21,7 +22,24 @@ def plain_operators(program: ExportedProgram) -> ExportedProgram:
 
     graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, GraphModule)]  # also of branches
     targets = {getattr(node.target, "__module__", "") for graph in graphs for node in graph.nodes}
-    return program.run_decompositions({}) if _PREDISPATCH in targets else program
+    if _PREDISPATCH not in targets:
+        return program
+    plain = program.run_decompositions({})
+    for node in plain.graph.nodes:
+        _unlink_layer(node)
+    return plain
+
+
+def _unlink_layer(node: Node) -> None:
+    """Let an operator that a linear layer became not say that it is one: XNNPACK would take them for it, without its bias."""
+    stack = node.meta.get("nn_module_stack") or {}
+    is_linear = {key: getattr(kind, "__name__", str(kind)).endswith("Linear") for key, (_, kind) in stack.items()}
+    if any(is_linear.values()) and str(node.target) != "aten.linear.default":
+        for name in ("torch_fn", "source_fn_stack"):
+            node.meta.pop(name, None)
+        node.meta["nn_module_stack"] = {
+            key: (path, "torch.nn.modules.module.Module" if is_linear[key] else kind) for key, (path, kind) in stack.items()
+        }
 
 
 def must_be_savable(method: str, program: ExportedProgram) -> None:
