@@ -21,25 +21,27 @@ from etfarm.client.export.errors import (
     BadModelSource,
     DataDependentBranch,
     ExportFailed,
-    ModelNotOnCpu,
     TrainingMode,
     UnsupportedInput,
     UnsupportedOutput,
 )
+from etfarm.client.export.exportable import must_be_exportable
+from etfarm.client.export.forgetting import EagerCall, attributes_kept
 from etfarm.client.export.mutation import (
     assignments_written,
     changes_constants,
     find_shared_buffers,
     inline_writing_regions,
     keep_mutations,
+    written_parameters,
 )
 from etfarm.client.export.noise import quiet
+from etfarm.client.export.operators import must_be_savable, plain_operators
 from etfarm.client.export.remedies import remedy_of
 from etfarm.client.export.samples import (
     dense,
     find_mismatch,
     flat_values,
-    input_leaves,
     leaf_names,
     must_match,
     ordered_like,
@@ -48,6 +50,7 @@ from etfarm.client.export.samples import (
 )
 from etfarm.client.export.shapes import must_be_bounded, normal_shapes, specialized
 from etfarm.client.export.shared_state import mark_shared
+from etfarm.client.export.small_sizes import small_size_warnings
 from etfarm.client.export.source import ModelSource, must_be_tuple
 from etfarm.client.export.structures import plain_structures
 from etfarm.client.export.subclasses import is_unwrapping, make_plain
@@ -106,7 +109,7 @@ class ExportedMethod:
     relations: tuple[str, ...] = ()
     """Relations between the sizes of the inputs, see `ArchiveFacts`."""
     forgotten: tuple[str, ...] = ()
-    """Names of buffers to which the model assigns values that the program forgets."""
+    """Names of buffers and attributes, such as `state.n` and `self.h`, whose new values the program forgets."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +213,7 @@ class _Export:
         module = self.source.methods[method]
         args, kwargs = self.source.example_inputs[method], dict(self.source.example_kwargs.get(method, {}))
         _must_be_eval(method, module)
-        _must_be_on_cpu(method, module, args, kwargs)
+        must_be_exportable(method, module, args, kwargs)
         early_names = leaf_names(args, kwargs)
         flat_values(method, early_names, args, kwargs)
         samples = self.source.calibration_inputs.get(method, ())
@@ -230,7 +233,8 @@ class _Export:
             forgotten[name] = None
 
         writes = nullcontext(set[str]()) if self.strict else assignments_written(module, forget)
-        with _refusals(method, self.base), quiet(), writes as assigned:
+        attributes = attributes_kept(module, is_called=not self.strict)
+        with _refusals(method, self.base), quiet(), writes as assigned, attributes as kept:
             program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=self.strict)
         why = ""
         if not self.strict and (shared := find_shared_buffers(program)):
@@ -243,15 +247,28 @@ class _Export:
                 forgotten |= dict.fromkeys(sorted(assigned))
                 names = ", ".join(sorted(assigned))
                 self.say(f"That program forgets what the model assigns to {names}: write to it with copy_().")
-            with _refusals(method, self.base, f"the strict export that it needs, since {why},"), quiet():
+            with (
+                _refusals(method, self.base, f"the strict export that it needs, since {why},"),
+                quiet(),
+                attributes_kept(module, is_called=False),
+            ):
                 program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=True)
+        others = self._calls_of_others(method)
+        for name in kept.forgotten(args, kwargs, written_parameters(program), others) if kept.is_changed else ():
+            forgotten[name] = None
+            self.say(f"The program forgets what the model keeps in {name}: make that a buffer, and write to it with copy_().")
         if inline_writing_regions(program):
             raise ExportFailed(
                 method, "SpecViolationError", "torch.export cannot save a region of torch.autocast that returns nothing.", "",
                 remedy="Compute within the region, and write to buffers after it.",
             )  # fmt: skip
+        must_be_savable(method, program)
         keep_constants(program)
+        with _refusals(method, self.base), quiet():
+            program = plain_operators(program)
         must_be_bounded(method, program)
+        for warning in small_size_warnings(method, module, program):
+            self.say(warning)
         add_lines(program, module, self.base)
         make_relative(program, self.base)
         make_plain(program)
@@ -259,6 +276,14 @@ class _Export:
             keep_mutations(program)
         export_s = time.monotonic() - started
         return _Program(method, program, args, kwargs, early_names, transform_ms, export_s, tuple(forgotten))
+
+    def _calls_of_others(self, method: str) -> list[EagerCall]:
+        source = self.source
+        modules = {name: module for name, module in source.methods.items() if name != method}
+        return [
+            EagerCall(module, source.example_inputs[name], dict(source.example_kwargs.get(name, {})))
+            for name, module in modules.items()
+        ]
 
     def archived(self, exported: _Program) -> ExportedMethod:
         """Return an exported method as an archive and calibration samples."""
@@ -391,15 +416,6 @@ def _must_be_eval(method: str, module: nn.Module) -> None:
         captured = isinstance(part, torch.fx.GraphModule) or type(part).__module__.startswith("torch.export")
         if part.training and not captured and type(part) is not torch.nn.Module and not is_unwrapping(part):
             raise TrainingMode(method, name)
-
-
-def _must_be_on_cpu(method: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    weights = [*module.named_parameters(), *module.named_buffers()]
-    inputs = [(f"input {name}", leaf) for name, leaf in zip(leaf_names(args, kwargs), input_leaves(args, kwargs))]  # noqa: B905
-    for name, tensor in [*weights, *inputs]:
-        device = getattr(tensor, "device", None)
-        if device is not None and device.type != "cpu":
-            raise ModelNotOnCpu(method, name, str(device))
 
 
 def _constants(source: ModelSource) -> dict[str, bytes]:

@@ -235,20 +235,25 @@ class UnsupportedOutput(UserError):
     Args:
         kind: the name of the object's class.
         place: the user's line; empty if unknown.
+        output: the output's name, of one that is a value of Python.
     """
 
     reason = "UNSUPPORTED_OUTPUT"
 
-    def __init__(self, method: str, kind: str, place: str) -> None:
-        if kind.endswith("Cache"):
+    def __init__(self, method: str, kind: str, place: str, output: str = "") -> None:
+        if output and not place:
+            remedy = "Leave it out: outputs are tensors, numbers, bools and None, and tuples, lists and dicts of these."
+        elif kind.endswith("Cache"):
             remedy = "Call the model with use_cache=False, or with a static cache (StaticCache of transformers)."
         else:
             remedy = "Return tensors, tuples, lists or dicts, or register the class with torch.export.register_dataclass."
+        at = f" at {place}" if place else f" as its output {output!r}" if output else ""
         super().__init__(
-            f"{method} returns {with_article(kind)}{f' at {place}' if place else ''}, which a program cannot return.",
+            f"{method} returns {with_article(kind)}{at}, which a program cannot return.",
             remedy,
             stage=STAGE,
             method=method,
+            output=output,
             output_type=kind,
             place=place,
         )

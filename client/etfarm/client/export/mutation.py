@@ -103,6 +103,14 @@ def changes_constants(program: ExportedProgram) -> bool:
     return any(node.name in constants for node in written_placeholders(program.graph))
 
 
+def written_parameters(program: ExportedProgram) -> tuple[Tensor, ...]:
+    """Return the parameters that an exported program writes to."""
+    names = program.graph_signature.inputs_to_parameters
+    return tuple(
+        program.state_dict[names[placeholder]] for placeholder in dict.fromkeys(_written(program)) if placeholder in names
+    )
+
+
 def keep_mutations(program: ExportedProgram) -> tuple[str, ...]:
     """Make the changed inputs of an exported program outputs of it, named as the inputs; return their names.
 

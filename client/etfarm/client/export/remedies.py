@@ -5,6 +5,13 @@ from __future__ import annotations
 import re
 from typing import Final
 
+GRADIENTS: Final = (
+    "Under torch.enable_grad(), compute v = x.detach().clone().requires_grad_(True) and torch.autograd.grad(f(v).sum(), v)[0]."
+)
+"""Remedy for gradients by torch.func."""
+DATA: Final = "Write to the tensor in place: `with torch.no_grad(): tensor.copy_(value)` instead of `tensor.data = value`."
+"""Remedy for assignments to `.data`."""
+
 _REMEDIES: Final = (
     (
         re.compile(r"torch\.qu?int\d|quantized nyi|torch\.classes\.(?:quantized|rnn)\W|quantized::\w"),
@@ -24,8 +31,29 @@ _REMEDIES: Final = (
         "ExecuTorch has no torch.while_loop: unroll it, or choose with torch.where.",
     ),
     (
+        re.compile(r"SerializeError.*Failed serializing node set_\b", re.DOTALL),
+        DATA,
+    ),
+    (
+        re.compile(r"fake tensor in the exported program constant's list"),
+        f"In torch.vmap, write vector @ matrix.t() instead of matrix @ vector. {DATA}",
+    ),
+    (
+        re.compile(r"AttributeError: 'Tensor' object has no attribute 'constant'"),
+        GRADIENTS,
+    ),
+    (
         re.compile(r"SerializeError"),
         "In branches and loops, use no tensors that they create from numbers: create those outside, or as buffers.",
+    ),
+    (
+        re.compile(r"branches?\W* output", re.DOTALL),
+        "The branches of torch.cond must return tensors of the same dtype, and contiguous alike: end each with "
+        ".to(dtype).contiguous().",
+    ),
+    (
+        re.compile(r"Encountered aliasing during higher order op tracing"),
+        "A branch or loop must not return what it takes, or a part of it: return a copy, v.clone().",
     ),
     (
         re.compile(r"UncapturedHigherOrderOpError"),
@@ -36,8 +64,22 @@ _REMEDIES: Final = (
         "torch.export does not know the shape of what this operator returns: write that line with other operators.",
     ),
     (
+        re.compile(r"integer from data-dependent expression.*batch_sizes|zeros\(\): argument 'size'.*Fake", re.DOTALL),
+        "Programs have no packed sequences: give the layer the padded sequences, and zero its outputs beyond the lengths with "
+        "torch.where(torch.arange(n) < lengths[:, None], ...). That is right for one direction, and not for the last states.",
+    ),
+    (
         re.compile(r"Could not extract specialized integer from data-dependent expression"),
-        "That line needs a number that depends on values: give it as a constant, such as num_classes of one_hot.",
+        "That line needs a number that depends on values. An index may be a tensor of one element in place of a number: "
+        "self.cache[self.pos.reshape(1)] = x; give other numbers as constants, such as num_classes of one_hot.",
+    ),
+    (
+        re.compile(r"unsupported format string passed to Sym(?:Float|Int)\.__format__"),
+        "A program cannot write values into text: put that line under `if not torch.compiler.is_exporting():`.",
+    ),
+    (
+        re.compile(r"\.numpy\(\) is not supported for tensor subclasses"),
+        "A program cannot call NumPy: write that line with functions of torch, such as torch.sin for np.sin.",
     ),
     (
         re.compile(r"TypeError: missing a required argument"),

@@ -1,0 +1,80 @@
+"""Calls of a model in eager mode, for comparisons, which leave it as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from etfarm.client.export.attributes import is_same
+from etfarm.client.export.noise import quiet
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_TOLERANCE: Final = {"float64": 1e-6, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+"""Maximum difference by dtype, relative to the largest value."""
+
+
+@contextmanager
+def tensors_kept(module: nn.Module, others: tuple[Tensor, ...] = ()) -> Iterator[None]:
+    """Put back the buffers of a module, and what is written into them and into other tensors."""
+    import torch
+
+    held = [(part._buffers, name, buffer) for part in module.modules() for name, buffer in part._buffers.items()]
+    held = [(buffers, name, buffer) for buffers, name, buffer in held if buffer is not None]
+    tensors = {id(tensor): tensor for tensor in (*(buffer for _, _, buffer in held), *others)}.values()
+    before = [(tensor, tensor.detach().clone(), tensor._version) for tensor in tensors if not tensor.is_inference()]
+    try:
+        yield
+    finally:
+        for buffers, name, buffer in held:
+            buffers[name] = buffer
+        with torch.no_grad():
+            for tensor, values, version in before:
+                if tensor._version != version:
+                    tensor.copy_(values)
+
+
+def outputs_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return copies of the values that a call returns in flattened order, without its warnings and with equal random numbers."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    def copied(leaf: Any) -> Any:
+        return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+
+    own_args, own_kwargs = pytree.tree_map(copied, (args, kwargs))
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), quiet():
+        torch.manual_seed(0)
+        return [copied(leaf) for leaf in pytree.tree_leaves(function(*own_args, **own_kwargs))]
+
+
+def difference_of(actual: list[Any], expected: list[Any]) -> str:
+    """Return how outputs differ beyond rounding, as the end of a sentence about `actual`; empty if they do not."""
+    import torch
+
+    if len(actual) != len(expected):
+        return f"has {len(actual)} outputs in place of {len(expected)}"
+    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        which = f"output {index}" if len(actual) > 1 else "the output"
+        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+            if not is_same(one, other):
+                return f"{which} is {one!r} in place of {other!r}"
+        elif one.shape != other.shape or one.dtype != other.dtype:
+            return f"{which} is {one.dtype} {list(one.shape)} in place of {other.dtype} {list(other.shape)}"
+        elif not _is_close(one, other):
+            return f"{which} has other values"
+    return ""
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    import torch
+
+    if not one.is_floating_point():
+        return bool(torch.equal(one, other))
+    a, b = one.double(), other.double()
+    finite = b[b.isfinite()]
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    tolerance = _TOLERANCE.get(str(one.dtype).removeprefix("torch."), 1e-1) * largest
+    return bool(torch.allclose(a, b, rtol=0.0, atol=tolerance, equal_nan=True))

@@ -1,0 +1,106 @@
+"""Sizes of 1 and 0 of dynamic dims, for which torch.export may take another branch than the model does.
+
+torch.export assumes that a dynamic size is 2 or more where code asks whether it is 1 or 0, and records no guard: the program of
+`x * 10 if x.shape[0] == 1 else x` returns `x` for each size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from etfarm.client.export.attributes import Snapshot
+from etfarm.client.export.calls import difference_of, outputs_of, tensors_kept
+from etfarm.client.export.mutation import written_parameters
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.export import ExportedProgram
+
+SIZE_ONE_DIFFERS: Final = "SIZE_ONE_DIFFERS"
+"""Code of the warning."""
+
+
+def small_size_warnings(method: str, module: nn.Module, program: ExportedProgram) -> list[str]:
+    """Return a sentence for each dynamic dim of inputs at whose size 1 or 0 a program differs from its module.
+
+    Both are called with slices of the example inputs, and left as they were. A call of size 0 that raises counts as no
+    difference: few models mean it, and it is the default minimum of a Dim.
+    """
+    warnings = []
+    for where, size, inputs in _small_inputs(program):
+        if difference := _difference(module, program, inputs, size):
+            warnings.append(
+                f"{method}: where {where} has the size {size}, the program differs from the model: {difference}. torch.export "
+                "takes dynamic sizes as 2 or more, and fixes branches on smaller ones. Declare min=2 in the Dim, with a program "
+                "of its own for smaller sizes, or choose by a tensor: torch.where(torch.ones(x.shape[:1]).sum() == 1, a, b) "
+                f"({SIZE_ONE_DIFFERS})."
+            )
+    return warnings
+
+
+def _small_inputs(program: ExportedProgram) -> Iterator[tuple[str, int, Any]]:
+    """Yield inputs in which one dynamic size is 1 or 0, with the name of its dim and that size."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    small = [symbol for symbol, limits in program.range_constraints.items() if limits.lower < 2]
+    leaves, spec = pytree.tree_flatten(program.example_inputs)
+    names = [each.arg.name for each in program.graph_signature.input_specs if each.kind.name == "USER_INPUT"]
+    if not small or len(names) != len(leaves):
+        return
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    # Sizes as expressions: a number, a symbol, or a multiple of one.
+    sizes = [[_expression(size) for size in getattr(values.get(name), "shape", ())] for name in names]
+    known = {
+        size: leaf.shape[dim]
+        for leaf, shape in zip(leaves, sizes, strict=True)
+        if isinstance(leaf, torch.Tensor)
+        for dim, size in enumerate(shape)
+        if getattr(size, "is_Symbol", False)
+    }
+    for symbol in (symbol for symbol in small if symbol in known):
+        dims = ((name, dim) for name, shape in zip(names, sizes, strict=True) for dim, size in enumerate(shape) if size == symbol)
+        name, dim = next(dims)
+        for size in range(1, max(int(program.range_constraints[symbol].lower), 0) - 1, -1):
+            cut = [_cut(leaf, shape, {**known, symbol: size}) for leaf, shape in zip(leaves, sizes, strict=True)]
+            if all(leaf is not NotImplemented for leaf in cut):
+                yield f"dim {dim} of {name!r}", size, pytree.tree_unflatten(cut, spec)
+
+
+def _expression(size: Any) -> Any:
+    return size if isinstance(size, int) else size.node.expr
+
+
+def _cut(leaf: Any, shape: list[Any], known: dict[Any, int]) -> Any:
+    """Return the first elements of a tensor along the dims that become smaller; NotImplemented if one would become larger."""
+    for dim, size in enumerate(shape):
+        if isinstance(size, int):
+            continue
+        wanted = size.subs(known)
+        if not wanted.is_Integer or not 0 <= wanted <= leaf.shape[dim]:
+            return NotImplemented
+        leaf = leaf.narrow(dim, 0, int(wanted))
+    return leaf.contiguous() if shape else leaf
+
+
+def _difference(module: nn.Module, program: ExportedProgram, inputs: Any, size: int) -> str:
+    attributes = Snapshot(module)
+    buffers = [program.state_dict[name] for name in program.graph_signature.buffers if name in program.state_dict]
+    constants = [each for each in program.constants.values() if hasattr(each, "_version")]
+    held = (*attributes.tensors, *buffers, *constants, *written_parameters(program))
+    results: list[Any] = []
+    for function in (module, program.module()):
+        try:
+            with tensors_kept(module, held):
+                results.append(outputs_of(function, *inputs))
+        except Exception as error:  # noqa: BLE001 - the module is the user's, which need not accept this size
+            results.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
+        finally:
+            attributes.restore()
+    expected, actual = results
+    if not isinstance(expected, str) and not isinstance(actual, str):
+        return difference_of(actual, expected)
+    if size == 0 or (isinstance(expected, str) and isinstance(actual, str)):
+        return ""
+    return f"only the model raises {expected}" if isinstance(expected, str) else f"only the program raises {actual}"

@@ -1,0 +1,63 @@
+"""State that is no buffer is lost on a device, and the report names it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from etfarm.client.export import ModelSource
+from tests.support.farm import FarmProcess
+
+pytestmark = [pytest.mark.slow(reason="programs are compiled and run on a farm"), pytest.mark.numeric]
+
+
+class Accumulator(nn.Module):
+    """A sum over calls, in a dict of an attribute."""
+
+    cache: dict[str, Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = {"k": torch.zeros(3)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache["k"] = self.cache["k"] + x
+        return self.cache["k"] * 1
+
+
+def test_a_report_names_the_state_that_is_forgotten(farm: FarmProcess) -> None:
+    source = ModelSource.of(Accumulator().eval(), (torch.ones(3),))
+    with farm.client() as client:
+        report = client.bench(source, recipes="portable", min_time_s=0.0, iterations=3).result().report
+    assert report.compile is not None
+    (warning,) = [each for each in report.compile.warnings if each.code == "STATE_FORGOTTEN"]
+    assert 'self.cache["k"]' in warning.message
+
+
+class OneRow(nn.Module):
+    """Computes something else for one row, by a tensor of the size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(torch.ones(x.shape[:1]).sum() == 1, x * 10, x * 2)
+
+
+class TwoRows(nn.Module):
+    """Has a branch on the size, and a minimum of 2."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 10 if x.shape[0] == 1 else x * 2
+
+
+def test_the_remedies_for_branches_on_a_size_of_one_work(farm: FarmProcess) -> None:
+    x = torch.rand(4, 3, generator=torch.Generator().manual_seed(0))
+    for module, minimum, sizes in ((OneRow().eval(), 1, (4, 1, 2)), (TwoRows().eval(), 2, (4, 2))):
+        dims = {"x": {0: Dim("n", min=minimum, max=8)}}
+        source = ModelSource.of(module, (x,), dynamic_shapes=dims)
+        with farm.client() as client, client.session(source, recipe="portable") as session:
+            for size in sizes:
+                assert np.allclose(session.run(x[:size].numpy()).array(), module(x[:size]), atol=1e-5), (minimum, size)

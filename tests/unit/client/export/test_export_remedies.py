@@ -1,0 +1,182 @@
+"""What torch.export refuses has a remedy, and the remedy works."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._higher_order_ops.associative_scan import associative_scan
+
+from etfarm.client.export import ModelSource, export_source
+from etfarm.client.export.errors import BadModel, ExportFailed, UnsupportedOutput
+
+X = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+
+
+class Model(nn.Module):
+    """A call with a weight, a cache with a position, and a recurrent layer."""
+
+    cache: Tensor
+    position: Tensor
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = body
+        self.weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+        self.gru = nn.GRU(3, 2, batch_first=True)
+        self.register_buffer("cache", torch.zeros(4, 3))
+        self.register_buffer("position", torch.tensor(1))
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.body(self, *inputs)
+
+
+def must_equal_eager(body: Callable[..., Any], inputs: tuple[Tensor, ...]) -> None:
+    """Check that a model is exported, and that its archive gives what it gives in three calls."""
+    module = Model(body).eval()
+    pt2 = export_source(ModelSource.of(module, inputs), name="m").methods["forward"].pt2
+    program = torch.export.load(io.BytesIO(pt2))  # type: ignore[arg-type]
+    targets = {getattr(node.target, "__module__", "") for node in program.graph.nodes if node.op == "call_function"}
+    assert "torch._functorch.predispatch" not in targets
+    called = program.module()
+    for _ in range(3):
+        torch.testing.assert_close(called(*inputs), module(*inputs))
+
+
+def write_at(m: Any, x: Tensor, position: Tensor) -> Tensor:
+    m.cache[position] = x[0]
+    return m.cache * 1
+
+
+def gradient(m: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        v = x.detach().clone().requires_grad_(True)
+        return torch.autograd.grad((v**3).sum(), v)[0]
+
+
+def assign_data(m: Any, x: Tensor) -> Tensor:
+    m.cache.data = m.cache + 1
+    return m.cache + x[0]
+
+
+def copy_data(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.cache.copy_(m.cache + 1)
+    return m.cache + x[0]
+
+
+def choose(one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    return lambda m, x: torch.cond(x.sum() > 0, one, other, (x,))
+
+
+def packed(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    sequence = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    return nn.utils.rnn.pad_packed_sequence(m.gru(sequence)[0], batch_first=True)[0]
+
+
+def masked(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    return torch.where((torch.arange(x.shape[1]) < lengths[:, None])[:, :, None], m.gru(x)[0], 0.0)
+
+
+def printed(m: Any, x: Tensor) -> Tensor:
+    if not torch.compiler.is_exporting():
+        print(f"{x.sum().item():.1f}")
+    return x * 1
+
+
+SEQUENCES = (torch.arange(24.0).reshape(2, 4, 3) / 24, torch.tensor([4, 2]))
+
+CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str, Callable[..., Any]]] = {
+    "index": (
+        lambda m, x: write_at(m, x, m.position), (X,), "self.cache[self.pos.reshape(1)] = x",
+        lambda m, x: write_at(m, x, m.position.reshape(1)),
+    ),
+    "cond dtype": (
+        choose(lambda v: v.double(), lambda v: v * 2), (X,), "end each with .to(dtype).contiguous()",
+        choose(lambda v: (v * 1).to(torch.float32).contiguous(), lambda v: (v * 2).to(torch.float32).contiguous()),
+    ),
+    "cond strides": (
+        choose(lambda v: v.t() * 1, lambda v: v.t().contiguous() * 2), (X,), "end each with .to(dtype).contiguous()",
+        choose(lambda v: (v.t() * 1).contiguous(), lambda v: (v.t().contiguous() * 2).contiguous()),
+    ),
+    "cond alias": (
+        choose(lambda v: v, lambda v: v * 2), (X,), "return a copy, v.clone()",
+        choose(lambda v: v.clone(), lambda v: v * 2),
+    ),
+    "func.grad": (
+        lambda m, x: torch.func.grad(lambda v: (v**3).sum())(x), (X,), "torch.autograd.grad(f(v).sum(), v)[0]", gradient,
+    ),
+    "vmap of grad": (
+        lambda m, x: torch.vmap(torch.func.grad(lambda v: (v**3).sum()))(x), (X,), "torch.autograd.grad(f(v).sum(), v)[0]",
+        gradient,
+    ),
+    "data": (assign_data, (X,), "torch.no_grad(): tensor.copy_(value)", copy_data),
+    "vmap": (
+        lambda m, x: torch.vmap(lambda v: m.gru.weight_ih_l0 @ v)(x), (X,), "vector @ matrix.t() instead of matrix @ vector",
+        lambda m, x: torch.vmap(lambda v: v @ m.gru.weight_ih_l0.t())(x),
+    ),
+    "packed": (packed, SEQUENCES, "zero its outputs beyond the lengths", masked),
+    "text": (
+        lambda m, x: (f"{x.sum().item():.1f}", x * 1)[1], (X,), "under `if not torch.compiler.is_exporting():`", printed,
+    ),
+    "numpy": (
+        lambda m, x: torch.from_numpy(np.sin(x.numpy())), (X,), "such as torch.sin for np.sin", lambda m, x: torch.sin(x),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_refusal_has_a_remedy_that_works(case: str) -> None:
+    refused, inputs, words, mended = CASES[case]
+    with pytest.raises(ExportFailed) as caught:
+        export_source(ModelSource.of(Model(refused).eval(), inputs), name="m")
+    assert words in str(caught.value)
+    must_equal_eager(mended, inputs)
+
+
+def test_data_of_a_strict_export_has_the_same_remedy() -> None:
+    with pytest.raises(ExportFailed, match=r"torch.no_grad\(\): tensor.copy_\(value\)"):
+        export_source(ModelSource.of(Model(assign_data).eval(), (X,)), name="m", strict=True)
+
+
+def count(m: Any, x: Tensor) -> Tensor:
+    m.cache.add_(1)
+    return torch.vmap(lambda v: v * m.cache.sum())(x)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x: torch.vmap(lambda v: v.sin() + v.sum())(x),
+        lambda m, x: torch.vmap(lambda v: v * m.weight)(x),
+        lambda m, x: torch.vmap(lambda v, w: v * w, in_dims=(0, None))(x, m.weight),
+        lambda m, x: associative_scan(lambda a, b: a + b, x, 0, combine_mode="generic"),
+        lambda m, x: torch.func.jvp(lambda v: (v**3).sum(), (x,), (x,))[1],
+        count,
+    ],
+)
+def test_vmap_becomes_plain_operators(body: Callable[..., Any]) -> None:
+    must_equal_eager(body, (X,))
+
+
+def test_a_string_in_the_outputs_is_refused() -> None:
+    def body(m: Any, x: Tensor) -> Any:
+        return {"y": x * 1, "kinds": [x.shape[0], "relu"]}
+
+    with pytest.raises(UnsupportedOutput, match=r"^forward returns a str as its output 'kinds\[1\]', which a program cannot"):
+        export_source(ModelSource.of(Model(body).eval(), (X,)), name="m")
+    must_equal_eager(lambda m, x: {"y": x * 1, "kinds": [x.shape[0], 2.5, True, None]}, (X,))
+
+
+@pytest.mark.parametrize("convert", [torch.jit.script, lambda module: torch.jit.trace(module, X)])
+def test_modules_of_torchscript_are_refused(convert: Callable[[nn.Module], Any]) -> None:
+    module = nn.Linear(3, 3).eval()
+    with pytest.raises(BadModel, match="Give the module of Python that was given to"):
+        export_source(ModelSource.of(convert(module), (X,)), name="m")
+    export_source(ModelSource.of(module, (X,)), name="m")

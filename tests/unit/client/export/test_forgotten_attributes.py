@@ -1,0 +1,193 @@
+"""State in attributes that are no buffers is lost from call to call, and named; caches that only save work are not."""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from etfarm.client.export import ModelSource, export_source
+
+X = (torch.tensor([1.0, 2.0, 3.0]),)
+
+
+class Helper:
+    """An object that is no module."""
+
+    def __init__(self) -> None:
+        self.h = torch.zeros(3)
+        self.n = 0
+
+
+class Model(nn.Module):
+    """A call with one attribute."""
+
+    value: Any
+
+    def __init__(self, value: Any, body: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.value = value
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+def attribute(m: Any, x: Tensor) -> Tensor:
+    m.value = m.value + x
+    return m.value * 1
+
+
+def late(m: Any, x: Tensor) -> Tensor:
+    m.value = x * 1 if m.value is None else m.value + x
+    return m.value * 1
+
+
+def slot(m: Any, x: Tensor) -> Tensor:
+    m.value["k"] = m.value["k"] + x
+    return m.value["k"] * 1
+
+
+def element(m: Any, x: Tensor) -> Tensor:
+    m.value[0] = m.value[0] + x
+    return m.value[0] * 1
+
+
+def append(m: Any, x: Tensor) -> Tensor:
+    m.value.append(x * 1)
+    return torch.stack(list(m.value)).sum(0)
+
+
+def helped(m: Any, x: Tensor) -> Tensor:
+    m.value.h = m.value.h + x
+    return m.value.h * 1
+
+
+def counted(m: Any, x: Tensor) -> Tensor:
+    m.value += 1
+    return x * m.value
+
+
+def flagged(m: Any, x: Tensor) -> Tensor:
+    y = x * 2 if m.value else x * 1
+    m.value = True
+    return y
+
+
+def reference(m: Any, x: Tensor) -> Tensor:
+    """Keeps its first input, so that equal inputs give equal outputs."""
+    if m.value is None:
+        m.value = x
+    return x - m.value
+
+
+def third(m: Any, x: Tensor) -> Tensor:
+    m.value += 1
+    return x * 5 if m.value == 3 else x * 1
+
+
+def is_unchanged(value: Any) -> bool:
+    """Return whether a value of the cases below is as it was before the export, with no tensors of an export in it."""
+    if isinstance(value, Helper):
+        return is_unchanged(value.h)
+    if isinstance(value, Tensor):
+        return type(value) is Tensor and value.tolist() == [0, 0, 0]
+    if isinstance(value, dict | list | deque):
+        return len(value) <= 1 and all(map(is_unchanged, value.values() if isinstance(value, dict) else value))
+    return value in (None, 0, False)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("make", "body", "name"),
+    [
+        (lambda: torch.zeros(3), attribute, "self.value"),
+        (lambda: None, late, "self.value"),
+        (lambda: {"k": torch.zeros(3)}, slot, 'self.value["k"]'),
+        (lambda: [torch.zeros(3)], element, "self.value[0]"),
+        (list, append, "self.value"),
+        (lambda: deque([torch.zeros(3)], maxlen=2), append, "self.value"),
+        (Helper, helped, "self.value.h"),
+        (lambda: 0, counted, "self.value"),
+        (lambda: False, flagged, "self.value"),
+        (lambda: None, reference, "self.value"),
+        (lambda: 0, third, "self.value"),
+    ],
+)
+def test_state_in_attributes_is_named(
+    make: Callable[[], Any], body: Callable[[Any, Tensor], Tensor], name: str, strict: bool
+) -> None:
+    module, sentences = Model(make(), body).eval(), list[str]()
+    value = module.value
+    model = export_source(ModelSource.of(module, X), name="m", strict=strict, say=sentences.append)
+    assert model.methods["forward"].forgotten == (name,)
+    assert sentences == [f"The program forgets what the model keeps in {name}: make that a buffer, and write to it with copy_()."]
+    assert module.value is value and is_unchanged(value)
+
+
+def test_a_buffer_that_is_none_at_first_is_named() -> None:
+    module = Model(None, lambda m, x: late(m, x)).eval()
+    del module.value
+    module.register_buffer("value", None)
+    assert export_source(ModelSource.of(module, X), name="m").methods["forward"].forgotten == ("self.value",)
+    assert module.value is None and "value" in module._buffers
+
+
+def masked(m: Any, x: Tensor) -> Tensor:
+    """Makes a mask of its size once, and counts the calls."""
+    if m.value is None or m.value[0] != x.shape:
+        m.value = (x.shape, torch.arange(x.shape[0]) > 0)
+    m.calls = getattr(m, "calls", 0) + 1
+    return torch.where(m.value[1], x, 0.0)
+
+
+def test_a_cache_that_only_saves_work_is_not_named() -> None:
+    module, sentences = Model(None, masked).eval(), list[str]()
+    for _ in range(2):  # a cache with tensors of the first export would break the second
+        model = export_source(ModelSource.of(module, X), name="m", say=sentences.append)
+        assert model.methods["forward"].forgotten == () and sentences == []
+    assert module.value is None and not hasattr(module, "calls")
+
+
+def test_of_several_attributes_only_state_is_named() -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        return masked(m, x) + attribute(m.inner, x)
+
+    module = Model(None, body).eval()
+    module.inner = Model(torch.zeros(3), attribute).eval()
+    assert export_source(ModelSource.of(module, X), name="m").methods["forward"].forgotten == ("self.inner.value",)
+
+
+def test_what_another_method_reads_is_named() -> None:
+    state, sentences = Helper(), list[str]()
+
+    def write(m: Any, x: Tensor) -> Tensor:
+        m.value.h = x
+        return x * 1
+
+    methods: dict[str, nn.Module] = {"set": Model(state, write).eval(), "get": Model(state, lambda m, x: x + m.value.h).eval()}
+    model = export_source(ModelSource(methods=methods, example_inputs={"set": X, "get": X}), name="m", say=sentences.append)
+    assert {name: method.forgotten for name, method in model.methods.items()} == {"set": ("self.value.h",), "get": ()}
+
+
+def test_a_buffer_instead_is_kept() -> None:
+    """Checks the remedy for an attribute and a counter."""
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        m.h.copy_(m.h + x)
+        m.n.add_(1)
+        return m.h * m.n
+
+    module = Model(None, body).eval()
+    module.register_buffer("h", torch.zeros(3))
+    module.register_buffer("n", torch.zeros(1))
+    model = export_source(ModelSource.of(module, X), name="m")
+    assert model.methods["forward"].forgotten == () and module.n.item() == 0
+    program = torch.export.load(io.BytesIO(model.methods["forward"].pt2)).module()  # type: ignore[arg-type]
+    for _ in range(3):
+        torch.testing.assert_close(program(*X), module(*X))
