@@ -109,6 +109,30 @@ CASES: Final[dict[str, tuple[Model, list[Model], list[str]]]] = {
 
 
 @pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+async def test_what_does_not_work_in_half_precision_is_refused(workers: Workers, tmp_path: Path, dtype: Any) -> None:
+    model = Increased()
+
+    def make() -> Any:
+        return torch.export.export(model.to(dtype).eval(), (IMAGE.to(dtype),))
+
+    with pytest.raises(
+        UserError, match=r"QUANTIZE failed: static quantization does not work .*conv2d at .*self.a.x.*model.float"
+    ):
+        await compiled(workers, tmp_path / "broken", make, STATIC)
+    answer = await compiled(workers, tmp_path / "mended", lambda: torch.export.export(model.float().eval(), (IMAGE,)), STATIC)
+    assert answer.result["warnings"] == []
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_linears_in_float16_are_quantized(workers: Workers, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).half().eval()
+    answer = await compiled(workers, tmp_path, lambda: torch.export.export(model, (IMAGE.half(),)), STATIC)
+    assert answer.result["warnings"] == []
+    assert all(output["sqnr_db"] > 30 for check in answer.result["checks"] for output in check["outputs"])
+
+
+@pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize("name", CASES)
 async def test_a_remedy_helps(workers: Workers, tmp_path: Path, name: str) -> None:
     (broken, recipe), mended, words = CASES[name]
