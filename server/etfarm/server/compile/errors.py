@@ -142,7 +142,8 @@ class DimSpecialized(UserError):
     def __init__(self, stage: str, dims: str, why: str, where: str) -> None:
         super().__init__(
             f"Dim {dims} cannot be dynamic as requested{f' at {where}' if where else ''}: {why}.",
-            "Remove what fixes the size (a number in a reshape, an assert) from the model, or export the dim as static.",
+            "Remove what fixes the size (a number in a reshape, an assert) from the model, or export the dim as static"
+            f"{', or give it a larger min' if 'guard' in why else ''}.",
             stage=stage, dims=dims, why=why, source=where,
         )  # fmt: skip
 
@@ -254,7 +255,8 @@ class OperatorWithEffects(UserError):
     def __init__(self, stage: str, operators: str, names: str) -> None:
         super().__init__(
             f"The model has operators with side effects{f': {operators}' if operators else ''}, which ExecuTorch cannot lower.",
-            "Remove prints, asserts and checks of values (torch.linalg adds some) from the model.",
+            f"{use_instead(names.replace('aten.', 'aten::'))}." if "linalg" in names
+            else "Remove prints, asserts and checks of values from the model.",
             stage=stage, operators=names, places=operators,
         )  # fmt: skip
 

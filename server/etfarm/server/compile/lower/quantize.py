@@ -35,7 +35,7 @@ from etfarm.server.compile.errors import (
 )
 from etfarm.server.compile.inputs import InputMismatch, check_inputs
 from etfarm.server.compile.inspect import signature
-from etfarm.server.compile.lower import fusion, integers
+from etfarm.server.compile.lower import fusion, half_precision, integers
 from etfarm.server.compile.program import fp32_layers, loading, values
 from etfarm.server.compile.program.explain import describe_place, find_line, first_line
 from etfarm.server.compile.program.places import places
@@ -108,7 +108,8 @@ def quantize(
         QuantizerFailed: only the model with observers fails on a sample.
         CalibrationNotFinite: a sample contains or produces NaN or infinity.
         QuantizedNothing: no operator was quantized; the result would silently be fp32.
-        StageFailed: the recipe requires quantization-aware training, or the model changes a weight.
+        StageFailed: the recipe requires quantization-aware training, the model changes a weight, or it has operators in half
+            precision that XNNPACK does not compute.
     """
     if recipe.is_qat:
         why = f"recipe {name} trains while it quantizes, but {method} is an exported program"
@@ -153,6 +154,7 @@ def quantize(
         converted: torch.nn.Module = stage._apply_passes(convert_pt2e(prepared), recipe.post_convert_passes)
     if fp32_layers.by_xnnpack(recipe.quantizers):
         fusion.copy_dynamic_scales(converted)
+        half_precision.require_computable(converted)
     for node in converted.graph.nodes:
         is_weight = str(node.target).startswith("quantized_decomposed.quantize_per_channel")
         weight = getattr(node.args[0], "target", None) if is_weight else None

@@ -26,7 +26,7 @@ from etfarm.server.compile.lower import (
     written_state,
 )
 from etfarm.server.compile.lower.selection import Selection, require_found
-from etfarm.server.compile.program import assertions, explain, fp32_layers, loading, places, refused_operators
+from etfarm.server.compile.program import assertions, explain, fp32_layers, gelu, loading, places, refused_operators
 from etfarm.server.compile.program import values as wire_values
 from etfarm.server.compile.program.explain import describe_place, first_line, stage_failed
 from etfarm.server.compile.program.input_copies import copy_written_inputs, describe_copies
@@ -261,6 +261,10 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     exact = {method: signature.of_exported(program) for method, program in programs.items() if method not in unquantized}
     lowered = lowering.lower(exported, built, pipeline, request.model_name, stages, places.undelegated)
     result["delegation"] = lowered.delegation
+    for method, table in lowered.delegation.items():
+        by_xnnpack = fp32_layers.by_xnnpack(build.partitioners(built, method))
+        if exact_gelus := gelu.describe_exact(programs[method], table["operators"]) if by_xnnpack else "":
+            _warn(result["warnings"], "GELU_NOT_APPROXIMATED", f"In {method}, {exact_gelus}")
     if remaining[-1] != "TO_EXECUTORCH":
         result["stage_files"] = stage_files.of_edge(lowered.manager, lowered.delegation, folder)
         return result

@@ -25,6 +25,7 @@ from etfarm.server.compile.errors import (
     UnsupportedDtypes,
     UnsupportedQuantizedOp,
 )
+from etfarm.server.compile.program.lowering_faults import find_fault
 from etfarm.server.compile.program.places import all_nodes, places
 from etfarm.server.compile.result import OperatorDelegation, Place
 from etfarm.server.graphs.sources import source_of
@@ -92,6 +93,9 @@ def stage_failed(stage: str, error: BaseException, programs: Programs | None = N
     """
     cause = _find_cause(error)
     text = str(cause)
+    for fault, node in find_fault(text, programs or {}):
+        why = fault.why.format(_describe(_name_as_called(node), places([node])))
+        return StageFailed(stage, type(cause).__name__, why, fault.remedy)
     for pattern, explained in _EXPLAINED:
         match = pattern.search(text)
         if match is not None:
@@ -104,6 +108,11 @@ def stage_failed(stage: str, error: BaseException, programs: Programs | None = N
 def describe_node(node: Any) -> str:
     """Return a node's operator with its source line, like `aten::bmm at models/net.py:31 (x @ y), in module head`."""
     return _describe(_schema_name(node) or node.name, places([node]))
+
+
+def _name_as_called(node: Any) -> str:
+    name = str(getattr(node.target, "__name__", node.target))
+    return _schema_name(node) or _CONTROL_FLOW.get(name, name)
 
 
 def missing_kernel(why: str, program: Any, operators: Iterable[OperatorDelegation]) -> str:
@@ -387,6 +396,9 @@ def _shared_weight(stage: str, match: re.Match[str], text: str, programs: Progra
     nodes = [node for program in programs.values() for node in all_nodes(program) if node.name == user]
     weight = next((owned[name] for owned in map(_owned_names, programs.values()) if name in owned), name)
     why = f"ExecuTorch cannot give the weight {weight} to a delegate and to {_describe(user, places(nodes))} too."
+    if user == "output":
+        why = f"ExecuTorch cannot give the weight {weight} to a delegate and return it too."
+        return StageFailed(stage, "RuntimeError", why, f"Return a copy of it: self.{weight} * 1.")
     remedy = "Give the branch or loop a layer of its own, as by copy.deepcopy(self.layer), or compile with the recipe portable."
     return StageFailed(stage, "RuntimeError", why, remedy)
 

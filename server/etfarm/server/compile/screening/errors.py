@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from etfarm.wire.errors import Kind, UserError
 
 
@@ -95,6 +97,18 @@ class UnsafeModel(UserError):
         )  # fmt: skip
 
 
+_INSTEAD: Final = (
+    ("sparse", "ExecuTorch has no sparse tensors: compute with dense ones."),
+    (
+        "embedding_renorm",
+        "Leave out max_norm, and limit the norms of the rows once, before the export: "
+        "weight.data = torch.renorm(weight.data, norm_type, 0, max_norm).",
+    ),
+    ("_foreach_", "Write a loop over the tensors, such as x + y for each pair, instead of torch._foreach operators."),
+)
+"""Remedies by a part of an operator's name, where decomposing it does not help."""
+
+
 class OperatorNotAllowed(UnsafeModel):
     """The model uses an operator of torch or ExecuTorch that is not on the server's list, and may do more than compute.
 
@@ -109,9 +123,8 @@ class OperatorNotAllowed(UnsafeModel):
         listed = ".".join(filter(None, (namespace, name, overload)))
         super().__init__(
             "OPERATOR_NOT_ALLOWED", where, f"uses the operator {namespace}::{name}, which is not on the server's list",
-            "ExecuTorch has no sparse tensors: compute with dense ones."
-            if "sparse" in name
-            else "Decompose it before the export (program.run_decompositions()). If it only computes, the server's owner "
+            next((remedy for part, remedy in _INSTEAD if part in name), "")
+            or "Decompose it before the export (program.run_decompositions()). If it only computes, the server's owner "
             f"can add the line {listed} to a file for `etfarm serve --allow-operators FILE`.",
         )  # fmt: skip
         self.metadata["operator"] = listed

@@ -33,6 +33,7 @@ from etfarm.server.compile.program.explain import missing_kernel
 from etfarm.server.compile.result import Delegation, HostCheck, Warning
 from etfarm.server.compile.verify import reference, trials
 from etfarm.server.compile.verify.reference import ReferenceFailed
+from etfarm.server.compile.verify.refusals import Refusal, find_refusal
 from etfarm.server.compile.verify.smoke import HOST_BACKENDS, MAX_DATA_FILES, Run, SmokeRunner
 from etfarm.server.compile.verify.trials import TooLarge, Trial
 from etfarm.server.graphs import call_sequence, differences, quantized_outputs
@@ -335,13 +336,20 @@ def _finish(program: _Program, method: str, original: Any, trial: Trial) -> list
     why = outcome.why
     if not operator and "Failed to define tensor" in why and (operator := explain.find_many_dims(original)):
         why = f"{why}, as XNNPACK takes at most 6 dims"
+    if (refusal := _find_refusal(program, method, why)) is not None:
+        operator = refusal.operator
     crash = explain.find_only_kernel(original) if outcome.crashed and not operator else ""
     formats = explain.find_channels_last(original)
     raise ProgramCannotRun(
         method, why, trial.words, operator or crash, delegates=bool(program.backends.get(method)), formats=formats,
-        advice=_advise(program, method, why)
+        advice=(refusal.advice if refusal is not None else _advise(program, method, why))
         or ("" if formats else explain.advise_of_columns(original, why) or explain.advise_of_formats(original, why)),
     )  # fmt: skip
+
+
+def _find_refusal(program: _Program, method: str, why: str) -> Refusal | None:
+    lowered = program.lowered.get(method)
+    return find_refusal(lowered, why) if lowered is not None and "XnnpackBackend" in program.backends.get(method, ()) else None
 
 
 def _advise(program: _Program, method: str, why: str) -> str:

@@ -120,6 +120,14 @@ def test_a_dim_that_the_model_fixes_is_named() -> None:
     assert promised(error, "DIM_SPECIALIZED", "batch", "constant (4)")
 
 
+def test_a_dim_whose_minimum_is_too_small_is_named() -> None:
+    def unfolded(low: int) -> Any:
+        return exported(lambda x: x.unfold(1, 4, 2), torch.ones(2, 8), dynamic_shapes={"x": {1: Dim("n", min=low, max=32)}})
+
+    assert promised(stage_failed("TORCH_EXPORT", failure(lambda: unfolded(4))), "DIM_SPECIALIZED", "n", "or give it a larger min")
+    assert unfolded(6) is not None
+
+
 def test_operators_without_a_kernel_are_named_with_their_line() -> None:
     with torch.library._scoped_library("etfarm_test", "FRAGMENT") as library:
         library.define("twice(Tensor x) -> Tensor")
@@ -163,7 +171,7 @@ def test_complex_numbers_are_explained() -> None:
 
 def test_value_assertions_are_explained_as_side_effects() -> None:
     error = lowered(exported(torch.linalg.inv, torch.eye(4)), portable(checked=False))
-    assert promised(error, "OPERATOR_WITH_EFFECTS", "linalg_inv", "torch.linalg")
+    assert promised(error, "OPERATOR_WITH_EFFECTS", "linalg_inv", "compute it outside of the model")
 
 
 class Overlapping(nn.Module):

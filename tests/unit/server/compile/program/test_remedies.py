@@ -28,6 +28,7 @@ from torchao.quantization.granularity import PerAxis, PerGroup  # noqa: E402
 from torchao.utils import unwrap_tensor_subclass  # noqa: E402
 
 from etfarm.server.compile.program.explain import find_remainders  # noqa: E402
+from etfarm.server.compile.program.gelu import describe_exact  # noqa: E402
 from etfarm.server.workers.pool import Workers  # noqa: E402
 from etfarm.wire.errors import UserError  # noqa: E402
 from tests.support.compiling import compiled  # noqa: E402
@@ -255,6 +256,11 @@ CASES: Final[dict[str, tuple[nn.Module, tuple[Any, ...], nn.Module, tuple[Any, .
         Function(lambda x: x.flatten(1).unsqueeze(0) + x.flatten(1).unsqueeze(1)), (SIX,),
         None, ["PROGRAM_CANNOT_RUN", "aten::", "test_remedies.py:", "at most 6 dims", "Reshape to at most six dims"],
     ),
+    "an approximated GELU, xnnpack": (
+        Function(lambda x: F.gelu(x, approximate="tanh")), (X,),
+        Function(lambda x: 0.5 * x * (1 + torch.tanh(0.7978845608 * (x + 0.044715 * x**3)))), (X,),
+        None, ["GELU_NOT_APPROXIMATED", "aten::gelu at ", "test_remedies.py:", "1 + torch.tanh(0.7978845608 * (x + 0.044715"],
+    ),
     "branches": (
         Function(branches), (X,), Function(chosen), (X,),
         None, ["BRANCH_OUTPUTS_COPIED", "torch.cond at ", "test_remedies.py:", "torch.where"],
@@ -274,6 +280,16 @@ def test_steps_along_the_depth_are_a_convolution_in_3d() -> None:
 def test_remainders_that_cannot_be_negative_integers_are_not_named(dtype: torch.dtype) -> None:
     program = torch.export.export(Function(lambda x: x % 4), (torch.ones(3, dtype=dtype),))
     assert find_remainders(program) == ""
+
+
+def test_an_exact_gelu_and_one_outside_of_delegates_are_not_named() -> None:
+    row: Any = {"op": "aten_gelu_default", "delegated": 1, "non_delegated": 0, "places": []}
+    exact, tanh = (torch.export.export(nn.GELU(approximate=kind), (X,)) for kind in ("none", "tanh"))
+    assert describe_exact(exact, [row]) == ""
+    assert describe_exact(tanh, [{**row, "delegated": 0}]) == ""
+    assert "aten::gelu" in describe_exact(tanh, [row])
+    x = torch.linspace(-8, 8, 10001, dtype=torch.float64)
+    assert (F.gelu(x) - F.gelu(x, approximate="tanh")).abs().max() < 0.0005
 
 
 @pytest.mark.asyncio(loop_scope="session")

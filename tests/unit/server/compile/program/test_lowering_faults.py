@@ -1,0 +1,181 @@
+"""Faults of ExecuTorch whose messages name no operator: each has its line, and what it says helps."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("executorch")
+
+import torch.nn.functional as F  # noqa: E402
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner  # noqa: E402
+from executorch.exir import to_edge_transform_and_lower  # noqa: E402
+from functorch.experimental.control_flow import map as mapped  # noqa: E402
+from torch import nn  # noqa: E402
+from torch._higher_order_ops.while_loop import while_loop  # noqa: E402
+
+from etfarm.server.compile.lower import build, quantize  # noqa: E402
+from etfarm.server.compile.program.explain import stage_failed  # noqa: E402
+from etfarm.wire import recipes  # noqa: E402
+from etfarm.wire.errors import EtfarmError  # noqa: E402
+from tests.support.compiling import DYNAMIC, STATIC  # noqa: E402
+
+pytestmark = [pytest.mark.numeric, pytest.mark.slow(reason="lowers models")]
+
+
+class Limited(nn.Module):
+    """Has limits of any type."""
+
+    def __init__(self, low: float, high: float) -> None:
+        super().__init__()
+        self.low, self.high = low, high
+
+    def forward(self, x: Any) -> Any:
+        return F.hardtanh(x, self.low, self.high)
+
+
+class Several(nn.Module):
+    """Maps rows to two outputs."""
+
+    def forward(self, x: Any) -> Any:
+        return mapped(lambda row: (row.sin(), row.cos()), x)
+
+
+class Joined(nn.Module):
+    """Maps rows to one output."""
+
+    def forward(self, x: Any) -> Any:
+        y = mapped(lambda row: torch.cat([row.sin(), row.cos()]), x)
+        return y[:, :3], y[:, 3:]
+
+
+class Apart(nn.Module):
+    """Maps rows twice."""
+
+    def forward(self, x: Any) -> Any:
+        return mapped(lambda row: row.sin(), x), mapped(lambda row: row.cos(), x)
+
+
+class Nested(nn.Module):
+    """A loop in a loop."""
+
+    def forward(self, i: Any, x: Any) -> Any:
+        def body(i: Any, y: Any) -> Any:
+            _, y = while_loop(lambda j, y: j < 3, lambda j, y: (j + 1, y * 1.5), (torch.tensor(0), y))
+            return i + 1, y
+
+        return while_loop(lambda i, y: i < 2, body, (i, x))
+
+
+class Unrolled(nn.Module):
+    """The same without loops."""
+
+    def forward(self, i: Any, x: Any) -> Any:
+        for _ in range(2):
+            for _ in range(3):
+                x = x * 1.5
+        return i + 2, x
+
+
+class Weighted(nn.Module):
+    """Returns its weight, or a copy of it."""
+
+    def __init__(self, *, copies: bool) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+        self.copies = copies
+
+    def forward(self, x: Any) -> Any:
+        return self.lin(x), self.lin.weight * 1 if self.copies else self.lin.weight
+
+
+class Subtracted(nn.Module):
+    """Subtracts an image from a number before a convolution."""
+
+    def __init__(self, number: Any) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(3, 4, 3)
+        self.b = nn.Conv2d(4, 4, 3)
+        self.register_buffer("number", number)
+
+    def forward(self, x: Any) -> Any:
+        return self.b(self.number - self.a(x))
+
+
+class Returned(nn.Module):
+    """Returns what it subtracts from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Any) -> Any:
+        y = self.a(x)
+        return y, y - 2.0
+
+
+X: Final = torch.rand(2, 3)
+IMAGE: Final = torch.rand(1, 3, 8, 8)
+LINE: Final = "test_lowering_faults.py:"
+CASES: Final[dict[str, tuple[nn.Module, Any, str, list[tuple[nn.Module, str]], list[str]]]] = {
+    "integer limits": (
+        Limited(0, 1), X, "xnnpack_fp32", [(Limited(0.0, 1.0), "xnnpack_fp32")],
+        ["aten::hardtanh at ", LINE, "F.hardtanh(", "nn.Hardtanh(0.0, 1.0)"],
+    ),
+    "one integer limit": (
+        Limited(-2, 1), X, "xnnpack_fp32", [(Limited(-2.0, 1.0), "xnnpack_fp32")],
+        ["aten::hardtanh at ", LINE, "limits as floats"],
+    ),
+    "a map with several outputs": (
+        Several(), X, "portable", [(Joined(), "portable"), (Apart(), "portable")],
+        ["map with several outputs: map at ", LINE, "torch.cat", "for each output"],
+    ),
+    "a loop in a loop": (
+        Nested(), (torch.tensor(0), X), "portable", [(Unrolled(), "portable")], ["torch.while_loop at ", LINE, "fixed number"],
+    ),
+    "a weight that is returned": (
+        Weighted(copies=False), X, "xnnpack_fp32", [(Weighted(copies=True), "xnnpack_fp32")],
+        ["the weight lin.weight to a delegate and return it too", "self.lin.weight * 1"],
+    ),
+    "a number on the left": (
+        Subtracted(torch.tensor(2.0)), IMAGE, DYNAMIC, [(Subtracted(torch.full((1, 1, 1, 1), 2.0)), DYNAMIC)],
+        ["aten::sub at ", LINE, "self.number - self.a(x)", "torch.full((1, 1, 1, 1), 2.0)"],
+    ),
+    "a difference with a returned value": (
+        Returned(), IMAGE, STATIC, [(Returned(), "xnnpack_fp32")], ["KeyError: 'val'", "aten::sub at ", LINE, "y - 2.0", "fp32"],
+    ),
+}  # fmt: skip
+
+
+def lower(module: nn.Module, x: Any, name: str) -> tuple[Any, EtfarmError | None]:
+    """Return the exported program, and the error of lowering it, if any."""
+    program = torch.export.export(module.eval(), x if isinstance(x, tuple) else (x,))
+    if (quantization := build.quantization(build.resolved(recipes.parse(name)), "forward")) is not None:
+        program = quantize.export_again(quantize.quantize(program, quantization, name, "forward", ()), program, strict=False)
+    try:
+        with torch.no_grad():
+            partitioners = [] if name == "portable" else [XnnpackPartitioner()]
+            to_edge_transform_and_lower(program, partitioner=partitioners).to_executorch()
+    except Exception as error:  # noqa: BLE001 - what is tested
+        return program, stage_failed("TO_EDGE_TRANSFORM_AND_LOWER", error, {"forward": program})
+    return program, None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_fault_has_its_line_and_what_helps(name: str) -> None:
+    broken, x, recipe, mended, words = CASES[name]
+    _, error = lower(broken, x, recipe)
+    assert error is not None and error.reason == "STAGE_FAILED"
+    missing = [word for word in words if word not in str(error)]
+    assert not missing, f"{missing} not in: {error}"
+    for module, other in mended:
+        assert lower(module, x, other)[1] is None
+
+
+def test_a_loop_that_shares_its_values_is_named() -> None:
+    program = torch.export.export(Nested(), (torch.tensor(0), X))
+    message = "torch.while_loop's cond_fn might be aliasing the input or the output!"
+    error = stage_failed("TO_EDGE_TRANSFORM_AND_LOWER", RuntimeError(message), {"forward": program})
+    assert "torch.while_loop at " in error.message and LINE in error.message and "torch.where" in error.remedy

@@ -1,0 +1,151 @@
+"""Remedies for int8, each applied to the small model that got it: the sentence names the cause and the line, and it helps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("executorch")
+
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+
+from etfarm.server.workers.pool import Workers  # noqa: E402
+from etfarm.wire import recipes  # noqa: E402
+from etfarm.wire.errors import UserError  # noqa: E402
+from etfarm.wire.recipes import Recipe  # noqa: E402
+from tests.support.compiling import DYNAMIC, STATIC, compiled  # noqa: E402
+
+pytestmark = [pytest.mark.numeric, pytest.mark.slow(reason="each test compiles in children")]
+
+
+class Two(nn.Module):
+    """Two convolutions, and a buffer."""
+
+    offset: Any
+
+    def __init__(self, offset: Any = None) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(3, 8, 3, padding=1)
+        self.b = nn.Conv2d(8, 8, 3, padding=1)
+        self.register_buffer("offset", torch.ones(1) if offset is None else offset)
+
+
+class Returned(Two):
+    """Returns what it also uses."""
+
+    def forward(self, x: Any) -> Any:
+        y = self.a(x)
+        return y, torch.sigmoid(y)
+
+
+class Copied(Two):
+    """Returns a copy of what it uses."""
+
+    def forward(self, x: Any) -> Any:
+        y = self.a(x)
+        return y * 1.0, torch.sigmoid(y)
+
+
+class Increased(Two):
+    """Adds a number before a convolution."""
+
+    def forward(self, x: Any) -> Any:
+        y = self.a(x)
+        y = y + 1.0
+        return self.b(y)
+
+
+class Shifted(Two):
+    """Subtracts a tensor before an activation and a convolution."""
+
+    def forward(self, x: Any) -> Any:
+        return self.b(torch.relu(self.a(x) - self.offset))
+
+
+class Padded(Two):
+    """Pads a product."""
+
+    def forward(self, x: Any) -> Any:
+        x = self.a(x)
+        x = x * self.b(x)
+        x = F.pad(x, (1, 1, 1, 1))
+        return F.max_pool2d(x, 3, 2)
+
+
+def with_quantizer(recipe: str, arguments: str) -> Recipe:
+    """Return a recipe whose quantizer has arguments of a recipe file."""
+    scales = "dynamic = true\n" if recipe == DYNAMIC else ""
+    file = f'recipe = "xnnpack_fp32"\n[[quantizers]]\nname = "xnnpack"\nper_channel = true\n{scales}{arguments}\n'
+    return recipes.from_toml(file)
+
+
+IMAGE: Final = torch.randn(1, 3, 6, 6, generator=torch.Generator().manual_seed(3))
+PRODUCT: Final = f"test_quantized_remedies.py:{Padded.forward.__code__.co_firstlineno + 2}"
+Model = tuple[nn.Module, str | Recipe]
+CASES: Final[dict[str, tuple[Model, list[Model], list[str]]]] = {
+    "a convolution's output that is returned and used": (
+        (Returned(), STATIC), [(Copied(), STATIC), (Returned(), DYNAMIC)],
+        ["PROGRAM_CANNOT_RUN", "of aten::conv2d at ", "(y = self.a(x)), in module a", "channels last", "y * 1.0"],
+    ),
+    "a number before a convolution": (
+        (Increased(), DYNAMIC),
+        [(Shifted(torch.full((1, 1, 1, 1), 1.0)), DYNAMIC), (Increased(), with_quantizer(DYNAMIC, 'skip_modules = ["b"]'))],
+        ["PROGRAM_CANNOT_RUN", "of aten::add at ", "(y = y + 1.0)", "torch.full((1, 1, 1, 1), 2.0)", "skip_modules"],
+    ),
+    "a tensor of fewer dims before an activation and a convolution": (
+        (Shifted(torch.ones(8, 1, 1)), DYNAMIC), [(Shifted(torch.ones(1, 8, 1, 1)), DYNAMIC)],
+        ["PROGRAM_CANNOT_RUN", "of aten::sub at ", "test_quantized_remedies.py:", "torch.full((1, 1, 1, 1), 2.0)"],
+    ),
+    "a pad behind a quantized product": (
+        (Padded(), STATIC), [(Padded(), with_quantizer(STATIC, f'skip_operators = ["{PRODUCT}"]')), (Padded(), DYNAMIC)],
+        ["PROGRAM_CANNOT_RUN", "(x = F.pad(x, (1, 1, 1, 1)))", "aten::mul at ", "skip_operators = [", PRODUCT],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+async def test_what_does_not_work_in_half_precision_is_refused(workers: Workers, tmp_path: Path, dtype: Any) -> None:
+    model = Increased()
+
+    def make() -> Any:
+        return torch.export.export(model.to(dtype).eval(), (IMAGE.to(dtype),))
+
+    with pytest.raises(
+        UserError, match=r"QUANTIZE failed: static quantization does not work .*conv2d at .*self.a.x.*model.float"
+    ):
+        await compiled(workers, tmp_path / "broken", make, STATIC)
+    answer = await compiled(workers, tmp_path / "mended", lambda: torch.export.export(model.float().eval(), (IMAGE,)), STATIC)
+    assert answer.result["warnings"] == []
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_linears_in_float16_are_quantized(workers: Workers, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).half().eval()
+    answer = await compiled(workers, tmp_path, lambda: torch.export.export(model, (IMAGE.half(),)), STATIC)
+    assert answer.result["warnings"] == []
+    assert all(output["sqnr_db"] > 30 for check in answer.result["checks"] for output in check["outputs"])
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize("name", CASES)
+async def test_a_remedy_helps(workers: Workers, tmp_path: Path, name: str) -> None:
+    (broken, recipe), mended, words = CASES[name]
+
+    def make(module: nn.Module) -> Callable[[], Any]:
+        return lambda: torch.export.export(module.eval(), (IMAGE,))
+
+    with pytest.raises(UserError) as raised:
+        await compiled(workers, tmp_path / "broken", make(broken), recipe)
+    sentences = f"{raised.value.reason} {raised.value}"
+    missing = [word for word in words if word not in sentences]
+    assert not missing, f"{missing} not in: {sentences}"
+    for index, (module, other) in enumerate(mended):
+        answer = await compiled(workers, tmp_path / f"mended-{index}", make(module), other)
+        assert [warning["message"] for warning in answer.result["warnings"]] == []
+        assert all(check["ran"] and not check["why"] for check in answer.result["checks"]) and answer.result["checks"]
