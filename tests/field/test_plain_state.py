@@ -61,3 +61,12 @@ def test_the_remedies_for_branches_on_a_size_of_one_work(farm: FarmProcess) -> N
         with farm.client() as client, client.session(source, recipe="portable") as session:
             for size in sizes:
                 assert np.allclose(session.run(x[:size].numpy()).array(), module(x[:size]), atol=1e-5), (minimum, size)
+
+
+def test_a_report_names_the_sizes_at_which_a_program_differs(farm: FarmProcess) -> None:
+    dims = {"x": {0: Dim("n", min=1, max=8)}}
+    with farm.client() as client:
+        (report,) = client.compile(ModelSource.of(TwoRows().eval(), (torch.rand(4, 3),), dynamic_shapes=dims)).result().reports
+    assert report.compile is not None
+    (warning,) = [each for each in report.compile.warnings if each.code == "SIZE_ONE_DIFFERS"]
+    assert "dim 0 of 'x' has the size 1 (the output has other values)" in warning.message and "min=2" in warning.message

@@ -171,6 +171,7 @@ class MethodSource(_message.Message):
     REFERENCE_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     FORGOTTEN_BUFFERS_FIELD_NUMBER: _builtins.int
+    SMALL_SIZES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def exported_program(self) -> _common_pb2.Artifact:
         """A .pt2: an exported program with its example inputs."""
@@ -199,6 +200,13 @@ class MethodSource(_message.Message):
         64, of at most 500 characters. Reports have a warning STATE_FORGOTTEN with them.
         """
 
+    @_builtins.property
+    def small_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Sizes of 1 or 0 of dynamic dims at which the exported program differs from the model, as the client saw at its export, such as
+        "dim 0 of 'x' has the size 1 (the output has other values)"; at most 64, of at most 500 characters. Reports have a warning
+        SIZE_ONE_DIFFERS with them.
+        """
+
     def __init__(
         self,
         *,
@@ -207,10 +215,11 @@ class MethodSource(_message.Message):
         reference: _common_pb2.Artifact | None = ...,
         samples: _abc.Iterable[_common_pb2.Artifact] | None = ...,
         forgotten_buffers: _abc.Iterable[_builtins.str] | None = ...,
+        small_sizes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["exported_program", b"exported_program", "reference", b"reference"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration", b"calibration", "exported_program", b"exported_program", "forgotten_buffers", b"forgotten_buffers", "reference", b"reference", "samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration", b"calibration", "exported_program", b"exported_program", "forgotten_buffers", b"forgotten_buffers", "reference", b"reference", "samples", b"samples", "small_sizes", b"small_sizes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -50,13 +50,13 @@ from etfarm.client.export.samples import (
 )
 from etfarm.client.export.shapes import must_be_bounded, normal_shapes, specialized
 from etfarm.client.export.shared_state import mark_shared
-from etfarm.client.export.small_sizes import small_size_warnings
+from etfarm.client.export.small_sizes import differing_sizes
 from etfarm.client.export.source import ModelSource, must_be_tuple
 from etfarm.client.export.structures import plain_structures
 from etfarm.client.export.subclasses import is_unwrapping, make_plain
 from etfarm.client.export.traces import Place, make_relative, place_in, place_of
 from etfarm.client.export.transform import Transform
-from etfarm.wire import digest
+from etfarm.wire import digest, small_sizes
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.pt2 import InputType, read_archive
 from etfarm.wire.samples import AccuracySamples
@@ -110,6 +110,8 @@ class ExportedMethod:
     """Relations between the sizes of the inputs, see `ArchiveFacts`."""
     forgotten: tuple[str, ...] = ()
     """Names of buffers and attributes, such as `state.n` and `self.h`, whose new values the program forgets."""
+    small_sizes: tuple[str, ...] = ()
+    """Sizes of 1 and 0 at which the program differs from the model, see `etfarm.wire.small_sizes`."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,7 @@ class _Program:
     transform_ms: float | None
     export_s: float
     forgotten: tuple[str, ...]
+    small_sizes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -267,15 +270,15 @@ class _Export:
         with _refusals(method, self.base), quiet():
             program = plain_operators(program)
         must_be_bounded(method, program)
-        for warning in small_size_warnings(method, module, program):
-            self.say(warning)
+        if small := differing_sizes(module, program):
+            self.say(small_sizes.describe(method, small))
         add_lines(program, module, self.base)
         make_relative(program, self.base)
         make_plain(program)
         if self.source.keep_mutations:
             keep_mutations(program)
         export_s = time.monotonic() - started
-        return _Program(method, program, args, kwargs, early_names, transform_ms, export_s, tuple(forgotten))
+        return _Program(method, program, args, kwargs, early_names, transform_ms, export_s, tuple(forgotten), tuple(small))
 
     def _calls_of_others(self, method: str) -> list[EagerCall]:
         source = self.source
@@ -305,6 +308,7 @@ class _Export:
             quantized=facts.quantized,
             relations=facts.relations,
             forgotten=exported.forgotten,
+            small_sizes=exported.small_sizes,
         )
 
     def calls(self, methods: Mapping[str, ExportedMethod]) -> tuple[Call, ...]:

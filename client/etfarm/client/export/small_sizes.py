@@ -7,7 +7,7 @@ torch.export assumes that a dynamic size is 2 or more where code asks whether it
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from etfarm.client.export.attributes import Snapshot
 from etfarm.client.export.calls import difference_of, outputs_of, tensors_kept
@@ -17,26 +17,18 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.export import ExportedProgram
 
-SIZE_ONE_DIFFERS: Final = "SIZE_ONE_DIFFERS"
-"""Code of the warning."""
 
-
-def small_size_warnings(method: str, module: nn.Module, program: ExportedProgram) -> list[str]:
-    """Return a sentence for each dynamic dim of inputs at whose size 1 or 0 a program differs from its module.
+def differing_sizes(module: nn.Module, program: ExportedProgram) -> list[str]:
+    """Return the dynamic dims of inputs at whose size 1 or 0 a program differs from its module, as `wire.small_sizes` shows them.
 
     Both are called with slices of the example inputs, and left as they were. A call of size 0 that raises counts as no
     difference: few models mean it, and it is the default minimum of a Dim.
     """
-    warnings = []
-    for where, size, inputs in _small_inputs(program):
-        if difference := _difference(module, program, inputs, size):
-            warnings.append(
-                f"{method}: where {where} has the size {size}, the program differs from the model: {difference}. torch.export "
-                "takes dynamic sizes as 2 or more, and fixes branches on smaller ones. Declare min=2 in the Dim, with a program "
-                "of its own for smaller sizes, or choose by a tensor: torch.where(torch.ones(x.shape[:1]).sum() == 1, a, b) "
-                f"({SIZE_ONE_DIFFERS})."
-            )
-    return warnings
+    return [
+        f"{where} has the size {size} ({difference})"
+        for where, size, inputs in _small_inputs(program)
+        if (difference := _difference(module, program, inputs, size))
+    ]
 
 
 def _small_inputs(program: ExportedProgram) -> Iterator[tuple[str, int, Any]]:

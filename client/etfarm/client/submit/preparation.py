@@ -214,6 +214,7 @@ def _export(model: ExportedModel) -> PreparedExport:
             output_names=method.output_names,
             relations=method.relations,
             forgotten=method.forgotten,
+            small_sizes=method.small_sizes,
         )
         for name, method in model.methods.items()
     }

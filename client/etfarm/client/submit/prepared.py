@@ -51,6 +51,8 @@ class PreparedMethod:
     """Relations between the sizes of the inputs, see `ArchiveFacts`."""
     forgotten: tuple[str, ...] = ()
     """See `ExportedMethod.forgotten`."""
+    small_sizes: tuple[str, ...] = ()
+    """See `ExportedMethod.small_sizes`."""
 
     @classmethod
     def of_archive(cls, pt2: bytes | Path) -> PreparedMethod:

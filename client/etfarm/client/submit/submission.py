@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from etfarm.v1 import common_pb2, job_pb2
     from etfarm.wire.recipes import Recipe
 
-_MAX_FORGOTTEN: Final = 64
-"""Number of forgotten buffers that a server accepts; the first ones are sent."""
+_MAX_NAMED: Final = 64
+"""Number of forgotten buffers, and of differing sizes, that a server accepts; the first ones are sent."""
 _NAME_CHARACTERS: Final = 500
-"""Length that a server accepts for the name of each."""
+"""Length that a server accepts for each."""
 
 
 @dataclass
@@ -151,9 +151,11 @@ class Submission:
         model = job_pb2.Model(name=name, sources=files)
         for method, prepared in export.methods.items():
             model.methods[method].exported_program.CopyFrom(self.add(prepared.pt2))
-            model.methods[method].forgotten_buffers.extend(
-                name[:_NAME_CHARACTERS] for name in prepared.forgotten[:_MAX_FORGOTTEN]
-            )
+            for named, names in (
+                (model.methods[method].forgotten_buffers, prepared.forgotten),
+                (model.methods[method].small_sizes, prepared.small_sizes),
+            ):
+                named.extend(name[:_NAME_CHARACTERS] for name in names[:_MAX_NAMED])
             if reference is not None:
                 model.methods[method].reference.CopyFrom(self.add(reference.methods[method].pt2))
             if calibrate:

@@ -15,6 +15,7 @@ from etfarm.server.reports.verdict import Thresholds, judge
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, generation_pb2, job_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire import digest as digests
+from etfarm.wire import small_sizes
 from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH, QUANTIZED_DB, ROUNDING_ERROR, decibels
 
 PYTHON_RUNNER: Final = "PYTHON_RUNNER"
@@ -120,6 +121,9 @@ def assemble(
             "have other outputs than the model's. Write to a buffer with copy_(), in its own shape and dtype."
         )
         report.compile.warnings.add(code="STATE_FORGOTTEN", message=message)
+    if compilation is not None and cell.method in methods and (sizes := methods[cell.method].small_sizes):
+        message = small_sizes.describe(cell.method, sizes)
+        report.compile.warnings.add(code=small_sizes.SIZE_ONE_DIFFERS, message=message)
     if result is not None and result.further.HasField("error"):
         count = "one sample" if result.further.samples < 1 else f"{1 + result.further.samples} samples"
         error = result.further.error
