@@ -16,7 +16,7 @@ def describe(method: str, sizes: Iterable[str]) -> str:
         sizes: what differs, such as `dim 0 of 'x' has the size 1 (the output has other values)`.
     """
     return (
-        f"The program of {method} differs from the model where {'; '.join(sizes)}. torch.export takes dynamic sizes as 2 or more, "
-        "and fixes branches on smaller ones. Declare min=2 in the Dim, with a program of its own for smaller sizes, or choose by a "
-        "tensor: torch.where(torch.ones(x.shape[:1]).sum() == 1, a, b)."
+        f"The program of {method} differs from the model where {'; '.join(sizes)}. torch.export takes dynamic sizes as 2 or "
+        "more, and fixes branches on smaller ones. Declare min=2 in the Dim, with a program of its own for smaller sizes, or "
+        "choose by a tensor: torch.where(torch.ones(x.shape[:1]).sum() == 1, a, b)."
     )

@@ -112,6 +112,8 @@ def specialized(method: str, text: str, place: str) -> DimSpecialized | None:
     fixes = re.search(r"Suggested fixes:\n((?:  .+\n?)+)", text)
     fix = "; ".join(line.strip() for line in fixes[1].splitlines()) if fixes else ""
     remedy = f"Write {fix}, or remove what limits the size from the model." if fix else "Export the dim as static."
+    if "!=" in why and not fix:
+        remedy = "Give the dim a larger min, or export it as static."
     return DimSpecialized(method, _dim_named(violated[1]), why[0].lower() + why[1:], remedy, place)
 
 

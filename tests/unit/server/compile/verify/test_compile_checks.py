@@ -98,8 +98,12 @@ async def test_a_lost_initial_value_is_found(workers: Workers) -> None:
     ("original", "why", "remedy"),
     [
         ("fft", "an operator refused its arguments (0x12)", "complex numbers"),
-        ("histogram", "kernel 'aten::histc.out' not found, of aten::histc at ", "portable kernels lack some Core ATen"),
-        ("unknown", "an operator has no kernel (0x14): kernel 'aten::_linalg_svd.U' not found", "lack some Core ATen"),
+        (
+            "histogram",
+            "kernel 'aten::histc.out' not found, of aten::histc at ",
+            "for torch.histc: ExecuTorch has no kernel",
+        ),
+        ("unknown", "an operator has no kernel (0x14): kernel 'aten::_linalg_svd.U' not found", "outside of the model"),
         ("unplanned", "out of planned memory (0x21)", "narrower or static dims"),
     ],
 )
