@@ -11,7 +11,7 @@ import contextlib
 import importlib.util
 import os
 import sys
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from importlib.metadata import entry_points
@@ -113,7 +113,7 @@ def plan(shared: Iterable[Path], hidden: Iterable[Path]) -> list[Step]:
     candidates = [*map(Path, _KERNEL), *(Path("/etc") / name for name in SETTINGS)]
     links = {step.path for step in steps}
     wanted |= {path: Action.SHOW for path in _existing([*candidates, *shared]) if not links.intersection(path.parents)}
-    wanted |= {_closed_part(path.resolve(), wanted): Action.HIDE for path in hidden}
+    wanted |= {path.resolve(): Action.HIDE for path in hidden}
     shown: dict[Path, Action] = {}
     for path in sorted(wanted, key=lambda path: len(path.parts)):
         # A step is only needed if the action differs from that of the nearest parent.
@@ -122,21 +122,6 @@ def plan(shared: Iterable[Path], hidden: Iterable[Path]) -> list[Step]:
             shown[path] = wanted[path]
             steps.append(Step(wanted[path], path, path.is_dir(), is_open=_is_open(path)))
     return [step for step in steps if step.action is not Action.HIDE or step.path.exists()]
-
-
-def _closed_part(path: Path, shown: Container[Path]) -> Path:
-    """Return the outermost folder on the way from a shown folder to a path that other users cannot enter; else the path itself.
-
-    A child of a server that runs as root, which is another user, could not reach the files of its request below such a folder.
-    Hidden, the folder is an empty one, in which the files have paths.
-    """
-    is_within = False
-    for above in reversed(path.parents):
-        if above in shown:
-            is_within = True
-        elif is_within and above.exists() and not above.stat().st_mode & 0o001:
-            return above
-    return path
 
 
 def _is_open(path: Path) -> bool:

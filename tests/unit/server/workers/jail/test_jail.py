@@ -99,24 +99,3 @@ async def test_code_that_only_root_reads_costs_the_user_and_not_the_compilation(
         assert str(site) in missing.detail
     finally:
         await asyncio.wait_for(pool.stop(), 60)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives its children other users")
-async def test_a_child_reads_its_files_below_a_folder_that_only_root_enters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site = tmp_path / "site"
-    data = site / "closed" / "data"
-    data.mkdir(parents=True)
-    (site / "closed").chmod(0o700)
-    (site / "reads_a_file.py").write_text("def task(request, folder, emit):\n    return request.read_bytes()\n")
-    (data / "artifact").write_bytes(b"stored")
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{site}")
-    options = isolation.JailOptions(hidden=(data,))
-    pool = Workers(preload=[], limits=Limits(), folder=data / "jobs", concurrency=1, options=options)
-    pool.start()
-    try:
-        async with await pool.run("reads_a_file:task", data / "artifact", deadline_s=60) as finished:
-            assert finished.result == b"stored"
-    finally:
-        await asyncio.wait_for(pool.stop(), 60)
