@@ -196,8 +196,8 @@ class MethodSource(_message.Message):
 
     @_builtins.property
     def forgotten_buffers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of buffers to which the model assigns values that the exported program forgets, as the client saw at its export; at most
-        64, of at most 500 characters. Reports have a warning STATE_FORGOTTEN with them.
+        """Names of buffers (state.n) and attributes (self.h) to which the model assigns values that the exported program forgets, as the
+        client saw at its export; at most 64, of at most 500 characters. Reports have a warning STATE_FORGOTTEN with them.
         """
 
     @_builtins.property

@@ -17,6 +17,6 @@ def describe(method: str, sizes: Iterable[str]) -> str:
     """
     return (
         f"The program of {method} differs from the model where {'; '.join(sizes)}. torch.export takes dynamic sizes as 2 or "
-        "more, and fixes branches on smaller ones. Declare min=2 in the Dim, with a program of its own for smaller sizes, or "
-        "choose by a tensor: torch.where(torch.ones(x.shape[:1]).sum() == 1, a, b)."
+        "more, and fixes branches on smaller ones. Declare min=2 in the Dim, with a program of its own for smaller sizes. Or "
+        "choose by a tensor that is made of the size: for x.shape[0], torch.where(torch.ones(x.shape[:1]).sum() == 1, a, b)."
     )

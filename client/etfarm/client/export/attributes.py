@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _MAX_DEPTH: Final = 8
-_MAX_SLOTS: Final = 50_000
-"""Number of attributes and elements that are looked at, so that a large table in a module costs little."""
+_MAX_ELEMENTS: Final = 10_000
+"""Length of a container that is looked at, so that a large table in a module costs nothing."""
+_MAX_SLOTS: Final = 1_000_000
+"""Number of attributes and elements that are looked at."""
 _ABSENT: Final = object()
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
 _FOREIGN: Final = frozenset({*sys.stdlib_module_names, "torch", "numpy"})
@@ -124,7 +126,9 @@ class Snapshot:
         self._slots = 0
         self.tensors: list[Tensor] = []
         """The tensors among them."""
-        self._visit("self", module, 0)
+        self._modules = {id(part) for part in module.modules()}
+        for name, part in module.named_modules():
+            self._visit_module(f"self.{name}" if name else "self", part, 0)
 
     def changes(self) -> list[Change]:
         """Return what differs from the snapshot now."""
@@ -141,8 +145,11 @@ class Snapshot:
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)
         elif isinstance(value, torch.nn.Module):
+            # Modules in plain attributes, such as a parent, may be submodules as well.
             for name, part in value.named_modules():
-                self._visit_module(f"{path}.{name}" if name else path, part, depth)
+                if id(part) not in self._modules:
+                    self._modules.add(id(part))
+                    self._visit_module(f"{path}.{name}" if name else path, part, depth)
         elif isinstance(value, _PLAIN) or depth > _MAX_DEPTH or self._slots > _MAX_SLOTS:
             return
         elif isinstance(value, tuple):
@@ -163,12 +170,12 @@ class Snapshot:
     def _hold(
         self, path: str, container: Any, depth: int, *, is_object: bool = False, fixed: frozenset[str] = frozenset()
     ) -> None:
-        if id(container) in self._holders:
+        if id(container) in self._holders or len(container) > _MAX_ELEMENTS:
             return
         contents = dict(container) if isinstance(container, dict) else container.copy()
         holder = _Holder(path, container, contents, is_object, fixed)
         self._holders[id(container)] = holder
-        self._slots += len(contents)
+        self._slots += sum(key not in fixed for key in contents) if fixed else len(contents)
         if isinstance(contents, set):
             return
         pairs = contents.items() if isinstance(contents, dict) else enumerate(contents)

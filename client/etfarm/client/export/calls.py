@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -45,9 +46,26 @@ def outputs_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
     own_args, own_kwargs = pytree.tree_map(copied, (args, kwargs))
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), quiet():
-        torch.manual_seed(0)
+    with _equal_random_numbers(), torch.no_grad(), quiet():
         return [copied(leaf) for leaf in pytree.tree_leaves(function(*own_args, **own_kwargs))]
+
+
+@contextmanager
+def _equal_random_numbers() -> Iterator[None]:
+    """Seed the generators of torch, Python and NumPy, and put them back."""
+    import numpy as np
+    import torch
+
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 def difference_of(actual: list[Any], expected: list[Any]) -> str:

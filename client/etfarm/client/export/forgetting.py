@@ -38,7 +38,7 @@ class EagerCall:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             if leaf.is_floating_point():
-                return leaf.detach() * 0.75
+                return (leaf.detach().double() * 0.75).to(leaf.dtype)
             return leaf.flip(-1) if leaf.dim() else leaf
 
         args, kwargs = pytree.tree_map(changed, (self.args, self.kwargs))
@@ -119,7 +119,7 @@ class _Probe:
             return []
         later = Snapshot(self.call.module)
         if self._differs(self.call, first):
-            return self._named(changes, self.call, first)
+            return [change.path for change in changes] if is_slow else self._named(changes, self.call, first)
         if not is_slow and any(self._differs(self.call, first) for _ in range(_CALLS - 1)):
             return [change.path for change in changes]
         # The first inputs may be what it keeps, and others are needed to see that.
@@ -147,11 +147,17 @@ class _Probe:
 
     def _outputs(self, call: EagerCall) -> list[Any] | str:
         """Return the outputs from the present state, or what was raised; what the program keeps is put back."""
-        with tensors_kept(call.module, (*self.before.tensors, *self.written)):
+        # Of another method's module, attributes are put back as well, since its program is exported from them.
+        other = Snapshot(call.module) if call.module is not self.call.module else None
+        tensors = (*self.before.tensors, *self.written, *(other.tensors if other is not None else ()))
+        with tensors_kept(call.module, tensors):
             try:
                 return outputs_of(call.module, call.args, call.kwargs)
             except Exception as error:  # noqa: BLE001 - the module is the user's; the export shows its exceptions
                 return f"{type(error).__name__}: {error}"
+            finally:
+                if other is not None:
+                    other.restore()
 
 
 def _differ(outputs: list[Any] | str, expected: list[Any] | str) -> bool:

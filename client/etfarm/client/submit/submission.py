@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from etfarm.wire.recipes import Recipe
 
 _MAX_NAMED: Final = 64
-"""Number of forgotten buffers, and of differing sizes, that a server accepts; the first ones are sent."""
+"""Number of forgotten names, and of differing sizes, that a server accepts; the first ones are sent."""
 _NAME_CHARACTERS: Final = 500
 """Length that a server accepts for each."""
 

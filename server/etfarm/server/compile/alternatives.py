@@ -14,7 +14,7 @@ _INSTEAD: Final = tuple(
         ("sort|argsort|msort", "torch.topk(x, x.shape[dim], dim, largest=False) for torch.sort(x, dim)"),
         ("kthvalue", "torch.topk(x, k, dim, largest=False).values.select(dim, -1) for the k-th value"),
         (
-            "median|nanmedian",
+            "median",
             "torch.topk(x, (x.shape[dim] + 1) // 2, dim, largest=False).values.select(dim, -1) for the median",
         ),
         (
@@ -29,7 +29,8 @@ _INSTEAD: Final = tuple(
         ("bincount", "torch.zeros(n, dtype=x.dtype).scatter_add(0, x, torch.ones_like(x)) for torch.bincount(x, minlength=n)"),
         (
             "histc",
-            "((x.flatten() >= low[:, None]) & (x.flatten() < high[:, None])).sum(1) with the bins' ends for torch.histc",
+            "((x.flatten() >= low[:, None]) & (x.flatten() < high[:, None])).sum(1) with the bins' ends for torch.histc, whose "
+            "last bin has its upper end too",
         ),
         ("masked_select", "torch.where(mask, x, 0), which keeps the shape"),
         ("cumprod", "torch.exp(torch.cumsum(torch.log(x), dim)) for cumprod of positive values"),
@@ -43,7 +44,10 @@ _INSTEAD: Final = tuple(
         ),
         ("max_pool3d\\w*", "F.max_pool2d of x.flatten(1, 2) and then F.max_pool1d along the depth for max_pool3d"),
         ("avg_pool3d", "F.avg_pool2d of x.flatten(1, 2) and then F.avg_pool1d along the depth for avg_pool3d"),
-        ("adaptive_max_pool[123]d", "max pools with kernel_size = stride = input size // output size for adaptive ones"),
+        (
+            "adaptive_max_pool[123]d",
+            "max pools with kernel_size = stride = input size // output size for adaptive ones, where that leaves no rest",
+        ),
         ("hypot", "torch.sqrt(x * x + y * y) for torch.hypot(x, y)"),
         ("copysign", "torch.where(y < 0, -x.abs(), x.abs()) for torch.copysign(x, y)"),
         ("embedding_bag\\w*", "F.embedding(x, weight).sum(1) for F.embedding_bag(x, weight, mode='sum')"),

@@ -191,3 +191,60 @@ def test_a_buffer_instead_is_kept() -> None:
     program = torch.export.load(io.BytesIO(model.methods["forward"].pt2)).module()  # type: ignore[arg-type]
     for _ in range(3):
         torch.testing.assert_close(program(*X), module(*X))
+
+
+class Counted(nn.Module):
+    """Has a counter that changes its outputs, or none."""
+
+    def __init__(self, *, counts: bool) -> None:
+        super().__init__()
+        self.n, self.counts = 0, counts
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        return x * self.n if self.counts else x * 1
+
+
+def test_the_calls_of_another_method_leave_it_as_it_was() -> None:
+    methods = {"plain": Counted(counts=False).eval(), "counted": Counted(counts=True).eval()}
+    exported = export_source(ModelSource(methods=methods, example_inputs=dict.fromkeys(methods, (torch.ones(3),))), name="m")
+    assert [methods[name].n for name in methods] == [0, 0]
+    assert (exported.methods["plain"].forgotten, exported.methods["counted"].forgotten) == ((), ("self.n",))
+
+
+def test_a_large_table_does_not_hide_state_behind_it() -> None:
+    class Vocabulary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = {str(number): number for number in range(60_000)}
+            self.cache = [torch.zeros(3)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.cache[0] = self.cache[0] + x
+            return self.cache[0] * 1
+
+    exported = export_source(ModelSource.of(Vocabulary().eval(), (torch.ones(3),)), name="m")
+    assert exported.methods["forward"].forgotten == ("self.cache[0]",)
+
+
+def test_modules_that_know_their_parent_are_looked_at_once() -> None:
+    class Block(nn.Module):
+        def __init__(self, root: nn.Module) -> None:
+            super().__init__()
+            object.__setattr__(self, "root", root)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.n = 0
+            self.blocks = nn.ModuleList(Block(self) for _ in range(300))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.n += 1
+            return self.blocks[0](x) * self.n
+
+    exported = export_source(ModelSource.of(Chain().eval(), (torch.ones(3),)), name="m")
+    assert exported.methods["forward"].forgotten == ("self.n",)

@@ -25,6 +25,7 @@ PLACES: Final = torch.tensor([[0, 1, 2, 0, 1, 2, 0]]).expand(4, 7)
 BOUNDARIES: Final = torch.tensor([-1.0, 0.0, 1.0])
 WEIGHT: Final = torch.ones(2, 7, 7)
 EDGES: Final = torch.arange(-2.0, 3.0)[:, None]
+"""Bins of a histogram, whose last one has its upper end as well."""
 
 
 def maxima(x: Tensor) -> Tensor:

@@ -38,4 +38,6 @@ def require_computable(module: Any) -> None:
 
 
 def _is_static(node: Any) -> bool:
-    return bool(re.match(r"quantized_decomposed\.(de)?quantize_per_tensor\.default", str(node.target)))
+    is_scaled = re.match(r"quantized_decomposed\.(de)?quantize_per_tensor\.default", str(node.target))
+    # A weight with one scale is a constant that is dequantized.
+    return bool(is_scaled) and node.args[0].op != "get_attr"

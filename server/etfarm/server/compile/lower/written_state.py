@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from etfarm.wire.written_inputs import viewed_placeholders
+from etfarm.wire.written_inputs import viewed_placeholders, written_placeholders
 
 _MUTATIONS = ("BUFFER_MUTATION", "USER_INPUT_MUTATION")
 
 
 def copy_values(program: Any) -> None:
-    """Copy the values that are memory of a buffer or an input, as in a delay line, and those that are written twice.
+    """Copy the values that are memory of another buffer or input that is written to, as in a delay line, or are written twice.
 
     The copy at the end of a run may come after that to the memory itself, and ExecuTorch finds one output for each value.
     Source: executorch/exir/passes/insert_write_back_for_buffers_pass.py 1.5.1.
@@ -20,12 +20,17 @@ def copy_values(program: Any) -> None:
     Args:
         program: an exported program, which is changed; its operators may write themselves, or return the new values.
     """
-    graph = program.graph
-    views = viewed_placeholders(graph)
+    graph, signature = program.graph, program.graph_signature
+    functional = {spec.target for spec in signature.output_specs if spec.kind.name in _MUTATIONS}
+    targets = signature.inputs_to_buffers
+    changing = set(written_placeholders(graph)) | {
+        node for node in graph.nodes if node.op == "placeholder" and targets.get(node.name, node.name) in functional
+    }
+    views = {node: placeholders & changing for node, placeholders in viewed_placeholders(graph).items()}
     written: set[Any] = set()
     changed = False
     for node in list(graph.nodes):
-        if node.target is not torch.ops.aten.copy_.default:
+        if node.target is not torch.ops.aten.copy_.default or node.args[0].op != "placeholder":
             continue
         to, value = node.args[:2]
         if isinstance(value, torch.fx.Node) and (value in written or views.get(value, frozenset()) - {to}):
@@ -33,16 +38,14 @@ def copy_values(program: Any) -> None:
             changed = True
         written.add(value)
     nodes = {node.name: node for node in graph.nodes}
-    targets = program.graph_signature.inputs_to_buffers
     output = graph.output_node()
-    for spec in program.graph_signature.output_specs:
+    for place, spec in enumerate(signature.output_specs):
         if spec.kind.name not in _MUTATIONS:
             continue
         value = nodes[spec.arg.name]
         own = value.op == "placeholder" and spec.target in (value.name, targets.get(value.name))
         if value in written or (views.get(value) and not own):
             copy = _copy(graph, output, value)
-            place = program.graph_signature.output_specs.index(spec)
             results = list(output.args[0])
             results[place] = copy
             output.args = (tuple(results),)
