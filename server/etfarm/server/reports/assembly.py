@@ -118,7 +118,7 @@ def assemble(
     if compilation is not None and cell.method in methods and (forgotten := methods[cell.method].forgotten_buffers):
         message = (
             f"The program of {cell.method} forgets what the model assigns to {', '.join(forgotten)}, so that later calls may "
-            "have other outputs than the model's. Keep it in buffers, and write to them with copy_(), in their own shape and dtype."
+            "have other outputs than the model's. Keep it in buffers, written with copy_() in their own shape and dtype."
         )
         report.compile.warnings.add(code="STATE_FORGOTTEN", message=message)
     if compilation is not None and cell.method in methods and (sizes := methods[cell.method].small_sizes):
