@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from etfarm.client import Farm
 from etfarm.device_agents.daemon.own_runners import REMEMBERED
-from tests.support.forks import COMMAND, Fork, Template
+from tests.support.forks import COMMAND, Fork, Template, exporting
 from tests.support.runner import know_own_runners, runner_archive
 
 START_S = 120.0
@@ -34,9 +34,6 @@ LAUNCHER = b"sandbox/launch.py"
 """In the command line of a process that confines itself before it becomes a runner."""
 PROMPTLY_S = 15.0
 """For what must happen at once: far below what would end it otherwise, and virtual machines stand still for seconds."""
-
-commands = Template("torch")
-"""Where commands that export a model are forked from."""
 
 
 class Daemon:
@@ -254,7 +251,7 @@ def etfarm(
     Without an environment of its own, it is forked: from a process that has loaded torch, if it may export a model.
     """
     clean = {key: value for key, value in os.environ.items() if key != "ETFARM_SERVER"} | {"COLUMNS": "140"}
-    template = commands if arguments[0] in EXPORTING else Daemon.template
+    template = exporting if arguments[0] in EXPORTING else Daemon.template
     if environment is None and template is not None:
         return template.run(arguments, cwd, clean, timeout_s)
     return subprocess.run(

@@ -157,7 +157,7 @@ class Template:
         stdin, writing = os.pipe()
         reading, stdout = os.pipe()
         try:
-            fork = self._fork(arguments, Path.cwd(), environment, stdin, stdout, stderr.fileno())
+            fork = self._fork(_of_command(arguments, Path.cwd(), environment), stdin, stdout, stderr.fileno())
         finally:
             os.close(stdin)
             os.close(stdout)
@@ -175,7 +175,7 @@ class Template:
         with contextlib.ExitStack() as stack:
             out, err = (stack.enter_context(os.fdopen(os.memfd_create(name), "rb")) for name in ("stdout", "stderr"))
             null = stack.enter_context(Path(os.devnull).open())
-            fork = self._fork(arguments, cwd, environment, null.fileno(), out.fileno(), err.fileno())
+            fork = self._fork(_of_command(arguments, cwd, environment), null.fileno(), out.fileno(), err.fileno())
             try:
                 code = fork.wait(timeout_s)
             except subprocess.TimeoutExpired:
@@ -187,9 +187,22 @@ class Template:
                 texts.append(io.TextIOWrapper(file).read())
         return subprocess.CompletedProcess([*arguments], code, *texts)
 
-    def _fork(self, arguments: Sequence[str], cwd: Path, environment: Mapping[str, str], *files: int) -> Fork:
-        options = ["-m", COMMAND]
-        command = Command(options, [*map(str, arguments)], str(cwd), {**environment}, [0, 1, 2])
+    def run_module(
+        self, name: str, arguments: Sequence[str], cwd: Path, environment: Mapping[str, str]
+    ) -> tuple[Fork, IO[bytes], IO[bytes], IO[bytes]]:
+        """Run a module, as `python -P -m` does, in a session of its own; return it with its stdin, stdout and stderr."""
+        ends = [os.pipe() for _ in range(3)]
+        (stdin, writing), *readings = ends
+        try:
+            command = Command(["-P", "-m", name], [*arguments], str(cwd), {**environment}, [0, 1, 2], has_session=True)
+            fork = self._fork(command, stdin, *(written for _, written in readings))
+        finally:
+            for file in (stdin, *(written for _, written in readings)):
+                os.close(file)
+        out, err = (os.fdopen(read, "rb", 0) for read, _ in readings)
+        return fork, os.fdopen(writing, "wb", 0), out, err
+
+    def _fork(self, command: Command, *files: int) -> Fork:
         with self._lock:
             fork = _order(self._connect, command, files)
         fork.pid  # noqa: B018 - it runs when this returns, as with subprocess.Popen
@@ -210,6 +223,10 @@ class Template:
         return self._socket
 
 
+exporting = Template("torch")
+"""Where commands that export a model, and the runners of Python, are forked from."""
+
+
 @dataclass(frozen=True)
 class Command:
     """What a fork becomes."""
@@ -224,6 +241,10 @@ class Command:
     has_session: bool = False
     umask: int | None = None
     limits: Sequence[tuple[int, Sequence[int]]] = ()
+
+
+def _of_command(arguments: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> Command:
+    return Command(["-m", COMMAND], [*map(str, arguments)], str(cwd), {**environment}, [0, 1, 2])
 
 
 def _order(connect: Callable[[], socket.socket], command: Command, files: Sequence[int]) -> Fork:

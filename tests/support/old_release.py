@@ -22,7 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from tests.support.farm import EXPORTING, WAIT_FOR_NOTHING, Daemon, commands, wait_until
+from tests.support.farm import EXPORTING, WAIT_FOR_NOTHING, Daemon, wait_until
+from tests.support.forks import exporting
 from tests.support.programs import cache_folder
 
 
@@ -121,7 +122,7 @@ def run(*arguments: str, cwd: Path, returncodes: Sequence[int] = (0,), release: 
     clean = {key: value for key, value in os.environ.items() if not key.startswith("ETFARM_")}
     variables = {**clean, **environment(release), "COLUMNS": "140"}
     if arguments[0] in EXPORTING:
-        done = commands.run(arguments, cwd, variables, 600.0)
+        done = exporting.run(arguments, cwd, variables, 600.0)
     else:
         done = subprocess.run(
             [sys.executable, "-m", "etfarm.wire.command", *arguments],

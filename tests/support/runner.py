@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
+import os
 import platform
 import shutil
+import signal
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +22,68 @@ import pytest
 from etfarm.device_agents.daemon.own_runners import REMEMBERED, own_runners
 from etfarm.device_agents.native.build import build_bundle, source_digest
 from etfarm.device_agents.runners.bundle import Bundle, unpack
+from etfarm.device_agents.runners.child import MAX_LINE_BYTES, Input
 from etfarm.device_agents.runners.native import NativeRunner
 from etfarm.device_agents.runners.protocol import MeasurePlan
 from etfarm.device_agents.runners.python import PythonRunner
 from etfarm.device_agents.runners.remote import RemoteRunner
 from etfarm.wire import tensors
+from etfarm.wire.errors import EtfarmError
 from etfarm.wire.tensors import Tensor, Value
+from tests.support.forks import Fork, exporting
 from tests.support.programs import Program, cache_folder
 
 Start = Callable[..., AbstractAsyncContextManager[RemoteRunner]]
 QUICK = MeasurePlan(warmup=2, iterations=20, min_time_ns=0, max_time_ns=5_000_000_000, max_samples=1000)
 ENDLESS = MeasurePlan(warmup=0, iterations=1_000_000_000, min_time_ns=10**12, max_time_ns=10**12, max_samples=100_000_000)
+
+
+class ForkedChild:
+    """A runner of Python, forked from a process that has loaded torch, which takes most of the time of a start."""
+
+    lost: EtfarmError | None = None
+    memory_ran_out = False
+
+    def __init__(self, fork: Fork, stdin: Input, stdout: asyncio.StreamReader, stderr: asyncio.StreamReader) -> None:
+        self.pid, self.stdin, self.stdout, self.stderr = fork.pid, stdin, stdout, stderr
+        self._end = asyncio.create_task(self._ended(fork))
+
+    async def _ended(self, fork: Fork) -> int:
+        code = await asyncio.to_thread(fork.wait)
+        self._kill_group()
+        return code
+
+    @property
+    def ended(self) -> bool:
+        """See `Child.ended`."""
+        return self._end.done()
+
+    def kill(self) -> None:
+        """See `Child.kill`."""
+        if not self.ended:
+            self._kill_group()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    async def wait(self) -> int:
+        """See `Child.wait`."""
+        return await asyncio.shield(self._end)
+
+
+async def spawn_fork(command: Sequence[str], folder: Path) -> ForkedChild:
+    """Fork the runner of Python where `spawn_here` would start it."""
+    interpreter, *options = command
+    assert interpreter == sys.executable and options[:2] == ["-P", "-m"]
+    environment = {"LC_ALL": "C.UTF-8", "HOME": str(folder), "TMPDIR": str(folder)}
+    fork, stdin, *outputs = exporting.run_module(options[2], options[3:], folder, environment)
+    loop = asyncio.get_running_loop()
+    transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, stdin)
+    readers = [asyncio.StreamReader(limit=MAX_LINE_BYTES) for _ in outputs]
+    for reader, file in zip(readers, outputs, strict=True):
+        await loop.connect_read_pipe(partial(asyncio.StreamReaderProtocol, reader), file)
+    return ForkedChild(fork, asyncio.StreamWriter(transport, protocol, None, loop), *readers)
 
 
 def runner_archive() -> Path:
@@ -80,7 +136,7 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Start:
         pytest.skip("needs torch and executorch")
 
     def starter(**options: object) -> AbstractAsyncContextManager[RemoteRunner]:
-        return PythonRunner.start(tmp_path, **options)  # type: ignore[arg-type]
+        return PythonRunner.start(tmp_path, spawn=spawn_fork, **options)  # type: ignore[arg-type]
 
     return starter
 
