@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
 from enum import Enum
-from types import FunctionType, MethodType, SimpleNamespace
+from types import FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -55,6 +56,53 @@ class Change:
 
 
 @dataclass(frozen=True)
+class _ClassAttributes(MutableMapping[str, Any]):
+    """The data among the attributes of a class, by name."""
+
+    owner: type
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, value in [*vars(self.owner).items()] if not (name.startswith("__") or _is_code(value)))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self.owner)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.owner, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self.owner, name)
+
+
+@dataclass(frozen=True)
+class _Slots(MutableMapping[str, Any]):
+    """What is set of the `__slots__` of an object, by name."""
+
+    owner: Any
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in _slots_of(type(self.owner)) if hasattr(self.owner, name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self.owner, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.owner, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self.owner, name)
+
+
+@dataclass(frozen=True)
 class _Holder:
     """A container, or the attributes of an object, with its elements at the time of a snapshot."""
 
@@ -66,7 +114,7 @@ class _Holder:
     """Keys that do not count, such as those of each nn.Module."""
 
     def changes(self) -> Iterator[Change]:
-        if isinstance(self.container, dict):
+        if isinstance(self.container, MutableMapping):
             for key in dict.fromkeys([*self.contents, *self.container]):
                 new = self.container.get(key, _ABSENT)
                 if key not in self.fixed and not is_same(self.contents.get(key, _ABSENT), new):
@@ -100,7 +148,7 @@ class _Holder:
             self.container.extend(value)
 
     def restore(self) -> None:
-        if isinstance(self.container, dict):
+        if isinstance(self.container, MutableMapping):
             for change in list(self.changes()):
                 self.put(change._key, self.contents.get(change._key, _ABSENT))
         elif any(True for _ in self.changes()):
@@ -127,6 +175,7 @@ class Snapshot:
         self.tensors: list[Tensor] = []
         """The tensors among them."""
         self._modules = {id(part) for part in module.modules()}
+        self._classes = set[type]()
         for name, part in module.named_modules():
             self._visit_module(f"self.{name}" if name else "self", part, 0)
 
@@ -158,12 +207,23 @@ class Snapshot:
         elif isinstance(value, dict | list | deque | set):
             self._hold(path, value, depth)
         elif _is_of_user(value):
-            self._hold(path, vars(value), depth, is_object=True)
+            if isinstance(getattr(value, "__dict__", None), dict):
+                self._hold(path, vars(value), depth, is_object=True)
+            if slots := _Slots(value):
+                self._hold(path, slots, depth, is_object=True)
+            self._visit_class(type(value), depth)
+
+    def _visit_class(self, kind: type, depth: int) -> None:
+        for base in kind.__mro__:
+            if base not in self._classes and not _is_foreign(base):
+                self._classes.add(base)
+                self._hold(base.__qualname__, _ClassAttributes(base), depth, is_object=True)
 
     def _visit_module(self, path: str, module: nn.Module, depth: int) -> None:
         if type(module._buffers) is not dict:  # a ScriptModule, whose attributes are not Python's
             return
         self._hold(path, vars(module), depth, is_object=True, fixed=self._standard)
+        self._visit_class(type(module), depth)
         buffers = module._buffers
         self._hold(path, buffers, depth, is_object=True, fixed=frozenset(key for key in buffers if buffers[key] is not None))
 
@@ -172,7 +232,7 @@ class Snapshot:
     ) -> None:
         if id(container) in self._holders or len(container) > _MAX_ELEMENTS:
             return
-        contents = dict(container) if isinstance(container, dict) else container.copy()
+        contents = dict(container) if isinstance(container, MutableMapping) else container.copy()
         holder = _Holder(path, container, contents, is_object, fixed)
         self._holders[id(container)] = holder
         self._slots += sum(key not in fixed for key in contents) if fixed else len(contents)
@@ -186,6 +246,23 @@ class Snapshot:
 
 def _is_of_user(value: Any) -> bool:
     """Return whether an object is of a class that may be of the model, with attributes of its own."""
-    if isinstance(value, type | FunctionType | MethodType | Enum) or not isinstance(getattr(value, "__dict__", None), dict):
+    if isinstance(value, type | FunctionType | MethodType | Enum):
         return False
-    return isinstance(value, SimpleNamespace) or type(value).__module__.partition(".")[0] not in _FOREIGN
+    if not isinstance(getattr(value, "__dict__", None), dict) and not any(True for _ in _slots_of(type(value))):
+        return False
+    return isinstance(value, SimpleNamespace | argparse.Namespace) or not _is_foreign(type(value))
+
+
+def _is_foreign(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _FOREIGN
+
+
+def _slots_of(kind: type) -> Iterator[str]:
+    """Return the names of a class's slots, those of its bases too."""
+    for base in kind.__mro__:
+        yield from (name for name, value in vars(base).items() if isinstance(value, MemberDescriptorType))
+
+
+def _is_code(value: Any) -> bool:
+    """Return whether an attribute of a class is a method, a class or a descriptor."""
+    return callable(value) or hasattr(type(value), "__get__")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+from argparse import Namespace
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -22,6 +23,15 @@ class Helper:
     def __init__(self) -> None:
         self.h = torch.zeros(3)
         self.n = 0
+
+
+class Slots:
+    """An object without a dict."""
+
+    __slots__ = ("h",)
+
+    def __init__(self) -> None:
+        self.h = torch.zeros(3)
 
 
 class Model(nn.Module):
@@ -68,6 +78,11 @@ def helped(m: Any, x: Tensor) -> Tensor:
     return m.value.h * 1
 
 
+def parsed(m: Any, x: Tensor) -> Tensor:
+    m.value.n += 1
+    return x * m.value.n
+
+
 def counted(m: Any, x: Tensor) -> Tensor:
     m.value += 1
     return x * m.value
@@ -93,8 +108,10 @@ def third(m: Any, x: Tensor) -> Tensor:
 
 def is_unchanged(value: Any) -> bool:
     """Return whether a value of the cases below is as it was before the export, with no tensors of an export in it."""
-    if isinstance(value, Helper):
+    if isinstance(value, Helper | Slots):
         return is_unchanged(value.h)
+    if isinstance(value, Namespace):
+        return is_unchanged(value.n)
     if isinstance(value, Tensor):
         return type(value) is Tensor and value.tolist() == [0, 0, 0]
     if isinstance(value, dict | list | deque):
@@ -113,6 +130,8 @@ def is_unchanged(value: Any) -> bool:
         (list, append, "self.value"),
         (lambda: deque([torch.zeros(3)], maxlen=2), append, "self.value"),
         (Helper, helped, "self.value.h"),
+        (Slots, helped, "self.value.h"),
+        (lambda: Namespace(n=0), parsed, "self.value.n"),
         (lambda: 0, counted, "self.value"),
         (lambda: False, flagged, "self.value"),
         (lambda: None, reference, "self.value"),
@@ -248,3 +267,28 @@ def test_modules_that_know_their_parent_are_looked_at_once() -> None:
 
     exported = export_source(ModelSource.of(Chain().eval(), (torch.ones(3),)), name="m")
     assert exported.methods["forward"].forgotten == ("self.n",)
+
+
+class Shared(nn.Module):
+    """State in attributes of the class."""
+
+    cache: ClassVar[dict[str, Tensor]] = {}
+    total: ClassVar[int] = 0
+
+    def __init__(self, *, is_counter: bool) -> None:
+        super().__init__()
+        self.is_counter = is_counter
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_counter:
+            type(self).total += 1
+            return x * self.total
+        self.cache["h"] = self.cache.get("h", torch.zeros(3)) + x
+        return self.cache["h"] * 1
+
+
+@pytest.mark.parametrize(("is_counter", "name"), [(True, "Shared.total"), (False, 'Shared.cache["h"]')])
+def test_state_in_attributes_of_a_class_is_named(is_counter: bool, name: str) -> None:
+    model = export_source(ModelSource.of(Shared(is_counter=is_counter).eval(), X), name="m", say=lambda _: None)
+    assert model.methods["forward"].forgotten == (name,)
+    assert Shared.total == 0 and Shared.cache == {}
