@@ -61,7 +61,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Choose the quick ring, in a process for each core and one more, where neither paths nor a ring are named.
+    """Choose the quick ring, in a process for each core and a few more, where neither paths nor a ring are named.
 
     Who names a file wants all of its tests, also the slow ones, and a process more would only load torch once more.
     """
@@ -73,8 +73,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if hasattr(config, "workerinput") or not config.pluginmanager.hasplugin("xdist"):
         return
     if config.option.numprocesses is None and not config.option.usepdb:
-        # One more than cores: tests also wait, for processes and deadlines.
-        config.option.numprocesses = len(os.sched_getaffinity(0)) + 1
+        # More than cores: tests also wait, for processes and deadlines, above all slow ones.
+        config.option.numprocesses = len(os.sched_getaffinity(0)) + (2 if config.option.markexpr == SLOW_RING else 1)
     if config.option.numprocesses:
         # The tests of a file stay together, as they share farms. Folders with long files come first by their names.
         config.option.dist, config.option.loadscopereorder = "loadfile", False

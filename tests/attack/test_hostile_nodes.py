@@ -36,7 +36,6 @@ from tests.support.ray_cluster import RayNode as Started
 
 pytestmark = [
     pytest.mark.slow(reason="launches a Ray cluster, one of whose nodes lies"),
-    pytest.mark.timeout(300),
 ]
 pytest.importorskip("ray", reason="pip install 'etfarm[scale]'")
 

@@ -21,7 +21,7 @@ from tests.support.emulation import aarch64_archive
 from tests.support.farm import FarmProcess, etfarm, wait_until
 from tests.support.vms import Board, running_board
 
-pytestmark = [pytest.mark.boards, pytest.mark.timeout(600), pytest.mark.slow(reason="boots a virtual Arm board")]
+pytestmark = [pytest.mark.boards, pytest.mark.slow(reason="boots a virtual Arm board")]
 
 CACHE = "/var/lib/etfarm/.local/share/etfarm/agent/cache"
 

@@ -28,7 +28,6 @@ from tests.support.ray_cluster import RayCluster
 
 pytestmark = [
     pytest.mark.slow(reason="launches a Ray cluster, and kills nodes of it"),
-    pytest.mark.timeout(300),
     pytest.mark.asyncio(loop_scope="module"),
 ]
 pytest.importorskip("ray", reason="pip install 'etfarm[scale]'")

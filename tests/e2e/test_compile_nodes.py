@@ -43,7 +43,6 @@ from tests.support.ray_cluster import RayCluster, RayNode
 
 pytestmark = [
     pytest.mark.slow(reason="launches a Ray cluster, and kills nodes of it"),
-    pytest.mark.timeout(300),
 ]
 pytest.importorskip("ray", reason="pip install 'etfarm[scale]'")
 

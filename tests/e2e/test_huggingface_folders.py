@@ -21,7 +21,7 @@ def test_a_decoder_with_the_operators_of_executorch_is_measured_in_8_and_4_bits(
     done = etfarm(
         "bench", "hf:qwen3:attention=custom,max_context_tokens=48", "--recipe", INT8, "--recipe", INT4, "--generate", "8",
         "--prompt-tokens", "12", "--depth", "0", "--repetitions", "3", "--threads", "1", "--json", "r.json",
-        "--server", farm.address, cwd=tmp_path, timeout_s=540,
+        "--server", farm.address, cwd=tmp_path, timeout_s=840,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "2 of 15 layers stay in fp32" in done.stderr and "mlp.down_proj (80 inputs)" in done.stderr

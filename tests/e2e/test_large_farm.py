@@ -16,7 +16,6 @@ from tests.support.ray_cluster import RayCluster, running_cluster
 
 pytestmark = [
     pytest.mark.slow(reason="starts PostgreSQL, an S3 server, a Ray cluster and two servers"),
-    pytest.mark.timeout(300),
 ]
 pytest.importorskip("ray", reason="pip install 'etfarm[scale]'")
 

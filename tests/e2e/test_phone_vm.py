@@ -15,7 +15,7 @@ from etfarm.device_agents.runners.bundle import unpack
 from tests.support.emulation import aarch64_archive
 from tests.support.vms import PluggedPhone, phone_vm  # noqa: F401 - a fixture
 
-pytestmark = [pytest.mark.boards, pytest.mark.timeout(600), pytest.mark.slow(reason="boots a virtual phone")]
+pytestmark = [pytest.mark.boards, pytest.mark.slow(reason="boots a virtual phone")]
 
 FOLDER = "/data/local/tmp/etfarm"
 

@@ -20,7 +20,7 @@ from tests.support.programs import program
 from tests.support.proxy import link_to
 from tests.support.vms import PluggedPhone, phone_vm  # noqa: F401 - a fixture
 
-pytestmark = [pytest.mark.boards, pytest.mark.timeout(600), pytest.mark.slow(reason="boots a virtual phone")]
+pytestmark = [pytest.mark.boards, pytest.mark.slow(reason="boots a virtual phone")]
 
 
 @pytest.fixture(scope="module")

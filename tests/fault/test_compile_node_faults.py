@@ -21,7 +21,6 @@ from tests.support.servers import Servers
 
 pytestmark = [
     pytest.mark.slow(reason="launches a Ray cluster whose nodes load the toolchain, and kills them"),
-    pytest.mark.timeout(600),
 ]
 pytest.importorskip("ray", reason="pip install 'etfarm[scale]'")
 

@@ -244,7 +244,7 @@ class FarmProcess:
 
 
 def etfarm(
-    *arguments: str, cwd: Path, environment: dict[str, str] | None = None, timeout_s: float = 240.0
+    *arguments: str, cwd: Path, environment: dict[str, str] | None = None, timeout_s: float = 480.0
 ) -> subprocess.CompletedProcess[str]:
     """Run one command of the CLI to its end.
 
