@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuantizer
 from executorch.export.stages import QuantizeStage
 from torch.export import Dim
 from torch.export.dynamic_shapes import _combine_args
@@ -36,7 +35,7 @@ from etfarm.server.compile.errors import (
 )
 from etfarm.server.compile.inputs import InputMismatch, check_inputs
 from etfarm.server.compile.inspect import signature
-from etfarm.server.compile.lower import fusion, half_precision, integers
+from etfarm.server.compile.lower import batch_norms, fusion, half_precision, integers
 from etfarm.server.compile.program import fp32_layers, loading, values
 from etfarm.server.compile.program.explain import describe_place, find_line, first_line
 from etfarm.server.compile.program.places import places
@@ -125,12 +124,10 @@ def quantize(
     unused = set() if unused is None else unused
     if options.copy_shared_layers and fusion.copy_shared_layers(captured):
         unused.discard("copy_shared_layers")
-    for each in recipe.quantizers:
-        if isinstance(each, XNNPACKQuantizer):
-            _look_for_present_patterns(each)
     quantizer = stage._get_quantizer_for_prepare_pt2e(recipe.quantizers)
     if options.fuse_activations and fp32_layers.by_xnnpack(recipe.quantizers):
         quantizer = fusion.ActivationsFused(quantizer)
+    batch_norms.keep_what_cannot_be_folded(captured, recipe.quantizers)
     prepared = prepare_pt2e(captured, quantizer)
     if isinstance(quantizer, fusion.ActivationsFused) and quantizer.has_fused:
         unused.discard("fuse_activations")
@@ -155,7 +152,9 @@ def quantize(
                 _log.info("calibrated %d of %d samples of %s", index + 1, len(calibration) + 1, method)
     prepared = stage._apply_passes(prepared, recipe.pre_convert_passes)
     with _unfolded(initial):
-        converted: torch.nn.Module = stage._apply_passes(convert_pt2e(prepared), recipe.post_convert_passes)
+        converted = convert_pt2e(prepared)
+        batch_norms.show_what_was_kept(converted)
+        converted = stage._apply_passes(converted, recipe.post_convert_passes)
     if fp32_layers.by_xnnpack(recipe.quantizers):
         fusion.copy_dynamic_scales(converted)
         half_precision.require_computable(converted)
@@ -174,27 +173,6 @@ def quantize(
     if any(isinstance(scale, float) and not math.isfinite(scale) for scale in scales):
         raise CalibrationNotFinite(method, "", "")  # min-max observers accept any value
     return converted
-
-
-def _look_for_present_patterns(quantizer: Any) -> None:
-    """Let an XNNPACKQuantizer look for convolutions with a batch norm only in graphs that have one.
-
-    It exports twelve patterns for them each time, which takes a third of the quantization of a small model, and prepare_pt2e has
-    folded most batch norms before.
-    """
-    annotate_all = quantizer.annotate
-
-    def annotate(model: torch.fx.GraphModule) -> torch.fx.GraphModule:
-        patterns = type(quantizer).SUPPORTED_PATTERNS
-        if not any("batch_norm" in str(node.target) for node in model.graph.nodes):
-            patterns = [pattern for pattern in patterns if "_bn" not in pattern.name]
-            model.graph.eliminate_dead_code()  # as the skipped annotators would
-            model.recompile()
-        quantizer.SUPPORTED_PATTERNS = patterns
-        annotated: torch.fx.GraphModule = annotate_all(model)
-        return annotated
-
-    quantizer.annotate = annotate
 
 
 def _calibrate(prepared: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], initial: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ import torch
 from etfarm.server.compile.errors import QuantizedNothing, QuantizerFailed, RecipeNeedsEagerModule, StageFailed
 from etfarm.server.compile.inspect import facts, footprint, signature, sizes
 from etfarm.server.compile.lower import (
+    batch_norms,
     build,
     etrecord,
     integers,
@@ -242,8 +243,10 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
         return result
 
     shared_state.rename_ambiguous(programs.values())
-    for program in programs.values():
+    for method, program in programs.items():
         written_state.copy_values(program)
+        if (partitioners := build.partitioners(built, method)) and fp32_layers.by_xnnpack(partitioners):
+            batch_norms.compute_apart(program)
     shared = shared_state.plan_shared_state(programs, recipe, built.executorch_backend_config)
     result["shared_buffers"] = sorted(frozenset().union(*shared.values()))
     if shared:

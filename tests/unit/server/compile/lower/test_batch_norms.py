@@ -1,0 +1,218 @@
+"""Quantized models with batch norms that cannot be folded into the layer before them are near the model."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+pytest.importorskip("executorch")
+
+from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+from etfarm.server.compile.lower import batch_norms, build, quantize
+from etfarm.wire import recipes
+from tests.support.compiling import DYNAMIC, STATIC
+
+pytestmark = pytest.mark.numeric
+
+
+def norm(kind: type[nn.Module] = nn.BatchNorm2d, channels: int = 4) -> nn.Module:
+    """Return a batch norm that is far from the identity."""
+    made = kind(channels)
+    assert isinstance(made.running_mean, Tensor) and isinstance(made.running_var, Tensor)
+    made.running_mean.normal_(0.2, 0.7)
+    made.running_var.uniform_(0.3, 4)
+    return made
+
+
+class Heads(nn.Module):
+    """A convolution that is shared by levels, with a batch norm for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.out = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(4, 2)
+        self.norms = nn.ModuleList(norm() for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        levels = (x, x[:, :, 1:, 1:] * 0.9, x[:, :, 2:, 2:] * 1.1)
+        return tuple(self.out(F.relu(n(self.conv(y))).mean((2, 3))) for y, n in zip(levels, self.norms, strict=True))
+
+
+class FirstUse(nn.Module):
+    """A convolution with two uses, of which the first one has a batch norm behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.out = nn.Conv2d(4, 4, 3, padding=1), norm(), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.relu(self.conv(F.relu(self.norm(self.conv(x))))).mean((2, 3)))
+
+
+class Around(FirstUse):
+    """A path leads around the batch norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return self.out(F.relu(self.norm(y) + y).mean((2, 3)))
+
+
+class Returned(FirstUse):
+    """What the batch norm takes is an output as well."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.conv(x)
+        return self.out(F.relu(self.norm(y)).mean((2, 3))), y
+
+
+class Two(FirstUse):
+    """Two batch norms take the same values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = norm()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.conv(x)
+        return self.out(self.norm(y).relu().mean((2, 3))), self.out(self.other(y).relu().mean((2, 3)))
+
+
+class InPlace(nn.Module):
+    """An activation in place is behind a batch norm that changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.conv(x)
+        return F.relu_(self.norm(y)) * 2, y
+
+
+class Layer(nn.Module):
+    """A linear layer with a path around its batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.out = nn.Linear(8, 4), norm(nn.BatchNorm1d), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x.flatten(1)[:, :8])
+        return self.out(F.relu(self.norm(y)) + y)
+
+
+class SharedBias(nn.Module):
+    """Two convolutions have one bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)
+        self.second.bias = self.first.bias
+        self.first_norm, self.second_norm = norm(), norm()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second_norm(self.second(self.first_norm(self.first(x))))
+
+
+class WeightNorm(nn.Module):
+    """The weight of a convolution is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.out = parametrizations.weight_norm(nn.Conv2d(4, 4, 3)), norm(), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+class Transposed(nn.Module):
+    """A transposed convolution has groups."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.ConvTranspose2d(4, 4, 4, 2, 1, groups=groups, bias=False), norm()
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+class Depthwise(Transposed):
+    """Each channel is a group."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+
+
+class Grouped(Transposed):
+    """Two channels are a group."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+
+
+class Foldable(nn.Module):
+    """All batch norms can be folded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.up = nn.Conv2d(4, 4, 3, bias=False), norm(), nn.ConvTranspose2d(4, 4, 2, 2)
+        self.up_norm, self.layer, self.layer_norm = norm(), nn.Linear(4, 4), norm(nn.BatchNorm1d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.up_norm(self.up(F.relu(self.norm(self.conv(x))))))
+        return self.layer_norm(self.layer(x.mean((2, 3))))
+
+
+def norms_after(module: type[nn.Module], recipe: str) -> tuple[int, float]:
+    """Quantize a module; return how many batch norms are left, and the least SQNR of its outputs in dB."""
+    torch.manual_seed(0)
+    model, x = module().eval(), torch.randn(2, 4, 8, 8)
+    program = torch.export.export(model, (x,))
+    quantized = quantize.quantize(program, build.quantization(recipes.parse(recipe), "forward"), recipe, "forward", [])
+    assert isinstance(quantized, torch.fx.GraphModule)
+    targets = [str(node.target) for node in quantized.graph.nodes]
+    assert not any("kept" in target for target in targets)
+    expected, actual = model(x), quantized(x)
+    pairs = zip(expected, actual, strict=True) if isinstance(expected, tuple) else [(expected, actual)]
+    return sum("batch_norm" in target for target in targets), min(sqnr_db(*pair) for pair in pairs)
+
+
+def sqnr_db(expected: Tensor, actual: Tensor) -> float:
+    noise = (expected - actual).double().square().sum().item()
+    return 10 * math.log10(expected.double().square().sum().item() / noise)
+
+
+@pytest.mark.parametrize(
+    ("module", "kept", "recipe"),
+    [
+        (Heads, 3, STATIC), (FirstUse, 1, STATIC), (Around, 1, STATIC), (Around, 1, DYNAMIC), (Returned, 1, STATIC),
+        (Two, 2, STATIC), (InPlace, 1, STATIC), (Layer, 1, STATIC), (Layer, 1, DYNAMIC), (SharedBias, 2, STATIC),
+        (WeightNorm, 1, STATIC), (Depthwise, 1, STATIC), (Grouped, 1, DYNAMIC), (Foldable, 0, STATIC),
+    ],
+)  # fmt: skip
+def test_a_batch_norm_that_cannot_be_folded_stays(module: type[nn.Module], kept: int, recipe: str) -> None:
+    norms, level = norms_after(module, recipe)
+    assert norms == kept and level > 25
+
+
+def test_the_graph_is_that_of_all_patterns() -> None:
+    """A quantizer looks for layers with a batch norm behind them, of which none is left."""
+    torch.manual_seed(0)
+    model, x = Layer().eval(), torch.randn(2, 4, 8, 8)
+    program = torch.export.export(model, (x,))
+    of_ours = quantize.quantize(program, build.quantization(recipes.parse(STATIC), "forward"), STATIC, "forward", [])
+    (quantizer,) = build.quantization(recipes.parse(STATIC), "forward").quantizers
+    captured = program.module(check_guards=False)
+    batch_norms.keep_what_cannot_be_folded(captured, [])
+    prepared = prepare_pt2e(captured, quantizer)
+    prepared(x)
+    of_all = convert_pt2e(prepared)
+    batch_norms.show_what_was_kept(of_all)
+    assert [str(node.target) for node in of_ours.graph.nodes] == [str(node.target) for node in of_all.graph.nodes]
+    assert torch.equal(of_ours(x), of_all(x))
