@@ -41,7 +41,8 @@ def keep_what_cannot_be_folded(module: GraphModule, quantizers: Iterable[Any]) -
         if isinstance(quantizer, XNNPACKQuantizer):
             quantizer.SUPPORTED_PATTERNS = [each for each in quantizer.SUPPORTED_PATTERNS if "_bn" not in each.name]
     for part in _graphs(module):
-        part.graph.eliminate_dead_code()  # as these patterns do
+        # As these patterns do, but for parameters, whose names recipe files may name.
+        part.graph.eliminate_dead_code(lambda node: node.op == "get_attr" or node.is_impure())
         constants = {node: _value(node, part) for node in part.graph.nodes if node.op == "get_attr"}
         uses = _uses(constants)
         for node in part.graph.nodes:
