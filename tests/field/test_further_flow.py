@@ -274,3 +274,36 @@ def test_a_failure_on_a_device_names_the_line_of_the_instruction_and_what_to_do(
                     session.run(method, *wrong)
                 assert re.search(rf"{HERE}:{line_of(build, code)}(?!\d)", failed.value.message), failed.value
                 assert "index" in failed.value.remedy and failed.value.reason != "STAGE_FAILED", failed.value
+
+
+class Divided(nn.Module):
+    """Divides integers; ExecuTorch refuses a divisor of 0, and the processor traps where the quotient is too large."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.div(a, b, rounding_mode="floor")
+
+
+class Doubled(nn.Module):
+    """Has an operator at the same place of its program."""
+
+    def forward(self, a: Tensor) -> Tensor:
+        return a * 2
+
+
+def test_calls_after_a_crash_have_its_error_and_not_one_of_their_own_method(client: Farm) -> None:
+    integers = torch.tensor([4, 6])
+    source = ModelSource(
+        methods={"divide": Divided().eval(), "double": Doubled().eval()},
+        example_inputs={"divide": (integers, integers), "double": (integers,)},
+    )
+    with client.session(source, recipe="portable") as session:
+        with pytest.raises(EtfarmError, match=r"aten::div.* at ") as refused:
+            session.run("divide", integers.numpy(), np.array([0, 1]))
+        assert "or -1 of the smallest integer" in refused.value.remedy
+        with pytest.raises(EtfarmError, match=r"\AThe program ended the runner by SIGFPE at RUN\.") as crashed:
+            session.run("divide", np.array([-(2**63), 1]), np.array([-1, 1]))
+        assert crashed.value.reason == "PROGRAM_CRASHED"
+        for _ in range(2):
+            with pytest.raises(EtfarmError) as later:
+                session.run("double", np.array([1, 2]))
+            assert (later.value.reason, later.value.message) == ("PROGRAM_CRASHED", crashed.value.message)

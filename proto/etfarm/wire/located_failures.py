@@ -30,7 +30,8 @@ _FILE: Final = re.compile(r"\bop_(\w{1,100})\.cpp:\d")
 _REMEDIES: Final = (
     (
         re.compile(r"division (?:of|by)|divide by zero|[Dd]ivision.* zero", re.IGNORECASE),
-        "An integer divisor is 0: give other inputs, or guard the division, as in x // y.clamp(min=1) or torch.where.",
+        "An integer divisor is 0, or -1 of the smallest integer: give other inputs, or guard the division, as in "
+        "x // y.clamp(min=1) or torch.where.",
     ),
     (
         re.compile(
@@ -49,7 +50,10 @@ _REMEDIES: Final = (
 
 _REMEDY: Final = "Give inputs like the example inputs, or write that line in another form."
 
-LOCATED_REASONS: Final = frozenset({"PROGRAM_FAILED", "PROGRAM_CRASHED"})
+CRASHED: Final = "PROGRAM_CRASHED"
+"""Reason of the error of a program that ended its process."""
+
+LOCATED_REASONS: Final = frozenset({"PROGRAM_FAILED", CRASHED})
 """Reasons of errors that an operator of the program may have caused."""
 
 

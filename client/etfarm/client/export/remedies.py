@@ -36,7 +36,8 @@ _REMEDIES: Final = (
     ),
     (
         re.compile(r"fake tensor in the exported program constant's list"),
-        f"In torch.vmap, write vector @ matrix.t() instead of matrix @ vector. {DATA}",
+        f"{DATA} The same holds for tensor.data.copy_(value). In torch.vmap, write vector @ matrix.t() instead of "
+        "matrix @ vector.",
     ),
     (
         re.compile(r"AttributeError: 'Tensor' object has no attribute 'constant'"),

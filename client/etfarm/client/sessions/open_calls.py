@@ -16,7 +16,7 @@ from etfarm.client.submit.value_names import ValueNames
 from etfarm.client.transport import transfers
 from etfarm.v1 import common_pb2, compile_pb2, session_pb2
 from etfarm.wire import chunks, sessions, tensors
-from etfarm.wire.located_failures import LOCATED_REASONS, locate
+from etfarm.wire.located_failures import CRASHED, LOCATED_REASONS, locate
 from etfarm.wire.status import from_proto, is_unanswered
 
 if TYPE_CHECKING:
@@ -204,7 +204,11 @@ class SessionCalls:
         finally:
             self._under_way.discard(calling)
         if answer.HasField("error"):
-            raise await self._located(from_proto(answer.error), task.method, line)
+            failure = await self._located(from_proto(answer.error), task.method, line)
+            if failure.reason == CRASHED:
+                # It ends the session. Later calls must not have the operator of their method at the place of this crash.
+                self._ended = failure = self._ended or failure
+            raise failure
         return answer
 
     async def _located(self, error: EtfarmError, method: str, line: Line) -> EtfarmError:
@@ -283,7 +287,7 @@ class SessionCalls:
                 raise
             ready.set_exception(raised)
             return
-        self._ended = error
+        self._ended = self._ended or error
         if not ready.done():
             ready.set_exception(error)
 

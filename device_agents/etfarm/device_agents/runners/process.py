@@ -82,6 +82,7 @@ class RunnerProcess:
         self._on_log = on_log
         self._lock = asyncio.Lock()
         self._log: deque[LogLine] = deque(maxlen=_KEPT_LINES)
+        """Lines of the runtime's log and of stderr since the latest command."""
         self._stderr = asyncio.create_task(self._read_stderr(), name=f"runner {child.pid} stderr")
         self._since: deque[LogLine] = deque(maxlen=_KEPT_LINES)
         """Lines of stderr since the latest command."""
@@ -161,7 +162,9 @@ class RunnerProcess:
             if self._ended is not None:
                 raise self._ended
             self.stage = stage
+            # Failures of earlier commands must not explain one of this.
             self._since.clear()
+            self._log.clear()
             seconds = self.limits.command_s if deadline_s is None else deadline_s
             try:
                 async with asyncio.timeout(seconds):

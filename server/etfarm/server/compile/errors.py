@@ -100,7 +100,8 @@ class TrainingMode(UserError):
             f"{method} computes {operator} in training mode{f' at {where}' if where else ''}, which would change results at "
             "inference.",
             "Call .eval() on the module before the export. Functions take the mode from their caller: F.dropout(x, p, "
-            "training=self.training), and dropout_p=0.0 of scaled_dot_product_attention.",
+            "training=self.training), and dropout_p=0.0 of scaled_dot_product_attention. A batch norm without running statistics "
+            "always computes those of the batch: use nn.GroupNorm or nn.InstanceNorm2d instead.",
             stage=stage, method=method, operator=operator, source=where,
         )  # fmt: skip
 

@@ -513,7 +513,7 @@ _EXPLAINED: Final[tuple[tuple[re.Pattern[str], _Explained], ...]] = (
         _fails(
             "RuntimeError",
             "XNNPACK returns a value once, but {} is returned twice or unchanged (a buffer's new value that is an output)",
-            "Return a copy (self.count * 1), or give the method no partitioners in a recipe file.",
+            "Return a copy (self.count * 1; lowering removes clone()), or give the method no partitioners in a recipe file.",
         ),
     ),
     (
@@ -539,7 +539,7 @@ _EXPLAINED: Final[tuple[tuple[re.Pattern[str], _Explained], ...]] = (
         _fails(
             "AssertionError",
             "the model changes a buffer that shares memory with another, which ExecuTorch cannot lower",
-            "Register the memory as one buffer, or export with strict = true in a recipe file.",
+            "Register the memory as one buffer, and take parts of it in forward, such as self.cache[0].",
         ),
     ),
     (

@@ -91,6 +91,19 @@ class Exits(nn.Module):
         return torch.cond(x.sum() > 0, lambda v: self.early(v), lambda v: v * 2, [self.exit(x)])
 
 
+class Viewed(nn.Module):
+    """Changes a buffer, of which another is a part, or takes that part."""
+
+    def __init__(self, *, is_part: bool) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(4, 3))
+        self.register_buffer("head", self.cache[0] if is_part else None)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.cache.copy_(torch.cat([x, self.cache[:-1]]))
+        return (self.cache[0] if self.head is None else self.head) * 2
+
+
 def loop(i: torch.Tensor, x: torch.Tensor) -> Any:
     return while_loop(lambda i, x: i < 5, lambda i, x: (i + 1, x * 1.5), (i, x))
 
@@ -250,6 +263,14 @@ CASES: Final[dict[str, tuple[nn.Module, tuple[Any, ...], nn.Module, tuple[Any, .
     "a 3-D convolution": (
         Function(lambda x: F.conv3d(x, CUBE)), (VOLUME,), Function(by_depth), (VOLUME,),
         None, ["PROGRAM_CANNOT_RUN", "aten::convolution at ", "test_remedies.py:", "no convolutions in 3-D"],
+    ),
+    "a buffer that is a part of another": (
+        Viewed(is_part=True), (torch.ones(1, 3),), Viewed(is_part=False), (torch.ones(1, 3),), None,
+        ["STAGE_FAILED", "one buffer, and take parts of it in forward, such as self.cache[0]"],
+    ),
+    "batch statistics": (
+        nn.BatchNorm1d(2, track_running_stats=False), (X[None],), nn.InstanceNorm1d(2), (X[None],), None,
+        ["TRAINING_MODE", "batch_norm", "always computes those of the batch"],
     ),
     "seven dims": (
         Function(lambda x: x.unsqueeze(0) + x.unsqueeze(1)), (SIX,),
