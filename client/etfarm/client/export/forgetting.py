@@ -23,7 +23,7 @@ _NAMED_APART: Final = 8
 _SLOW_S: Final = 5.0
 """Duration of a call in s from which only the next one is compared."""
 _LIMIT_S: Final = 20.0
-"""Duration in s of all calls after which there are no more: what is known by then is the answer."""
+"""Duration in s of all calls after which there are no more than one further one: what is known by then is the answer."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class EagerCall:
 
 @contextmanager
 def attributes_kept(module: nn.Module, *, is_called: bool) -> Iterator[Attributes]:
-    """Put back the attributes of a module, and variables of its functions, that an export changes; note whether its call changed any.
+    """Put back what an export changes of the state outside of buffers, and note whether its call changed any.
 
     torch.export restores attributes of modules only in part, and leaves its own tensors in other objects.
 
@@ -126,7 +126,9 @@ class _Probe:
             return []
         later = Snapshot(self.call.module)
         for count in range(1 if is_slow else _MAX_CALLS):
-            if self._is_late() or (count >= _MIN_CALLS and time.monotonic() - self.started > called_s + _CALLS_S):
+            if count and self._is_late():
+                break
+            if count >= _MIN_CALLS and time.monotonic() - self.started > called_s + _CALLS_S:
                 break
             latest = self.before.changes()
             if self._differs(self.call, first):

@@ -1,7 +1,7 @@
 """Variables of a model's functions that are no attributes of its objects: globals, free variables and default arguments.
 
-Which of them a function uses is read from its code. Functions of installed packages are not looked into: their globals are caches,
-registries and loggers, and there are too many of them.
+Which of them a function uses is read from its code. Functions of installed packages are not looked into: their globals are
+caches, registries and loggers, and there are too many of them.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def _copied(value: Any) -> Any:
 
 
 def _part(value: Any) -> Any:
-    if hasattr(value, "__next__"):
+    if hasattr(type(value), "__next__"):
         return _copied(value)
     return tuple(map(_part, value)) if type(value) is tuple else value
 
@@ -80,7 +80,7 @@ def _part_of_state(value: Any) -> Any:
 
 
 def _state_of(value: Any) -> Any:
-    if hasattr(value, "__next__"):
+    if hasattr(type(value), "__next__"):
         return (type(value), *map(_state_of, value.__reduce__()))
     if isinstance(value, range):
         return (value.start, value.stop, value.step)
