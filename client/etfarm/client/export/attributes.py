@@ -22,7 +22,7 @@ from etfarm.client.export.functions import (
     cells_of,
     defaults_of,
     function_of,
-    globals_stored,
+    globals_in,
     is_foreign,
     methods_of,
     names_in,
@@ -317,7 +317,7 @@ class Snapshot:
                 self._hold("", FreeVariables(cells), 0, is_object=True)
             for name, value in defaults_of(function).items():
                 self._visit(name, value, 1)
-            self._visit_variables("", function.__globals__, names, globals_stored(function.__code__), set())
+            self._visit_variables("", function.__globals__, globals_in(function.__code__), names, set())
             for name in names:
                 if name not in self._used:
                     self._used.add(name)
@@ -325,18 +325,17 @@ class Snapshot:
                         self._reach(method)
 
     def _visit_variables(
-        self, path: str, namespace: dict[str, Any], names: tuple[str, ...], assigned: frozenset[str], visited: set[int]
+        self, path: str, namespace: dict[str, Any], names: tuple[str, ...], attributes: tuple[str, ...], visited: set[int]
     ) -> None:
         visited.add(id(namespace))
-        present = [name for name in names if not name.startswith("__") and (name in namespace or name in assigned)]
         known = self._names.setdefault(id(namespace), set())
-        if new := tuple(name for name in present if name not in known):
+        if new := tuple(name for name in names if name not in known and not name.startswith("__")):
             known.update(new)
             self._hold(path, Variables(namespace, new), 0, is_object=True)
-        for name in present:  # variables of other Python modules, as in `config.count`
+        for name in names:  # variables of other Python modules, as in `config.count`
             value = namespace.get(name)
             if isinstance(value, ModuleType) and id(vars(value)) not in visited and not is_foreign(value):
-                self._visit_variables(f"{path}.{name}" if path else name, vars(value), names, frozenset(), visited)
+                self._visit_variables(f"{path}.{name}" if path else name, vars(value), attributes, attributes, visited)
 
     def _visit_module(self, path: str, module: nn.Module, depth: int) -> None:
         if type(module._buffers) is not dict:  # a ScriptModule, whose attributes are not Python's

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from etfarm.client.export.usercode import is_installed
 
-_STORE_GLOBAL: Final = dis.opmap["STORE_GLOBAL"]
+_OF_GLOBALS: Final = frozenset(dis.opmap[name] for name in ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL"))
 _UNCALLED: Final = frozenset(
     {"__init__", "__new__", "__init_subclass__", "__class_getitem__", "__del__", "__repr__", "__getattr__"}
 )
@@ -124,11 +124,10 @@ def names_in(code: CodeType) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=10_000)
-def globals_stored(code: CodeType) -> frozenset[str]:
-    """Return the global variables that code assigns."""
-    # Only the few functions that assign some are disassembled, which takes long.
-    storing = (part for part in _codes(code) if _STORE_GLOBAL in part.co_code[::2])
-    return frozenset(each.argval for part in storing for each in dis.get_instructions(part) if each.opname == "STORE_GLOBAL")
+def globals_in(code: CodeType) -> tuple[str, ...]:
+    """Return the names of the global variables that code reads or assigns, also of those that do not exist, and of builtins."""
+    instructions = (each for part in _codes(code) for each in dis.get_instructions(part) if each.opcode in _OF_GLOBALS)
+    return tuple(dict.fromkeys(each.argval for each in instructions))
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
