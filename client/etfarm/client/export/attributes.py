@@ -24,6 +24,7 @@ from etfarm.client.export.functions import (
     function_of,
     globals_in,
     is_foreign,
+    is_foreign_class,
     methods_of,
     names_in,
 )
@@ -228,6 +229,8 @@ class Snapshot:
         """Methods whose name no function uses yet."""
         self._used = set[str]()
         self._cells = set[int]()
+        self._is_in_variables = False
+        """Whether variables are visited: objects of installed packages among them, such as loggers, are left alone."""
         self._names: dict[int, set[str]] = {}
         """Variables that are held already, by the id of their Python module's dict."""
         for name, part in module.named_modules():
@@ -255,7 +258,7 @@ class Snapshot:
                 if id(part) not in self._modules:
                     self._modules.add(id(part))
                     self._visit_module(f"{path}.{name}" if name else path, part, depth)
-        elif isinstance(value, _PLAIN) or depth > _MAX_DEPTH or self._slots > _MAX_SLOTS:
+        elif isinstance(value, (*_PLAIN, ModuleType)) or depth > _MAX_DEPTH or self._slots > _MAX_SLOTS:
             return
         elif isinstance(value, tuple):
             for index, element in enumerate(value):
@@ -265,10 +268,17 @@ class Snapshot:
         elif isinstance(value, np.ndarray):
             self._hold_array(path, value)
         elif isinstance(value, type):
-            self._visit_class(value, depth)
+            if not is_foreign_class(value):
+                self._visit_class(value, depth)
         elif isinstance(value, FunctionType | MethodType | partial):
             self._visit_callable(path, value, depth)
         elif _is_of_user(value):
+            if (
+                self._is_in_variables
+                and is_foreign_class(type(value))
+                and not isinstance(value, SimpleNamespace | argparse.Namespace)
+            ):
+                return
             if isinstance(getattr(value, "__dict__", None), dict):
                 self._hold(path, vars(value), depth, is_object=True)
             if id(value) not in self._slotted and (slots := _Slots(value)):
@@ -307,6 +317,7 @@ class Snapshot:
 
     def _follow_functions(self) -> None:
         """Visit the variables of each function that was reached, which reaches others."""
+        self._is_in_variables = True
         while self._queue:
             function = self._queue.popleft()
             names = names_in(function.__code__)

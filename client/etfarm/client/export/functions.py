@@ -7,6 +7,7 @@ caches, registries and loggers, and there are too many of them.
 from __future__ import annotations
 
 import dis
+import sys
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial, partialmethod
@@ -108,6 +109,12 @@ def is_foreign(value: FunctionType | ModuleType) -> bool:
     else:
         file, name = str(getattr(value, "__file__", None) or ""), value.__name__
     return name.partition(".")[0] == "etfarm" or is_installed(file)
+
+
+def is_foreign_class(kind: type) -> bool:
+    """Return whether a class belongs to Python, to an installed package or to etfarm."""
+    module = sys.modules.get(kind.__module__)
+    return module is not None and kind.__module__ != "__main__" and is_foreign(module)
 
 
 def methods_of(kind: type) -> Iterator[tuple[str, FunctionType, bool]]:

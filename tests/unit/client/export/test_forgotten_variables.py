@@ -262,3 +262,24 @@ def test_variables_of_another_file_are_named(tmp_path: Path, monkeypatch: pytest
     model = export_source(ModelSource.of(file.Model().eval(), X), name="m")
     assert model.methods["forward"].forgotten == ("counters.n",)
     assert file.counters.n == 0
+
+
+class Log:
+    """Counts its lines, as the logger of a package does."""
+
+    lines = 0
+
+
+LOG = Log()
+
+
+def test_objects_of_installed_packages_in_variables_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        LOG.lines += 1
+        return x * 1
+
+    assert export_source(ModelSource.of(Model(body).eval(), X), name="m").methods["forward"].forgotten == ()
+    assert LOG.lines == 0
+    monkeypatch.setattr(Log, "__module__", "pytest")
+    assert export_source(ModelSource.of(Model(body).eval(), X), name="m").methods["forward"].forgotten == ()
+    assert LOG.lines > 0
