@@ -22,8 +22,6 @@ _CALLS_S: Final = 1.0
 _NAMED_APART: Final = 8
 _SLOW_S: Final = 5.0
 """Duration of a call in s from which only the next one is compared."""
-_LIMIT_S: Final = 20.0
-"""Duration in s of all calls after which there are no more than one further one: what is known by then is the answer."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +87,8 @@ class Attributes:
         kwargs: Mapping[str, Any],
         written: tuple[Tensor, ...] = (),
         others: Sequence[EagerCall] = (),
+        *,
+        limit_s: float = 20.0,
     ) -> list[str]:
         """Return the names of attributes and variables that calls change and whose new values change the outputs of later ones.
 
@@ -98,8 +98,10 @@ class Attributes:
         Args:
             written: parameters that calls write to.
             others: calls of the model's other methods, which may read what this one writes.
+            limit_s: duration in s of all calls after which there are no more, but for a second one: what is known by then is the
+                answer.
         """
-        probe = _Probe(self.before, EagerCall(self.module, args, dict(kwargs)), written, others, time.monotonic())
+        probe = _Probe(self.before, EagerCall(self.module, args, dict(kwargs)), written, others, time.monotonic(), limit_s)
         try:
             return list(dict.fromkeys(probe.forgotten()))
         finally:
@@ -116,6 +118,7 @@ class _Probe:
     others: Sequence[EagerCall]
     started: float
     """When the calls began, on the monotonic clock."""
+    limit_s: float
 
     def forgotten(self) -> list[str]:
         first = self._outputs(self.call)
@@ -146,7 +149,7 @@ class _Probe:
         return []
 
     def _is_late(self) -> bool:
-        return time.monotonic() - self.started > _LIMIT_S
+        return time.monotonic() - self.started > self.limit_s
 
     def _named(self, changes: list[Change], call: EagerCall, expected: list[Any] | str) -> list[str]:
         """Return the changes that change outputs each by itself; all if there is none."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from etfarm.client.export import ModelSource, export_source
+from etfarm.client.export.forgetting import attributes_kept
 
 X = (torch.tensor([1.0, 2.0, 3.0]),)
 
@@ -234,13 +235,11 @@ def test_of_several_variables_only_state_is_named_after_a_warm_up() -> None:
     assert module.value == 0 and CALLS == 0
 
 
-@pytest.mark.parametrize(("body", "names"), [(number, ("NUM",)), (warm, ())])
-def test_after_a_limit_there_is_one_further_call(
-    body: Callable[[Any, Tensor], Tensor], names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("etfarm.client.export.forgetting._LIMIT_S", 0.0)
+@pytest.mark.parametrize(("body", "names"), [(number, ["NUM"]), (warm, [])])
+def test_after_a_limit_there_is_one_further_call(body: Callable[[Any, Tensor], Tensor], names: list[str]) -> None:
     module = Model(body, 0).eval()
-    assert export_source(ModelSource.of(module, X), name="m").methods["forward"].forgotten == names
+    with attributes_kept(module, is_called=False) as attributes:
+        assert attributes.forgotten(X, {}, limit_s=0.0) == names
     assert NUM == 0 and module.value == 0
 
 
