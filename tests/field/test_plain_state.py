@@ -39,6 +39,30 @@ def test_a_report_names_the_state_that_is_forgotten(farm: FarmProcess) -> None:
     assert 'self.cache["k"]' in warning.message
 
 
+class Offset(nn.Module):
+    """A number of calls, in an array of NumPy whose memory the program's constant shares during the export."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = np.zeros(3, np.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + torch.from_numpy(self.h)
+        self.h[:] += 1
+        return y
+
+
+def test_an_array_that_calls_change_is_named_and_as_it_was_in_the_first_call(farm: FarmProcess) -> None:
+    source = ModelSource.of(Offset().eval(), (torch.ones(3),))
+    with farm.client() as client:
+        (report,) = client.compile(source, recipes="portable").result().reports
+        assert report.compile is not None
+        (warning,) = [each for each in report.compile.warnings if each.code == "STATE_FORGOTTEN"]
+        assert "self.h" in warning.message
+        with client.session(source, recipe="portable") as session:
+            assert session.run(np.ones(3, np.float32)).array().tolist() == [1.0, 1.0, 1.0]
+
+
 class OneRow(nn.Module):
     """Computes something else for one row, by a tensor of the size."""
 

@@ -1,4 +1,4 @@
-"""State in plain attributes, such as `self.h = h`, `self.n += 1` and `self.cache.append(k)`, which programs forget."""
+"""State outside of buffers, such as `self.h = h`, `self.n += 1` and `self.cache.append(k)`, which programs forget."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from etfarm.client.export.calls import difference_of, outputs_of, tensors_kept
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-_CALLS: Final = 3
+_MIN_CALLS: Final = 3
 """Number of further calls that are compared with the first one: what counts to 3 changes nothing before."""
+_MAX_CALLS: Final = 16
+_CALLS_S: Final = 1.0
+"""Duration in s of further calls after which there are no more than the minimum: a quick model may count to more."""
 _NAMED_APART: Final = 8
 _SLOW_S: Final = 5.0
 """Duration of a call in s from which only the next one is compared."""
@@ -47,7 +50,7 @@ class EagerCall:
 
 @contextmanager
 def attributes_kept(module: nn.Module, *, is_called: bool) -> Iterator[Attributes]:
-    """Put back the attributes of a module that an export changes, and note whether its call changed any.
+    """Put back what an export changes of the state outside of buffers, and note whether its call changed any.
 
     torch.export restores attributes of modules only in part, and leaves its own tensors in other objects.
 
@@ -84,8 +87,10 @@ class Attributes:
         kwargs: Mapping[str, Any],
         written: tuple[Tensor, ...] = (),
         others: Sequence[EagerCall] = (),
+        *,
+        limit_s: float = 20.0,
     ) -> list[str]:
-        """Return the names of attributes that calls change and whose new values change the outputs of later ones.
+        """Return the names of attributes and variables that calls change and whose new values change the outputs of later ones.
 
         What only saves work, such as a mask that was made by the first call, is none of these. The module is called in eager mode
         a few times, and left as it was.
@@ -93,10 +98,12 @@ class Attributes:
         Args:
             written: parameters that calls write to.
             others: calls of the model's other methods, which may read what this one writes.
+            limit_s: duration in s of all calls after which there are no more, but for a second one: what is known by then is the
+                answer.
         """
-        probe = _Probe(self.before, EagerCall(self.module, args, dict(kwargs)), written, others)
+        probe = _Probe(self.before, EagerCall(self.module, args, dict(kwargs)), written, others, time.monotonic(), limit_s)
         try:
-            return probe.forgotten()
+            return list(dict.fromkeys(probe.forgotten()))
         finally:
             self.before.restore()
 
@@ -109,21 +116,30 @@ class _Probe:
     call: EagerCall
     written: tuple[Tensor, ...]
     others: Sequence[EagerCall]
+    started: float
+    """When the calls began, on the monotonic clock."""
+    limit_s: float
 
     def forgotten(self) -> list[str]:
-        started = time.monotonic()
         first = self._outputs(self.call)
-        is_slow = time.monotonic() - started > _SLOW_S
+        called_s = time.monotonic() - self.started
+        is_slow = called_s > _SLOW_S
         changes = self.before.changes()
         if isinstance(first, str) or not changes:  # it does not run in eager mode, or only an export changes it
             return []
         later = Snapshot(self.call.module)
-        if self._differs(self.call, first):
-            return [change.path for change in changes] if is_slow else self._named(changes, self.call, first)
-        if not is_slow and any(self._differs(self.call, first) for _ in range(_CALLS - 1)):
-            return [change.path for change in changes]
+        for count in range(1 if is_slow else _MAX_CALLS):
+            if count and self._is_late():
+                break
+            if count >= _MIN_CALLS and time.monotonic() - self.started > called_s + _CALLS_S:
+                break
+            latest = self.before.changes()
+            if self._differs(self.call, first):
+                return [change.path for change in latest] if is_slow else self._named(latest, self.call, first)
         # The first inputs may be what it keeps, and others are needed to see that.
         for call in () if is_slow else (self.call.with_other_inputs(), *self.others):
+            if self._is_late():
+                break
             later.restore()
             after = self._outputs(call)
             self.before.restore()
@@ -132,10 +148,15 @@ class _Probe:
                 return self._named(changes, call, at_first)
         return []
 
+    def _is_late(self) -> bool:
+        return time.monotonic() - self.started > self.limit_s
+
     def _named(self, changes: list[Change], call: EagerCall, expected: list[Any] | str) -> list[str]:
         """Return the changes that change outputs each by itself; all if there is none."""
         named = []
         for change in changes if 1 < len(changes) <= _NAMED_APART else ():
+            if self._is_late():
+                break
             self.before.restore()
             change.apply()
             if self._differs(call, expected):
