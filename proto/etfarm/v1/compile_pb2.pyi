@@ -911,7 +911,9 @@ class OutputCheck(_message.Message):
     equal: _builtins.bool
     max_abs_error: _builtins.float
     sqnr_db: _builtins.float
-    """In dB, capped at 300, which an exact match has; absent for NaN or an all-zero reference, and for integers and bools."""
+    """In dB, capped at 300, which an exact match has; absent for NaN or infinity of one side, an all-zero reference, and for integers
+    and bools.
+    """
     equal_share: _builtins.float
     """The fraction (0 to 1) of elements that are equal. Present for integers and bools only."""
     def __init__(

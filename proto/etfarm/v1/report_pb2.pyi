@@ -1942,8 +1942,8 @@ class OutputAccuracy(_message.Message):
     mean_abs_error: _builtins.float
     cosine: _builtins.float
     sqnr_db: _builtins.float
-    """Signal to quantization noise ratio in dB, capped at 300, which an exact match has; absent for NaN or an all-zero reference, and
-    for integers and bools, which are classes, indices or flags rather than signals.
+    """Signal to quantization noise ratio in dB, capped at 300, which an exact match has; absent for NaN or infinity of one side,
+    an all-zero reference, and for integers and bools, which are classes, indices or flags rather than signals.
     """
     relative_error: _builtins.float
     """The norm of the error divided by the norm of the reference; absent as `sqnr_db` is."""

@@ -30,13 +30,18 @@ def decibels(value_db: float) -> str:
     return f"{value_db:.1f} dB" if abs(value_db) >= 0.05 else "0.0 dB"
 
 
+def ratio_db(power: float, noise: float) -> float:
+    """Return 10 log10(power / noise) in dB, at most EXACT_DB, which no noise has."""
+    return EXACT_DB if noise == 0 else min(EXACT_DB, 10 * math.log10(power / noise))
+
+
 def sqnr_db(
     reference: NDArray[np.float64], actual: NDArray[np.float64], signal: NDArray[np.float64] | None = None
 ) -> float | None:
     """Return the signal to quantization noise ratio, 10 log10(sum s^2 / sum (r - a)^2), in dB; at most EXACT_DB.
 
-    Equal arrays have EXACT_DB. All are float64 of one shape. None if either has a NaN, if the signal is all zero or has an
-    infinity that the other does not share, and if the arrays are empty.
+    All arrays are float64 of one shape. Elements that are NaN in both, or have the same infinity, are left out: of the rest,
+    equal arrays have EXACT_DB. None if the rest has NaN or infinity, if its signal is all zero, and if nothing is left.
 
     Args:
         signal: the part of the reference that counts; all of it by default.
@@ -44,10 +49,7 @@ def sqnr_db(
     Source: torchao.quantization.utils.compute_error computes the same with norms.
     """
     sums = energies(reference, actual, signal)
-    if sums is None:
-        return None
-    power, noise = sums
-    return EXACT_DB if noise == 0 else min(EXACT_DB, 10 * math.log10(power / noise))
+    return None if sums is None else ratio_db(*sums)
 
 
 def energies(
@@ -56,8 +58,10 @@ def energies(
     """Return the sums of the squares of the signal and of the difference, scaled alike; None if `sqnr_db` is None."""
     import numpy as np
 
-    signal = reference if signal is None else signal
-    if np.isnan(reference).any() or np.isnan(actual).any() or not signal.any():
+    counts = ~has_same_infinity(reference, actual)
+    signal = (reference if signal is None else signal)[counts]
+    reference, actual = reference[counts], actual[counts]
+    if not (np.isfinite(reference).all() and np.isfinite(actual).all() and signal.any()):
         return None
     if np.array_equal(reference, actual):
         return 1.0, 0.0
@@ -67,3 +71,11 @@ def energies(
         power = float(np.square(signal / scale).sum())
         noise = float(np.square((reference - actual) / scale).sum())
     return (power, noise) if math.isfinite(power) and math.isfinite(noise) else None
+
+
+def has_same_infinity(reference: NDArray[np.float64], actual: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Return at which elements both are NaN, or the same infinity, as in masked logits: neither signal nor noise."""
+    import numpy as np
+
+    masked: NDArray[np.bool_] = (np.isinf(reference) & (reference == actual)) | (np.isnan(reference) & np.isnan(actual))
+    return masked

@@ -129,7 +129,7 @@ class OutputCheck(JsonObject):
     max_abs_error: float | None = None
     """The largest absolute difference."""
     sqnr_db: float | None = None
-    """The signal-to-noise ratio in dB, capped at 300 for an exact match; None for NaN, an all-zero reference and integers."""
+    """The signal-to-noise ratio in dB, 300 for an exact match; None for NaN or inf of one side, a zero reference, integers."""
     equal_share: float | None = None
     """Part of the elements that are equal, 0 to 1; for integers and bools only."""
 

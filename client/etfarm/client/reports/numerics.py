@@ -29,7 +29,7 @@ class Accuracy(JsonObject):
     cosine: float | None = None
     """The cosine similarity, -1 to 1."""
     sqnr_db: float | None = None
-    """The signal-to-noise ratio in dB, capped at 300 for an exact match; None for NaN, an all-zero reference and integers."""
+    """The signal-to-noise ratio in dB, 300 for an exact match; None for NaN or inf of one side, a zero reference, integers."""
     relative_error: float | None = None
     """The norm of the error over the norm of the reference; None as `sqnr_db` is."""
     top1_agreement: float | None = None

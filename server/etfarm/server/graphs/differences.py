@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Final, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from etfarm.wire import rounding, tensors
-from etfarm.wire.sqnr import QUANTIZED_DB, ROUNDING_ERROR, decibels, sqnr_db
+from etfarm.wire.sqnr import EXACT_DB, QUANTIZED_DB, ROUNDING_ERROR, decibels, has_same_infinity, sqnr_db
 from etfarm.wire.tensors import Scalar, Value
 
 _USUAL: Final = {"bfloat16": "30 to 45", "float16": "45 to 65"}
@@ -24,6 +25,12 @@ QUANTIZED_EQUAL_SHARE: Final = 0.5
 
 _NOT_ZERO: Final = 1e-3
 """Maximum absolute error of a float program where the model's output is zero."""
+
+_NOT_ZERO_QUANTIZED: Final = 0.1
+"""The same of a quantized program: a step of 8 bits for values up to 25 in all."""
+
+_LARGEST_INDEX: Final = 2**20
+"""Integers up to this may be classes or indices, of which nearly equal floats choose another one."""
 
 _BEYOND_CHANCE_DB: Final = 20.0
 """How much lower the SQNR of a program must be than that of a second run of a model that does not repeat its outputs, to count as
@@ -40,7 +47,7 @@ class OutputCheck(TypedDict):
     equal: bool
     max_abs_error: float | None
     sqnr_db: float | None
-    """The SQNR in dB, capped at 300; None for NaN, an all-zero reference, and integers and bools."""
+    """The SQNR in dB, capped at 300; None for NaN or infinity on one side, an all-zero reference, and integers and bools."""
     equal_share: float | None
     """The fraction of equal elements, 0 to 1; None for floats."""
 
@@ -51,42 +58,62 @@ class Difference:
 
     report: OutputCheck
     judged_db: float | None
-    """The SQNR in dB of the reference without its mean, so that a bias does not count as signal; None if undefined."""
-    is_constant: bool = False
-    """Whether all values of the reference are equal, so that a quantizer cannot be judged by it."""
+    """The SQNR in dB of the reference without its mean, so that a bias does not count as signal; None if undefined.
+
+    That of the whole reference if all of its values are equal."""
     dtype: str = ""
     """The dtype of the reference; empty for a scalar."""
     wrong: str = ""
     """Why the outputs cannot be compared: different shapes, or NaN in one of them; empty if they can."""
+    other_dtype: str = ""
+    """The dtype of the output if it is not that of the reference; empty for a scalar."""
+    unlike: int = 0
+    """Number of integers that neither rounding nor a choice between nearly equal floats explains."""
+    size: int = 0
+    """Number of elements."""
 
 
 def find_problem(output: Difference, *, quantized: bool) -> str:
     """Return why an output counts as wrong; empty if it does not."""
-    if output.wrong:
-        return f"{output.report['output']} {output.wrong}"
-    reported, db = output.report, output.judged_db
-    share = reported["equal_share"]
+    problem = output.wrong or _find_wrong_values(output, quantized=quantized)
+    if not problem and output.other_dtype:
+        problem = f"has the dtype {output.other_dtype} where the model gives {output.dtype}"
+    return f"{output.report['output']} {problem}" if problem else ""
+
+
+def _find_wrong_values(output: Difference, *, quantized: bool) -> str:
+    reported = output.report
+    error, share = reported["max_abs_error"], reported["equal_share"]
     if share is not None:
-        least = QUANTIZED_EQUAL_SHARE if quantized else EQUAL_SHARE
-        return "" if share >= least else f"{reported['output']} agrees in {share:.0%} of its integers only"
-    if quantized:
-        if output.is_constant or db is None or db >= QUANTIZED_DB:
+        if share < (QUANTIZED_EQUAL_SHARE if quantized else EQUAL_SHARE):
+            return f"agrees in {share:.0%} of its integers only"
+        if output.unlike and not quantized:
+            return f"has {output.unlike} of {output.size} integers that rounding does not explain, off by up to {error:g}"
+        return ""
+    if reported["equal"] or (error is not None and error <= ROUNDING_ERROR):
+        return ""
+    if reported["sqnr_db"] is None and error is not None:
+        limit = _NOT_ZERO_QUANTIZED if quantized else _NOT_ZERO
+        return f"is up to {error:g} where the model gives zeros" if error > limit else ""
+    # A float64 that overflows in between has no ratio.
+    whole_db = -EXACT_DB if reported["sqnr_db"] is None else reported["sqnr_db"]
+    return _find_low_ratio(whole_db, output, quantized=quantized)
+
+
+def _find_low_ratio(whole_db: float, output: Difference, *, quantized: bool) -> str:
+    if not quantized:
+        if whole_db >= rounding.least_sqnr_db(output.dtype):
             return ""
-        # The report shows the SQNR of the whole output, so this is the number to name, unless only the other one decides.
-        whole_db = reported["sqnr_db"]
-        shown = decibels(db if whole_db is None else whole_db)
-        if whole_db is not None and whole_db >= QUANTIZED_DB:
-            shown += f", but only {decibels(db)} without the mean of its values"
-        return f"{reported['output']} has {shown}, less than the {QUANTIZED_DB:g} dB that quantization should keep"
-    error = reported["max_abs_error"] or 0.0
-    if reported["equal"] or error <= ROUNDING_ERROR:
+        usual = f"where a {output.dtype or 'float'} output mostly has {_USUAL.get(output.dtype, 'over 100')}"
+        return f"has {decibels(whole_db)}, {usual}"
+    db = whole_db if output.judged_db is None else output.judged_db
+    if db >= QUANTIZED_DB:
         return ""
-    if reported["sqnr_db"] is None:
-        return f"{reported['output']} is up to {error:g} where the model gives zeros" if error > _NOT_ZERO else ""
-    if reported["sqnr_db"] >= rounding.least_sqnr_db(output.dtype):
-        return ""
-    usual = f"where a {output.dtype or 'float'} output mostly has {_USUAL.get(output.dtype, 'over 100')}"
-    return f"{reported['output']} has {decibels(reported['sqnr_db'])}, {usual}"
+    # The report shows the SQNR of the whole output, so this is the number to name, unless only the other one decides.
+    shown = decibels(whole_db)
+    if whole_db >= QUANTIZED_DB:
+        shown += f", but only {decibels(db)} without the mean of its values"
+    return f"has {shown}, less than the {QUANTIZED_DB:g} dB that quantization should keep"
 
 
 def is_rounding(expected: Value, output: Difference) -> bool:
@@ -113,33 +140,70 @@ def is_chance(output: Difference, chance: Difference | None) -> bool:
 
 def difference(name: str, expected: Value, actual: Value) -> Difference:
     """Compare one output of the program with eager PyTorch's, in float64."""
-    if (isinstance(expected, Scalar) and expected.value is None) or (isinstance(actual, Scalar) and actual.value is None):
-        same = isinstance(expected, Scalar) and isinstance(actual, Scalar) and expected.value == actual.value
-        return Difference(_output_check(name, same), None, wrong="" if same else "is None on one side only")
-    reference_, output = _array(expected), _array(actual)
-    if reference_.shape != output.shape:
-        shapes = f"has the shape {list(output.shape)} where the model gives {list(reference_.shape)}"
-        return Difference(_output_check(name, False), None, wrong=shapes)
-    r, a = reference_.astype(np.float64).ravel(), output.astype(np.float64).ravel()
-    is_integer = reference_.dtype.kind in "biu"
-    exact = reference_.dtype == output.dtype and is_integer
+    return difference_of_samples(name, [(expected, actual)])
+
+
+def difference_of_samples(name: str, pairs: Sequence[tuple[Value, Value]]) -> Difference:
+    """Compare one output over several samples together, each a pair of what PyTorch and the program gave; at least one."""
+    for expected, actual in pairs:
+        nothing = [isinstance(value, Scalar) and value.value is None for value in (expected, actual)]
+        if any(nothing):
+            wrong = "" if all(nothing) else "is None on one side only"
+            return Difference(_output_check(name, not wrong), None, wrong=wrong)
+        shapes = [list(_array(value).shape) for value in (expected, actual)]
+        if shapes[0] != shapes[1]:
+            wrong = f"has the shape {shapes[1]} where the model gives {shapes[0]}"
+            return Difference(_output_check(name, False), None, wrong=wrong)
+    reference, output = (np.concatenate([_array(value).ravel() for value in side]) for side in zip(*pairs, strict=True))
+    expected, actual = pairs[0]
+    dtype, other = ("" if isinstance(value, Scalar) else value.dtype for value in (expected, actual))
+    compared = (_of_integers if reference.dtype.kind in "biu" else _of_floats)(name, reference, output)
+    return replace(compared, dtype=dtype, other_dtype=other if dtype and other != dtype else "", size=reference.size)
+
+
+def _of_integers(name: str, reference: NDArray[np.generic], output: NDArray[np.generic]) -> Difference:
+    r, a = reference.astype(np.float64), output.astype(np.float64)
     # float64 cannot represent int64 above 2^53, so integers are compared directly.
-    same_at = (reference_ == output).ravel() if exact else (r == a) | (np.isnan(r) & np.isnan(a))
-    equal = bool(same_at.all())
-    with np.errstate(invalid="ignore", over="ignore"):
-        largest = float(np.where(same_at, 0.0, np.abs(r - a)).max()) if r.size else math.nan
-    error = largest if math.isfinite(largest) else None
-    if is_integer:
-        return Difference(_output_check(name, equal, error, equal_share=float(same_at.mean()) if r.size else None), None)
-    reported = _output_check(name, equal, error, sqnr_db(r, a))
-    if not equal and (np.isfinite(r) != np.isfinite(a)).any():
-        return Difference(reported, None, wrong="has NaN or infinity where the model has none, or none where it has some")
-    spread = float(np.ptp(r)) if r.size and np.isfinite(r).all() else 0.0
+    same_at = reference == output if reference.dtype == output.dtype else r == a
+    if not np.isfinite(a).all():
+        return Difference(_output_check(name, False), None, wrong=_describe_not_finite(r, a))
+    share = float(same_at.mean()) if r.size else None
+    error = float(np.abs(r - a).max(initial=0.0, where=~same_at)) if r.size else None
+    largest = float(np.abs(r).max(initial=0.0))
+    r, a = r[~same_at], a[~same_at]
+    is_index = (np.maximum(np.abs(r), np.abs(a)) <= _LARGEST_INDEX) & ((a >= 0) | bool((reference < 0).any()))  # type: ignore[operator]
+    is_rounded = np.abs(r - a) <= largest * rounding.RELATIVE["float32"]
+    unlike = int((~(is_index | is_rounded)).sum())
+    return Difference(_output_check(name, bool(same_at.all()), error, equal_share=share), None, unlike=unlike)
+
+
+def _of_floats(name: str, reference: NDArray[np.generic], output: NDArray[np.generic]) -> Difference:
+    r, a = reference.astype(np.float64), output.astype(np.float64)
+    if not (counts := ~has_same_infinity(r, a)).all():
+        r, a = r[counts], a[counts]
+    equal = bool((r == a).all())
+    if not (np.isfinite(r).all() and np.isfinite(a).all()):
+        return Difference(_output_check(name, equal), None, wrong=_describe_not_finite(r, a, reference.size))
+    with np.errstate(over="ignore"):
+        largest = float(np.abs(r - a).max()) if r.size else math.nan
+    reported = _output_check(name, equal, largest if math.isfinite(largest) else None, sqnr_db(r, a))
     # float32 noise around a single value is not a signal, and cannot be used to judge a quantizer.
-    is_constant = spread <= 1e-6 * float(np.abs(r).max(initial=0.0)) and r.size != 1
-    varying = r - r.mean() if r.size > 1 and np.isfinite(r).all() else r
-    dtype = "" if isinstance(expected, Scalar) else expected.dtype
-    return Difference(reported, sqnr_db(r, a, varying), is_constant, dtype)
+    is_constant = r.size < 2 or float(np.ptp(r)) <= 1e-6 * float(np.abs(r).max())
+    return Difference(reported, reported["sqnr_db"] if is_constant else sqnr_db(r, a, r - r.mean()))
+
+
+def _describe_not_finite(reference: NDArray[np.float64], actual: NDArray[np.float64], size: int | None = None) -> str:
+    """Return where only one of two arrays has NaN or an infinity, or both have different ones.
+
+    Args:
+        size: number of elements, with those that are left out of the arrays.
+    """
+    is_other = ~(np.isfinite(reference) & np.isfinite(actual)) & ~has_same_infinity(reference, actual)
+    r, a = reference[is_other], actual[is_other]
+    kinds = {"NaN": np.isnan(a), "infinity": np.isinf(a), "a number": np.isfinite(a)}
+    counts = [f"{kind} in {count}" for kind, at in kinds.items() if (count := int(at.sum()))]
+    model = "numbers" if np.isfinite(r).all() else "NaN or infinity" if np.isfinite(a).all() else "others"
+    return f"has {' and '.join(counts)} of {size or reference.size} elements where the model gives {model}"
 
 
 def _output_check(

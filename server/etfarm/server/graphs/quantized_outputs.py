@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from etfarm.server.graphs.rounding import run_rounded
 from etfarm.server.graphs.sources import source_of
 from etfarm.wire import tensors
-from etfarm.wire.sqnr import EXACT_DB, decibels, sqnr_db
+from etfarm.wire.sqnr import EXACT_DB, decibels, has_same_infinity, sqnr_db
 from etfarm.wire.tensors import Scalar, Value
 
 if TYPE_CHECKING:
@@ -39,6 +39,10 @@ _DRAWS: Final = 4
 
 _XNNPACK: Final = "XnnpackBackend"
 
+QUANTIZING: Final = ("quantized_decomposed.", "torchao.quantize_affine", "torchao.dequantize_affine",
+                     "torchao.choose_qparams", "quant.dequantize_codebook")  # fmt: skip
+"""Beginnings of the names of operators that quantize or dequantize."""
+
 _OTHERWISE: Final = "Keep layers in fp32 with skip_modules in a recipe file, or use an int8 recipe with dynamic scales."
 KEEP_IN_FP32: Final = "Keep layers in fp32 with skip_modules in a recipe file: --numerics names the operators that differ."
 
@@ -51,7 +55,7 @@ class Level:
     """How near an output is to that of the quantized graph."""
 
     db: float
-    """The SQNR in dB; -inf for NaN or infinity where the graph has none. Of integers, the noise are those that differ."""
+    """The SQNR in dB; -inf for NaN or infinity on one side only. Of integers, the noise are those that differ."""
     equal_share: float | None = None
     """The fraction of equal elements of integers and bools; None for floats."""
 
@@ -65,13 +69,13 @@ class Level:
         """The level for messages."""
         if self.equal_share is not None:
             return f"{self.equal_share:.0%} of its integers equal"
-        return decibels(self.db) if math.isfinite(self.db) else "NaN or infinity"
+        return decibels(self.db) if math.isfinite(self.db) else "NaN or infinity on one side only"
 
 
 def level_of(pairs: Sequence[tuple[Value, Value]]) -> Level | None:
     """Return the level of an output over samples, each a pair of what the graph gives and what the program gave.
 
-    None if it is undefined: other shapes, None on a side, or a graph that gives only zeros or NaN.
+    None if it is undefined: other shapes, None on a side, or a graph that gives only zeros, or what both mask.
     """
     arrays = [(_array(expected), _array(actual)) for expected, actual in pairs]
     if any(expected is None or actual is None or expected.shape != actual.shape for expected, actual in arrays):
@@ -83,10 +87,15 @@ def level_of(pairs: Sequence[tuple[Value, Value]]) -> Level | None:
         share = float((wanted == got).mean())
         return Level(EXACT_DB if share == 1 else -10 * math.log10(1 - share), share)
     r, a = wanted.astype(np.float64), got.astype(np.float64)
-    if (np.isfinite(r) & ~np.isfinite(a)).any():
+    if (~(np.isfinite(r) & np.isfinite(a)) & ~has_same_infinity(r, a)).any():
         return Level(-math.inf)
     level_db = sqnr_db(r, a)
     return None if level_db is None else Level(level_db)
+
+
+def is_quantized(program: Any) -> bool:
+    """Return whether a graph has quantize or dequantize operators."""
+    return any(str(node.target).startswith(QUANTIZING) for node in program.graph.nodes if node.op == "call_function")
 
 
 def is_static(program: Any) -> bool:

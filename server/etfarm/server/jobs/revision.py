@@ -20,7 +20,7 @@ from etfarm.server.jobs.records.log import JobLog
 from etfarm.server.jobs.records.reports import ReportNotFound
 from etfarm.server.jobs.records.rows import JobLive
 from etfarm.server.reports.analysis_parts import FILE_MISSING, is_of_analysis
-from etfarm.server.reports.request import CALLS_DIFFER
+from etfarm.server.reports.request import CALLS_DIFFER, LOW_ACCURACY
 from etfarm.server.reports.runs import LEFT_OUT, NOT_REPEATED
 from etfarm.v1 import agent_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device
@@ -148,12 +148,13 @@ def keep(before: report_pb2.Report, revised: report_pb2.Report) -> None:
         _keep_trace_verdict(before.profile, revised.profile)
     if before.inputs.tensors and not revised.inputs.tensors and revised.inputs.digest == before.inputs.digest:
         revised.inputs.tensors.extend(before.inputs.tensors)
-    has_quantized = any(row.reference == report_pb2.REFERENCE_QUANTIZED for row in revised.accuracy)
+    compared, before_compared = ({row.reference for row in report.accuracy} for report in (revised, before))
     if _keep_accuracy(before, revised) or missing:
         known = {(warning.code, warning.message) for warning in revised.compile.warnings}
         codes = {
             *((LEFT_OUT, NOT_REPEATED) if "runs" in missing else ()),
-            *((FAR_FROM_QUANTIZED_GRAPH,) if not has_quantized else ()),
+            *((FAR_FROM_QUANTIZED_GRAPH,) if report_pb2.REFERENCE_QUANTIZED not in compared else ()),
+            *((LOW_ACCURACY,) if report_pb2.REFERENCE_EAGER in before_compared - compared else ()),
             *((CALLS_DIFFER,) if any(warning.code == FILE_MISSING for warning in revised.compile.warnings) else ()),
         }
         old = [warning for warning in before.compile.warnings if is_of_analysis(warning) or warning.code in codes]

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from etfarm.server.artifacts.store import Store
 from etfarm.server.reports.findings import Findings
 from etfarm.server.reports.latency.samples import Block, GeneratingProcess, Generation
-from etfarm.server.reports.request import AnalyzeRequest, CalledMethod, Calls, Further, Numerics, Scores, TokenInputs, Trace
+from etfarm.server.reports.request import (
+    LOW_ACCURACY,
+    AnalyzeRequest,
+    CalledMethod,
+    Calls,
+    Further,
+    Numerics,
+    Scores,
+    TokenInputs,
+    Trace,
+)
 from etfarm.server.workers.child_pool import OnTurn
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, generation_pb2, job_pb2, report_pb2
 from etfarm.wire.flows import encoded_positions
+from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH
+
+_KNOWN_DIFFERENCES: Final = frozenset({LOW_ACCURACY, "OUTPUTS_DIFFER", FAR_FROM_QUANTIZED_GRAPH})
+"""Codes of the compilation's warnings that name wrong outputs."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +98,7 @@ class Analyst:
             base_samples=path(base.result.samples.digest) if base is not None else None,
             base_blocks=_blocks(base.result) if base is not None else (),
             quantized=self._quantized(candidate, compilation, method),
+            known_problems=_known_problems(compilation, method),
             further=self._further(samples, result.further),
             calls=self._calls(candidate, compilation, calls, result.calls),
             numerics=self._numerics(candidate, compilation, numerics, method, result.numerics),
@@ -242,6 +259,13 @@ def _paths(request: object) -> Iterator[Path]:
     elif is_dataclass(request):
         for value in vars(request).values():
             yield from _paths(value)
+
+
+def _known_problems(compilation: compile_pb2.Compilation, method: str) -> tuple[str, ...]:
+    """Return the messages of warnings that name wrong outputs of a method."""
+    about = re.compile(rf"(?<![\w.]){re.escape(method)}(?![\w.])")
+    warnings = (warning for warning in compilation.warnings if warning.code in _KNOWN_DIFFERENCES)
+    return tuple(warning.message for warning in warnings if about.search(warning.message))
 
 
 def _output_names(compilation: compile_pb2.Compilation, method: str) -> tuple[str, ...]:

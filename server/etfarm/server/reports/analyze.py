@@ -14,12 +14,22 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from etfarm.server.graphs.quantized_outputs import describe
+from etfarm.server.graphs.quantized_outputs import describe, is_quantized
 from etfarm.server.reports.latency import generation, interleaved, slow_group, statistics
-from etfarm.server.reports.numerics import accuracy, calls, forced_text, fused, numeric_gap, reference, reference_models
+from etfarm.server.reports.numerics import (
+    accuracy,
+    calls,
+    forced_text,
+    fused,
+    numeric_gap,
+    reference,
+    reference_models,
+    wrong_outputs,
+)
 from etfarm.server.reports.request import (
     CALLS_DIFFER,
     CUT_SHORT,
+    LOW_ACCURACY,
     OUTPUTS_DO_NOT_MATCH,
     PREFILL_TRACE_TIMES,
     SAMPLES_LEFT_OUT,
@@ -379,6 +389,14 @@ def _fill_accuracy(
     for row in scores if len(scores) > 1 else ():
         row.ClearField("top1_agreement")
     report.accuracy.extend(rows)
+    if against == report_pb2.REFERENCE_EAGER:
+        comparable = {at: (row.output, [sample[at] for sample in pairs]) for at, row in enumerate(rows) if row.HasField("equal")}
+        if sentence := wrong_outputs.describe(
+            request.method, comparable, lambda: next(reference.run(program, [tensors.decode(inputs.read_bytes())])),
+            quantized=request.quantized is not None or is_quantized(program), backends=request.backends,
+            known=request.known_problems,
+        ):  # fmt: skip
+            _warn(report, LOW_ACCURACY, sentence)
     # A model that the client has quantized is its own quantized graph.
     if sentence := describe(
         program, [row.output for row in rows], pairs, lambda sample: reference.read_inputs(files[sample]), request.backends,

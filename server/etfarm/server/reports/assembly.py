@@ -16,17 +16,11 @@ from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, generation_pb2, job_pb
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire import digest as digests
 from etfarm.wire import small_sizes
-from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH, QUANTIZED_DB, ROUNDING_ERROR, decibels
+from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH
 
 PYTHON_RUNNER: Final = "PYTHON_RUNNER"
 """Code of the warning about a program that ExecuTorch's Python binding ran. It is no reason of a verdict: the binding runs the
 same kernels, and adds a nearly constant time to each call."""
-_NAMED: Final = 3
-"""Maximum number of outputs in a message."""
-_KNOWN_DIFFERENCES: Final = frozenset(
-    {"LOW_ACCURACY", "OUTPUTS_DIFFER", "CALLS_DIFFER", "NOT_COMPARED", FAR_FROM_QUANTIZED_GRAPH}
-)
-"""Codes of warnings that say already that a method's outputs differ, or that they cannot be compared."""
 _PYTHON_MESSAGE: Final = (
     "ExecuTorch's Python binding ran the program, because the farm has no runner bundle for {arch}: each call takes about 2 µs "
     "more than with a native runner, and the program's peak memory is unknown. Install g++ or the wheel etfarm-runner where the "
@@ -131,7 +125,6 @@ def assemble(
         report.compile.warnings.add(code="SAMPLES_LEFT_OUT", message=message)
     if result is not None and calls and not result.HasField("error"):
         _warn_of_calls(report, calls, result)
-    _warn_of_accuracy(report)
     if report.runner.kind == common_pb2.RUNNER_KIND_PYTHON:
         report.compile.warnings.add(code=PYTHON_RUNNER, message=_PYTHON_MESSAGE.format(arch=report.device.arch))
     if job.spec.measurement.numerics:
@@ -158,28 +151,6 @@ def assemble(
             _fill_trace(profile, traced, emulated=device.emulated, thresholds=thresholds or Thresholds())
     report.timeline.extend(cell.timeline)
     return report
-
-
-def _warn_of_accuracy(report: report_pb2.Report) -> None:
-    """Warn of outputs that are far from the model's on the device, if only there: its inputs may be others than the server's."""
-    if any(
-        warning.code in _KNOWN_DIFFERENCES and report.method in warning.message
-        for warning in (*report.compile.compilation.warnings, *report.compile.warnings)
-    ):
-        return
-    low = [
-        f"{row.output} has {decibels(row.sqnr_db)}"
-        for row in report.accuracy
-        if row.reference == report_pb2.REFERENCE_EAGER and row.HasField("sqnr_db") and row.sqnr_db < QUANTIZED_DB
-        and row.max_abs_error > ROUNDING_ERROR
-    ]  # fmt: skip
-    if low:
-        more = f" and {len(low) - _NAMED} more" if len(low) > _NAMED else ""
-        message = (
-            f"On the device, {report.method} is far from the model: {'; '.join(low[:_NAMED])}{more}, less than "
-            f"{QUANTIZED_DB:g} dB. --numerics names the operators; calibrate static scales with inputs like these."
-        )
-        report.compile.warnings.add(code="LOW_ACCURACY", message=message)
 
 
 def _drop_comparison_of_host(report: report_pb2.Report) -> None:

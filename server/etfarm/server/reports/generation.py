@@ -165,6 +165,12 @@ def _fill_accuracy(
     accuracy.references.extend(analysis.references)
     is_quantized = any(each.reference == report_pb2.REFERENCE_QUANTIZED for each in accuracy.references)
     for each in accuracy.references:
+        if each.logits_tokens and not each.HasField("max_abs_error"):
+            message = (
+                f"The logits of given tokens have NaN or infinity where those of {_REFERENCES[each.reference]} have none, or the "
+                "other way round. The recipes xnnpack_fp32 and portable show whether quantization or the backend is the reason."
+            )
+            report.compile.warnings.add(code="LOW_ACCURACY", message=message)
         # A device may round sums of integers differently, also against the same quantized program.
         is_float = each.reference == report_pb2.REFERENCE_EAGER and not is_quantized
         least_db = rounding.least_sqnr_db(dtype) if is_float else QUANTIZED_DB

@@ -19,7 +19,10 @@ OUTPUTS_DO_NOT_MATCH: Final = "ANALYSIS_OUTPUTS_DO_NOT_MATCH"
 SAMPLES_LEFT_OUT: Final = "ANALYSIS_SAMPLES_LEFT_OUT"
 """Warning code of an accuracy that is not over all samples."""
 
-ACCURACY_CODES: Final = frozenset({FAR_FROM_QUANTIZED_GRAPH, OUTPUTS_DO_NOT_MATCH, SAMPLES_LEFT_OUT})
+LOW_ACCURACY: Final = "LOW_ACCURACY"
+"""Warning code of outputs that are far from the model's."""
+
+ACCURACY_CODES: Final = frozenset({FAR_FROM_QUANTIZED_GRAPH, LOW_ACCURACY, OUTPUTS_DO_NOT_MATCH, SAMPLES_LEFT_OUT})
 """Warning codes of a complete accuracy."""
 
 CALLS_DIFFER: Final = "CALLS_DIFFER"
@@ -177,6 +180,8 @@ class AnalyzeRequest:
     """The method exported (.pt2) as `pte`'s compilation lowered it, if a stage quantized it. See `reference.load`."""
     backends: tuple[str, ...] = ()
     """Ids of the backends that compute parts of the method."""
+    known_problems: tuple[str, ...] = ()
+    """The compilation's warnings of the method's outputs, which are not repeated for the same output."""
     limit_s: float = 600.0
     """Time limit of the analysis; a child that takes longer is killed, and its results are lost."""
     screen: Callable[[Path], None] | None = None

@@ -7,7 +7,7 @@ import pytest
 
 from etfarm.server.graphs import differences
 from etfarm.server.graphs.differences import Difference
-from etfarm.wire.tensors import Tensor
+from etfarm.wire.tensors import Scalar, Tensor
 
 
 def of_integers(differing: int, count: int = 100) -> Difference:
@@ -50,5 +50,76 @@ def test_a_ratio_that_only_a_bias_raises_is_named_beside_the_one_that_decides() 
     )
 
 
-def test_equal_infinities_are_compared_without_a_mean() -> None:
-    assert not differences.find_problem(of_floats([np.inf, 1.0], [np.inf, 1.0]), quantized=True)
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(
+    ("expected", "actual", "problem"),
+    [
+        ([INF, 1.0], [INF, 1.0], ""), ([NAN, 1.0], [NAN, 1.0], ""), ([-INF, -INF], [-INF, -INF], ""),
+        ([-INF, 1e5, 2e5], [-INF, 1e5 + 0.03, 2e5], ""),
+        ([1.0, 2.0], [1.0, NAN], "y has NaN in 1 of 2 elements where the model gives numbers"),
+        ([1.0, -INF, 3.0], [INF, -INF, NAN], "y has NaN in 1 and infinity in 1 of 3 elements where the model gives numbers"),
+        ([1.0, -INF, 3.0], [1.0, -1e4, 3.0], "y has a number in 1 of 3 elements where the model gives NaN or infinity"),
+        ([1.0, -INF, 3.0], [1.0, INF, 3.0], "y has infinity in 1 of 3 elements where the model gives others"),
+    ],
+)  # fmt: skip
+def test_nan_and_infinity_are_right_only_where_the_model_has_them(
+    expected: list[float], actual: list[float], problem: str, quantized: bool
+) -> None:
+    assert differences.find_problem(of_floats(expected, actual), quantized=quantized) == problem
+
+
+def test_masked_outputs_are_judged_by_the_others() -> None:
+    low = of_floats([1.0, -1.0, -INF, 2.0], [0.0, 1.0, -INF, 0.0])
+    assert "y has -1.8 dB, less than" in differences.find_problem(low, quantized=True)
+    assert "y has -1.8 dB, where a float32" in differences.find_problem(low, quantized=False)
+
+
+@pytest.mark.parametrize(
+    ("expected", "actual", "problem"),
+    [
+        ([0.0, 0.0, 0.0], [50.0, -50.0, 0.0], "y is up to 50 where the model gives zeros"), ([0.0, 0.0], [0.05, 0.0], ""),
+        ([5.0, 5.0, 5.0], [50.0, -50.0, 0.0], "y has -18.3 dB, less than the 10 dB that quantization should keep"),
+        ([5.0, 5.0, 5.0], [5.3, 4.8, 5.0], ""),
+    ],
+)  # fmt: skip
+def test_a_quantizer_is_judged_by_zeros_and_constants_too(expected: list[float], actual: list[float], problem: str) -> None:
+    assert differences.find_problem(of_floats(expected, actual), quantized=True) == problem
+
+
+@pytest.mark.parametrize(
+    ("first", "problem"),
+    [
+        (199, ""),  # another class, as of nearly equal scores
+        (10**9, "y has 1 of 200 integers that rounding does not explain, off by up to 1e+09"),
+        (-1, "y has 1 of 200 integers that rounding does not explain, off by up to 1"),
+    ],
+)
+def test_an_integer_that_no_choice_between_equal_scores_gives_is_wrong(first: int, problem: str) -> None:
+    expected = np.arange(200, dtype=np.int64)
+    actual = np.r_[first, expected[1:]]
+    both = [Tensor("y", "int64", (200,), values.astype(np.int64).tobytes()) for values in (expected, actual)]
+    output = differences.difference("y", *both)
+    assert differences.find_problem(output, quantized=False) == problem
+    assert not differences.find_problem(output, quantized=True)
+
+
+def test_large_integers_may_differ_by_the_rounding_of_floats() -> None:
+    expected = np.arange(1, 201, dtype=np.int64) * 10**8
+    both = [Tensor("y", "int64", (200,), values.tobytes()) for values in (expected, expected + (expected == 10**8))]
+    assert not differences.find_problem(differences.difference("y", *both), quantized=False)
+
+
+@pytest.mark.parametrize(("dtype", "other"), [("float32", "float64"), ("int64", "int32")])
+def test_another_dtype_than_the_models_is_named(dtype: str, other: str) -> None:
+    first, second = (Tensor("y", each, (2,), np.array([1, 2], each).tobytes()) for each in (dtype, other))
+    problem = differences.find_problem(differences.difference("y", first, second), quantized=False)
+    assert problem == f"y has the dtype {other} where the model gives {dtype}"
+
+
+def test_samples_are_judged_together() -> None:
+    samples = [(Tensor("y", "float32", (), np.float32([a]).tobytes()), Scalar("y", b)) for a, b in ((3, 3), (4, 3))]
+    output = differences.difference_of_samples("y", samples)
+    assert output.report["sqnr_db"] == pytest.approx(10 * np.log10(25))

@@ -84,7 +84,9 @@ def test_nan_that_the_graph_does_not_have_is_far_whatever_the_other_outputs_are(
     broken = SIGNAL.copy()
     broken[3] = bad
     sample = [(SIGNAL, noisy(60)), (SIGNAL, broken)]
-    assert "graph, run by PyTorch: z (NaN or infinity), where" in warning(monkeypatch, [sample], [noisy(60), noisy(60)])
+    assert "graph, run by PyTorch: z (NaN or infinity on one side only), where" in warning(
+        monkeypatch, [sample], [noisy(60), noisy(60)]
+    )
     assert not warning(monkeypatch, [[(broken, broken)]], [broken])
 
 
@@ -143,3 +145,16 @@ def test_dynamic_scales_are_judged_by_the_model_as_well(
     text = describe(program, ["y"], pairs, lambda sample: [], ["XnnpackBackend"], [value(SIGNAL)])
     assert bool(text) is warns and (not warns or text.endswith("--numerics names the operators that differ."))
     assert not describe(program, ["y"], pairs, lambda sample: [], ["XnnpackBackend"])
+
+
+@pytest.mark.parametrize(
+    ("graph", "program", "level_db"),
+    [
+        ([3.0, -math.inf, 4.0], [3.0, -math.inf, 3.0], 10 * math.log10(25)),
+        ([3.0, -math.inf, 4.0], [3.0, math.inf, 4.0], -math.inf),
+        ([3.0, math.nan, 4.0], [3.0, 0.0, 4.0], -math.inf),
+    ],
+)
+def test_outputs_that_both_mask_are_judged_by_the_others(graph: list[float], program: list[float], level_db: float) -> None:
+    level = level_of([(tensors.from_array("", np.array(graph)), tensors.from_array("", np.array(program)))])
+    assert level is not None and level.db == pytest.approx(level_db)

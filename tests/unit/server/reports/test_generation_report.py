@@ -213,16 +213,25 @@ def test_an_agent_that_does_not_know_inputs_of_encoders_is_named(tmp_path: Path,
 
 @pytest.mark.parametrize(
     ("dtype", "sqnr_db", "codes"),
-    [("bfloat16", 31.0, []), ("bfloat16", 19.0, ["LOW_ACCURACY"]), ("float32", 31.0, ["LOW_ACCURACY"])],
-)
-def test_logits_are_judged_by_what_their_dtype_can_hold(tmp_path: Path, dtype: str, sqnr_db: float, codes: list[str]) -> None:
+    [
+        ("bfloat16", 31.0, []), ("bfloat16", 19.0, ["LOW_ACCURACY"]), ("float32", 31.0, ["LOW_ACCURACY"]),
+        ("float32", None, ["LOW_ACCURACY"]),  # NaN, which has no error
+    ],
+)  # fmt: skip
+def test_logits_are_judged_by_what_their_dtype_can_hold(
+    tmp_path: Path, dtype: str, sqnr_db: float | None, codes: list[str]
+) -> None:
     asked = plan((8, 0))
     asked.score.is_text = False
     result = agent_pb2.CandidateResult(cell_id="c", threads=1)
     result.generations.append(process(tmp_path, asked, [[8_000, *[1_000] * 3]]))
     result.generations[0].score.values.digest = "a" * 64
     analysis = analyzed(tmp_path, result, asked).generation
-    analysis.accuracy.references.add(reference=report_pb2.REFERENCE_EAGER, tokens=4, top1_agreement=1, sqnr_db=sqnr_db)
+    reference = analysis.accuracy.references.add(
+        reference=report_pb2.REFERENCE_EAGER, tokens=4, top1_agreement=1, logits_tokens=1
+    )
+    if sqnr_db is not None:
+        reference.sqnr_db, reference.max_abs_error = sqnr_db, 0.1
     report = report_pb2.Report()
     fill_generation(report, asked, result, analysis, requested=1, emulated=False, thresholds=Thresholds(), dtype=dtype)
     assert [warning.code for warning in report.compile.warnings] == codes

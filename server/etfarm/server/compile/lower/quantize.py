@@ -40,13 +40,12 @@ from etfarm.server.compile.program import fp32_layers, loading, values
 from etfarm.server.compile.program.explain import describe_place, find_line, first_line
 from etfarm.server.compile.program.places import places
 from etfarm.server.graphs.call_sequence import unchanged
+from etfarm.server.graphs.quantized_outputs import QUANTIZING, is_quantized
 from etfarm.server.graphs.written_buffers import changed_buffers
 from etfarm.server.workers.errors import is_out_of_memory
 from etfarm.wire import tensors
 from etfarm.wire.recipes import Options
 
-_QUANTIZED = ("quantized_decomposed.", "torchao.quantize_affine", "torchao.dequantize_affine", "torchao.choose_qparams",
-              "quant.dequantize_codebook")  # fmt: skip
 _LOG_INTERVAL_S: Final = 2.0
 """Interval of the log lines of a long calibration, in seconds."""
 
@@ -55,11 +54,6 @@ _DEFAULTS: Final = Options()
 Module = Callable[..., Any]
 
 _log = logging.getLogger(__name__)
-
-
-def is_quantized(program: Any) -> bool:
-    """Return whether a graph has quantize or dequantize operators."""
-    return any(str(node.target).startswith(_QUANTIZED) for node in program.graph.nodes if node.op == "call_function")
 
 
 def is_static(program: Any) -> bool:
@@ -169,7 +163,7 @@ def quantize(
     _restore(converted, initial)
     if not is_quantized(converted):
         raise QuantizedNothing(name, method)
-    scales = [a for node in converted.graph.nodes if str(node.target).startswith(_QUANTIZED) for a in node.args]
+    scales = [a for node in converted.graph.nodes if str(node.target).startswith(QUANTIZING) for a in node.args]
     if any(isinstance(scale, float) and not math.isfinite(scale) for scale in scales):
         raise CalibrationNotFinite(method, "", "")  # min-max observers accept any value
     return converted

@@ -37,6 +37,7 @@ from etfarm.server.compile.result import Fp32Operator, LowerResult, QuantizeResu
 from etfarm.server.compile.screening.operators import Operators
 from etfarm.server.compile.verify import checks
 from etfarm.server.compile.verify.smoke import SmokeRunner
+from etfarm.server.graphs.quantized_outputs import is_quantized
 from etfarm.server.graphs.written_buffers import changed_buffers
 from etfarm.server.workers.errors import is_disk_full, is_out_of_memory
 from etfarm.wire import recipes, tensors
@@ -130,7 +131,7 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
                 exported = quantize.export_again(modules.pop(method), original, recipe.strict)
                 shared_state.require_kept(method, original, exported)
                 del original
-                if not quantize.is_quantized(exported):
+                if not is_quantized(exported):
                     raise QuantizedNothing(name, method, "TORCH_EXPORT")
                 quantize.settle_origins(exported)
                 # The archive's prefix is the file's stem, so equal programs of the same method have equal bytes.
@@ -384,7 +385,7 @@ def _check_quantized(recipe: Recipe, built: Any, request: LowerRequest, programs
         RecipeNeedsEagerModule: the recipe replaces modules, but no method has quantized operators.
         QuantizedNothing: the recipe quantizes and the client has done that, but no method has quantized operators.
     """
-    quantized = {method for method, program in programs.items() if quantize.is_quantized(program)}
+    quantized = {method for method, program in programs.items() if is_quantized(program)}
     if request.quantized_here:
         return quantized  # the child that found nothing to quantize has said so
     if quantized or (request.stop_after == "SOURCE_TRANSFORM" and "QUANTIZE" in recipe.stages):

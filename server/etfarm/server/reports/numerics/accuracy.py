@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from etfarm.wire import tensors
 from etfarm.wire.errors import UserError
-from etfarm.wire.sqnr import energies, sqnr_db
+from etfarm.wire.sqnr import energies, has_same_infinity, sqnr_db
 from etfarm.wire.tensors import Scalar, Value
 
 LEAST_CLASSES = 3
@@ -26,7 +26,10 @@ class OutputsDoNotMatch(UserError):
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of one output from its reference, in float64; None for undefined numbers (NaN, empty outputs)."""
+    """The difference of one output from its reference, in float64.
+
+    Numbers are None where they are undefined: for empty outputs, and for NaN or infinity that only one side has.
+    """
 
     equal: bool
     """Whether all elements are equal; NaN equals NaN."""
@@ -143,7 +146,6 @@ def difference(reference: NDArray[np.generic], actual: NDArray[np.generic]) -> D
     same = (reference == actual).ravel() if exact else (r == a) | (np.isnan(r) & np.isnan(a))
     with np.errstate(invalid="ignore", over="ignore"):
         errors = np.where(same, 0.0, np.abs(r - a))
-        errors[np.isnan(r) | np.isnan(a)] = np.nan
         return Difference(
             equal=bool(same.all()),
             max_abs_error=_finite(errors.max()) if errors.size else None,
@@ -178,6 +180,8 @@ def top1_agreement(reference: NDArray[np.generic], actual: NDArray[np.generic]) 
 
 
 def _cosine(r: NDArray[np.float64], a: NDArray[np.float64]) -> float | None:
+    counts = ~has_same_infinity(r, a)
+    r, a = r[counts], a[counts]
     if not (r.any() and a.any()):
         return None
     with np.errstate(over="ignore", invalid="ignore"):

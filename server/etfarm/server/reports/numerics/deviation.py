@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etfarm.v1 import report_pb2
-from etfarm.wire.sqnr import EXACT_DB
+from etfarm.wire.sqnr import EXACT_DB, ratio_db
 
 BINS: Final = 32
 
@@ -74,7 +74,7 @@ def deviation(expected: Array, actual: Array) -> Deviation:
         mse, l1, largest = float(np.square(errors).mean()), float(errors.sum()), float(errors.max())
     snr_db = None
     if scale and math.isfinite(noise):
-        snr_db = EXACT_DB if noise == 0 else min(EXACT_DB, 10 * math.log10(signal / noise))
+        snr_db = ratio_db(signal, noise)
     return Deviation(snr_db, _finite(mse), _finite(l1), _finite(largest), same, has_nan)
 
 

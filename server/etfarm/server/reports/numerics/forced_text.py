@@ -16,7 +16,7 @@ from etfarm.server.reports.request import Scores
 from etfarm.v1 import report_pb2
 from etfarm.wire import generation
 from etfarm.wire.errors import UserError
-from etfarm.wire.sqnr import EXACT_DB
+from etfarm.wire.sqnr import ratio_db
 
 _PART_OF_TIME: Final = 0.7
 """Fraction of the time for the given tokens; the rest is for the text that the device generated."""
@@ -142,7 +142,7 @@ def _fill_logits(target: report_pb2.GenerationReference, rows: list[tuple[Floats
     if math.isfinite(signal) and math.isfinite(noise):
         target.max_abs_error = largest
         if signal:
-            target.sqnr_db = EXACT_DB if noise == 0 else min(EXACT_DB, 10 * math.log10(signal / noise))
+            target.sqnr_db = ratio_db(signal, noise)
     if math.isfinite(divergence):
         target.kl_divergence = divergence / len(rows)
 

@@ -60,11 +60,16 @@ def test_a_difference_below_float64_is_capped() -> None:
     assert accuracy.sqnr_db(np.array([1e200, 1.0]), np.array([1e200, 1.0 + 1e-15])) == 300.0
 
 
-def test_nan_has_no_error_but_equals_nan() -> None:
-    result = accuracy.compare("out", _tensor([1.0, math.nan, 0.0]), _tensor([1.0, math.nan, 0.0]))
-    assert result == accuracy.Difference(True, None, None, None, None, None, 1.0, 1, 1)
-    appeared = accuracy.compare("out", _tensor([1.0, 2.0]), _tensor([1.0, math.nan]))
-    assert (appeared.equal, appeared.nan_count, appeared.reference_nan_count) == (False, 1, 0)
+@pytest.mark.parametrize("masked", [math.nan, math.inf, -math.inf])
+def test_what_both_mask_is_left_out_and_what_one_has_alone_has_no_numbers(masked: float) -> None:
+    nan_count = int(math.isnan(masked))
+    result = accuracy.compare("out", _tensor([3.0, masked, 4.0]), _tensor([3.0, masked, 3.0]))
+    assert (result.equal, result.max_abs_error, result.sqnr_db) == (False, 1.0, pytest.approx(10 * math.log10(25)))
+    assert result.relative_error == pytest.approx(0.2) and result.cosine == pytest.approx(21 / math.sqrt(25 * 18))
+    assert (result.nan_count, result.reference_nan_count) == (nan_count, nan_count)
+    appeared = accuracy.compare("out", _tensor([1.0, 2.0]), _tensor([1.0, masked]))
+    assert (appeared.equal, appeared.nan_count, appeared.reference_nan_count) == (False, nan_count, 0)
+    assert (appeared.max_abs_error, appeared.sqnr_db, appeared.relative_error) == (None, None, None)
 
 
 def test_the_relative_error_is_that_of_the_norms() -> None:
