@@ -46,6 +46,7 @@ class ForkedChild:
 
     def __init__(self, fork: Fork, stdin: Input, stdout: asyncio.StreamReader, stderr: asyncio.StreamReader) -> None:
         self.pid, self.stdin, self.stdout, self.stderr = fork.pid, stdin, stdout, stderr
+        self._fork = fork
         self._end = asyncio.create_task(self._ended(fork))
 
     async def _ended(self, fork: Fork) -> int:
@@ -61,6 +62,7 @@ class ForkedChild:
     def kill(self) -> None:
         """See `Child.kill`."""
         if not self.ended:
+            self._fork.kill()  # at first it leads no group
             self._kill_group()
 
     def _kill_group(self) -> None:

@@ -23,11 +23,11 @@ pytestmark = pytest.mark.numeric
 
 def norm(kind: type[nn.Module] = nn.BatchNorm2d, channels: int = 4) -> nn.Module:
     """Return a batch norm that is far from the identity."""
-    made = kind(channels)
-    assert isinstance(made.running_mean, Tensor) and isinstance(made.running_var, Tensor)
-    made.running_mean.normal_(0.2, 0.7)
-    made.running_var.uniform_(0.3, 4)
-    return made
+    result = kind(channels)
+    assert isinstance(result.running_mean, Tensor) and isinstance(result.running_var, Tensor)
+    result.running_mean.normal_(0.2, 0.7)
+    result.running_var.uniform_(0.3, 4)
+    return result
 
 
 class Heads(nn.Module):
