@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from collections import deque
 from collections.abc import Iterator, MutableMapping
@@ -33,6 +34,8 @@ from etfarm.client.export.iterators import Position, frozen, thawed
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor, nn
+
+_log = logging.getLogger(__name__)
 
 _MAX_DEPTH: Final = 8
 _MAX_ELEMENTS: Final = 10_000
@@ -244,9 +247,18 @@ class Snapshot:
     def restore(self) -> None:
         """Put back what differs from the snapshot. Values that were written into a tensor stay."""
         for holder in self._holders.values():
-            holder.restore()
+            try:
+                holder.restore()
+            except Exception:  # noqa: BLE001 - such as an attribute that cannot be set; the export's own error counts
+                _log.debug("%s cannot be put back", holder.path, exc_info=True)
 
     def _visit(self, path: str, value: Any, depth: int) -> None:
+        try:
+            self._look(path, value, depth)
+        except Exception:  # noqa: BLE001 - attribute access runs code of the user, which may refuse it; the export goes on
+            _log.debug("%s cannot be looked at", path, exc_info=True)
+
+    def _look(self, path: str, value: Any, depth: int) -> None:
         import numpy as np
         import torch
 

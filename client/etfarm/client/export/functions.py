@@ -107,7 +107,8 @@ def is_foreign(value: FunctionType | ModuleType) -> bool:
     if isinstance(value, FunctionType):
         file, name = value.__code__.co_filename, str(value.__globals__.get("__name__", ""))
     else:
-        file, name = str(getattr(value, "__file__", None) or ""), value.__name__
+        # Not with getattr(), for which a lazy module may import what is not installed.
+        file, name = str(vars(value).get("__file__") or ""), str(vars(value).get("__name__", ""))
     return name.partition(".")[0] == "etfarm" or is_installed(file)
 
 

@@ -46,7 +46,7 @@ def frozen(value: Any) -> Any:
         try:
             copy = _copied(value)
             return Position(_state_of(copy), copy)
-        except (TypeError, ValueError, RecursionError):  # it iterates over a generator, or Python is too new
+        except Exception:  # noqa: BLE001 - such as over a generator, an iterator of the user, or with a newer Python
             return value
 
 

@@ -98,6 +98,7 @@ class Analyst:
             base_samples=path(base.result.samples.digest) if base is not None else None,
             base_blocks=_blocks(base.result) if base is not None else (),
             quantized=self._quantized(candidate, compilation, method),
+            is_quantized=self._quantized(candidate, compilation, method) is not None,
             known_problems=_known_problems(compilation, method),
             further=self._further(samples, result.further),
             calls=self._calls(candidate, compilation, calls, result.calls),

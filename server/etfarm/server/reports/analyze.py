@@ -393,7 +393,7 @@ def _fill_accuracy(
         comparable = {at: (row.output, [sample[at] for sample in pairs]) for at, row in enumerate(rows) if row.HasField("equal")}
         if sentence := wrong_outputs.describe(
             request.method, comparable, lambda: next(reference.run(program, [tensors.decode(inputs.read_bytes())])),
-            quantized=request.quantized is not None or is_quantized(program), backends=request.backends,
+            quantized=request.is_quantized or request.quantized is not None or is_quantized(program), backends=request.backends,
             known=request.known_problems,
         ):  # fmt: skip
             _warn(report, LOW_ACCURACY, sentence)

@@ -178,6 +178,8 @@ class AnalyzeRequest:
     base_blocks: tuple[Block, ...] = ()
     quantized: Path | None = None
     """The method exported (.pt2) as `pte`'s compilation lowered it, if a stage quantized it. See `reference.load`."""
+    is_quantized: bool = False
+    """Whether a stage quantized the method, also if the file of `quantized` is gone."""
     backends: tuple[str, ...] = ()
     """Ids of the backends that compute parts of the method."""
     known_problems: tuple[str, ...] = ()

@@ -22,6 +22,10 @@ from etfarm.server.graphs.fusion import LAYERS
 _ATEN: Final = torch.ops.aten
 _BATCH_NORM: Final = _ATEN.batch_norm.default
 _TRANSPOSED: Final = (_ATEN.conv_transpose1d.default, _ATEN.conv_transpose2d.input)
+_REMOVED: Final = (
+    _ATEN.dropout.default, _ATEN.dropout_.default, _ATEN.feature_dropout.default, _ATEN.clone.default, _ATEN.detach.default,
+    _ATEN.alias.default, _ATEN.contiguous.default,
+)  # fmt: skip
 _GROUPS: Final = 6
 """Position of the number of groups among the arguments of transposed convolutions."""
 
@@ -46,7 +50,8 @@ def keep_what_cannot_be_folded(module: GraphModule, quantizers: Iterable[Any]) -
         constants = {node: _value(node, part) for node in part.graph.nodes if node.op == "get_attr"}
         uses = _uses(constants)
         for node in part.graph.nodes:
-            if node.target is _BATCH_NORM and not _can_be_folded(node, constants, uses):
+            layer = node.args[0] if node.target is _BATCH_NORM else None
+            if isinstance(layer, Node) and _is_layer(layer) and not _can_be_folded(node, constants, uses):
                 node.target = kept_batch_norm
         part.recompile()
 
@@ -68,7 +73,8 @@ def compute_apart(program: Any) -> None:
         if node.target is not _BATCH_NORM:
             continue
         layer = node.args[0]
-        while isinstance(layer, Node) and str(layer.target).startswith("quantized_decomposed."):
+        # Lowering removes dropout and copies, and XNNPACK folds then.
+        while isinstance(layer, Node) and (str(layer.target).startswith("quantized_decomposed.") or layer.target in _REMOVED):
             layer = layer.args[0]
         if not isinstance(layer, Node) or layer.target not in LAYERS:
             continue
@@ -107,7 +113,11 @@ def _replace(program: Any, node: Node, constants: Mapping[Node, Any]) -> None:
     with program.graph.inserting_before(first):
         scale, shift = (
             create_constant_placeholder(
-                program, program.graph, f"{node.name}_{name}", InputKind.PARAMETER, data.to(value.dtype).reshape(shape)
+                program,
+                program.graph,
+                _unused(program, f"{node.name}_{name}"),
+                InputKind.PARAMETER,
+                data.to(value.dtype).reshape(shape),
             )
             for name, data in (("scale", scale), ("shift", shift))
         )
@@ -116,6 +126,12 @@ def _replace(program: Any, node: Node, constants: Mapping[Node, Any]) -> None:
         total = program.graph.call_function(_ATEN.add.Tensor, (product, shift))
     product.meta, total.meta = dict(node.meta), dict(node.meta)
     node.replace_all_uses_with(total)
+
+
+def _unused(program: Any, name: str) -> str:
+    """Return a name that no node and no parameter has, since it would be taken for a known constant."""
+    known = {node.name for node in program.graph.nodes} | program.state_dict.keys() | program.constants.keys()
+    return name if name not in known else _unused(program, f"{name}_")
 
 
 def _graphs(module: GraphModule) -> list[GraphModule]:
@@ -135,6 +151,10 @@ def _value(node: Node, module: GraphModule) -> Any:
     for part in str(node.target).split("."):
         value = getattr(value, part)
     return value
+
+
+def _is_layer(node: Node) -> bool:
+    return str(node.target).startswith(("aten.conv", "aten.linear."))
 
 
 def _can_be_folded(node: Node, constants: Mapping[Node, Any], uses: Counter[int]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ pytest.importorskip("executorch")
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 from etfarm.server.compile.lower import batch_norms, build, quantize
+from etfarm.server.workers.pool import Workers
 from etfarm.wire import recipes
-from tests.support.compiling import DYNAMIC, STATIC
+from tests.support.compiling import DYNAMIC, STATIC, compiled
 
 pytestmark = pytest.mark.numeric
 
@@ -119,6 +121,17 @@ class SharedBias(nn.Module):
         return self.second_norm(self.second(self.first_norm(self.first(x))))
 
 
+class Dropped(FirstUse):
+    """Dropout, which lowering removes, is between a convolution with two uses and its batch norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other, self.drop = norm(), nn.Dropout()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out((self.norm(self.drop(self.conv(x))) + self.other(self.drop(self.conv(x * 2)))).mean((2, 3)))
+
+
 class WeightNorm(nn.Module):
     """The weight of a convolution is computed."""
 
@@ -216,3 +229,23 @@ def test_the_graph_is_that_of_all_patterns() -> None:
     batch_norms.show_what_was_kept(of_all)
     assert [str(node.target) for node in of_ours.graph.nodes] == [str(node.target) for node in of_all.graph.nodes]
     assert torch.equal(of_ours(x), of_all(x))
+
+
+@pytest.mark.slow(reason="each test compiles in children")
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize(
+    ("module", "recipe"),
+    [
+        (Heads, "xnnpack_fp32"), (SharedBias, "xnnpack_fp32"), (Grouped, "xnnpack_fp32"), (Dropped, "xnnpack_fp32"),
+        (Around, STATIC), (WeightNorm, STATIC), (Depthwise, STATIC), (Returned, DYNAMIC),
+    ],
+)  # fmt: skip
+async def test_a_lowered_program_with_batch_norms_is_near_the_model(
+    workers: Workers, tmp_path: Path, module: type[nn.Module], recipe: str
+) -> None:
+    torch.manual_seed(0)
+    model, x = module().eval(), torch.randn(2, 4, 8, 8)
+    result = (await compiled(workers, tmp_path, lambda: torch.export.export(model, (x,)), recipe)).result
+    wrong = {"OUTPUTS_DIFFER", "LOW_ACCURACY", "FAR_FROM_QUANTIZED_GRAPH"}
+    assert not [warning["message"] for warning in result["warnings"] if warning["code"] in wrong]
+    assert result["checks"] and all(check["ran"] and not check["why"] for check in result["checks"])
