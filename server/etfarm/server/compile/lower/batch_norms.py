@@ -69,9 +69,7 @@ def compute_apart(program: Any) -> None:
     """Replace the batch norms behind layers that cannot be folded into them by products and sums, of two new constants each."""
     constants = _constants(program)
     uses = _uses(constants)
-    for node in program.graph.nodes:
-        if node.target is not _BATCH_NORM:
-            continue
+    for node in [node for node in program.graph.nodes if node.target is _BATCH_NORM]:
         layer = node.args[0]
         # Lowering removes dropout and copies, and XNNPACK folds then.
         while isinstance(layer, Node) and (str(layer.target).startswith("quantized_decomposed.") or layer.target in _REMOVED):
@@ -80,7 +78,6 @@ def compute_apart(program: Any) -> None:
             continue
         if layer is not node.args[0] or not _can_be_folded(node, constants, uses):
             _replace(program, node, constants)
-    program.graph.eliminate_dead_code()
     program.graph_module.recompile()
 
 
@@ -126,6 +123,7 @@ def _replace(program: Any, node: Node, constants: Mapping[Node, Any]) -> None:
         total = program.graph.call_function(_ATEN.add.Tensor, (product, shift))
     product.meta, total.meta = dict(node.meta), dict(node.meta)
     node.replace_all_uses_with(total)
+    program.graph.erase_node(node)
 
 
 def _unused(program: Any, name: str) -> str:
