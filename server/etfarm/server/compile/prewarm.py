@@ -6,7 +6,10 @@ import importlib
 import logging
 import os
 import sys
+import typing
 import warnings
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, cast
@@ -56,7 +59,9 @@ def load_toolchain() -> None:
     importlib.import_module("etfarm.server.compile.lower.tasks")
     executorch.runtime.Runtime.get()
     remember_composite_operators()
+    remember_annotations()
     share_origins()
+    compile_graphs_when_called()
     xnnpack_patterns.install()
     # With another ExecuTorch than the pinned one, these export the patterns.
     bilinear_2d.get_graphs()
@@ -97,6 +102,14 @@ def remember_composite_operators() -> None:
         module._collect_all_valid_cia_ops = collect
 
 
+def remember_annotations() -> None:
+    """Let torch evaluate the annotations of a kernel's registration once: a lowering registers 36,000, a fifth of a small one."""
+    import torch
+
+    # The alias of typing is the same annotation and keeps what it was subscripted with.
+    torch._ops.Callable = typing.Callable
+
+
 def share_origins() -> None:
     """Let nodes share what torch records of their origins, which never changes.
 
@@ -108,3 +121,55 @@ def share_origins() -> None:
         return self
 
     NodeSource.__deepcopy__ = share
+
+
+def compile_graphs_when_called() -> None:
+    """Let a `torch.fx.GraphModule` compile the Python code of its graph when it is called, or when its code is read.
+
+    torch compiles it after each change of a graph, a fifth of a lowering: ExecuTorch's passes interpret graphs and call none.
+    """
+    from torch.fx import GraphModule
+    from torch.fx.graph import _PyTreeCodeGen
+
+    compile_now, describe = GraphModule.recompile, GraphModule.__str__
+
+    class Uncompiled:
+        """Stands for `forward` in the class that a module has for itself."""
+
+        def __init__(self, module: GraphModule) -> None:
+            self.module = weakref.ref(module)
+
+        def __get__(self, instance: GraphModule | None, owner: type[GraphModule]) -> Any:
+            if (module := self.module()) is None:
+                raise AttributeError("forward")
+            compile_now(module)
+            return owner.forward if instance is None else instance.forward
+
+    def recompile(self: GraphModule) -> None:
+        self.__dict__.pop("_code", None)
+        if isinstance(self._graph._codegen, _PyTreeCodeGen):
+            self._in_spec = self._graph._codegen.pytree_info.in_spec
+            self._out_spec = self._graph._codegen.pytree_info.out_spec
+        type(self).forward = Uncompiled(self)
+        self._recompile_submodules()
+
+    def compiled(self: GraphModule) -> GraphModule:
+        if "_code" not in self.__dict__:
+            compile_now(self)
+        return self
+
+    def with_code(pickle: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: GraphModule, *arguments: Any) -> Any:
+            GraphModule.recompile = compile_now
+            try:
+                return pickle(compiled(self), *arguments)
+            finally:
+                GraphModule.recompile = recompile
+
+        return wrapped
+
+    GraphModule.recompile = recompile
+    GraphModule.code = property(lambda self: compiled(self)._code)
+    GraphModule.__str__ = lambda self: describe(compiled(self))
+    GraphModule.__reduce__ = with_code(GraphModule.__reduce__)
+    GraphModule.__reduce_package__ = with_code(GraphModule.__reduce_package__)
