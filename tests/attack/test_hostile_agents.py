@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 
 import grpc
 import psutil
@@ -74,6 +75,14 @@ async def channels(server: str) -> AsyncIterator[dict[str, grpc.aio.Channel]]:
     yield opened
     for channel in opened.values():
         await channel.close()
+
+
+@contextmanager
+def suppressed(code: grpc.StatusCode) -> Iterator[None]:
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        assert error.code() is code, error
 
 
 async def is_welcome(agent: AgentStream) -> None:
