@@ -107,6 +107,13 @@ async def compiled(
     return answer
 
 
+def with_quantizer(recipe: str, arguments: str) -> Recipe:
+    """Return a recipe whose quantizer has arguments of a recipe file."""
+    scales = "dynamic = true\n" if recipe == DYNAMIC else ""
+    file = f'recipe = "xnnpack_fp32"\n[[quantizers]]\nname = "xnnpack"\nper_channel = true\n{scales}{arguments}\n'
+    return recipes.from_toml(file)
+
+
 async def _ran(workers: Workers, task: str, request: object, answer: Compiled) -> tuple[Any, dict[str, bytes]]:
     async with await workers.run(
         f"etfarm.server.compile.lower.tasks:{task}", request, deadline_s=180,

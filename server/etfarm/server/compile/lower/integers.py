@@ -12,11 +12,43 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
+from torchao.quantization.pt2e.quantizer import Quantizer
+
+_KEY: Final = "quantization_annotation"
 
 _SCALAR_FORMS: Final = {
     torch.ops.aten.add.Tensor: torch.ops.aten.add.Scalar,
     torch.ops.aten.mul.Tensor: torch.ops.aten.mul.Scalar,
 }
+
+
+class IntegersKept(Quantizer):  # type: ignore[misc]
+    """A quantizer that leaves operators of integers alone.
+
+    Args:
+        quantizer: XNNPACK's, which annotates all operators first.
+    """
+
+    def __init__(self, quantizer: Quantizer) -> None:
+        super().__init__()
+        self._quantizer = quantizer
+
+    def transform_for_annotation(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        """Let the inner quantizer change the graph."""
+        return self._quantizer.transform_for_annotation(model)
+
+    def annotate(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        """Annotate all operators but those with an output of integers."""
+        model = self._quantizer.annotate(model)
+        for node in model.graph.nodes:
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor) and not value.is_floating_point():
+                node.meta.pop(_KEY, None)
+        return model
+
+    def validate(self, model: torch.fx.GraphModule) -> None:
+        """Let the inner quantizer check its annotations."""
+        self._quantizer.validate(model)
 
 
 def find_scalar_arithmetic(module: Any) -> list[Any]:

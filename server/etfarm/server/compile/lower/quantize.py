@@ -119,6 +119,8 @@ def quantize(
     if options.copy_shared_layers and fusion.copy_shared_layers(captured):
         unused.discard("copy_shared_layers")
     quantizer = stage._get_quantizer_for_prepare_pt2e(recipe.quantizers)
+    if keeps_integers(recipe):
+        quantizer = integers.IntegersKept(quantizer)
     if options.fuse_activations and fp32_layers.by_xnnpack(recipe.quantizers):
         quantizer = fusion.ActivationsFused(quantizer)
     batch_norms.keep_what_cannot_be_folded(captured, recipe.quantizers)

@@ -248,6 +248,7 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
         written_state.copy_values(program)
         if (partitioners := build.partitioners(built, method)) and fp32_layers.by_xnnpack(partitioners):
             batch_norms.compute_apart(program)
+            written_state.return_values(program)
     shared = shared_state.plan_shared_state(programs, recipe, built.executorch_backend_config)
     result["shared_buffers"] = sorted(frozenset().union(*shared.values()))
     if shared:

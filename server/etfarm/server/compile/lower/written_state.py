@@ -1,4 +1,8 @@
-"""Values that a program writes to its buffers and inputs, of which ExecuTorch copies each at the end of a run, in any order."""
+"""Values that a program writes to its buffers and inputs, of which ExecuTorch copies each at the end of a run, in any order.
+
+It also removes copies, and XNNPACK returns no value twice: `self.mean.mul_(0.9).add_(x); return self.mean.clone()` has one value
+for the buffer and for the output. The same without clone() is lowered.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import torch
 from etfarm.wire.written_inputs import viewed_placeholders, written_placeholders
 
 _MUTATIONS = ("BUFFER_MUTATION", "USER_INPUT_MUTATION")
+_COPIES = (torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 def copy_values(program: Any) -> None:
@@ -54,6 +59,40 @@ def copy_values(program: Any) -> None:
         written.add(value)
     if changed:
         program.graph_module.recompile()
+
+
+def return_values(program: Any) -> None:
+    """Return values themselves where the program returns copies of them that are made after all that it writes.
+
+    Args:
+        program: an exported program, which is changed.
+    """
+    graph = program.graph
+    output = graph.output_node()
+    results, writes = list(output.args[0]), {node for node in graph.nodes if _writes(node)}
+    for place, spec in enumerate(program.graph_signature.output_specs):
+        copy = results[place]
+        while isinstance(copy, torch.fx.Node) and _is_copy(copy) and copy.args[0].op == "call_function":
+            later = copy.next
+            while later is not output and later not in writes:
+                later = later.next
+            if later is not output:
+                break
+            copy = copy.args[0]
+        if spec.kind.name == "USER_OUTPUT" and copy is not results[place]:
+            results[place] = copy
+            spec.arg.name = copy.name
+    output.args = (tuple(results),)
+    graph.eliminate_dead_code(lambda node: not _is_copy(node))
+    program.graph_module.recompile()
+
+
+def _is_copy(node: torch.fx.Node) -> bool:
+    return node.target in _COPIES and not node.kwargs
+
+
+def _writes(node: torch.fx.Node) -> bool:
+    return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
 
 
 def _copy(graph: torch.fx.Graph, before: torch.fx.Node, value: torch.fx.Node) -> torch.fx.Node:

@@ -102,7 +102,26 @@ def stage_failed(stage: str, error: BaseException, programs: Programs | None = N
             return explained(stage, match, text, programs or {})
     if isinstance(cause, ImportError):
         return RecipeUnavailable("", first_line(cause), stage)
-    return StageFailed(stage, type(error).__name__, first_line(error))
+    return StageFailed(stage, type(error).__name__, first_line(error) + _describe_culprit(cause))
+
+
+def _describe_culprit(error: BaseException) -> str:
+    """Return the operator that the toolchain had in hand when it failed, like `, near aten::bmm at models/net.py:31 (x @ y)`.
+
+    A node that a pass has made has no line; the operators beside it may have one.
+    """
+    frames = []
+    traceback = error.__traceback__
+    while traceback is not None:
+        frames.append(traceback.tb_frame)
+        traceback = traceback.tb_next
+    held = (
+        value for frame in reversed(frames) for value in frame.f_locals.values() if getattr(value, "op", "") == "call_function"
+    )
+    if (node := next(held, None)) is None:
+        return ""
+    near = next((each for each in (node, *node.all_input_nodes, *node.users) if describe_place(places([each]))), None)
+    return "" if near is None else f", near {describe_node(near)}"
 
 
 def describe_node(node: Any) -> str:
@@ -486,6 +505,15 @@ def _channels_last_weight(stage: str, match: re.Match[str], text: str, programs:
     return StageFailed(stage, "AssertionError", why, remedy)
 
 
+def _channels_last_constant(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
+    names = [name for program in programs.values() if (name := find_channels_last(program))]
+    if not names:
+        return StageFailed(stage, "AssertionError", match[0].rstrip("."))
+    why = "XNNPACK takes weights in the usual memory format, but the model has some that are channels last."
+    remedy = "Leave out model.to(memory_format=torch.channels_last): XNNPACK chooses its own formats."
+    return StageFailed(stage, "AssertionError", why, remedy)
+
+
 _Explained = Callable[[str, "re.Match[str]", str, Programs], EtfarmError]
 
 
@@ -533,6 +561,7 @@ _EXPLAINED: Final[tuple[tuple[re.Pattern[str], _Explained], ...]] = (
     ),
     (re.compile(r"0 in strides is not supported"), _expanded),
     (re.compile(r"Expected (\w+) to be NCHW in channels last reshape pass"), _channels_last_weight),
+    (re.compile(r"The same constant data tensor can't be used in N\w+ format .*"), _channels_last_constant),
     (re.compile(r"constant data node \((\w+)\) is tagged with \(\w+\) but has user \((\w+)\)"), _shared_weight),
     (
         re.compile(r"expected compiled_fn to be GraphModule"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from etfarm.server.compile.lower.written_state import copy_values
+from etfarm.server.compile.lower.written_state import copy_values, return_values
 
 
 class Model(nn.Module):
@@ -78,3 +78,37 @@ def test_only_what_another_write_may_change_is_copied(
     assert len(clones) == copies
     x = torch.rand(3)
     assert torch.equal(program.module()(x), Model(body)(x))
+
+
+def average(model: Model, x: Tensor) -> Tensor:
+    model.a.mul_(0.5).add_(x)
+    return model.a.clone()
+
+
+def before(model: Model, x: Tensor) -> Tensor:
+    value = model.a + x
+    old = value.clone()
+    value.mul_(2)
+    model.a.copy_(value)
+    return old
+
+
+def detached(model: Model, x: Tensor) -> Tensor:
+    return (x * 2).detach().clone()
+
+
+@pytest.mark.parametrize("functional", [False, True])
+@pytest.mark.parametrize(("body", "copies"), [(average, 0), (detached, 0), (before, 1)])
+def test_only_copies_that_no_write_follows_are_not_returned(
+    body: Callable[[Any, Tensor], Tensor], copies: int, functional: bool
+) -> None:
+    program = torch.export.export(Model(body).eval(), (torch.rand(3),))
+    if functional:
+        program = program.run_decompositions()
+    return_values(program)
+    left = [node for node in program.graph.nodes if node.target in (torch.ops.aten.clone.default, torch.ops.aten.detach.default)]
+    assert len(left) == (0 if functional else copies)
+    x, model = torch.rand(3), Model(body)
+    exported = program.module()
+    for _ in range(2):
+        assert torch.equal(exported(x), model(x))

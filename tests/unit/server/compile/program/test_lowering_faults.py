@@ -15,12 +15,13 @@ from executorch.exir import to_edge_transform_and_lower  # noqa: E402
 from functorch.experimental.control_flow import map as mapped  # noqa: E402
 from torch import nn  # noqa: E402
 from torch._higher_order_ops.while_loop import while_loop  # noqa: E402
+from torch.export import Dim  # noqa: E402
 
 from etfarm.server.compile.lower import build, quantize  # noqa: E402
 from etfarm.server.compile.program.explain import stage_failed  # noqa: E402
 from etfarm.wire import recipes  # noqa: E402
 from etfarm.wire.errors import EtfarmError  # noqa: E402
-from tests.support.compiling import DYNAMIC, STATIC  # noqa: E402
+from tests.support.compiling import DYNAMIC, STATIC, with_quantizer  # noqa: E402
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow(reason="lowers models")]
 
@@ -116,6 +117,33 @@ class Returned(nn.Module):
         return y, y - 2.0
 
 
+class Tokens(nn.Module):
+    """Makes an image of tokens, as SegFormer's attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(3, 8, 4, 4)
+        self.sr = nn.Conv2d(8, 8, 2, 2)
+
+    def forward(self, x: Any) -> Any:
+        tokens = F.layer_norm(self.a(x).flatten(2).transpose(1, 2), (8,))
+        return self.sr(tokens.transpose(1, 2).reshape(1, 8, 2, 2))
+
+
+class Last(nn.Module):
+    """Has the weights of its convolution in another memory format than the one that they have at first."""
+
+    def __init__(self, memory_format: Any) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(3, 4, 3).to(memory_format=memory_format)
+
+    def forward(self, x: Any) -> Any:
+        return F.relu(self.a(x))
+
+
+SERIES: Final = torch.rand(3, 8, 21)
+BATCH, TIME = Dim("batch", max=4), Dim("time", min=4, max=40)
+
 X: Final = torch.rand(2, 3)
 IMAGE: Final = torch.rand(1, 3, 8, 8)
 LINE: Final = "test_lowering_faults.py:"
@@ -143,17 +171,31 @@ CASES: Final[dict[str, tuple[nn.Module, Any, str, list[tuple[nn.Module, str]], l
         Subtracted(torch.tensor(2.0)), IMAGE, DYNAMIC, [(Subtracted(torch.full((1, 1, 1, 1), 2.0)), DYNAMIC)],
         ["aten::sub at ", LINE, "self.number - self.a(x)", "torch.full((1, 1, 1, 1), 2.0)"],
     ),
+    "an image of tokens": (
+        Tokens(), IMAGE, DYNAMIC, [(Tokens(), STATIC), (Tokens(), f"{DYNAMIC} without sr")],
+        ["dynamic scales", "aten::conv2d at ", LINE, "reshape(1, 8, 2, 2)", "module sr", "skip_modules"],
+    ),
+    "weights that are channels last": (
+        Last(torch.channels_last), IMAGE, STATIC, [(Last(torch.contiguous_format), STATIC)],
+        ["weights in the usual memory format", "channels last", "Leave out model.to(memory_format"],
+    ),
     "a difference with a returned value": (
         Returned(), IMAGE, STATIC, [(Returned(), "xnnpack_fp32")], ["KeyError: 'val'", "aten::sub at ", LINE, "y - 2.0", "fp32"],
     ),
 }  # fmt: skip
 
 
-def lower(module: nn.Module, x: Any, name: str) -> tuple[Any, EtfarmError | None]:
+def known(name: str) -> recipes.Recipe:
+    """Return a recipe by its name, which may name a module that stays in fp32."""
+    name, _, module = name.partition(" without ")
+    return with_quantizer(name, f'skip_modules = ["{module}"]') if module else recipes.parse(name)
+
+
+def lower(module: nn.Module, x: Any, name: str, shapes: Any = None) -> tuple[Any, EtfarmError | None]:
     """Return the exported program, and the error of lowering it, if any."""
-    program = torch.export.export(module.eval(), x if isinstance(x, tuple) else (x,))
+    program = torch.export.export(module.eval(), x if isinstance(x, tuple) else (x,), dynamic_shapes=shapes)
     if name.startswith("xnnpack_pt2e"):
-        quantization = build.quantization(build.resolved(recipes.parse(name)), "forward")
+        quantization = build.quantization(build.resolved(known(name)), "forward")
         program = quantize.export_again(quantize.quantize(program, quantization, name, "forward", ()), program, strict=False)
     try:
         with torch.no_grad():
@@ -180,3 +222,25 @@ def test_a_loop_that_shares_its_values_is_named() -> None:
     message = "torch.while_loop's cond_fn might be aliasing the input or the output!"
     error = stage_failed("TO_EDGE_TRANSFORM_AND_LOWER", RuntimeError(message), {"forward": program})
     assert "torch.while_loop at " in error.message and LINE in error.message and "torch.where" in error.remedy
+
+
+def test_a_convolution_of_series_names_its_dynamic_dims() -> None:
+    module = nn.Sequential(nn.Conv1d(8, 16, 3, padding=1))
+    _, error = lower(module, SERIES, "xnnpack_fp32", ({0: BATCH, 2: TIME},))
+    assert error is not None and "one dynamic dim at most, as for aten::conv1d" in error.message and "portable" in error.remedy
+    assert lower(module, SERIES, "portable", ({0: BATCH, 2: TIME},))[1] is None
+    for shapes in ({0: BATCH}, {2: TIME}):
+        assert lower(module, SERIES, "xnnpack_fp32", (shapes,))[1] is None
+
+
+def test_a_failure_without_an_explanation_names_the_operator_in_hand() -> None:
+    class Failing(torch.fx.Interpreter):
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            raise ZeroDivisionError("a pass divides by zero")
+
+    program = torch.export.export(Limited(0.0, 1.0), (X,))
+    with pytest.raises(ZeroDivisionError) as caught:
+        Failing(program.graph_module).run(X)
+    caught.value.args = ("a pass divides by zero",)
+    error = stage_failed("TO_EDGE_TRANSFORM_AND_LOWER", caught.value, {"forward": program})
+    assert "a pass divides by zero, near aten::hardtanh at " in error.message and LINE in error.message, error.message

@@ -15,10 +15,9 @@ import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 
 from etfarm.server.workers.pool import Workers  # noqa: E402
-from etfarm.wire import recipes  # noqa: E402
 from etfarm.wire.errors import UserError  # noqa: E402
 from etfarm.wire.recipes import Recipe  # noqa: E402
-from tests.support.compiling import DYNAMIC, STATIC, compiled  # noqa: E402
+from tests.support.compiling import DYNAMIC, STATIC, compiled, with_quantizer  # noqa: E402
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow(reason="each test compiles in children")]
 
@@ -75,13 +74,6 @@ class Padded(Two):
         x = x * self.b(x)
         x = F.pad(x, (1, 1, 1, 1))
         return F.max_pool2d(x, 3, 2)
-
-
-def with_quantizer(recipe: str, arguments: str) -> Recipe:
-    """Return a recipe whose quantizer has arguments of a recipe file."""
-    scales = "dynamic = true\n" if recipe == DYNAMIC else ""
-    file = f'recipe = "xnnpack_fp32"\n[[quantizers]]\nname = "xnnpack"\nper_channel = true\n{scales}{arguments}\n'
-    return recipes.from_toml(file)
 
 
 IMAGE: Final = torch.randn(1, 3, 6, 6, generator=torch.Generator().manual_seed(3))
