@@ -39,14 +39,15 @@ LONG = {"warmup": 0, "min_time_s": 30.0, "max_time_s": 30.0}
 """A loop that a fault can hit in the middle; the slow program's iterations are few enough."""
 
 HOLDER = """
-import sys, numpy as np
+import select, sys, numpy as np
 from etfarm.client import Farm
 with Farm(sys.argv[1]) as farm, farm.session(program=sys.argv[2]) as session:
     session.run("forward", np.zeros(1, np.float32))
     print("holding", flush=True)
-    sys.stdin.read()
+    while not select.select([sys.stdin], [], [], 0.1)[0]:
+        pass
 """
-"""A process that has a session and keeps it."""
+"""A process that has a session and keeps it. A signal that arrives just before a wait without a limit would not end it."""
 
 
 @pytest.fixture
