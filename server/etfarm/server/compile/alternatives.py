@@ -48,6 +48,11 @@ _INSTEAD: Final = tuple(
             "adaptive_max_pool[123]d",
             "max pools with kernel_size = stride = input size // output size for adaptive ones, where that leaves no rest",
         ),
+        (
+            "upsample_(?:bilinear|bicubic)2d_aa",
+            "rows @ x @ columns.T, with rows = F.interpolate(torch.eye(h)[None, None], (new_h, h), mode='bicubic', "
+            "antialias=True)[0, 0] and columns alike as buffers, for F.interpolate with antialias=True",
+        ),
         ("hypot", "torch.sqrt(x * x + y * y) for torch.hypot(x, y)"),
         ("copysign", "torch.where(y < 0, -x.abs(), x.abs()) for torch.copysign(x, y)"),
         ("embedding_bag\\w*", "F.embedding(x, weight).sum(1) for F.embedding_bag(x, weight, mode='sum')"),

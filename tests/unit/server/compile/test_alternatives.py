@@ -46,6 +46,12 @@ def log_of_sums(x: Tensor) -> Tensor:
     return m + torch.log(torch.cumsum(torch.exp(x - m), 1))
 
 
+def resizing(size: int, new: int) -> Tensor:
+    return F.interpolate(torch.eye(size)[None, None], (new, size), mode="bicubic", antialias=True)[0, 0]
+
+
+ROWS, COLUMNS = resizing(4, 3), resizing(8, 5)
+
 CASES: Final[dict[str, tuple[Callable[..., Any], Callable[..., Any], Tensor, str]]] = {
     "sort": (lambda x: torch.sort(x, 1)[0], lambda x: torch.topk(x, x.shape[1], 1, largest=False)[0], X, "torch.topk"),
     "argsort": (lambda x: torch.argsort(x, 0), lambda x: torch.topk(x, x.shape[0], 0, largest=False).indices, X, "torch.topk"),
@@ -84,6 +90,10 @@ CASES: Final[dict[str, tuple[Callable[..., Any], Callable[..., Any], Tensor, str
     "avg_pool3d": (lambda x: F.avg_pool3d(x, 2), by_depth(F.avg_pool2d, F.avg_pool1d), CUBE, "for avg_pool3d"),
     "adaptive_max_pool": (
         lambda x: F.adaptive_max_pool2d(x[:, 0], 4), lambda x: F.max_pool2d(x[:, 0], 2, 2), CUBE, "input size // output size",
+    ),
+    "interpolate": (
+        lambda x: F.interpolate(x[0], (3, 5), mode="bicubic", antialias=True), lambda x: ROWS @ x[0] @ COLUMNS.T,
+        torch.rand(1, 1, 2, 4, 8), "rows @ x @ columns.T",
     ),
     "hypot": (lambda x: torch.hypot(x, x + 1), lambda x: torch.sqrt(x * x + (x + 1) * (x + 1)), X, "torch.sqrt"),
     "copysign": (lambda x: torch.copysign(x, x - 1), lambda x: torch.where(x - 1 < 0, -x.abs(), x.abs()), X, "-x.abs()"),
