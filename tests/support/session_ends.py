@@ -32,6 +32,7 @@ class Agent(AgentStream):
         name: the agent's id.
         devices: its devices; None for two that could run programs of this machine.
         own_runners: runners that each of the two devices brings along.
+        active: the attempts that it runs.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Agent(AgentStream):
         *,
         devices: Sequence[device_pb2.Device] | None = None,
         own_runners: Sequence[device_pb2.DeviceRunner] = (),
+        active: Sequence[str] = (),
     ) -> None:
         self.devices = (
             [
@@ -57,7 +59,9 @@ class Agent(AgentStream):
             if devices is None
             else list(devices)
         )
-        hello = agent_pb2.Hello(agent_id=name, protocol_version=PROTOCOL_VERSION, devices=self.devices, boot_id=boot_id())
+        hello = agent_pb2.Hello(
+            agent_id=name, protocol_version=PROTOCOL_VERSION, devices=self.devices, boot_id=boot_id(), active_attempts=active
+        )
         super().__init__(channel, hello)
 
     async def started(self) -> agent_pb2.StartRun:

@@ -132,6 +132,8 @@ class ArtifactServiceServicer(object):
 
         Errors:
         NOT_FOUND            ARTIFACT_NOT_FOUND: none of the caller's projects holds the artifact: upload it.
+        ARTIFACT_NOT_OF_ATTEMPT: no attempt on a device of the calling agent needs it.
+        UNAVAILABLE          ATTEMPT_NOT_RESUMED: an earlier server's attempt is not resumed yet: try again.
         FAILED_PRECONDITION  ARTIFACT_DAMAGED: the bytes on the server's disk have changed: upload or compile it again.
         OUT_OF_RANGE         OFFSET_PAST_END: `offset` is larger than the file.
         """

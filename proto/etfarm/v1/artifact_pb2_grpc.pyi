@@ -72,6 +72,8 @@ class ArtifactServiceStub:
 
     Errors:
       NOT_FOUND            ARTIFACT_NOT_FOUND: none of the caller's projects holds the artifact: upload it.
+                           ARTIFACT_NOT_OF_ATTEMPT: no attempt on a device of the calling agent needs it.
+      UNAVAILABLE          ATTEMPT_NOT_RESUMED: an earlier server's attempt is not resumed yet: try again.
       FAILED_PRECONDITION  ARTIFACT_DAMAGED: the bytes on the server's disk have changed: upload or compile it again.
       OUT_OF_RANGE         OFFSET_PAST_END: `offset` is larger than the file.
     """
@@ -151,6 +153,8 @@ class ArtifactServiceAsyncStub(ArtifactServiceStub):
 
     Errors:
       NOT_FOUND            ARTIFACT_NOT_FOUND: none of the caller's projects holds the artifact: upload it.
+                           ARTIFACT_NOT_OF_ATTEMPT: no attempt on a device of the calling agent needs it.
+      UNAVAILABLE          ATTEMPT_NOT_RESUMED: an earlier server's attempt is not resumed yet: try again.
       FAILED_PRECONDITION  ARTIFACT_DAMAGED: the bytes on the server's disk have changed: upload or compile it again.
       OUT_OF_RANGE         OFFSET_PAST_END: `offset` is larger than the file.
     """
@@ -251,6 +255,8 @@ class ArtifactServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
           NOT_FOUND            ARTIFACT_NOT_FOUND: none of the caller's projects holds the artifact: upload it.
+                               ARTIFACT_NOT_OF_ATTEMPT: no attempt on a device of the calling agent needs it.
+          UNAVAILABLE          ATTEMPT_NOT_RESUMED: an earlier server's attempt is not resumed yet: try again.
           FAILED_PRECONDITION  ARTIFACT_DAMAGED: the bytes on the server's disk have changed: upload or compile it again.
           OUT_OF_RANGE         OFFSET_PAST_END: `offset` is larger than the file.
         """

@@ -293,20 +293,29 @@ class Fleet:
         await upgrades.release()
         agent_wheel = await asyncio.to_thread(AgentWheel.read, config.agent_wheel) if config.agent_wheel else None
 
-        def belongs_to(device_id: str, principal: str) -> bool:
-            # An agent may lose its connection and continue; an identity is not bound if the farm has no tokens.
-            agent_id = registry.agent_of(device_id)
-            return registry.serves_principal(principal, device_id) or identities.principal_of(agent_id) == principal
-
-        storage.store.quotas.has_attempt = lambda principal: any(belongs_to(device_id, principal) for device_id in runs.busy())
         wheel_version = partial(version_in_child, inspectors)
-        return cls(bundles, runs, identities, registry, reservations, telemetry, health, upgrades, agent_wheel, wheel_version)
+        fleet = cls(bundles, runs, identities, registry, reservations, telemetry, health, upgrades, agent_wheel, wheel_version)
+        storage.store.quotas.has_attempt = lambda principal: any(fleet.is_of(principal, device_id) for device_id in runs.busy())
+        return fleet
+
+    def is_of(self, principal: str, device_id: str) -> bool:
+        """Return whether a principal's agent serves a device, or announced it last.
+
+        An agent may lose its connection and go on, and fetches before it has connected to the next server.
+        """
+        # The identity of an admin's agent is not bound.
+        bound = self.identities.principal_of(self.registry.agent_of(device_id))
+        return self.registry.serves_principal(principal, device_id) or (bound != "" and bound == principal)
 
     async def is_needed(self, principal: str, digest: str) -> bool:
-        """Return whether an upgrade, an attempt or a session on a device of the principal's agents needs the artifact."""
+        """Return whether an upgrade, an attempt or a session on a device of the principal's agents needs the artifact.
+
+        Raises:
+            AttemptNotResumed: that is not known yet.
+        """
         if self.upgrades.offers(principal, digest):
             return True
-        return await self.runs.is_permitted(digest, lambda device_id: self.registry.serves_principal(principal, device_id))
+        return await self.runs.is_permitted(digest, lambda device_id: self.is_of(principal, device_id))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,20 @@ class ArtifactNotFound(UserError):
         super().__init__(f"The store does not hold {digest[:12]}.", "Upload it again.", digest=digest)
 
 
+class ArtifactNotOfAttempt(FarmError):
+    """An artifact that no attempt on a device of the agent needs, as far as the farm knows."""
+
+    reason = "ARTIFACT_NOT_OF_ATTEMPT"
+    kind = Kind.NOT_FOUND
+
+    def __init__(self, digest: str) -> None:
+        super().__init__(
+            f"The farm gives {digest[:12]} to agents only while an attempt on one of their devices needs it, and none does.",
+            "Submit the job again if it failed by this.",
+            digest=digest,
+        )  # fmt: skip
+
+
 class ArtifactMissing(UserError):
     """An artifact that a request names and the store does not hold."""
 

@@ -10,12 +10,24 @@ from typing import Final
 
 from etfarm.server.access.scope import DEFAULT_PROJECT, agent_holder
 from etfarm.v1 import agent_pb2
-from etfarm.wire.errors import DeviceError
+from etfarm.wire.errors import DeviceError, FarmError, Kind
 
 Progressed = Callable[[agent_pb2.RunProgress], None]
 
 PERMIT_TIMEOUT_S: Final = 30.0
 """Maximum time for which an agent's download waits until an earlier server's attempt is resumed."""
+
+
+class AttemptNotResumed(FarmError):
+    """An attempt of an earlier server whose artifacts this one does not know yet."""
+
+    reason = "ATTEMPT_NOT_RESUMED"
+    kind = Kind.UNAVAILABLE
+
+    def __init__(self, attempt_id: str) -> None:
+        super().__init__(
+            f"The server has not resumed attempt {attempt_id} yet.", "Try again in a few seconds.", attempt=attempt_id
+        )
 
 
 class AttemptLost(DeviceError):
@@ -142,6 +154,9 @@ class Runs:
         """Return whether an attempt on a device for which `serves` returns true needs the artifact.
 
         Waits for attempts of an earlier server, whose artifacts are only known once their cells are resumed.
+
+        Raises:
+            AttemptNotResumed: one of them was not resumed in time.
         """
         runs = [run for run in self._runs.values() if run.sent and serves(run.device_id)]
         if any(digest in run.artifacts for run in runs):
@@ -150,7 +165,12 @@ class Runs:
             async with asyncio.timeout(PERMIT_TIMEOUT_S):
                 for run in runs:
                     await run.permitted.wait()
-        return any(digest in run.artifacts for run in runs)
+        if any(digest in run.artifacts for run in runs):
+            return True
+        for run in runs:
+            if not run.permitted.is_set():
+                raise AttemptNotResumed(run.attempt_id)
+        return False
 
     def has_answer(self, attempt_id: str) -> bool:
         """Return whether the agent's result has arrived."""
