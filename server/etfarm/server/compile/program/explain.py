@@ -369,11 +369,11 @@ def _combine(stage: str, match: re.Match[str], text: str, programs: Programs) ->
 
 
 def _no_output(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
-    empty = [name for name, program in programs.items() if all(value is None for value in _outputs(program))]
+    empty = [name for name, program in programs.items() if all(value is None for value in returned_values(program))]
     if empty or not programs:
         method = f"{', '.join(empty)} returns" if empty else "a method returns"
         return StageFailed(stage, "InternalError", f"{method} nothing, but a program needs an output.", "Return a tensor.")
-    numbers = [name for name, program in programs.items() if not any(map(_is_tensor, _outputs(program)))]
+    numbers = [name for name, program in programs.items() if not any(map(_is_tensor, returned_values(program)))]
     method = f"{', '.join(numbers)} returns" if numbers else "a method returns"
     why = f"{method} numbers only, and ExecuTorch plans no memory for a program without a tensor among its outputs."
     remedy = "Return a tensor beside the numbers; or compute them from the inputs' shapes where the program is called."
@@ -422,7 +422,7 @@ def _shared_weight(stage: str, match: re.Match[str], text: str, programs: Progra
     return StageFailed(stage, "RuntimeError", why, remedy)
 
 
-def _outputs(program: Any) -> list[Any]:
+def returned_values(program: Any) -> list[Any]:
     """Return what a program returns: nodes, numbers and None; without the new values of buffers and inputs."""
     specs = program.graph_signature.output_specs
     returned = next((node.args[0] for node in program.graph.nodes if node.op == "output"), ())

@@ -24,10 +24,11 @@ the other factors are computed inside of the layer."""
 
 _RECURRENT: Final = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _THREE_DIMENSIONAL: Final = frozenset({"conv3d", "conv_transpose3d"})
-_VIEWS: Final = frozenset(
+VIEWS: Final = frozenset(
     {"t", "numpy_T", "permute", "transpose", "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand",
      "select", "slice", "contiguous", "clone", "alias", "detach", "to", "_to_copy"}
 )  # fmt: skip
+"""Operators that give the elements of their input, or some of them, as they are."""
 _MAX_HOPS: Final = 16
 _CONSTANTS: Final = frozenset({"PARAMETER", "BUFFER", "CONSTANT_TENSOR"})
 _XNNPACK: Final = "executorch.backends.xnnpack."
@@ -107,7 +108,7 @@ class _Origins:
             quantization = through_quantization and value.op == "call_function" and "quantize" in str(value.target)
             if value in self._branch_arguments:
                 value = self._branch_arguments[value]
-            elif value.op == "call_function" and value.args and (quantization or name_of(value) in _VIEWS):
+            elif value.op == "call_function" and value.args and (quantization or name_of(value) in VIEWS):
                 value = value.args[0]
             else:
                 return

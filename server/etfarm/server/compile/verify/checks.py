@@ -31,7 +31,7 @@ from etfarm.server.compile.inputs import SizesDoNotFit
 from etfarm.server.compile.program import explain, values
 from etfarm.server.compile.program.explain import missing_kernel
 from etfarm.server.compile.result import Delegation, HostCheck, Warning
-from etfarm.server.compile.verify import reference, trials
+from etfarm.server.compile.verify import parts, reference, trials
 from etfarm.server.compile.verify.reference import ReferenceFailed
 from etfarm.server.compile.verify.refusals import Refusal, find_refusal
 from etfarm.server.compile.verify.smoke import HOST_BACKENDS, MAX_DATA_FILES, Run, SmokeRunner
@@ -133,8 +133,8 @@ def check_program(
     """
     checked = Checked()
     with tempfile.TemporaryDirectory(dir=folder, prefix="checks-") as temporary:
-        parts = (delegation or {}, located or {}, lowered or {})
-        program = _Program(smoke, pte, data, Path(temporary), quantized, backends, *parts)
+        tables = (delegation or {}, located or {}, lowered or {})
+        program = _Program(smoke, pte, data, Path(temporary), quantized, backends, *tables)
         for method, original in sorted(originals.items()):
             trial = trials.example(original)
             why = _not_on_host(backends.get(method, ()), data, trial)
@@ -243,6 +243,8 @@ def _check_method(
         checked.warn("NOT_COMPARED", f"{method} ran on the server, and was not compared with eager PyTorch: {expected.why}.")
     else:
         _compare(program, method, original, example, expected, outputs, checked, threads)
+        if program.quantized and len(expected) == len(outputs):
+            _compare_parts(program, method, original, example, expected, outputs, checked, threads)
     _compare_with_lowered(program, method, example, outputs, () if isinstance(expected, _Refused) else expected, checked)
     if trials.is_dynamic(original):
         _check_extreme(program, method, original, example, "MIN", checked)
@@ -413,6 +415,37 @@ def _compare(
             f"{method} gives other results than eager PyTorch{_where(trial)}: {listed}. "
             f"{_find_cause(original, delegates=bool(program.backends.get(method)))}",
         )
+
+
+def _compare_parts(
+    program: _Program,
+    method: str,
+    original: Any,
+    example: Trial,
+    expected: list[Value],
+    outputs: list[Value],
+    checked: Checked,
+    threads: int,
+) -> None:
+    """Warn of parts of outputs that quantization lost, where the outputs as a whole are near the reference."""
+    lost: dict[int, list[parts.LostPart]] = {}
+    try:
+        for index, (wanted, actual) in enumerate(zip(expected, outputs, strict=True)):
+            rows = parts.find_lost(original, program.lowered.get(method), index, wanted, actual)
+            if rows and not differences.find_problem(differences.difference("", wanted, actual), quantized=True):
+                lost[index] = rows
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        traceback.print_exc()
+        why = explain.first_line(error)
+        checked.warn("NOT_COMPARED", f"The parts of {method}'s outputs were not compared with eager PyTorch: {why}.")
+        return
+    for index in find_unrepeatable(original, example, expected, threads) if lost else ():
+        lost.pop(index, None)
+    if lost:
+        listed = [part for rows in lost.values() for part in rows]
+        checked.warn(parts.PART_LOST, parts.describe(method, listed, _advise_accuracy(program, method)))
 
 
 def _compare_with_lowered(
