@@ -153,7 +153,7 @@ def export_source(
     Raises:
         TrainingMode: `.eval()` was not called.
         ModelNotOnCpu: a weight or input is elsewhere.
-        UnsupportedInput: an input's dtype or type cannot be sent.
+        UnsupportedInput: an input's dtype or type cannot be sent, or it is a dynamic number.
         CalibrationMismatch: a calibration sample does not match the example inputs.
         DynamicShapesForm, DimWithoutMaximum: dynamic shapes that would fail only on the device.
         NothingToTransform, SourceTransformFailed, ToolsMissing: see etfarm.client.export.transform.

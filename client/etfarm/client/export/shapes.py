@@ -8,7 +8,16 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from etfarm.client.export.errors import STAGE, DimSpecialized, DimWithoutMaximum, DynamicShapesForm, with_article
+from etfarm.client.export.errors import (
+    STAGE,
+    DimSpecialized,
+    DimWithoutMaximum,
+    DynamicShapesForm,
+    UnsupportedInput,
+    with_article,
+)
+from etfarm.wire.dim_guards import how_to_exclude
+from etfarm.wire.fixed_numbers import how_to_vary
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,13 +40,15 @@ def normal_shapes(method: str, module: nn.Module, args: tuple[Any, ...], kwargs:
     Raises:
         DynamicShapesForm: it names an argument that forward lacks, or is a tuple of another length.
         DimWithoutMaximum: a Dim in it has no finite maximum.
+        UnsupportedInput: it makes a Python number dynamic.
     """
     if shapes is None:
         return None
     try:
-        arguments = list(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
+        values = inspect.signature(module.forward).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):
         return shapes  # forward does not take these inputs: torch.export has a better message
+    arguments = list(values)
     if isinstance(shapes, Mapping):
         unknown = [str(key) for key in shapes if key not in arguments]
         if unknown:
@@ -49,8 +60,9 @@ def normal_shapes(method: str, module: nn.Module, args: tuple[Any, ...], kwargs:
                 argument=unknown[0],
                 arguments=",".join(arguments),
             )
-        _must_have_maxima(method, {name: shapes.get(name) for name in arguments})
-        return {name: shapes.get(name) for name in arguments}
+        shapes = {name: shapes.get(name) for name in arguments}
+        _must_be_supported(method, values, shapes)
+        return shapes
     if isinstance(shapes, tuple | list):
         if len(shapes) != len(arguments):
             raise DynamicShapesForm(
@@ -61,7 +73,7 @@ def normal_shapes(method: str, module: nn.Module, args: tuple[Any, ...], kwargs:
                 method=method,
                 arguments=",".join(arguments),
             )
-        _must_have_maxima(method, dict(zip(arguments, shapes, strict=True)))
+        _must_be_supported(method, values, dict(zip(arguments, shapes, strict=True)))
     return shapes
 
 
@@ -69,14 +81,20 @@ def must_be_bounded(method: str, program: ExportedProgram) -> None:
     """Check that every dynamic dim of the program's inputs is bounded, including Dim.AUTO and Dim.DYNAMIC.
 
     Raises:
+        UnsupportedInput: an input is a number that Dim.AUTO made dynamic.
         DimWithoutMaximum: a dim is not bounded.
     """
+    import torch
+
     ranges = program.range_constraints
     inputs = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind.name == "USER_INPUT"}
     for node in program.graph.nodes:
         if node.op != "placeholder" or node.name not in inputs:
             continue
-        for index, size in enumerate(getattr(node.meta.get("val"), "shape", ())):
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt | torch.SymFloat):
+            raise _dynamic_number(method, node.name, "int" if isinstance(value, torch.SymInt) else "double")
+        for index, size in enumerate(getattr(value, "shape", ())):
             if isinstance(size, int):
                 continue
             for symbol in size.node.expr.free_symbols:
@@ -112,8 +130,8 @@ def specialized(method: str, text: str, place: str) -> DimSpecialized | None:
     fixes = re.search(r"Suggested fixes:\n((?:  .+\n?)+)", text)
     fix = "; ".join(line.strip() for line in fixes[1].splitlines()) if fixes else ""
     remedy = f"Write {fix}, or remove what limits the size from the model." if fix else "Export the dim as static."
-    if "!=" in why and not fix:
-        remedy = "Give the dim a larger min, or export it as static."
+    if not fix and reason and (bounds := how_to_exclude(reason[1])):
+        remedy = f"Give the dim {bounds}, or export it as static."
     return DimSpecialized(method, _dim_named(violated[1]), why[0].lower() + why[1:], remedy, place)
 
 
@@ -139,11 +157,34 @@ def _dim_named(name: str) -> str:
     return name if "[" in name else f"{'Dims' if ',' in name else 'Dim'} {name}"
 
 
-def _must_have_maxima(method: str, shapes: Mapping[str, Any]) -> None:
+def _must_be_supported(method: str, values: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
     for argument, spec in shapes.items():
+        for name, number in _dynamic_numbers(argument, values[argument], spec):
+            raise _dynamic_number(method, name, "int" if isinstance(number, int) else "double")
         for dim in _dims(spec):
             if _is_unbounded(dim.max):
                 raise DimWithoutMaximum(method, argument, dim.__name__)
+
+
+def _dynamic_numbers(name: str, value: Any, spec: Any) -> Iterator[tuple[str, int | float]]:
+    """Yield the numbers, with their names, that a spec makes dynamic whatever the model does with them."""
+    from torch.export import Dim
+
+    if type(value) in (int, float):
+        # Of Dim.AUTO, the exported program tells what it became.
+        if isinstance(spec, Dim) or getattr(getattr(spec, "type", None), "name", "") == "DYNAMIC":
+            yield name, value
+    elif isinstance(value, Mapping) and isinstance(spec, Mapping):
+        for key in (key for key in value if key in spec):
+            yield from _dynamic_numbers(f"{name}_{key}", value[key], spec[key])
+    elif isinstance(value, tuple | list) and isinstance(spec, tuple | list):
+        for index, (part, part_spec) in enumerate(zip(value, spec, strict=False)):
+            yield from _dynamic_numbers(f"{name}_{index}", part, part_spec)
+
+
+def _dynamic_number(method: str, name: str, kind: str) -> UnsupportedInput:
+    what = f"a dynamic {'int' if kind == 'int' else 'float'}: programs of ExecuTorch take numbers that vary only as tensors"
+    return UnsupportedInput(method, name, what, f"{how_to_vary(kind)} To fix it, leave it out of dynamic_shapes.")
 
 
 def _dims(spec: Any) -> Iterator[Any]:

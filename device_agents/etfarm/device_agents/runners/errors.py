@@ -98,14 +98,18 @@ class ProgramFailed(UserError):
 
 
 class InputMismatch(UserError):
-    """An input that does not match the one that the program was exported with."""
+    """An input that does not match the one that the program was exported with.
+
+    Args:
+        more: what else helps.
+    """
 
     reason = "INPUT_MISMATCH"
 
-    def __init__(self, stage: str, message: str) -> None:
+    def __init__(self, stage: str, message: str, more: str = "") -> None:
         super().__init__(
             f"The inputs do not fit the program: {_sentence(message)}",
-            "Export for these inputs, or give inputs like the example inputs.",
+            f"Export for these inputs, or give inputs like the example inputs. {more}".rstrip(),
             stage=stage,
             detail=message,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -37,6 +38,7 @@ from etfarm.device_agents.runners.protocol import (
 from etfarm.device_agents.runners.score import Scored, ScoreRequest, read_scored
 from etfarm.device_agents.runners.streaming import OnTokens, Streamed, StreamRequest, TokenReader
 from etfarm.wire.chunks import Progressed
+from etfarm.wire.fixed_numbers import how_to_vary
 from etfarm.wire.tensors import BadTensorFile, Value
 
 PROTOCOL: Final = 1
@@ -190,7 +192,10 @@ class RemoteRunner:
         for index, value in enumerate(values):
             kind = expected[index].kind if self._method else ""
             arguments, payload = encode_input(index, value, kind)
-            await self._process.request("input", arguments, payload, stage="INPUTS")
+            try:
+                await self._process.request("input", arguments, payload, stage="INPUTS")
+            except errors.InputMismatch as error:
+                raise errors.InputMismatch("INPUTS", _named(str(error.metadata["detail"]), value), how_to_vary(kind)) from None
 
     async def default_inputs(self, seed: int) -> list[Value]:
         """Set inputs generated from `seed` (0 to 2**63 - 1) and return them."""
@@ -353,6 +358,13 @@ class RemoteRunner:
         """Kill and reap the process; later commands raise RunnerClosed."""
         self._process.kill()
         await self._process.reap()
+
+
+def _named(message: str, value: Value) -> str:
+    """Return a runner's message about an input with the name of the value, as far as that is not a place."""
+    if not value.name or value.name.isdecimal():
+        return message
+    return re.sub(r"^input \d+(?: '[^']*')?", lambda _: f"input {value.name!r}", message)
 
 
 def _progress(on_progress: OnProgress | None) -> Callable[[Event], None] | None:

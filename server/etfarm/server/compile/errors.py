@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from etfarm.server.compile.alternatives import use_instead
+from etfarm.wire.dim_guards import how_to_exclude
 from etfarm.wire.errors import FarmError, Kind, UserError
+from etfarm.wire.fixed_numbers import how_to_vary
 
 
 class RecipeNeedsEagerModule(UserError):
@@ -86,6 +88,24 @@ class DimWithoutMaximum(UserError):
         )  # fmt: skip
 
 
+class DynamicNumber(UserError):
+    """An input is a Python number that was declared dynamic.
+
+    Args:
+        kind: `int` or `double`.
+    """
+
+    reason = "UNSUPPORTED_INPUT"
+
+    def __init__(self, method: str, argument: str, kind: str) -> None:
+        name = "float" if kind == "double" else kind
+        super().__init__(
+            f"{method}: input {argument!r} is a dynamic {name}: programs of ExecuTorch take numbers that vary only as tensors.",
+            f"{how_to_vary(kind)} To fix it, leave it out of dynamic_shapes.",
+            stage="TORCH_EXPORT", method=method, argument=argument, got=f"a dynamic {name}",
+        )  # fmt: skip
+
+
 class TrainingMode(UserError):
     """The program computes an operator in training mode.
 
@@ -141,10 +161,12 @@ class DimSpecialized(UserError):
     reason = "DIM_SPECIALIZED"
 
     def __init__(self, stage: str, dims: str, why: str, where: str) -> None:
+        bounds = how_to_exclude(why)
         super().__init__(
             f"Dim {dims} cannot be dynamic as requested{f' at {where}' if where else ''}: {why}.",
-            "Remove what fixes the size (a number in a reshape, an assert) from the model, or export the dim as static"
-            f"{', or give it a larger min' if 'guard' in why else ''}.",
+            f"Give the dim {bounds}, or export it as static."
+            if bounds
+            else "Remove what fixes the size (a number in a reshape, an assert) from the model, or export the dim as static.",
             stage=stage, dims=dims, why=why, source=where,
         )  # fmt: skip
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from etfarm.server.compile.result import DimRange, MethodFacts, ValueFacts
 from etfarm.wire import size_relations
 from etfarm.wire.errors import UserError
+from etfarm.wire.fixed_numbers import how_to_vary
 from etfarm.wire.tensors import Layout, Scalar, Tensor
 
 _KINDS = {"int": int, "double": float, "bool": bool}
@@ -110,7 +111,7 @@ def _check_scalar(method: str, name: str, fact: ValueFacts, value: Value) -> Non
         expected, got = (_NAMES.get(known, known) for known in (fact["kind"], kind))
         raise ValueMismatch(method, name, "kind", expected, got, f"Give a {expected}.")
     if isinstance(value, Scalar) and "value" in fact and value.value != fact["value"]:
-        remedy = "The export baked it in: give the same value, or export again with the new one."
+        remedy = f"The export fixed it: give the same value, or export again with the new one. {how_to_vary(kind)}".rstrip()
         raise ValueMismatch(method, name, "value", repr(fact["value"]), repr(value.value), remedy)
 
 

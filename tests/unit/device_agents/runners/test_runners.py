@@ -76,7 +76,7 @@ async def test_only_dynamic_dims_may_be_smaller(runner: RemoteRunner) -> None:
         await runner.set_inputs([tensors.from_array("x", np.ones((rows, 3), np.float32))])
         await runner.run()
         assert arrays(await runner.outputs())[0].tolist() == [[2.0] * 3] * rows
-    with pytest.raises(errors.InputMismatch, match=r"\[8, 3\] at most, not \[9, 3\]"):
+    with pytest.raises(errors.InputMismatch, match=r"input 'x' must have the shape \[8, 3\] at most, not \[9, 3\]"):
         await runner.set_inputs([tensors.from_array("x", np.ones((9, 3), np.float32))])
 
 
@@ -120,10 +120,14 @@ async def test_dims_of_size_one_have_no_place_in_the_dim_order(runner: RemoteRun
 async def test_baked_scalars_must_be_given_as_they_are(runner: RemoteRunner) -> None:
     model = await loaded(runner, program("scalars"))
     x, factor, times, bias = model.inputs
-    with pytest.raises(errors.InputMismatch, match=r"input 1 must be 2\.5, a constant of the exported program"):
+    with pytest.raises(errors.InputMismatch, match=r"input 'factor' must be 2\.5, a constant of the exported program") as fixed:
         await runner.set_inputs([x, Scalar("factor", 2.25), times, bias])
-    with pytest.raises(errors.InputMismatch, match="input 2 must be int, not tensor"):
-        await runner.set_inputs([x, factor, x, bias])
+    assert "pass a tensor, such as torch.tensor(0.5)" in fixed.value.remedy
+    with pytest.raises(errors.InputMismatch, match=r"input 2 must be 3, a constant of the exported program") as unnamed:
+        await runner.set_inputs([x, factor, Scalar("2", 4), bias])
+    assert "pass a tensor and index with it" in unnamed.value.remedy
+    with pytest.raises(errors.InputMismatch, match="input 'times' must be int, not tensor"):
+        await runner.set_inputs([x, factor, replace(x, name="times"), bias])
     with pytest.raises(errors.InputMismatch, match="takes 4 inputs, got 3"):
         await runner.set_inputs([x, factor, times])
 

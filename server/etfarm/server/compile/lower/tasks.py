@@ -27,7 +27,16 @@ from etfarm.server.compile.lower import (
     written_state,
 )
 from etfarm.server.compile.lower.selection import Selection, require_found
-from etfarm.server.compile.program import assertions, explain, fp32_layers, gelu, loading, places, refused_operators
+from etfarm.server.compile.program import (
+    assertions,
+    explain,
+    fp32_layers,
+    gelu,
+    loading,
+    number_inputs,
+    places,
+    refused_operators,
+)
 from etfarm.server.compile.program import values as wire_values
 from etfarm.server.compile.program.explain import describe_place, first_line, stage_failed
 from etfarm.server.compile.program.input_copies import copy_written_inputs, describe_copies
@@ -42,6 +51,7 @@ from etfarm.server.graphs.written_buffers import changed_buffers
 from etfarm.server.workers.errors import is_disk_full, is_out_of_memory
 from etfarm.wire import recipes, tensors
 from etfarm.wire.errors import EtfarmError
+from etfarm.wire.fixed_numbers import INPUT_FIXED
 from etfarm.wire.recipes import MethodOptions, Quantization, Recipe
 from etfarm.wire.shared_state import keep_constants
 from etfarm.wire.stages import check_order, check_stop_after
@@ -230,6 +240,8 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     }  # fmt: skip
     for method in programs:
         _warn_of_copies(method, copies[method], result["warnings"])
+        if fixed := number_inputs.describe_fixed(programs[method], method):
+            _warn(result["warnings"], INPUT_FIXED, fixed)
         if unchecked := assertions.describe(programs[method], method):
             _warn(result["warnings"], "ASSERTIONS_DROPPED", unchecked)
         if remainders := explain.find_remainders(programs[method]):

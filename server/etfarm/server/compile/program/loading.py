@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch._export.serde import schema
 
-from etfarm.server.compile.errors import DimWithoutMaximum, TrainingMode
+from etfarm.server.compile.errors import DimWithoutMaximum, DynamicNumber, TrainingMode
 from etfarm.server.compile.program.explain import describe_place, first_line
 from etfarm.server.compile.program.places import all_nodes, places
 from etfarm.server.compile.screening import archives, screen
@@ -151,6 +151,7 @@ def check(program: Any, method: str) -> None:
 
     Raises:
         TrainingMode: batch norm or dropout in training mode.
+        DynamicNumber: an input is a number that was declared dynamic.
         DimWithoutMaximum: a dynamic dim of an input has no finite maximum.
     """
     for node in all_nodes(program):
@@ -159,8 +160,11 @@ def check(program: Any, method: str) -> None:
             raise TrainingMode(method, operator, where=describe_place(places([node])))
     inputs = {s.arg.name for s in program.graph_signature.input_specs if s.kind.name == "USER_INPUT"}
     for node in program.graph.nodes:
-        if node.op == "placeholder" and node.name in inputs and isinstance(node.meta.get("val"), torch.Tensor):
-            for index, size in enumerate(node.meta["val"].shape):
+        value = node.meta.get("val") if node.op == "placeholder" and node.name in inputs else None
+        if isinstance(value, torch.SymInt | torch.SymFloat):
+            raise DynamicNumber(method, node.name, "int" if isinstance(value, torch.SymInt) else "double")
+        if isinstance(value, torch.Tensor):
+            for index, size in enumerate(value.shape):
                 if isinstance(size, torch.SymInt) and bounds(program, size)[1] is None:
                     raise DimWithoutMaximum(method, node.name, index, str(size))
 

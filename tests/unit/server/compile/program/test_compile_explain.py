@@ -124,8 +124,26 @@ def test_a_dim_whose_minimum_is_too_small_is_named() -> None:
     def unfolded(low: int) -> Any:
         return exported(lambda x: x.unfold(1, 4, 2), torch.ones(2, 8), dynamic_shapes={"x": {1: Dim("n", min=low, max=32)}})
 
-    assert promised(stage_failed("TORCH_EXPORT", failure(lambda: unfolded(4))), "DIM_SPECIALIZED", "n", "or give it a larger min")
+    error = stage_failed("TORCH_EXPORT", failure(lambda: unfolded(4)))
+    assert promised(error, "DIM_SPECIALIZED", "n", "Give the dim a larger min or a smaller max, or export it as static")
     assert unfolded(6) is not None
+
+
+def test_a_dim_whose_maximum_fills_a_buffer_gets_a_maximum_that_can_be_exported() -> None:
+    cache = torch.zeros(4, 8)
+
+    def write(x: Any) -> Any:
+        rows = cache.clone()
+        rows[0 : x.shape[0], 0 : x.shape[1]] = x
+        return rows
+
+    def written(most: int) -> Any:
+        shapes = {"x": {0: Dim("b", min=2, max=4), 1: Dim("s", min=2, max=most)}}
+        return exported(write, torch.ones(3, 5), dynamic_shapes=shapes)
+
+    error = stage_failed("TORCH_EXPORT", failure(lambda: written(8)))
+    assert promised(error, "DIM_SPECIALIZED", "Dim s", "Give the dim a smaller max (7), or export it as static")
+    assert written(7) is not None
 
 
 def test_operators_without_a_kernel_are_named_with_their_line() -> None:
