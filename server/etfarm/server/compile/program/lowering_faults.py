@@ -71,7 +71,7 @@ def _is_convolution(node: Any) -> bool:
 
 def _is_of_other_rank(node: Any) -> bool:
     """Return whether a convolution's image is quantized with dynamic scales and comes from a tensor of other dims."""
-    source = node.args[0] if _is_convolution(node) else None
+    source: Any = node.args[0] if _is_convolution(node) else None
     if "dequantize" not in str(getattr(source, "target", "")):
         return False
     while hasattr(source, "args") and source.args and hasattr(source.args[0], "args"):
