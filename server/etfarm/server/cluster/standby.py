@@ -33,8 +33,9 @@ from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
 from etfarm.server.rpc.door.listening import bind, guarded_server, port_of
 from etfarm.v1.farm_pb2 import ServerInfo
 
-_GRACE_S: Final = 0.2
-"""Time that calls have to end when this server stops forwarding."""
+_GRACE_S: Final = 1.0
+"""Maximum time that calls have to end as UNAVAILABLE when this server stops forwarding: gRPC cancels them afterwards, as if their
+callers had."""
 _LOAD_S: Final = 1.0
 """Time for which this server waits for the farm's tokens before it answers calls."""
 _SERVER_INFO: Final = "/etfarm.v1.FarmService/GetServerInfo"
