@@ -45,9 +45,9 @@ def mnasnet() -> Network:
 
 
 def densenet() -> Network:
+    torchvision_models()
     from torchvision.models import DenseNet
 
-    torchvision_models()
     return settled(DenseNet(growth_rate=8, block_config=(2, 2, 2, 2), num_init_features=16, num_classes=10), 1, 3, 64, 64)
 
 
