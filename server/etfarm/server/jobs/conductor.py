@@ -15,7 +15,7 @@ from etfarm.server.jobs.cells.cell_run import CellRun
 from etfarm.server.jobs.cells.stages import CellStages
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.watch import Announcer
-from etfarm.server.jobs.takeups import CARE_S, IN_SERVER, MOST, STABLE_S, SetAside, Takeups, is_handled
+from etfarm.server.jobs.takeups import CARE_S, HANDLED, IN_SERVER, MOST, STABLE_S, SetAside, Takeups, is_handled
 from etfarm.server.state.engine import wait_without_limit
 from etfarm.v1.job_pb2 import Job, JobEvent
 from etfarm.wire.errors import EtfarmError, FarmError, Fault
@@ -124,7 +124,7 @@ class Conductor:
         await takeups.clear()
 
     async def _comes_to_rest(self, job: Job) -> bool:
-        """Start a job and let it run alone for a while; return whether the server is done with it until its devices are."""
+        """Start a job and let it run alone for a while; return whether the server is done with it until a device is free."""
         states = {cell.id: cell.state for cell in job.cells}
         with self._announcer.subscribe(job.id) as subscription:
             self.start(job)
@@ -136,7 +136,7 @@ class Conductor:
                                 states[event.cell.id] = event.cell.state
             except TimeoutError:
                 return False
-        return True
+        return not any(state in HANDLED for state in states.values())
 
     async def _set_aside(self, job: Job) -> None:
         """End a job's live cells without reading any of its data."""

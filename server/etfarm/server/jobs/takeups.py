@@ -1,9 +1,9 @@
 """Recovery of jobs after a crash: jobs are counted, resumed one at a time, and set aside after the third crash.
 
 A job itself may crash the server. Therefore, after an unclean end, a new server durably increments the count of each job that was
-being handled, right before it resumes the job. Once the job waits, runs or is finished, the count is decremented, so that only
-the job that causes the crash keeps its count. Jobs that run on devices are resumed at once: what may crash the server is their
-analysis. A server that survives for a while clears all counts, since its predecessors crashed for another reason.
+being handled, right before it resumes the job. Once the job waits or is finished, the count is decremented, so that only the job
+that causes the crash keeps its count. A server that survives for a while clears all counts, since its predecessors crashed for
+another reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ STABLE_S: Final = 600.0
 """Time after which a surviving server clears the counts, in seconds."""
 
 IN_SERVER: Final = frozenset({model.QUEUED, model.COMPILING, model.ANALYZING})
-"""States in which the server itself works on a cell, and so may crash of it. A result that arrives sets its cell to ANALYZING."""
+"""States in which the server itself works on a cell."""
+
+HANDLED: Final = IN_SERVER | {model.RUNNING}
+"""States in which a cell may have crashed the server: the result of a run may arrive at any time."""
 
 
 class SetAside(FarmError):
@@ -48,8 +51,8 @@ class SetAside(FarmError):
 
 
 def is_handled(job: Job) -> bool:
-    """Return whether a server was working on a job."""
-    return any(cell.state in IN_SERVER for cell in job.cells)
+    """Return whether a server was working on a job or could receive one of its results."""
+    return any(cell.state in HANDLED for cell in job.cells)
 
 
 class Takeups:

@@ -11,7 +11,7 @@ from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs import model
 from etfarm.server.jobs.takeups import CleanEnd, Takeups
 from etfarm.v1 import common_pb2, job_pb2
-from tests.support.cells import STATES_TO_SUCCESS, WAIT_S, Agent, World
+from tests.support.cells import STATES_TO_SUCCESS, WAIT_S, World
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -83,25 +83,6 @@ async def test_a_job_that_waits_for_a_device_is_not_counted(world: World) -> Non
     agent = await world.agent()
     agent.answer(await agent.started())
     assert (await world.end(job))[0] == STATES_TO_SUCCESS
-    await world.conductor.stop()
-
-
-async def test_jobs_that_run_on_devices_are_resumed_at_once_and_not_counted(world: World) -> None:
-    jobs, starts = [], []
-    for name in ("a", "b"):
-        agent = await world.agent(name)
-        jobs.append(await world.submit())
-        starts.append(await agent.started())
-    takeups = Takeups(world.database)
-    for _ in range(4):
-        world = await crashed(world)
-        await world.conductor.resume(takeups)
-        assert len([*world.conductor.runs()]) == len(jobs)
-    assert await takeups.counts() == {job.id: 0 for job in jobs}
-    for name, job, start in zip(("a", "b"), jobs, starts, strict=True):
-        agent = await Agent(world, name).connect(start.attempt_id)
-        agent.answer(start)
-        assert (await world.end(job))[0] == STATES_TO_SUCCESS
     await world.conductor.stop()
 
 
