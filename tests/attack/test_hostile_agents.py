@@ -126,10 +126,12 @@ async def test_an_agent_that_does_not_read_its_answers_is_not_read_either(server
         deaf.outgoing.put_nowait(None)
         # It counts as dead after 15 s, as if it had sent nothing.
         await asyncio.sleep(25)
+        # grpc.aio may end a call with INTERNAL where the server ends it during a write.
         async with asyncio.timeout(WAIT_S):
-            while isinstance(message := await deaf.stream.read(), agent_pb2.ServerMessage):
-                acknowledged += 1
-                assert len(message.ack.attempt_id) <= 100
+            with suppressed(grpc.StatusCode.INTERNAL):
+                while isinstance(message := await deaf.stream.read(), agent_pb2.ServerMessage):
+                    acknowledged += 1
+                    assert len(message.ack.attempt_id) <= 100
     assert 0 < acknowledged < sent / 2
 
 

@@ -117,7 +117,7 @@ def test_an_uploaded_program_with_a_dynamic_number_is_refused_before_it_is_lower
     assert refused.value.reason == "UNSUPPORTED_INPUT"
     words = "input 'start_pos' is a dynamic int: programs of ExecuTorch take numbers that vary only as tensors"
     assert words in refused.value.message
-    assert INDEX in refused.value.remedy and "leave it out of dynamic_shapes" in refused.value.remedy
+    assert INDEX in refused.value.remedy and "give None for it in dynamic_shapes" in refused.value.remedy
 
 
 class Rows(nn.Module):

@@ -184,7 +184,7 @@ def _dynamic_numbers(name: str, value: Any, spec: Any) -> Iterator[tuple[str, in
 
 def _dynamic_number(method: str, name: str, kind: str) -> UnsupportedInput:
     what = f"a dynamic {'int' if kind == 'int' else 'float'}: programs of ExecuTorch take numbers that vary only as tensors"
-    return UnsupportedInput(method, name, what, f"{how_to_vary(kind)} To fix it, leave it out of dynamic_shapes.")
+    return UnsupportedInput(method, name, what, f"{how_to_vary(kind)} To keep it constant, give None for it in dynamic_shapes.")
 
 
 def _dims(spec: Any) -> Iterator[Any]:

@@ -195,7 +195,9 @@ class RemoteRunner:
             try:
                 await self._process.request("input", arguments, payload, stage="INPUTS")
             except errors.InputMismatch as error:
-                raise errors.InputMismatch("INPUTS", _named(str(error.metadata["detail"]), value), how_to_vary(kind)) from None
+                detail = str(error.metadata["detail"])
+                how = how_to_vary(kind) if "a constant of the exported program" in detail else ""
+                raise errors.InputMismatch("INPUTS", _named(detail, value), how) from None
 
     async def default_inputs(self, seed: int) -> list[Value]:
         """Set inputs generated from `seed` (0 to 2**63 - 1) and return them."""

@@ -23,8 +23,8 @@ class ArtifactNotOfAttempt(FarmError):
 
     def __init__(self, digest: str) -> None:
         super().__init__(
-            f"The farm gives {digest[:12]} to agents only while an attempt on one of their devices needs it, and none does.",
-            "Submit the job again if it failed by this.",
+            f"The farm gives {digest[:12]} to agents only while an attempt on their devices needs it, and no attempt does.",
+            "Submit the job again if it failed because of this.",
             digest=digest,
         )  # fmt: skip
 

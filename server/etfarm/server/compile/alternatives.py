@@ -50,7 +50,7 @@ _INSTEAD: Final = tuple(
         ),
         (
             "upsample_(?:bilinear|bicubic)2d_aa",
-            "rows @ x @ columns.T, with rows = F.interpolate(torch.eye(h)[None, None], (new_h, h), mode='bicubic', "
+            "rows @ x @ columns.T, with rows = F.interpolate(torch.eye(h)[None, None], (new_h, h), mode=mode, "
             "antialias=True)[0, 0] and columns alike as buffers, for F.interpolate with antialias=True",
         ),
         ("hypot", "torch.sqrt(x * x + y * y) for torch.hypot(x, y)"),

@@ -101,7 +101,7 @@ class DynamicNumber(UserError):
         name = "float" if kind == "double" else kind
         super().__init__(
             f"{method}: input {argument!r} is a dynamic {name}: programs of ExecuTorch take numbers that vary only as tensors.",
-            f"{how_to_vary(kind)} To fix it, leave it out of dynamic_shapes.",
+            f"{how_to_vary(kind)} To keep it constant, give None for it in dynamic_shapes.",
             stage="TORCH_EXPORT", method=method, argument=argument, got=f"a dynamic {name}",
         )  # fmt: skip
 

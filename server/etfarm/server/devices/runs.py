@@ -165,7 +165,8 @@ class Runs:
             async with asyncio.timeout(PERMIT_TIMEOUT_S):
                 for run in runs:
                     await run.permitted.wait()
-        if any(digest in run.artifacts for run in runs):
+        # The agent's identity may be another's by now.
+        if any(digest in run.artifacts and serves(run.device_id) for run in runs):
             return True
         for run in runs:
             if not run.permitted.is_set():

@@ -38,12 +38,11 @@ class IntegersKept(Quantizer):  # type: ignore[misc]
         return self._quantizer.transform_for_annotation(model)
 
     def annotate(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
-        """Annotate all operators but those with an output of integers."""
+        """Annotate all operators but those with integers among their observed inputs, or as their output."""
         model = self._quantizer.annotate(model)
         for node in model.graph.nodes:
-            value = node.meta.get("val")
-            if isinstance(value, torch.Tensor) and not value.is_floating_point():
-                node.meta.pop(_KEY, None)
+            if (annotation := node.meta.get(_KEY)) is not None and any(map(_is_integer, (node, *annotation.input_qspec_map))):
+                del node.meta[_KEY]
         return model
 
     def validate(self, model: torch.fx.GraphModule) -> None:
@@ -61,6 +60,11 @@ def keep_integers(module: torch.fx.GraphModule) -> None:
     for node in find_scalar_arithmetic(module):
         node.target = _SCALAR_FORMS[node.target]
     module.recompile()
+
+
+def _is_integer(node: Any) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
 
 
 def _is_scalar_arithmetic(node: Any) -> bool:

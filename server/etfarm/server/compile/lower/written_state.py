@@ -67,21 +67,31 @@ def return_values(program: Any) -> None:
     Args:
         program: an exported program, which is changed.
     """
-    graph = program.graph
+    graph, signature = program.graph, program.graph_signature
     output = graph.output_node()
-    results, writes = list(output.args[0]), {node for node in graph.nodes if _writes(node)}
-    for place, spec in enumerate(program.graph_signature.output_specs):
-        copy = results[place]
-        while isinstance(copy, torch.fx.Node) and _is_copy(copy) and copy.args[0].op == "call_function":
-            later = copy.next
-            while later is not output and later not in writes:
-                later = later.next
-            if later is not output:
+    # ExecuTorch writes these at the end of a run.
+    written_last = {spec.target for spec in signature.output_specs if spec.kind.name in _MUTATIONS}
+    targets = signature.inputs_to_buffers
+    views = {
+        node for node, placeholders in viewed_placeholders(graph).items()
+        if any(targets.get(each.name, each.name) in written_last for each in placeholders)
+    }  # fmt: skip
+    after: set[Any] = set()
+    """The nodes behind all that writes itself."""
+    for node in reversed(graph.nodes):
+        if _may_write(node):
+            break
+        after.add(node)
+    results = list(output.args[0])
+    for place, spec in enumerate(signature.output_specs):
+        value = results[place]
+        while spec.kind.name == "USER_OUTPUT" and value in after and _is_copy(value):
+            if value.args[0].op != "call_function" or value.args[0] in views:
                 break
-            copy = copy.args[0]
-        if spec.kind.name == "USER_OUTPUT" and copy is not results[place]:
-            results[place] = copy
-            spec.arg.name = copy.name
+            value = value.args[0]
+        if value is not results[place]:
+            results[place] = value
+            spec.arg.name = value.name
     output.args = (tuple(results),)
     graph.eliminate_dead_code(lambda node: not _is_copy(node))
     program.graph_module.recompile()
@@ -91,8 +101,10 @@ def _is_copy(node: torch.fx.Node) -> bool:
     return node.target in _COPIES and not node.kwargs
 
 
-def _writes(node: torch.fx.Node) -> bool:
-    return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
+def _may_write(node: torch.fx.Node) -> bool:
+    """Return whether an operator changes its arguments, or is a region, a branch or a loop, whose operators may."""
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema.is_mutable) if schema is not None else isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def _copy(graph: torch.fx.Graph, before: torch.fx.Node, value: torch.fx.Node) -> torch.fx.Node:

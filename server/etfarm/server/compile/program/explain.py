@@ -116,8 +116,10 @@ def _describe_culprit(error: BaseException) -> str:
         frames.append(traceback.tb_frame)
         traceback = traceback.tb_next
     held = (
-        value for frame in reversed(frames) for value in frame.f_locals.values() if getattr(value, "op", "") == "call_function"
-    )
+        value for frame in reversed(frames) for value in frame.f_locals.values()
+        # The `op` of a Proxy must not be compared.
+        if type(value).__name__ == "Node" and getattr(value, "op", "") == "call_function"
+    )  # fmt: skip
     if (node := next(held, None)) is None:
         return ""
     near = next((each for each in (node, *node.all_input_nodes, *node.users) if describe_place(places([each]))), None)

@@ -69,6 +69,10 @@ class LostPart:
     """Whether the output's quantization step is the cause."""
 
 
+class _UnknownSize(Exception):
+    """A size depends on values."""
+
+
 def find_lost(original: Any, lowered: Any, at: int, expected: Value, actual: Value) -> list[LostPart]:
     """Return the parts of an output that are lost, for the example inputs.
 
@@ -85,7 +89,10 @@ def find_lost(original: Any, lowered: Any, at: int, expected: Value, actual: Val
     if at >= len(returned) or not hasattr(returned[at], "meta") or wanted.dtype.kind in "biu":
         return []
     operands: list[_Operand] = []
-    labels = _label(returned[at], (), 0, 0, operands).numpy()
+    try:
+        labels = _label(returned[at], (), 0, 0, operands).numpy()
+    except _UnknownSize:
+        return []
     if len(operands) < 2 or labels.shape != wanted.shape:
         return []
     reference, output = (array.astype(np.float64) for array in (wanted, tensors.to_array(actual)))
@@ -134,7 +141,7 @@ def _label(node: Any, joins: tuple[Any, ...], index: int, hops: int, operands: l
         if name in _JOINS:
             parts = [_label(each, (*joins, node), place, hops + 1, operands) for place, each in enumerate(node.args[0])]
             return node.target(parts, *arguments, **keywords)
-        if name in VIEWS:
+        if name in VIEWS and str(node.target) != "aten.view.dtype":
             moved = _label(node.args[0], joins, index, hops + 1, operands)
             if name in ("to", "_to_copy"):  # of another dtype, which has not all numbers
                 return moved
@@ -145,7 +152,10 @@ def _label(node: Any, joins: tuple[Any, ...], index: int, hops: int, operands: l
 
 def _hint(size: Any) -> Any:
     """Return a size at the example inputs."""
-    return size.node.hint if isinstance(size, torch.SymInt) else size
+    known = size.node.hint if isinstance(size, torch.SymInt) else size
+    if known is None:
+        raise _UnknownSize
+    return known
 
 
 def _elements(labels: NDArray[np.int32]) -> Iterator[tuple[int, NDArray[np.intp]]]:

@@ -43,7 +43,8 @@ _MEASUREMENT: Final = job_pb2.Measurement(iterations=200, min_time_s=0.3, max_ti
 _INCONCLUSIVE: Final = frozenset(
     {"CANCELLED", "ATTEMPT_TIMED_OUT", "TRANSFER_TIMED_OUT", "DEVICE_BUSY", "DEVICE_UNKNOWN"}
     # The server refused a transfer.
-    | {"ARTIFACT_DAMAGED", "ARTIFACT_MISSING", "ARTIFACT_NOT_FOUND", "DISK_FULL", "QUOTA_EXCEEDED", "SERVER_UNREACHABLE"}
+    | {"ARTIFACT_DAMAGED", "ARTIFACT_MISSING", "ARTIFACT_NOT_FOUND", "ARTIFACT_NOT_OF_ATTEMPT", "ATTEMPT_NOT_RESUMED"}
+    | {"DISK_FULL", "QUOTA_EXCEEDED", "SERVER_UNREACHABLE"}
 )
 """Reasons of an agent's error that say nothing about whether the device computes correctly."""
 

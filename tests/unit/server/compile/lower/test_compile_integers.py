@@ -77,6 +77,28 @@ def xnnpack() -> Any:
     return build.quantization(recipes.parse(STATIC), "forward")
 
 
+class Joined(nn.Module):
+    """Joins ids, and features with numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 16)
+        self.out = nn.Linear(32, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        features = self.table(torch.cat([ids, ids], 1)).view(1, -1, 32)
+        return torch.cat([self.out(features), ids.view(1, -1, 1) * torch.ones(1, 1, 4, dtype=torch.long)], 1)
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_integers_that_are_joined_are_not_observed(workers: Workers, tmp_path: Path) -> None:
+    ids = torch.randint(1, 30, (1, 8))
+    model = Joined().eval()
+    one = await compiled(workers, tmp_path, lambda: torch.export.export(model, (ids,)), STATIC)
+    assert "STAYED_FP32" not in one.codes
+    assert sqnr_db(model(ids), run(one.pte, [ids])[0]) > 40
+
+
 @pytest.mark.asyncio(loop_scope="session")
 async def test_int8_of_a_model_with_integer_arithmetic_is_close(workers: Workers, tmp_path: Path) -> None:
     torch.manual_seed(1)

@@ -233,10 +233,12 @@ def test_a_convolution_of_series_names_its_dynamic_dims() -> None:
         assert lower(module, SERIES, "xnnpack_fp32", (shapes,))[1] is None
 
 
-def test_a_failure_without_an_explanation_names_the_operator_in_hand() -> None:
+@pytest.mark.parametrize("proxied", [False, True])
+def test_a_failure_without_an_explanation_names_the_operator_in_hand(proxied: bool) -> None:
     class Failing(torch.fx.Interpreter):
         def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-            raise ZeroDivisionError("a pass divides by zero")
+            held = torch.fx.Proxy(torch.fx.Graph().placeholder("x")) if proxied else None
+            raise ZeroDivisionError(f"a pass divides by {'zero' if held is None else '0'}")
 
     program = torch.export.export(Limited(0.0, 1.0), (X,))
     with pytest.raises(ZeroDivisionError) as caught:

@@ -185,3 +185,22 @@ def test_the_same_infinities_constants_and_few_values_do_not_count() -> None:
     assert len(rounded(x.reshape(4, 12))) == 1
     assert not rounded(torch.full((4, 12), 0.5)) and not rounded(-x.abs().reshape(4, 12))
     assert not rounded(torch.tensor([[-1.0, -0.5, 0.1, 0.2, 0.3, 0.4]])) and rounded(torch.linspace(-1, 1, 12)[None])
+
+
+def test_sizes_that_depend_on_values_and_views_as_another_dtype_are_no_parts() -> None:
+    class Chosen(nn.Module):
+        def forward(self, x: Any, n: Any) -> Any:
+            k = n.item()
+            torch._check(k >= 0)
+            torch._check(k <= 8)
+            return torch.cat([x[:k] * 1000, x[:k]])
+
+    class Bits(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return torch.cat([x * 1000, x]).view(torch.int32).view(torch.float32)
+
+    x = torch.rand(8)
+    for module, inputs in ((Chosen(), (x, torch.tensor(5))), (Bits(), (x,))):
+        program = torch.export.export(module, inputs)
+        wanted = values.to_value("y", module(*inputs))
+        assert parts.find_lost(program, None, 0, wanted, values.to_value("y", module(*inputs) * 0)) == []
