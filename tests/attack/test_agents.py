@@ -296,7 +296,7 @@ async def test_an_agent_can_only_download_its_attempts_artifacts(channels: dict[
     data, private = program("conv").path.read_bytes(), b"a model of ann's that no device has asked for"
     for each in (data, private):
         await upload(artifacts, artifact_of(each), each)
-    pte, absent = artifact_of(data).digest, "ARTIFACT_NOT_FOUND"
+    pte, absent = artifact_of(data).digest, "ARTIFACT_NOT_OF_ATTEMPT"
     board = Agent(channels["rack"], "reader")
     await is_welcome(board)
     assert await downloads(channels["rack"], pte) == absent, "before the attempt"

@@ -112,7 +112,7 @@ def check_compile_nodes(environment: Mapping[str, str] = os.environ) -> Iterable
     if not path:
         return
     from etfarm.server.arguments import config_of, parser
-    from etfarm.server.operation import settings
+    from etfarm.server.operation import logs, settings
 
     try:
         arguments, _ = settings.parse(parser(), (), environment)
@@ -121,6 +121,7 @@ def check_compile_nodes(environment: Mapping[str, str] = os.environ) -> Iterable
         return  # a finding of check_configuration
     if config.compile_pool == LOCAL:
         return
+    logs.configure()  # to stderr: stdout has the findings
     try:
         nodes = asyncio.run(preflight.find_nodes(config, _NODES_S))
     except EtfarmError as error:

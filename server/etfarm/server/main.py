@@ -20,6 +20,7 @@ def main(argv: list[str]) -> int:
     serve = parser()
     arguments, sources = settings.parse(serve, argv, os.environ)
     if arguments.check:
+        logs.configure()  # to stderr: stdout has the answer
         return check(sources, partial(config_of, arguments), as_json=arguments.json)
     if arguments.print_unit:
         source = {each.name: each.source for each in sources}
