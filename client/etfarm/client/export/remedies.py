@@ -48,13 +48,19 @@ _REMEDIES: Final = (
         "In branches and loops, use no tensors that they create from numbers: create those outside, or as buffers.",
     ),
     (
+        re.compile(r"cond's output stride"),
+        "Give what a convolution returns in a branch of torch.cond its sizes again, y.view(1, 4, 6, 6), or compute both branches "
+        "and choose with torch.where.",
+    ),
+    (
         re.compile(r"branches?\W* output", re.DOTALL),
         "The branches of torch.cond must return tensors of the same dtype, and contiguous alike: end each with "
         ".to(dtype).contiguous().",
     ),
     (
         re.compile(r"Encountered aliasing during higher order op tracing"),
-        "A branch or loop must not return what it takes, or a part of it: return a copy, v.clone().",
+        "A branch or loop must not return what it takes, or a part of it: return a copy, v.clone(). Nor must two of the tensors "
+        "that it takes share memory: clone such parts before it, a = self.w[0].clone().",
     ),
     (
         re.compile(r"UncapturedHigherOrderOpError"),
@@ -72,7 +78,8 @@ _REMEDIES: Final = (
     (
         re.compile(r"Could not extract specialized integer from data-dependent expression"),
         "That line needs a number that depends on values. An index may be a tensor of one element in place of a number: "
-        "self.cache[self.pos.reshape(1)] = x; give other numbers as constants, such as num_classes of one_hot.",
+        "self.cache[self.pos.reshape(1)] = x, or, for a slice of n from there, "
+        "self.cache[self.pos + torch.arange(n)] = x; give other numbers as constants, such as num_classes of one_hot.",
     ),
     (
         re.compile(r"unsupported format string passed to Sym(?:Float|Int)\.__format__"),

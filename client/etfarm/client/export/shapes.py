@@ -143,8 +143,9 @@ def _fixed(method: str, name: str, size: int, place: str) -> DimSpecialized:
         return DimSpecialized(method, dim, why, "Give example inputs whose size there is 2 or more.", place)
     why = f"the model works with the size {size} only"
     remedy = (
-        "Remove what fixes the size (a number in a reshape, a buffer or another input of that size) from the model, or leave "
-        "the dim out of dynamic_shapes."
+        "Remove what fixes the size (a number in a reshape, a buffer or another input of that size, a loop or a recurrent layer "
+        "over it, whose steps the export unrolls) from the model, or leave the dim out of dynamic_shapes. Steps of any number "
+        "are a scan of a cell, such as nn.GRUCell."
     )
     return DimSpecialized(method, dim, why, remedy, place)
 

@@ -9,12 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.scan import scan
+from torch.export import Dim
 
 from etfarm.client.export import ModelSource, export_source
-from etfarm.client.export.errors import BadModel, ExportFailed, UnsupportedOutput
+from etfarm.client.export.errors import BadModel, DimSpecialized, ExportFailed, UnsupportedOutput
 
+IMAGE, KERNEL = torch.rand(1, 3, 8, 8), torch.ones(4, 3, 3, 3)
 X = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
 
 
@@ -52,6 +56,19 @@ def must_equal_eager(body: Callable[..., Any], inputs: tuple[Tensor, ...]) -> No
 def write_at(m: Any, x: Tensor, position: Tensor) -> Tensor:
     m.cache[position] = x[0]
     return m.cache * 1
+
+
+def write_slice(m: Any, x: Tensor, where: Any) -> Tensor:
+    m.cache[where] = x
+    return m.cache * 1
+
+
+def scanned(x: Tensor, a: Tensor, b: Tensor) -> Any:
+    def step(h: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        n = h * a + v * b
+        return n, n.clone()
+
+    return scan(step, torch.zeros(3), x, dim=0)[1]
 
 
 def gradient(m: Any, x: Tensor) -> Tensor:
@@ -96,6 +113,18 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str, Callable[...
     "index": (
         lambda m, x: write_at(m, x, m.position), (X,), "self.cache[self.pos.reshape(1)] = x",
         lambda m, x: write_at(m, x, m.position.reshape(1)),
+    ),
+    "slice": (
+        lambda m, x: write_slice(m, x, slice(m.position, m.position + 2)), (X,), "self.cache[self.pos + torch.arange(n)] = x",
+        lambda m, x: write_slice(m, x, m.position + torch.arange(2)),
+    ),
+    "cond convolution": (
+        choose(lambda v: F.conv2d(v, KERNEL), lambda v: F.conv2d(v, KERNEL) * 2), (IMAGE,), "y.view(1, 4, 6, 6)",
+        choose(lambda v: F.conv2d(v, KERNEL).view(1, 4, 6, 6), lambda v: (F.conv2d(v, KERNEL) * 2).view(1, 4, 6, 6)),
+    ),
+    "scan of parts": (
+        lambda m, x: scanned(x, m.weight[:1], m.weight[1:2]), (X,), "a = self.w[0].clone()",
+        lambda m, x: scanned(x, m.weight[:1].clone(), m.weight[1:2].clone()),
     ),
     "cond dtype": (
         choose(lambda v: v.double(), lambda v: v * 2), (X,), "end each with .to(dtype).contiguous()",
@@ -180,3 +209,36 @@ def test_modules_of_torchscript_are_refused(convert: Callable[[nn.Module], Any])
     with pytest.raises(BadModel, match="Give the module of Python that was given to"):
         export_source(ModelSource.of(convert(module), (X,)), name="m")
     export_source(ModelSource.of(module, (X,)), name="m")
+
+
+class Steps(nn.Module):
+    """Goes through a series with a cell, by a scan or by a layer that does so itself."""
+
+    def __init__(self, *, scans: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.GRU(3, 2, batch_first=True)
+        self.cell = nn.GRUCell(3, 2)
+        self.scans = scans
+
+    def forward(self, x: Tensor) -> Any:
+        if not self.scans:
+            return self.layer(x)[0]
+
+        def step(h: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.cell(v, h)
+            return h, h.clone()
+
+        return scan(step, torch.zeros(1, 2), x.transpose(0, 1), dim=0)[1].transpose(0, 1)
+
+
+def test_a_recurrent_layer_of_a_dynamic_length_is_refused_and_a_scan_of_its_cell_is_not() -> None:
+    shapes, x = {"x": {1: Dim("time", min=2, max=9)}}, torch.rand(1, 5, 3)
+    with pytest.raises(DimSpecialized) as caught:
+        export_source(ModelSource.of(Steps(scans=False).eval(), (x,), dynamic_shapes=shapes), name="m")
+    assert "a recurrent layer" in caught.value.remedy and "unrolls" in caught.value.remedy
+    pt2 = export_source(ModelSource.of(Steps(scans=True).eval(), (x,), dynamic_shapes=shapes), name="m").methods["forward"].pt2
+    called = torch.export.load(io.BytesIO(pt2)).module()  # type: ignore[arg-type]
+    for length in (2, 9):
+        series = torch.rand(1, length, 3)
+        torch.testing.assert_close(called(series), Steps(scans=True)(series))
