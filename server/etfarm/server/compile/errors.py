@@ -126,6 +126,8 @@ class TrainingMode(UserError):
         )  # fmt: skip
 
 
+_NEGATIVE: Final = re.compile(r"u\d+ < 0")
+"""The condition of a slice that starts at a number which depends on values."""
 _BELOW: Final = re.compile(r"<= -u\d+ - 1$")
 """At the end of a condition that torch puts on a negative index."""
 
@@ -145,7 +147,11 @@ class DataDependentBranch(UserError):
             f"The model branches on a tensor's value{f' at {where}' if where else ''}, but an exported program has a single path"
             f"{f' ({expression})' if expression else ''}.",
             "Use torch.where or torch.cond, remove the branch from the model, or bound a size with torch._check."
-            + (" Index with one dim: x[i.reshape(1)].squeeze(0) instead of x[i]." if _BELOW.search(expression) else ""),
+            + (" Index with one dim: x[i.reshape(1)].squeeze(0) instead of x[i]." if _BELOW.search(expression) else "")
+            + (
+                " Before a slice that starts at a number, say that it is not negative and fits: torch._check(i >= 0) and "
+                "torch._check(i + n <= x.shape[0]) for x[i : i + n]." if _NEGATIVE.fullmatch(expression) else ""
+            ),
             stage=stage, expression=expression, source=where,
         )  # fmt: skip
 
