@@ -25,7 +25,7 @@ from etfarm.server.compile.errors import (
     UnsupportedDtypes,
     UnsupportedQuantizedOp,
 )
-from etfarm.server.compile.program.lowering_faults import find_fault
+from etfarm.server.compile.program.lowering_faults import find_fault, find_node_in_hand
 from etfarm.server.compile.program.places import all_nodes, places
 from etfarm.server.compile.result import OperatorDelegation, Place
 from etfarm.server.graphs.sources import source_of
@@ -110,17 +110,7 @@ def _describe_culprit(error: BaseException) -> str:
 
     A node that a pass has made has no line; the operators beside it may have one.
     """
-    frames = []
-    traceback = error.__traceback__
-    while traceback is not None:
-        frames.append(traceback.tb_frame)
-        traceback = traceback.tb_next
-    held = (
-        value for frame in reversed(frames) for value in frame.f_locals.values()
-        # The `op` of a Proxy must not be compared.
-        if type(value).__name__ == "Node" and getattr(value, "op", "") == "call_function"
-    )  # fmt: skip
-    if (node := next(held, None)) is None:
+    if (node := find_node_in_hand(error)) is None:
         return ""
     near = next((each for each in (node, *node.all_input_nodes, *node.users) if describe_place(places([each]))), None)
     return "" if near is None else f", near {describe_node(near)}"
@@ -502,16 +492,11 @@ def find_line(text: str) -> str:
 
 def _channels_last_weight(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     owned = {placeholder: name for program in programs.values() for placeholder, name in _owned_names(program).items()}
-    why = f"XNNPACK takes weights in the usual memory format, but {owned.get(match[1], match[1])} is channels last."
-    remedy = "Leave out model.to(memory_format=torch.channels_last): XNNPACK chooses its own formats."
-    return StageFailed(stage, "AssertionError", why, remedy)
-
-
-def _channels_last_constant(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
-    names = [name for program in programs.values() if (name := find_channels_last(program))]
-    if not names:
-        return StageFailed(stage, "AssertionError", match[0].rstrip("."))
-    why = "XNNPACK takes weights in the usual memory format, but the model has some that are channels last."
+    named = match[1] is not None
+    if not named and not any(map(find_channels_last, programs.values())):
+        return StageFailed(stage, "AssertionError", text.rstrip("."))
+    which = f"{owned.get(match[1], match[1])} is" if named else "the model has some that are"
+    why = f"XNNPACK takes weights in the usual memory format, but {which} channels last."
     remedy = "Leave out model.to(memory_format=torch.channels_last): XNNPACK chooses its own formats."
     return StageFailed(stage, "AssertionError", why, remedy)
 
@@ -562,8 +547,10 @@ _EXPLAINED: Final[tuple[tuple[re.Pattern[str], _Explained], ...]] = (
         _unknown_control_flow,
     ),
     (re.compile(r"0 in strides is not supported"), _expanded),
-    (re.compile(r"Expected (\w+) to be NCHW in channels last reshape pass"), _channels_last_weight),
-    (re.compile(r"The same constant data tensor can't be used in N\w+ format .*"), _channels_last_constant),
+    (
+        re.compile(r"Expected (\w+) to be NCHW in channels last|same constant data tensor can't be used in N.*"),
+        _channels_last_weight,
+    ),
     (re.compile(r"constant data node \((\w+)\) is tagged with \(\w+\) but has user \((\w+)\)"), _shared_weight),
     (
         re.compile(r"expected compiled_fn to be GraphModule"),

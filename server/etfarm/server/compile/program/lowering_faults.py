@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -36,6 +37,16 @@ def find_fault(text: str, programs: Mapping[str, Any]) -> Iterator[tuple[Fault, 
     for fault in _FAULTS:
         if fault.pattern.search(text) and (node := fault.find(programs)) is not None:
             yield fault, node
+
+
+def find_node_in_hand(error: BaseException) -> Any:
+    """Return the operator's node that the innermost function with one held when it failed; None without any."""
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        for value in frame.f_locals.values():
+            # The `op` of a Proxy must not be compared.
+            if type(value).__name__ == "Node" and getattr(value, "op", "") == "call_function":
+                return value
+    return None
 
 
 def _lacks_maximum(node: Any) -> bool:

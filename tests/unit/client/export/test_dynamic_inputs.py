@@ -1,0 +1,100 @@
+"""Dims and numbers that a program cannot have as they are asked for: what is said, and what can be exported instead."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from etfarm.client.export import ModelSource, export_source
+from etfarm.client.export import errors as e
+from etfarm.wire.errors import EtfarmError
+
+
+class Filled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(4, 8))
+
+    def forward(self, data: Tensor) -> Tensor:
+        self.cache[0 : data.shape[0], 0 : data.shape[1]] = data
+        return self.cache * 1
+
+
+class Except(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, data: Tensor) -> Tensor:
+        return data * 2 if data.shape[1] != self.size else data
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("model", "low", "high", "remedy", "mended"),
+    [
+        (Filled(), 2, 8, "a smaller max (7)", [(2, 7)]),
+        (Except(8), 2, 8, "a smaller max (7)", [(2, 7)]),
+        (Except(3), 3, 8, "a larger min (4)", [(4, 8)]),
+        (Except(2), 0, 8, "a larger min (3)", [(3, 8)]),
+        (Except(4), 2, 8, "a larger min (5) or a smaller max (3)", [(5, 8), (2, 3)]),
+    ],
+)
+def test_a_size_that_the_model_excludes_is_reported_with_bounds_that_can_be_exported(
+    model: nn.Module, low: int, high: int, remedy: str, mended: list[tuple[int, int]], strict: bool
+) -> None:
+    def source(least: int, most: int) -> ModelSource:
+        shapes = {"data": {0: Dim("b", min=2, max=4), 1: Dim("s", min=least, max=most)}}
+        return ModelSource.of(model.eval(), (torch.ones(3, min(5, most)),), dynamic_shapes=shapes)
+
+    with pytest.raises(e.DimSpecialized) as caught:
+        export_source(source(low, high), name="m", strict=strict)
+    assert caught.value.remedy == f"Give the dim {remedy}, or export it as static."
+    for least, most in mended:
+        assert export_source(source(least, most), name="m", strict=strict).methods
+
+
+class Numbers(nn.Module):
+    def forward(self, x: Tensor, options: dict[str, Any]) -> Tensor:
+        return x[:, options["at"][0] :] * options["by"]
+
+
+class At(nn.Module):
+    def forward(self, x: Tensor, start_pos: Any) -> Tensor:
+        return x * start_pos
+
+
+POSITION: Final = "start_pos"
+
+
+@pytest.mark.parametrize(
+    ("module", "inputs", "shapes", "name", "kind"),
+    [
+        (At(), (4,), {POSITION: Dim.DYNAMIC}, POSITION, "int"),
+        (At(), (4,), (None, Dim.DYNAMIC(max=6)), POSITION, "int"),
+        (At(), (4,), (None, Dim("p", max=6)), POSITION, "int"),
+        (At(), (4,), (None, Dim.AUTO), POSITION, "int"),
+        (At(), (0.5,), (None, Dim.DYNAMIC), POSITION, "float"),
+        (Numbers(), ({"at": [1], "by": 2},), (None, {"at": [Dim.DYNAMIC], "by": None}), "options_at_0", "int"),
+    ],
+)
+def test_a_number_that_is_to_be_dynamic_is_refused(
+    module: nn.Module, inputs: tuple[Any, ...], shapes: Any, name: str, kind: str
+) -> None:
+    with pytest.raises(EtfarmError) as caught:
+        export_source(ModelSource.of(module.eval(), (torch.ones(1, 3), *inputs), dynamic_shapes=shapes), name="m")
+    error = caught.value
+    assert error.stage == "TORCH_EXPORT"
+    assert (error.reason, error.metadata["argument"]) == ("UNSUPPORTED_INPUT", name)
+    assert f"input {name!r} is a dynamic {kind}: programs of ExecuTorch take numbers that vary only as tensors" in error.message
+    assert ("index with it" if kind == "int" else "torch.tensor(0.5)") in error.remedy
+
+
+def test_the_remedies_for_dynamic_numbers_can_be_exported() -> None:
+    for value, shapes in ((torch.tensor(4), (None, None)), (torch.tensor(0.5), None), (4, (None, None)), (4, (None, Dim.STATIC))):
+        source = ModelSource.of(At().eval(), (torch.ones(1, 3), value), dynamic_shapes=shapes)
+        assert export_source(source, name="m").methods["forward"].input_names == ("x", "start_pos")
