@@ -7,17 +7,13 @@ and the activation after it, which skips the quantization between them.
 from __future__ import annotations
 
 import itertools
-from typing import Final
 
 import torch
 from executorch.backends.transforms.duplicate_dynamic_quant_chain import DuplicateDynamicQuantChainPass
-from torchao.quantization.pt2e.quantizer import Quantizer
 
-from etfarm.server.compile.lower.selection import KEPT_IN_FP32
+from etfarm.server.compile.lower.annotations import Reviewed
+from etfarm.server.compile.lower.selection import ANNOTATION, KEPT_IN_FP32
 from etfarm.server.graphs.fusion import ACTIVATIONS, LAYERS, shared_layers
-
-_KEY: Final = "quantization_annotation"
-"""Key of a node's metadata where quantizers leave the dtypes and observers of its inputs and of its output."""
 
 
 def copy_shared_layers(module: torch.fx.GraphModule) -> bool:
@@ -49,41 +45,25 @@ def copy_dynamic_scales(module: torch.fx.GraphModule) -> None:
         DuplicateDynamicQuantChainPass()(module)
 
 
-class ActivationsFused(Quantizer):  # type: ignore[misc]
+class ActivationsFused(Reviewed):
     """A quantizer by which a layer and the only activation after it have one output scale: that of the activation.
 
     An activation that a recipe file skips stays in fp32.
-
-    Args:
-        quantizer: XNNPACK's, which annotates all operators first.
     """
 
-    def __init__(self, quantizer: Quantizer) -> None:
-        super().__init__()
-        self._quantizer = quantizer
-        self.has_fused = False
-        """Whether `annotate` changed an operator."""
+    has_fused = False
+    """Whether `annotate` changed an operator."""
 
-    def transform_for_annotation(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
-        """Let the inner quantizer change the graph."""
-        return self._quantizer.transform_for_annotation(model)
-
-    def annotate(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
-        """Annotate all operators, and move the output of each layer behind its activation."""
-        model = self._quantizer.annotate(model)
+    def review(self, model: torch.fx.GraphModule) -> None:
+        """Move the output of each layer behind its activation."""
         for node in model.graph.nodes:
             layer = node.args[0] if node.target in ACTIVATIONS else None
             if not isinstance(layer, torch.fx.Node) or layer.target not in LAYERS or len(layer.users) > 1:
                 continue
             if node.meta.get(KEPT_IN_FP32):
                 continue
-            own = layer.meta.get(_KEY)
+            own = layer.meta.get(ANNOTATION)
             if own is not None and own.output_qspec is not None:
-                node.meta[_KEY] = type(own)(output_qspec=own.output_qspec, _annotated=True)
+                node.meta[ANNOTATION] = type(own)(output_qspec=own.output_qspec, _annotated=True)
                 own.output_qspec = None
                 self.has_fused = True
-        return model
-
-    def validate(self, model: torch.fx.GraphModule) -> None:
-        """Let the inner quantizer check its annotations."""
-        self._quantizer.validate(model)

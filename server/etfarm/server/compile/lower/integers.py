@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
-from torchao.quantization.pt2e.quantizer import Quantizer
 
-_KEY: Final = "quantization_annotation"
+from etfarm.server.compile.lower.annotations import Reviewed
+from etfarm.server.compile.lower.selection import ANNOTATION
 
 _SCALAR_FORMS: Final = {
     torch.ops.aten.add.Tensor: torch.ops.aten.add.Scalar,
@@ -22,32 +22,16 @@ _SCALAR_FORMS: Final = {
 }
 
 
-class IntegersKept(Quantizer):  # type: ignore[misc]
-    """A quantizer that leaves operators of integers alone.
+class IntegersKept(Reviewed):
+    """A quantizer that leaves operators of integers alone: those with integers among observed inputs, or as their output."""
 
-    Args:
-        quantizer: XNNPACK's, which annotates all operators first.
-    """
-
-    def __init__(self, quantizer: Quantizer) -> None:
-        super().__init__()
-        self._quantizer = quantizer
-
-    def transform_for_annotation(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
-        """Let the inner quantizer change the graph."""
-        return self._quantizer.transform_for_annotation(model)
-
-    def annotate(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
-        """Annotate all operators but those with integers among their observed inputs, or as their output."""
-        model = self._quantizer.annotate(model)
+    def review(self, model: torch.fx.GraphModule) -> None:
+        """Drop the annotations of operators of integers."""
         for node in model.graph.nodes:
-            if (annotation := node.meta.get(_KEY)) is not None and any(map(_is_integer, (node, *annotation.input_qspec_map))):
-                del node.meta[_KEY]
-        return model
-
-    def validate(self, model: torch.fx.GraphModule) -> None:
-        """Let the inner quantizer check its annotations."""
-        self._quantizer.validate(model)
+            if (annotation := node.meta.get(ANNOTATION)) is not None and any(
+                map(_is_integer, (node, *annotation.input_qspec_map))
+            ):
+                del node.meta[ANNOTATION]
 
 
 def find_scalar_arithmetic(module: Any) -> list[Any]:

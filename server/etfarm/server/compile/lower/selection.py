@@ -19,7 +19,7 @@ from etfarm.server.compile.result import SelectedName, SelectedOperator
 from etfarm.server.graphs.sources import source_of
 
 ARGUMENTS: Final = ("only_modules", "skip_modules", "only_operators", "skip_operators")
-_ANNOTATION: Final = "quantization_annotation"
+ANNOTATION: Final = "quantization_annotation"
 """Key of PT2E's annotation in a node's meta."""
 KEPT_IN_FP32: Final = "etfarm_kept_in_fp32"
 """Key in the meta of nodes that a recipe file skips."""
@@ -189,13 +189,13 @@ def _kept(nodes: Sequence[Any]) -> Iterator[None]:
     is_relu_node, kept = utils.is_relu_node, {node for node in nodes if not _is_annotated(node)}
     utils.is_relu_node = lambda node: node not in kept and is_relu_node(node)
     for node in kept:
-        node.meta[_ANNOTATION] = QuantizationAnnotation(_annotated=True)
+        node.meta[ANNOTATION] = QuantizationAnnotation(_annotated=True)
     try:
         yield
     finally:
         utils.is_relu_node = is_relu_node
         for node in kept:
-            del node.meta[_ANNOTATION]
+            del node.meta[ANNOTATION]
 
 
 def _matching(name: str, operators: Sequence[_Operator]) -> list[_Operator]:
@@ -300,4 +300,4 @@ def _count_quantized(nodes: Iterable[Any]) -> int:
 
 
 def _is_annotated(node: Any) -> bool:
-    return bool(getattr(node.meta.get(_ANNOTATION), "_annotated", False))
+    return bool(getattr(node.meta.get(ANNOTATION), "_annotated", False))

@@ -1,0 +1,38 @@
+"""Quantizers that change what another one has annotated."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torchao.quantization.pt2e.quantizer import Quantizer
+
+
+class Reviewed(Quantizer):  # type: ignore[misc]
+    """A quantizer that changes what another one has annotated.
+
+    Args:
+        quantizer: XNNPACK's, which annotates all operators first.
+    """
+
+    def __init__(self, quantizer: Quantizer) -> None:
+        super().__init__()
+        self._quantizer = quantizer
+
+    def transform_for_annotation(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        """Let the inner quantizer change the graph."""
+        return self._quantizer.transform_for_annotation(model)
+
+    def annotate(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        """Annotate all operators, and change what was annotated."""
+        model = self._quantizer.annotate(model)
+        self.review(model)
+        return model
+
+    @abstractmethod
+    def review(self, model: torch.fx.GraphModule) -> None:
+        """Change the annotations of a graph."""
+
+    def validate(self, model: torch.fx.GraphModule) -> None:
+        """Let the inner quantizer check its annotations."""
+        self._quantizer.validate(model)
