@@ -106,10 +106,8 @@ def stage_failed(stage: str, error: BaseException, programs: Programs | None = N
 
 
 def _describe_culprit(error: BaseException) -> str:
-    """Return the operator that the toolchain had in hand when it failed, like `, near aten::bmm at models/net.py:31 (x @ y)`.
-
-    A node that a pass has made has no line; the operators beside it may have one.
-    """
+    """Return the operator that the toolchain had in hand when it failed, like `, near aten::bmm at models/net.py:31 (x @ y)`."""
+    # A node that a pass has made has no line; the operators beside it may have one.
     if (node := find_node_in_hand(error)) is None:
         return ""
     near = next((each for each in (node, *node.all_input_nodes, *node.users) if describe_place(places([each]))), None)
@@ -492,10 +490,9 @@ def find_line(text: str) -> str:
 
 def _channels_last_weight(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     owned = {placeholder: name for program in programs.values() for placeholder, name in _owned_names(program).items()}
-    named = match[1] is not None
-    if not named and not any(map(find_channels_last, programs.values())):
+    if match[1] is None and not any(map(find_channels_last, programs.values())):
         return StageFailed(stage, "AssertionError", text.rstrip("."))
-    which = f"{owned.get(match[1], match[1])} is" if named else "the model has some that are"
+    which = f"{owned.get(match[1], match[1])} is" if match[1] else "the model has some that are"
     why = f"XNNPACK takes weights in the usual memory format, but {which} channels last."
     remedy = "Leave out model.to(memory_format=torch.channels_last): XNNPACK chooses its own formats."
     return StageFailed(stage, "AssertionError", why, remedy)
