@@ -182,6 +182,24 @@ async def test_after_two_device_faults_more_the_cell_fails_with_the_last_one(wor
     assert world.runs.busy() == {}
 
 
+async def test_devices_that_leave_before_an_attempt_is_sent_use_up_no_attempts(world: World) -> None:
+    job = await world.submit()
+    for _ in range(MAX_ATTEMPTS + 1):
+        agent = await world.agent()
+        async with asyncio.timeout(WAIT_S):
+            while not world.runs.busy():  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0)
+            await agent.leave()  # while the attempt is written to the journal
+            while world.runs.busy():  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0)
+    agent = await world.agent()
+    agent.answer(await _next_start(agent))
+    states, _ = await world.end(job)
+    assert states[-1] == "SUCCEEDED"
+    (cell,) = (await world.journal.get(job.id, EVERYTHING)).cells
+    assert [attempt.error.reason for attempt in cell.attempts] == [*["DEVICE_OFFLINE"] * (MAX_ATTEMPTS + 1), ""]
+
+
 async def test_a_program_that_the_device_cannot_run_is_refused_without_being_sent(world: World) -> None:
     agent = await world.agent()
     world.bundles.use(agent_pb2.RunnerBundle(arch="x86_64", backends=["Other"]))

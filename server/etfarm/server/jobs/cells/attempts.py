@@ -9,6 +9,7 @@ from typing import Final, Protocol
 
 import structlog
 
+from etfarm.server.devices.errors import DeviceOffline
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells.cell_run import CellRun
 from etfarm.server.jobs.cells.dispatch import Dispatch
@@ -28,6 +29,9 @@ log = structlog.get_logger()
 
 MAX_ATTEMPTS: Final = 3
 """Maximum number of attempts of a cell: the first, and two more after device faults."""
+
+MAX_UNSENT: Final = 100
+"""Maximum number of attempts of a cell whose devices went offline before an attempt could be sent."""
 
 
 class OnDeviceFault(Protocol):
@@ -120,7 +124,7 @@ class Attempts:
             # Cells that share an attempt share its device's fault.
             job, attempt = cell_runs[0].job, cell_runs[0].cell.attempts[-1]
             await self._on_device_fault(attempt.device_id, faults[0], attempt_id=attempt.id, project=job.project)
-        is_retried = bool(faults) and max(len(run.cell.attempts) for run in cell_runs) < MAX_ATTEMPTS
+        is_retried = bool(faults) and all(_has_attempts_left(run) for run in cell_runs)
         failed = {cell_id: error for cell_id, error in errors.items() if not (is_retried and error.fault is Fault.DEVICE)}
         continuing = _without(cell_runs, failed)
         for run in continuing if is_retried else ():
@@ -207,6 +211,11 @@ class Attempts:
                 failed = run.calls[result.calls.samples].method
                 result.calls.error.CopyFrom(to_proto(run.locate(from_proto(result.calls.error), failed)))
         return errors
+
+
+def _has_attempts_left(run: CellRun) -> bool:
+    unsent = sum(attempt.error.reason == DeviceOffline.reason for attempt in run.cell.attempts)
+    return len(run.cell.attempts) - unsent < MAX_ATTEMPTS and unsent < MAX_UNSENT
 
 
 def _without(cell_runs: Sequence[CellRun], excluded: Collection[str]) -> list[CellRun]:
