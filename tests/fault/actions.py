@@ -14,6 +14,7 @@ from etfarm.v1 import device_pb2, job_pb2
 from etfarm.wire.status import from_rpc_error
 from tests.fault.shaken_farm import REAL, World
 from tests.support.farm import descendants
+from tests.support.programs import program
 from tests.support.simulated_agent import SELECTOR, SimulatedAgent
 
 MAX_LIVE: Final = 30
@@ -47,8 +48,9 @@ async def submit_run(world: World) -> str:
     )  # fmt: skip
     if world.draws.random() < 0.25:
         spec.notify_urls.append(world.receiver.url())
+    user = world.draws.choice(world.users)
     what = f"{'measure' if is_measured else 'run'} on {cells} simulated devices"
-    world.submit(what, lambda request_id: world.calls.submit(spec, request_id))
+    world.submit(what, user, lambda request_id: user.submit(spec, request_id))
     return what
 
 
@@ -59,8 +61,18 @@ async def submit_real(world: World) -> str:
         return "no job: enough are live"
     devices = [job_pb2.DeviceChoice(selector=f"name={REAL}")]
     spec = job_pb2.JobSpec(candidates=[world.candidates["add"]], devices=devices, measurement=MEASURED)
-    world.submit("measure on the real device", lambda request_id: world.calls.submit(spec, request_id))
+    user = world.draws.choice(world.users)
+    world.submit("measure on the real device", user, lambda request_id: user.submit(spec, request_id))
     return "measure on the real device"
+
+
+@action(6)
+async def bench(world: World) -> str:
+    """Let a user's library run a benchmark on simulated devices, as a script does."""
+    if len(world.live) >= MAX_LIVE:
+        return "no benchmark: enough are live"
+    world.bench("benchmark by the library", program("add").path, devices=[SELECTOR], iterations=20, min_time_s=0.0)
+    return "benchmark by the library"
 
 
 @action(3)
@@ -69,36 +81,36 @@ async def submit_compilation(world: World) -> str:
     if not world.compiles or len(world.live) >= MAX_LIVE:
         return "no compilation: without compilers, or enough jobs are live"
     spec = job_pb2.JobSpec(candidates=[world.candidates["conv"]], no_cache=True)
-    world.submit("compile", lambda request_id: world.calls.submit(spec, request_id))
+    user = world.draws.choice(world.users)
+    world.submit("compile", user, lambda request_id: user.submit(spec, request_id))
     return "compile"
 
 
 @action(6)
 async def cancel(world: World) -> str:
     """Cancel a live job."""
-    jobs = [each.job for each in world.live if each.job is not None]
-    if not jobs:
+    live = [(each.user, each.job.id) for each in world.live if each.job is not None]
+    if not live:
         return "nothing to cancel"
-    job = world.draws.choice(jobs)
-    background(world, world.calls.call(world.calls.jobs.Cancel, job_pb2.CancelJobRequest(job_id=job.id)))
-    return f"cancel {job.id}"
+    user, job_id = world.draws.choice(live)
+    background(world, user.call(user.jobs.Cancel, job_pb2.CancelJobRequest(job_id=job_id)))
+    return f"cancel {job_id}"
 
 
 @action(3)
 async def retry(world: World) -> str:
     """Retry a job that has ended, which is refused where nothing failed."""
-    jobs = [each.job for each in world.submitted if each.is_over and each.job is not None]
-    if not jobs:
+    ended = [(each.user, each.job.id) for each in world.submitted if each.is_over and each.job is not None]
+    if not ended:
         return "nothing to retry"
-    job_id = world.draws.choice(jobs).id
+    user, job_id = world.draws.choice(ended)
 
     async def ask(request_id: str) -> job_pb2.Job:
-        answer: job_pb2.Job = await world.calls.call(
-            world.calls.jobs.Retry, job_pb2.RetryJobRequest(request_id=request_id, job_id=job_id)
-        )
+        request = job_pb2.RetryJobRequest(request_id=request_id, job_id=job_id)
+        answer: job_pb2.Job = await user.call(user.jobs.Retry, request)
         return answer
 
-    world.submit(f"retry of {job_id}", ask)
+    world.submit(f"retry of {job_id}", user, ask)
     return f"retry {job_id}"
 
 
@@ -228,19 +240,20 @@ async def reserve(world: World) -> str:
     """Reserve a device and run a job on it; then release the device, or let the reservation end by itself."""
     duration_s, held_s = world.draws.uniform(1.0, 3.0), world.draws.uniform(0.0, 2.0)
     is_renewed, is_released = world.draws.random() < 0.5, world.draws.random() < 0.5
-    ids, devices = (world.draw_id(), world.draw_id()), world.calls.devices
+    user = world.draws.choice(world.users)
+    ids, devices = (world.draw_id(), world.draw_id()), user.devices
     request = device_pb2.ReserveDeviceRequest(selector=SELECTOR, duration_s=duration_s, reason="a test", request_id=ids[0])
 
     async def reserved() -> None:
-        held = await world.calls.call(devices.Reserve, request)
+        held = await user.call(devices.Reserve, request)
         choices = [job_pb2.DeviceChoice(selector=SELECTOR)]
         spec = job_pb2.JobSpec(candidates=[world.candidates["add"]], devices=choices, reservation_id=held.id)
-        world.submit("run in a reservation", lambda request_id: world.calls.submit(spec, request_id), ids[1])
+        world.submit("run in a reservation", user, lambda request_id: user.submit(spec, request_id), ids[1])
         if is_renewed:
-            await world.calls.call(devices.Renew, device_pb2.RenewReservationRequest(reservation_id=held.id))
+            await user.call(devices.Renew, device_pb2.RenewReservationRequest(reservation_id=held.id))
         await asyncio.sleep(held_s)
         if is_released:
-            await world.calls.call(devices.Release, device_pb2.ReleaseReservationRequest(reservation_id=held.id))
+            await user.call(devices.Release, device_pb2.ReleaseReservationRequest(reservation_id=held.id))
 
     background(world, reserved())
     return f"reserve a device for {duration_s:.1f} s"

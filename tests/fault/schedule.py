@@ -1,4 +1,4 @@
-"""A random schedule of jobs and faults on a real farm, and what must hold afterwards.
+"""A random schedule of jobs and faults on a real farm with TLS, tokens and two users, and what must hold afterwards.
 
     python -m tests.fault.schedule --seed 7 --minutes 1 [--large [--nodes]]
 
@@ -32,6 +32,7 @@ from tests.fault.engines import Engines, running_engines
 from tests.fault.node_actions import NODE_ACTIONS
 from tests.fault.shaken_farm import SIMULATED, World, start_time
 from tests.support import invariants
+from tests.support.credentials import Credentials
 from tests.support.farm import wait_until
 from tests.support.farm_calls import LIVE
 from tests.support.programs import program
@@ -91,7 +92,7 @@ async def check(world: World) -> list[str]:
         assert each.job is not None
         job: job_pb2.Job = await world.calls.call(world.calls.jobs.Get, job_pb2.GetJobRequest(job_id=each.job.id))
         jobs.append(job)
-        again = await world.calls.watch(job.id)
+        again = await each.user.watch(job.id)
         if again != each.events:
             wrong.append(f"job {job.id}: its watcher has seen other events than the journal has")
         wrong += invariants.check_events(job, again)
@@ -101,6 +102,7 @@ async def check(world: World) -> list[str]:
         for cell in job.cells:
             if cell.error.reason and cell.error.reason not in EXPLAINED:
                 wrong.append(f"cell {cell.id} of {each.what}: failed for {cell.error.reason}: {cell.error.message}")
+    wrong += world.client_errors
     wrong += invariants.check_attempts(jobs)
     wrong += await eventually(lambda: invariants.check_devices(world.calls))
     wrong += await eventually(lambda: unacknowledged(world))
@@ -245,7 +247,8 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             # The S3 server is started by an event loop of its own.
-            with running_engines(NODES if options.nodes else 0) if options.large else nullcontext() as engines:
+            engines_of = running_engines(NODES if options.nodes else 0) if options.large else nullcontext()
+            with Credentials(folder).used(), engines_of as engines:
                 work = run(folder, seed, options.minutes * 60, compiles=not options.no_compile, engines=engines)
                 world = asyncio.run(work)
         except AssertionError as error:

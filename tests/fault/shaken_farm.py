@@ -1,4 +1,4 @@
-"""The farm of a random schedule: a server, simulated agents, a real agent behind a link, and everything that was submitted."""
+"""The farm of a random schedule: a server with TLS and tokens, its agents, two users, and everything that they submitted."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import grpc
 import psutil
 
+from etfarm.client import AsyncFarm
 from etfarm.v1 import job_pb2
 from etfarm.wire import recipes
+from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import from_rpc_error
 from tests.fault.engines import Engines
 from tests.support import models
+from tests.support.credentials import ADMIN, USERS, Credentials
 from tests.support.farm import Daemon, FarmProcess, descendants
 from tests.support.farm_calls import LIVE, PAUSE_S, FarmCalls, farm_calls, is_away
 from tests.support.programs import program
@@ -42,6 +45,8 @@ class Submitted:
 
     request_id: str
     what: str
+    user: FarmCalls
+    """The calls of whom it was submitted by."""
     job: job_pb2.Job | None = None
     refusal: str = ""
     events: list[job_pb2.JobEvent] = field(default_factory=list)
@@ -72,6 +77,13 @@ class World:
         self.simulated: list[SimulatedAgent] = []
         self.tasks: set[asyncio.Task[None]] = set()
         self.calls: FarmCalls
+        """The calls of the admin, who sees everything."""
+        self.users: list[FarmCalls] = []
+        """The calls of the users, each in a project of their own."""
+        self.libraries: list[AsyncFarm] = []
+        """The users' clients, which repeat what should be repeated by themselves."""
+        self.client_errors: list[str] = []
+        """The errors that users' clients have raised."""
         self.link: Link
         self.real: Daemon
         self.receiver: Receiver
@@ -86,8 +98,7 @@ class World:
         """Start the farm with its agents."""
         closing.push_async_callback(asyncio.to_thread, self.farm.stop)
         await asyncio.to_thread(self.farm.restart)
-        if self.engines is not None:
-            await asyncio.to_thread(self.server.expect, "leading the farm")
+        await asyncio.to_thread(self.farm.create_projects)
         await asyncio.to_thread(self.farm.offer_runner)
         if self.second is not None:
             self.second.folder.mkdir()
@@ -95,7 +106,14 @@ class World:
             await asyncio.to_thread(self.second.restart)
         self.link = closing.enter_context(link_to(self.farm.address))
         self.receiver = closing.enter_context(receiver())
-        self.calls = await closing.enter_async_context(farm_calls(self.addresses))
+        credentials = Credentials.in_use
+        assert credentials is not None
+        self.calls = await closing.enter_async_context(farm_calls(self.addresses, credentials.access(self.addresses, ADMIN)))
+        for name, project in USERS.items():
+            access = credentials.access(self.addresses, name)
+            self.users.append(await closing.enter_async_context(farm_calls(self.addresses, access)))
+            library = AsyncFarm(self.addresses, token=access.token, tls_ca=access.tls_ca, project=project)
+            self.libraries.append(await closing.enter_async_context(library))
         watching = asyncio.create_task(self._watch_all(), name="watch-all")
         closing.push_async_callback(_end, watching)
         server = self.addresses.replace(self.farm.address, self.link.address)
@@ -106,12 +124,14 @@ class World:
                 self.addresses, name, devices=[f"{name}-a", f"{name}-b"], act=self.draw_act, run_s=0.02 * number
             )
             self.simulated.append(await closing.enter_async_context(agent))
-        self.candidates["add"] = await self.calls.program(program("add").bytes, "add")
+        for user in self.users:
+            self.candidates["add"] = await user.program(program("add").bytes, "add")
         if self.compiles:
             path = await asyncio.to_thread(models.save, models.conv, self.farm.folder / "conv.pt2")
             candidate = job_pb2.Candidate(name="conv", recipe=recipes.parse("portable").json)
             candidate.model.name = "conv"
-            candidate.model.methods["forward"].exported_program.CopyFrom(await self.calls.put(path.read_bytes()))
+            for user in self.users:
+                candidate.model.methods["forward"].exported_program.CopyFrom(await user.put(path.read_bytes()))
             self.candidates["conv"] = candidate
         self._started_s = time.monotonic()
 
@@ -152,13 +172,13 @@ class World:
         """Draw an id for a request."""
         return uuid.UUID(int=self.draws.getrandbits(128)).hex
 
-    def submit(self, what: str, ask: Callable[[str], Awaitable[job_pb2.Job]], request_id: str = "") -> None:
-        """Have a job submitted and watched in the background.
+    def submit(self, what: str, user: FarmCalls, ask: Callable[[str], Awaitable[job_pb2.Job]], request_id: str = "") -> None:
+        """Have a user's job submitted and watched in the background.
 
         Args:
             request_id: the id if it was drawn before.
         """
-        entry = Submitted(request_id or self.draw_id(), what)
+        entry = Submitted(request_id or self.draw_id(), what, user)
         self.submitted.append(entry)
         task = asyncio.create_task(self._follow(entry, ask), name=f"follow-{entry.request_id}")
         self.tasks.add(task)
@@ -166,11 +186,31 @@ class World:
     async def _follow(self, entry: Submitted, ask: Callable[[str], Awaitable[job_pb2.Job]]) -> None:
         try:
             entry.job = await ask(entry.request_id)
-            await self.calls.watch(entry.job.id, entry.events)
+            await entry.user.watch(entry.job.id, entry.events)
         except grpc.aio.AioRpcError as error:
             if entry.job is not None:
                 raise
             entry.refusal = from_rpc_error(error, server="").reason
+        entry.is_over = True
+
+    def bench(self, what: str, model: Path, **options: Any) -> None:
+        """Have a user's benchmark submitted and watched by the library in the background."""
+        number = self.draws.randrange(len(self.users))
+        entry = Submitted("", what, self.users[number])
+        self.submitted.append(entry)
+        self.tasks.add(asyncio.create_task(self._bench(entry, self.libraries[number], model, options), name=f"bench-{what}"))
+
+    async def _bench(self, entry: Submitted, library: AsyncFarm, model: Path, options: dict[str, Any]) -> None:
+        try:
+            job = await library.bench(model, **options)
+            entry.job = await entry.user.call(entry.user.jobs.Get, job_pb2.GetJobRequest(job_id=job.id))
+            async for _ in job.watch():
+                pass
+            await job.result()
+        except EtfarmError as error:
+            self.client_errors.append(f"{entry.what}: {error.reason}: {error}")
+        if entry.job is not None:
+            await entry.user.watch(entry.job.id, entry.events)
         entry.is_over = True
 
     async def _watch_all(self) -> None:

@@ -13,6 +13,7 @@ from etfarm.v1 import agent_pb2, farm_pb2, job_pb2
 from etfarm.wire.status import from_rpc_error
 from tests.support import invariants
 from tests.support.clock import WallClock
+from tests.support.credentials import ADMIN
 from tests.support.farm import FarmProcess
 from tests.support.farm_calls import FarmCalls, farm_calls
 from tests.support.programs import program
@@ -20,6 +21,8 @@ from tests.support.runner import runner_archive
 from tests.support.simulated_agent import Act, SimulatedAgent
 
 pytestmark = pytest.mark.slow(reason="starts servers whose clocks jump")
+
+ACTS_AS = ADMIN
 
 HOUR_S = 3600
 DAY_S = 24 * HOUR_S

@@ -96,7 +96,7 @@ class Client:
 
 @pytest.fixture
 async def client(server: FarmProcess) -> AsyncIterator[Client]:
-    async with open_channel(Access(server.address)) as channel:
+    async with open_channel(Access.of(server.address)) as channel:
         yield Client(channel)
 
 
@@ -196,7 +196,7 @@ async def test_cancelling_both_jobs_ends_the_child_and_removes_its_folder(
 
 async def test_a_device_runs_a_program_with_external_weights_and_constants(farm: FarmProcess, tmp_path: Path) -> None:
     beside = recipes.from_toml('recipe = "portable"\n[executorch]\nexternal_constants = true\n').json
-    async with open_channel(Access(farm.address)) as channel:
+    async with open_channel(Access.of(farm.address)) as channel:
         client = Client(channel)
         candidate = await client.model(tmp_path, beside, forward=models.conv, encode=models.dynamic)
         candidate.model.constant_methods["eos"].CopyFrom(await client.put(tensors.encode([tensors.Scalar("", 7)])))

@@ -13,9 +13,12 @@ from etfarm.v1 import artifact_pb2
 from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
 from etfarm.wire import status
 from etfarm.wire.channel import Access, open_channel
+from tests.support.credentials import ADMIN
 from tests.support.farm import FarmProcess, etfarm
 
 pytestmark = pytest.mark.slow(reason="starts a server for each damage")
+
+ACTS_AS = ADMIN
 
 
 def overwrite_artifacts(path: Path) -> None:
@@ -80,7 +83,7 @@ def test_a_server_reports_a_damaged_database_and_exits(tmp_path: Path) -> None:
         overwrite_artifacts(path)
 
         async def ask() -> grpc.aio.AioRpcError:
-            async with open_channel(Access(farm.address)) as channel:
+            async with open_channel(Access.of(farm.address)) as channel:
                 stub = ArtifactServiceStub(channel)
                 with pytest.raises(grpc.aio.AioRpcError) as failed:
                     await stub.List(artifact_pb2.ListArtifactsRequest())

@@ -14,6 +14,7 @@ import pytest
 from etfarm.client import AsyncFarm, Farm
 from etfarm.client.models import DeviceHealth, HealthState, JobState, Progress
 from etfarm.wire.errors import EtfarmError
+from tests.support.credentials import ADMIN
 from tests.support.farm import FarmProcess, etfarm, wait_until
 from tests.support.faults import faulty_archive, faulty_program
 from tests.support.programs import program
@@ -21,6 +22,8 @@ from tests.support.runner import runner_archive
 from tests.support.simulated_agent import Act, SimulatedAgent
 
 pytestmark = pytest.mark.slow(reason="starts servers with agents that misbehave, and waits for probes")
+
+ACTS_AS = ADMIN
 
 SETTINGS = """
 probe_s = 0.2

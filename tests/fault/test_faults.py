@@ -159,7 +159,7 @@ def test_a_repeated_request_id_submits_a_single_job(farm: FarmProcess, model: Pa
         candidate.model.name = "conv"
         candidate.model.methods["forward"].exported_program.digest = of_file(model)
         request = job_pb2.SubmitJobRequest(request_id=str(uuid.uuid4()), spec=job_pb2.JobSpec(candidates=[candidate]))
-        async with open_channel(Access(farm.address)) as channel:
+        async with open_channel(Access.of(farm.address)) as channel:
             stub = job_pb2_grpc.JobServiceStub(channel)
             return list(await asyncio.gather(stub.Submit(request), stub.Submit(request)))
 

@@ -59,11 +59,11 @@ def require_contiguous(events: Iterable[Event]) -> None:
 
 def test_the_run_of_a_frozen_agent_goes_elsewhere_and_its_late_result_is_dropped(farm: FarmProcess) -> None:
     results = farm.folder / "agent-0" / "results"
-    with farm.client() as client:
-        client.drain_device("board-1")
+    with farm.client() as client, farm.admin() as admin:
+        admin.drain_device("board-1")
         job = bench(client, SECONDS)
         until(job, "TIMED")
-        client.undrain_device("board-1")
+        admin.undrain_device("board-1")
         with frozen([farm.agents[0].pid]):
             report = job.result().report
             assert report.device is not None and report.device.name == "board-1"

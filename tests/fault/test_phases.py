@@ -120,7 +120,7 @@ class StruckFarm:
 
     def drain(self, *, undrain: bool = False) -> None:
         """Let the device take no more runs, or take them again."""
-        with self._farm.client() as client:
+        with self._farm.admin() as client:
             client.undrain_device("board-0") if undrain else client.drain_device("board-0")
 
     def end_of(self, job_id: str) -> End:

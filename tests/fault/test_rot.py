@@ -44,7 +44,7 @@ def test_damaged_models_and_programs_are_replaced_and_never_used(
             program = job.result().report.compile.program
 
         async def get() -> job_pb2.Job:
-            async with open_channel(Access(farm.address)) as channel:
+            async with open_channel(Access.of(farm.address)) as channel:
                 return await job_pb2_grpc.JobServiceStub(channel).Get(job_pb2.GetJobRequest(job_id=job.id))
 
         known = asyncio.run(get())
@@ -58,7 +58,7 @@ def test_damaged_models_and_programs_are_replaced_and_never_used(
 
         # Who submits without sending the model is refused, instead of getting another program.
         async def submit() -> None:
-            async with open_channel(Access(farm.address)) as channel:
+            async with open_channel(Access.of(farm.address)) as channel:
                 await job_pb2_grpc.JobServiceStub(channel).Submit(job_pb2.SubmitJobRequest(request_id="again", spec=known.spec))
 
         with pytest.raises(grpc.aio.AioRpcError, match="damaged where it is stored"):

@@ -17,6 +17,7 @@ from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.chunks import artifact_of, upload
 from etfarm.wire.status import from_rpc_error
 from tests.support import models
+from tests.support.credentials import ADMIN, Credentials
 from tests.support.farm import FarmProcess, etfarm, wait_until
 from tests.support.programs import program
 from tests.support.s3 import S3Server, environment_of
@@ -59,7 +60,9 @@ class Shaken:
             (report,) = client.job(job_id).result().reports
             assert report.state == "SUCCEEDED", report.error
             assert client.job(job_id).info.cells[0].attempts == 1
-        done = etfarm("artifacts", "verify", cwd=self.farm.folder, environment={"ETFARM_SERVER": self.farm.address})
+        assert Credentials.in_use is not None
+        environment = Credentials.in_use.environment(ADMIN) | {"ETFARM_SERVER": self.farm.address}
+        done = etfarm("artifacts", "verify", cwd=self.farm.folder, environment=environment)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -87,7 +90,7 @@ def until(job: Any, phase: str) -> None:
 
 
 async def put(farm: FarmProcess, data: bytes) -> None:
-    async with open_channel(Access(farm.address)) as channel:
+    async with open_channel(Access.of(farm.address)) as channel:
         await upload(artifact_pb2_grpc.ArtifactServiceStub(channel), artifact_of(data), data)
 
 

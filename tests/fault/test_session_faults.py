@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -17,19 +18,19 @@ import numpy as np
 import psutil
 import pytest
 
-from etfarm.client import Farm, LocalSession, Session
+from etfarm.client import LocalSession, Session
 from etfarm.client.models import DeviceState
 from etfarm.v1 import artifact_pb2_grpc, compile_pb2, session_pb2, session_pb2_grpc
 from etfarm.wire import digest, tensors
-from etfarm.wire.channel import Access, open_channel
+from etfarm.wire.channel import open_channel
 from etfarm.wire.chunks import artifact_of, upload
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import from_rpc_error
+from tests.support.credentials import ADMIN, Credentials
 from tests.support.farm import PROMPTLY_S, Daemon, FarmProcess, descendants, wait_until
 from tests.support.farm import runners as runners_of
 from tests.support.programs import cache_folder, program
 from tests.support.proxy import link_to
-from tests.support.runner import know_own_runners, runner_archive
 from tests.support.session_ends import Caller
 
 pytestmark = pytest.mark.slow(reason="kills servers and agents in the middle of sessions")
@@ -222,31 +223,14 @@ def test_a_stopping_server_ends_its_sessions_with_a_reason(breakable: FarmProces
         assert stopped.value.reason == "SERVER_STOPPED"
 
 
-async def test_a_session_belongs_to_its_owner(tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens"
-    tokens.write_text("".join(f"{name} {role} {name * 16}\n" for name, role in (("a", "user"), ("b", "user"), ("c", "admin"))))
-    tokens.chmod(0o600)
-    server = Daemon(
-        ["serve", "--listen", "127.0.0.1:0", "--data", str(tmp_path / "server"), "--exit-with-stdin", "--no-bundle",
-         "--no-prewarm", "--tokens", str(tokens)],
-        tmp_path / "serve.log",
-    )  # fmt: skip
-    agent = Daemon([], tmp_path / "agent.log")
-    know_own_runners(tmp_path / "agent")
-    server.start()
+async def test_a_session_belongs_to_its_owner(tmp_path: Path, credentials: Credentials) -> None:
+    farm = FarmProcess(tmp_path)
     try:
-        address = server.expect("listening on").rpartition(" ")[2]
-        agent = Daemon(
-            ["agent", "--server", address, "--data", str(tmp_path / "agent"), "--exit-with-stdin"], tmp_path / "agent.log",
-            {"ETFARM_TOKEN": "c" * 16},
-        )  # fmt: skip
-        agent.start()
-        agent.expect("connected to")
-        with Farm(address, token="c" * 16) as farm:
-            farm.add_bundle(runner_archive())
+        await asyncio.to_thread(farm.start)
         async with contextlib.AsyncExitStack() as stack:
             owner, other, admin = [
-                await stack.enter_async_context(open_channel(Access(address, name * 16))) for name in ("a", "b", "c")
+                await stack.enter_async_context(open_channel(credentials.access(farm.address, name)))
+                for name in ("ann", "ben", ADMIN)
             ]
             data = program("counter").bytes
             pte = artifact_of(data)
@@ -255,13 +239,14 @@ async def test_a_session_belongs_to_its_owner(tmp_path: Path) -> None:
             caller = Caller(owner, session_pb2.OpenSessionRequest(program=wanted))
             await caller.event("ready")
             assert await _count(owner, caller.id) == 1.0
-            assert await _count(other, caller.id) == "NOT_YOURS"
+            assert await _count(other, caller.id) == "SESSION_ENDED", (
+                "another project's sessions are as unknown as those that ended"
+            )
             assert await _count(admin, caller.id) == 2.0
             assert await _count(owner, caller.id) == 3.0, "the admin's call counted, the stranger's did not"
             caller.events.cancel()
     finally:
-        agent.stop()
-        server.stop()
+        farm.stop()
 
 
 async def _count(channel: grpc.aio.Channel, session_id: str) -> float | str:

@@ -20,6 +20,7 @@ from etfarm.wire import digest, status, tensors
 from etfarm.wire.channel import SERVER_OPTIONS
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import EtfarmError
+from etfarm.wire.names import TLS_CA_VARIABLE
 from tests.support.programs import program
 from tests.support.runner import know_own_runners, runner_archive
 
@@ -217,7 +218,7 @@ async def launch(server: Server, tmp_path: Path) -> AsyncIterator[Launch]:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=stderr,
-                env={**os.environ, **environment},
+                env={**os.environ, TLS_CA_VARIABLE: "", **environment},  # this server has no TLS
             )
         agents.append(AgentProcess(process, log))
         return agents[-1]

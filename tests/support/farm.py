@@ -16,6 +16,7 @@ from typing import ClassVar
 
 from etfarm.client import Farm
 from etfarm.device_agents.daemon.own_runners import REMEMBERED
+from tests.support.credentials import ADMIN, Credentials
 from tests.support.forks import COMMAND, Fork, Template, exporting
 from tests.support.runner import know_own_runners, runner_archive
 
@@ -143,6 +144,8 @@ class Daemon:
 class FarmProcess:
     """A server, and the agents that it is given. `folder` keeps its data over restarts.
 
+    It asks for the credentials that are in use when it is created.
+
     Args:
         prewarm: whether the server loads the compile toolchain at its start, which takes seconds of CPU time, also where
             nothing is compiled.
@@ -168,7 +171,8 @@ class FarmProcess:
         self._prewarm = prewarm
         self.folder = folder
         self._bundle = bundle
-        self._serve_arguments = serve
+        self._credentials = Credentials.in_use
+        self._serve_arguments = [*serve, *(self._credentials.serve if self._credentials else ())]
         self.address = ""
         self.server: Daemon | None = None
         self.agents: list[Daemon] = []
@@ -176,15 +180,24 @@ class FarmProcess:
     def start(self, *, agents: int = 1) -> FarmProcess:
         """Start the server, offer it the runner, and start agents that have connected when this returns."""
         self.restart()
+        self.create_projects()
         if self._bundle:
             self.offer_runner()
         for _ in range(agents):
             self.add_agent()
         return self
 
+    def create_projects(self) -> None:
+        """Create the users' projects, where the farm has users; a server with a database of others leads by then."""
+        assert self.server is not None
+        if "--database" in self._serve_arguments:
+            self.server.expect("leading the farm")
+        if self._credentials is not None:
+            self._credentials.create_projects(self.address)
+
     def offer_runner(self) -> None:
         """Add the runner to the server's bundles."""
-        with self.client() as farm:
+        with self.admin() as farm:
             farm.add_bundle(runner_archive())
 
     def restart(self) -> None:
@@ -213,6 +226,8 @@ class FarmProcess:
         know_own_runners(data)
         if bare and (known := data / REMEMBERED).exists():
             known.write_text(json.dumps(json.loads(known.read_text()) | {"runners": []}))
+        if self._credentials is not None:
+            environment = self._credentials.new_agent(self.address, f"board-{index}") | (environment or {})
         agent = Daemon(
             ["agent", "--server", server or self.address, "--data", str(data), "--name", f"board-{index}", "--exit-with-stdin",
              *WAIT_FOR_NOTHING, *arguments],
@@ -227,6 +242,10 @@ class FarmProcess:
     def client(self) -> Farm:
         """Return a client of this farm; use it in a with statement."""
         return Farm(self.address)
+
+    def admin(self) -> Farm:
+        """Return a client of the farm's admin, who everybody is without credentials."""
+        return self.client() if self._credentials is None else self._credentials.client(self.address, ADMIN)
 
     def kill9(self) -> None:
         """The server is gone at once, its agents stay."""

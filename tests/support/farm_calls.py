@@ -42,7 +42,7 @@ def is_away(error: grpc.aio.AioRpcError) -> bool:
 
 
 class FarmCalls:
-    """The stubs of a farm without tokens."""
+    """The stubs of a farm."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.artifacts = artifact_pb2_grpc.ArtifactServiceStub(channel)
@@ -130,7 +130,11 @@ class FarmCalls:
 
 
 @asynccontextmanager
-async def farm_calls(address: str) -> AsyncIterator[FarmCalls]:
-    """The calls of a farm, over a channel of their own."""
-    async with open_channel(Access(address)) as channel:
+async def farm_calls(address: str, access: Access | None = None) -> AsyncIterator[FarmCalls]:
+    """The calls of a farm, over a channel of their own.
+
+    Args:
+        access: of the caller, if it is not who this process acts as.
+    """
+    async with open_channel(access or Access.of(address)) as channel:
         yield FarmCalls(channel)

@@ -9,6 +9,7 @@ from typing import Any
 
 import psycopg
 
+from tests.support.credentials import Credentials
 from tests.support.farm import START_S, Daemon
 
 LEADING, LISTENING = "leading the farm", "listening on"
@@ -71,7 +72,7 @@ class Server:
 
 
 class Servers:
-    """The servers of one farm.
+    """The servers of one farm, which ask for the credentials that are in use when it is created.
 
     Args:
         url: of the database, which is the tests' own.
@@ -83,15 +84,19 @@ class Servers:
         self.blobs = folder / "blobs"
         self.blobs.mkdir()
         self.servers: list[Server] = []
+        self._credentials = Credentials.in_use
 
     def add(self, *arguments: str, url: str = "", environment: dict[str, str] | None = None) -> Server:
         """Start another server. The first one leads when this returns."""
         name = f"server-{len(self.servers)}"
-        server = Server(self.folder / name, self.blobs, url or self.url, environment or {}, arguments)
+        secured = () if self._credentials is None else self._credentials.serve
+        server = Server(self.folder / name, self.blobs, url or self.url, environment or {}, [*arguments, *secured])
         self.servers.append(server)
         server.start()
         if len(self.servers) == 1:
             server.wait_until_leading()
+            if self._credentials is not None:
+                self._credentials.create_projects(server.address)
         return server
 
     @property

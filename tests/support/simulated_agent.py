@@ -31,6 +31,7 @@ from etfarm.wire.failover import settle
 from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 from tests.support.agent_stream import AgentStream
+from tests.support.credentials import RACK, Credentials
 
 WAIT_S: Final = 60.0
 """For what must come, on a busy machine."""
@@ -82,7 +83,7 @@ class SimulatedAgent:
         act: returns what to do about an attempt.
         run_s: seconds that each attempt takes.
         pause_s: seconds before each further connection; None for a real agent's pauses.
-        token: of an agent, for servers with tokens.
+        token: of an agent, for servers with tokens; without, that of the credentials in use.
     """
 
     def __init__(
@@ -113,7 +114,8 @@ class SimulatedAgent:
         """Results that the server has not acknowledged; they survive a crash, as on a disk."""
         self.refusals: list[str] = []
         """Reasons of the connections that the server refused."""
-        self._access = Access(server, token)
+        in_use = Credentials.in_use
+        self._access = Access(server, token) if token or in_use is None else in_use.access(server, RACK)
         self._pause_s = pause_s
         self._pauses = AgentConfig(self._access, name, Path()).pauses
         self._runs: dict[str, asyncio.Task[None]] = {}
