@@ -55,7 +55,11 @@ _INSTEAD: Final = tuple(
         ),
         ("hypot", "torch.sqrt(x * x + y * y) for torch.hypot(x, y)"),
         ("copysign", "torch.where(y < 0, -x.abs(), x.abs()) for torch.copysign(x, y)"),
-        ("embedding_bag\\w*", "F.embedding(x, weight).sum(1) for F.embedding_bag(x, weight, mode='sum')"),
+        (
+            "embedding_bag\\w*",
+            "F.embedding(x, weight).mean(1) for F.embedding_bag(x, weight) with mode='mean', its default, .sum(1) for 'sum' and "
+            ".amax(1) for 'max', with a bag in each row of x",
+        ),
         ("trilinear", "torch.einsum('bi,kij,bj->bk', x, weight, y) for F.bilinear(x, y, weight)"),
     )
 )

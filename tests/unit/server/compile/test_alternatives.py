@@ -97,10 +97,17 @@ CASES: Final[dict[str, tuple[Callable[..., Any], Callable[..., Any], Tensor, str
     ),
     "hypot": (lambda x: torch.hypot(x, x + 1), lambda x: torch.sqrt(x * x + (x + 1) * (x + 1)), X, "torch.sqrt"),
     "copysign": (lambda x: torch.copysign(x, x - 1), lambda x: torch.where(x - 1 < 0, -x.abs(), x.abs()), X, "-x.abs()"),
-    "embedding_bag": (
-        lambda x: F.embedding_bag(x, X, mode="sum"), lambda x: F.embedding(x, X).sum(1), torch.tensor([[0, 1], [2, 3]]),
-        "F.embedding(x, weight).sum(1)",
-    ),
+    **{
+        f"embedding_bag {mode}": (
+            lambda x, mode=mode: F.embedding_bag(x, X, mode=mode), lambda x, instead=instead: instead(F.embedding(x, X)),
+            torch.tensor([[0, 1], [2, 3]]), words,
+        )
+        for mode, instead, words in (
+            ("mean", lambda rows: rows.mean(1), "F.embedding(x, weight).mean(1)"),
+            ("sum", lambda rows: rows.sum(1), ".sum(1) for 'sum'"),
+            ("max", lambda rows: rows.amax(1), ".amax(1) for 'max'"),
+        )
+    },
     "bilinear": (
         lambda x: F.bilinear(x, x + 1, WEIGHT), lambda x: torch.einsum("bi,kij,bj->bk", x, WEIGHT, x + 1), X, "torch.einsum",
     ),

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from etfarm.server.compile.errors import RecipeUnavailable
 from etfarm.server.compile.lower.selection import Selection
+from etfarm.server.compile.program import resizes
 from etfarm.server.compile.program.explain import first_line
 from etfarm.wire.recipes import Component, Plain
 
@@ -28,7 +29,8 @@ def configure_xnnpack(partitioners: Sequence[Any] | Mapping[str, Sequence[Any]],
     """Configure XNNPACK's partitioners, and leave others unchanged.
 
     XNNPACK delegates nothing within branches and loop bodies, but would keep ATen's operators there, such as `linear`, which
-    ExecuTorch then refuses as neither decomposed nor delegated.
+    ExecuTorch then refuses as neither decomposed nor delegated. It would compute some bilinear resizes with another scale; see
+    `program.resizes`.
 
     Args:
         partitioners: a list, or lists by method.
@@ -36,17 +38,32 @@ def configure_xnnpack(partitioners: Sequence[Any] | Mapping[str, Sequence[Any]],
     """
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 
+    from etfarm.server.compile.lower.partitions import generate_without_cycles
+
     lists = partitioners.values() if isinstance(partitioners, Mapping) else [partitioners]
     for partitioner in (partitioner for partitioners_ in lists for partitioner in partitioners_):
         if isinstance(partitioner, XnnpackPartitioner):
             partitioner.per_op_mode |= per_op
             partitioner.ops_to_not_decompose = partial(_outside_of_branches, partitioner.ops_to_not_decompose)
+            partitioner.generate_partitions = partial(generate_without_cycles, partitioner.generate_partitions)
+            if resize := partitioner.target_partitioner_configs.get("upsample_bilinear2d.vec"):
+                resize.check_constraints = partial(_has_scale_of_sizes, resize.check_constraints)
 
 
 def _outside_of_branches(ops_to_not_decompose: Callable[[Any], tuple[Any, Any]], program: Any) -> tuple[Any, Any]:
     """Return a partitioner's operators that are not decomposed, and a condition that is false within branches and loop bodies."""
     operators, condition = ops_to_not_decompose(program)
     return operators, lambda node: node.graph is program.graph and condition(node)
+
+
+def _has_scale_of_sizes(check_constraints: Callable[[Any, Any], bool], node: Any, program: Any) -> bool:
+    """Return whether XNNPACK computes a bilinear resize with the model's scale, and log the reason if not."""
+    from executorch.backends.xnnpack.partition.config.xnnpack_config import why
+
+    if resizes.has_own_scale(node):
+        why(node, reason=resizes.REASON)
+        return False
+    return check_constraints(node, program)
 
 
 def quantizers(components: Sequence[Component]) -> list[Any]:

@@ -36,6 +36,7 @@ from etfarm.server.compile.program import (
     number_inputs,
     places,
     refused_operators,
+    resizes,
 )
 from etfarm.server.compile.program import values as wire_values
 from etfarm.server.compile.program.explain import describe_place, first_line, stage_failed
@@ -282,6 +283,8 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
         by_xnnpack = fp32_layers.by_xnnpack(build.partitioners(built, method))
         if exact_gelus := gelu.describe_exact(programs[method], table["operators"]) if by_xnnpack else "":
             _warn(result["warnings"], "GELU_NOT_APPROXIMATED", f"In {method}, {exact_gelus}")
+        if resized := resizes.describe_undelegated(programs[method]) if by_xnnpack and build.partitioners(built, method) else "":
+            _warn(result["warnings"], "RESIZE_NOT_DELEGATED", f"In {method}, {resized}")
     if remaining[-1] != "TO_EXECUTORCH":
         result["stage_files"] = stage_files.of_edge(lowered.manager, lowered.delegation, folder)
         return result

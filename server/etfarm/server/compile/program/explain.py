@@ -205,13 +205,18 @@ def find_only_kernel(program: Any) -> str:
 
 def _has_other_strides(shape: Sequence[Any], strides: Sequence[Any]) -> bool:
     expected = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+    for size, stride in zip(map(_in_example, reversed(shape)), map(_in_example, reversed(strides)), strict=True):
         if not isinstance(size, int) or not isinstance(stride, int):
             return False
         if stride != expected:
             return True
         expected *= max(size, 1)
     return False
+
+
+def _in_example(size: Any) -> Any:
+    """Return a size as it is in the example inputs: a dynamic one is not an int, but may know its value there."""
+    return size if isinstance(size, int) else getattr(getattr(size, "node", None), "hint", None)
 
 
 def _owned_names(program: Any) -> dict[str, str]:

@@ -113,7 +113,7 @@ class OperatorNotAllowed(UnsafeModel):
     """The model uses an operator of torch or ExecuTorch that is not on the server's list, and may do more than compute.
 
     Args:
-        where: the archive's member.
+        where: the line of the user's code, or the archive's member if that is unknown.
         namespace: the operator's namespace.
         name: the operator's name within the namespace.
         overload: the operator's overload; empty for a higher-order operator.

@@ -23,13 +23,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from etfarm.server.compile.screening import expressions, operators, payloads, pickles
 from etfarm.server.compile.screening.archives import Opened, Records, pt2_records, tensor_records
-from etfarm.server.compile.screening.errors import NotAPt2, NotAPte, TruncatedProgram, UnsafeModel
+from etfarm.server.compile.screening.errors import NotAPt2, NotAPte, OperatorNotAllowed, TruncatedProgram, UnsafeModel
+from etfarm.server.graphs.sources import source_of
 from etfarm.wire import pte
 
 MAX_JSON_BYTES: Final = 512 << 20
@@ -39,6 +39,9 @@ UPLOAD_PARSED_BYTES: Final = 2 << 20
 less; parsing more would delay the submission for too long."""
 UPLOAD_EXPRESSION_BYTES: Final = 256 << 10
 """Maximum total size of the distinct expressions that are parsed at the upload, which takes half a second."""
+
+_MAX_TRACE: Final = 10_000
+"""Maximum number of characters of a stack trace that is read for a message."""
 
 _Check = Callable[[str, str], None]
 """Function that checks one text of a member and raises if it is not allowed."""
@@ -201,7 +204,15 @@ def _screen_program(name: str, records: Records, opened: Opened, rules: _Rules) 
     program = _parse_json(name, records)
     if not isinstance(program, dict) or not isinstance(program.get("graph_module"), dict):
         raise NotAPt2(f"{name} is not an exported program")
-    target = partial(expressions.check_target, allowed=rules.allowed)
+
+    def target(text: str, where: str) -> None:
+        try:
+            expressions.check_target(text, where, rules.allowed)
+        except OperatorNotAllowed:
+            if line := _find_line(program, text):
+                expressions.check_target(text, line, rules.allowed)
+            raise
+
     checks: dict[str, _Check] = {**_CHECKS, "target": target, "as_operator": target}
     parsed = set()
     for key, text in _iterate_strings(program):
@@ -246,6 +257,17 @@ string must be a name."""
 
 
 _FIELDS: Final = frozenset({*_CHECKS, *_PARSED, "target"})
+
+
+def _find_line(program: Any, target: str) -> str:
+    """Return the user's line of the first node of an operator, like `models/net.py:31 (self.table(x))`; empty if unknown."""
+    try:
+        nodes = program["graph_module"]["graph"]["nodes"]
+        traces = (node["metadata"]["stack_trace"] for node in nodes if node["target"] == target)
+        source = source_of(next(traces, "")[-_MAX_TRACE:])
+    except (KeyError, TypeError):
+        return ""
+    return f"{source.file}:{source.line} ({source.code[:80]})" if source is not None else ""
 
 
 def _iterate_strings(value: object) -> Iterator[tuple[str, str]]:

@@ -155,7 +155,8 @@ ROWS: Final = torch.rand(4, 3)
 WIDE: Final = torch.rand(2, 64)
 X: Final = torch.tensor([[0.5, -1.0, 2.0], [3.0, -0.25, 1.0]])
 SIX: Final = torch.rand(2, 1, 2, 1, 3, 4)
-ONE: Final = torch.rand(1, 1, 7, 5).to(memory_format=torch.channels_last)
+GRAY: Final = torch.rand(1, 1, 7, 5)
+ONE: Final = GRAY.to(memory_format=torch.channels_last)
 EXPANDED: Final = torch.ones(1, 3).expand(2, 3)
 INTEGERS: Final = torch.arange(-4, 8, dtype=torch.int32)
 LAST: Final = torch.zeros(1, 2, 3, 4).to(memory_format=torch.channels_last)
@@ -293,6 +294,21 @@ CASES: Final[dict[str, tuple[nn.Module, tuple[Any, ...], nn.Module, tuple[Any, .
         Function(lambda x: F.gelu(x, approximate="tanh")), (X,),
         Function(lambda x: 0.5 * x * (1 + torch.tanh(0.7978845608 * (x + 0.044715 * x**3)))), (X,),
         None, ["GELU_NOT_APPROXIMATED", "aten::gelu at ", "test_remedies.py:", "1 + torch.tanh(0.7978845608 * (x + 0.044715"],
+    ),
+    "a resize by a scale, xnnpack": (
+        Function(lambda x: F.interpolate(x, scale_factor=1.5, mode="bilinear")), (GRAY,),
+        Function(lambda x: F.interpolate(x, scale_factor=1.5, mode="bilinear", recompute_scale_factor=True)), (GRAY,),
+        None, ["RESIZE_NOT_DELEGATED", "aten::upsample_bilinear2d at ", "test_remedies.py:", "recompute_scale_factor=True"],
+    ),
+    "dynamic sizes in channels last, xnnpack": (
+        nn.Conv2d(1, 2, 3), (ONE,), nn.Conv2d(1, 2, 3), (ONE.clone(memory_format=torch.contiguous_format),),
+        {2: Dim("h", min=4, max=9), 3: Dim("w", min=4, max=9)},
+        ["PROGRAM_CANNOT_RUN", "formats: give input the usual one with .clone(memory_format=torch.contiguous_format)"],
+    ),
+    "a dynamic batch in channels last, xnnpack": (
+        nn.Conv2d(1, 2, 3), (ONE.repeat_interleave(2, 0).to(memory_format=torch.channels_last),),
+        nn.Conv2d(1, 2, 3), (torch.rand(2, 1, 7, 5),), {0: Dim("batch", max=4)},
+        ["PROGRAM_CANNOT_RUN", "formats: give input the usual one with .clone(memory_format=torch.contiguous_format)"],
     ),
     "branches": (
         Function(branches), (X,), Function(chosen), (X,),

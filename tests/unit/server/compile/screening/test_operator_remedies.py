@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 from etfarm.server.compile.screening.errors import OperatorNotAllowed  # noqa: E402
 from etfarm.server.compile.screening.expressions import check_target  # noqa: E402
+from etfarm.server.compile.screening.screen import screen_pt2  # noqa: E402
 
 
 class Limited(torch.nn.Module):
@@ -37,6 +39,13 @@ def test_what_helps_instead_of_a_norm_within_the_model() -> None:
     check(before=True)
     limited = Limited(before=True).table.weight
     torch.testing.assert_close(limited.norm(dim=1).clamp(max=0.5), limited.norm(dim=1))
+
+
+def test_an_operator_that_is_not_on_the_list_has_its_line(tmp_path: Path) -> None:
+    torch.export.save(torch.export.export(Limited(before=False).eval(), (torch.arange(5),)), tmp_path / "model.pt2")
+    line = r"loaded: \S*test_operator_remedies\.py:\d+ \(return self\.table\(x\)\) uses the operator aten::embedding_renorm_"
+    with pytest.raises(OperatorNotAllowed, match=line):
+        screen_pt2(tmp_path / "model.pt2")
 
 
 def test_lists_of_tensors_are_to_be_looped_over() -> None:

@@ -1,0 +1,91 @@
+"""Delegates that do not wait for each other's outputs, and what is left to the portable kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("executorch")
+
+import torch.nn.functional as F  # noqa: E402
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner  # noqa: E402
+from executorch.exir import to_edge_transform_and_lower  # noqa: E402
+from torch import nn  # noqa: E402
+
+from etfarm.server.workers.pool import Workers  # noqa: E402
+from tests.support.compiling import compiled  # noqa: E402
+
+pytestmark = [pytest.mark.numeric, pytest.mark.slow(reason="lowers models")]
+
+
+class Twice(nn.Module):
+    """Calls one attention in both of its forms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: Any, mask: Any) -> Any:
+        y, weights = self.attention(x, x, x, attn_mask=mask, need_weights=True)
+        z, _ = self.attention(x, x, x, attn_mask=mask, need_weights=False)
+        return y, z, weights
+
+
+class Resized(nn.Module):
+    """Resizes an image."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Any) -> Any:
+        return F.interpolate(x, **self.how)
+
+
+MASKED = (torch.randn(1, 5, 16), torch.full((5, 5), -torch.inf).triu(1))
+
+
+def test_executorch_alone_makes_partitions_that_wait_for_each_other() -> None:
+    program = torch.export.export(Twice().eval(), MASKED)
+    with pytest.raises(AssertionError, match="dependency cycles"), torch.no_grad():
+        to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_partitions_do_not_wait_for_each_other(workers: Workers, tmp_path: Path) -> None:
+    result = (await compiled(workers, tmp_path, lambda: torch.export.export(Twice().eval(), MASKED), "xnnpack_fp32")).result
+    assert result["warnings"] == []
+    assert all(output["sqnr_db"] > 100 for check in result["checks"] for output in check["outputs"]) and result["checks"]
+    delegated = {row["op"]: row["delegated"] for row in result["delegation"]["forward"]["operators"]}
+    assert delegated["aten_linear_default"] == 4 and delegated["aten_bmm_default"] == 4
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize(
+    ("size", "how", "delegated"),
+    [
+        (15, {"scale_factor": 1.5}, False),
+        (15, {"scale_factor": 0.7}, False),
+        (15, {"scale_factor": (1.5, 2.0)}, False),
+        (16, {"scale_factor": 1.5}, True),
+        (10, {"scale_factor": 1.1}, True),
+        (15, {"scale_factor": 1.5, "align_corners": True}, True),
+        (15, {"scale_factor": 1.5, "recompute_scale_factor": True}, True),
+        (15, {"size": (22, 22)}, True),
+    ],
+)
+async def test_a_resize_has_the_scale_of_the_model(
+    workers: Workers, tmp_path: Path, size: int, how: dict[str, Any], delegated: bool
+) -> None:
+    module, image = Resized(mode="bilinear", **how), torch.randn(1, 3, size, size)
+    result = (await compiled(workers, tmp_path, lambda: torch.export.export(module, (image,)), "xnnpack_fp32")).result
+    assert [warning["code"] for warning in result["warnings"]] == ([] if delegated else ["RESIZE_NOT_DELEGATED"])
+    assert all(output["sqnr_db"] > 100 for check in result["checks"] for output in check["outputs"]) and result["checks"]
+    rows = {row["op"]: row for row in result["delegation"]["forward"]["operators"]}
+    row = rows["aten_upsample_bilinear2d_vec"]
+    assert (row["delegated"], row["non_delegated"]) == (1, 0) if delegated else (0, 1)
+    if not delegated:
+        assert "takes its scale from the sizes" in row["places"][0]["undelegated_reason"]
