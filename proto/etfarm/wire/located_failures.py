@@ -27,11 +27,18 @@ _DELEGATE: Final = re.compile(r"CALL_DELEGATE execute failed at instruction (\d{
 _FILE: Final = re.compile(r"\bop_(\w{1,100})\.cpp:\d")
 """The file of a kernel that checks its arguments, such as `[op_embedding.cpp:57]`."""
 
+_ARGUMENT: Final = re.compile(r"\barg \d{1,4} with type id \d")
+"""Lines at the end of a log that say nothing of the reason."""
+
 _REMEDIES: Final = (
     (
         re.compile(r"division (?:of|by)|divide by zero|[Dd]ivision.* zero", re.IGNORECASE),
         "An integer divisor is 0, or -1 of the smallest integer: give other inputs, or guard the division, as in "
         "x // y.clamp(min=1) or torch.where.",
+    ),
+    (
+        re.compile(r"resize a static tensor.*op_(?:slice|narrow)\w*\.cpp", re.DOTALL),
+        "A slice of a fixed length starts outside of its dim: give positions at which it still fits, or clamp them in the model.",
     ),
     (
         re.compile(
@@ -85,7 +92,8 @@ def locate(error: EtfarmError, operators: compile_pb2.LocatedOperators) -> Etfar
     if not operator:
         return error
     # The message has the reason of this failure; the log may begin with earlier ones, and ends in the operator's arguments.
-    reason = "\n".join([error.message, *log.strip().splitlines()[-8:]])
+    lines = [line for line in log.strip().splitlines() if not _ARGUMENT.search(line)]
+    reason = "\n".join([error.message, *lines[-8:]])
     remedy = next((remedy for pattern, remedy in _REMEDIES if pattern.search(reason)), "")
     if not remedy:  # that of a crash, such as to try another recipe, still helps
         remedy = f"{_REMEDY} {error.remedy}".rstrip() if error.reason == "PROGRAM_CRASHED" else _REMEDY

@@ -17,7 +17,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,21 @@ from etfarm.wire.names import TOKEN_PREFIX
 FIRST_CONNECTION_S = 10.0
 """Seconds to wait for the command that started this process, which connects at once unless it was killed."""
 
-START_TIMEOUT_S = 60.0
-"""Seconds without a new line in its log that the server or the agent may take to report that it is ready; a server logs how far
-it has converted an old database."""
+START_TIMEOUT_S = 300.0
+"""Seconds without a new line in its log that the server or the agent may take to report that it is ready: on a busy machine, its
+imports alone take minutes. A server logs how far it has converted an old database."""
+
+STATUS_S = 15.0
+"""Seconds between two reports that the server or the agent is still starting."""
 
 LEAVING_TIMEOUT_S = 20.0
 """Seconds that the previous farm may take to exit."""
 
 STDIN_GRACE_S, TERMINATE_GRACE_S = 2.0, 3.0
 """Seconds that a child may take to exit after its stdin closes, and after SIGTERM; then it is killed."""
+
+_LINE = 300
+"""Maximum number of characters of a log's line in a message."""
 
 _STRUCTURED = "timestamp="
 """Prefix of the lines of the server's log, which do not explain why it ended."""
@@ -60,31 +66,53 @@ class _Failed(Exception):
     """The farm cannot run; the text is one clear sentence for the user."""
 
 
+def describe_load() -> str:
+    """Return how busy the machine is, like `load 7.5 on 2 CPUs`."""
+    return f"load {os.getloadavg()[0]:.1f} on {os.cpu_count() or 1} CPUs"
+
+
 class _Child:
     """The server process or the agent process."""
 
     def __init__(self, what: str, log: Path, process: asyncio.subprocess.Process) -> None:
         self.what, self.log, self.process = what, log, process
 
-    async def read_line_after(self, start: str) -> str:
+    async def read_line_after(self, start: str, on_status: Callable[[str], None]) -> str:
         """Read its stdout up to the line that begins with `start`, and return the rest of that line.
 
+        Args:
+            on_status: called with a sentence about the wait from time to time.
+
         Raises:
-            _Failed: it ended, or did not print the line in time.
+            _Failed: it ended, or neither printed the line nor logged anything in time.
         """
         assert self.process.stdout is not None
         reading = asyncio.create_task(self._find_line(self.process.stdout, start))
+        clock = asyncio.get_running_loop().time
+        started = last_progress = clock()
+        size_bytes = 0
         try:
-            size_bytes = -1
-            while not reading.done() and size_bytes != (size_bytes := self.log.stat().st_size):
-                await asyncio.wait({reading}, timeout=START_TIMEOUT_S)
-            if not reading.done():
-                raise _Failed(f"The embedded farm's {self.what} did not start within {START_TIMEOUT_S:.0f} s.")
+            while not (await asyncio.wait({reading}, timeout=STATUS_S))[0]:
+                if size_bytes != (size_bytes := self.log.stat().st_size):
+                    last_progress = clock()
+                elif clock() - last_progress >= START_TIMEOUT_S:
+                    raise _Failed(self._late(clock() - started))
+                waited = f"{clock() - started:.0f} s, {describe_load()}"
+                on_status(f"Waiting for the embedded farm's {self.what} to start ({waited}).")
             if (text := reading.result()) is None:
                 raise _Failed(await self.ended())
             return text
         finally:
             reading.cancel()
+
+    def _late(self, waited_s: float) -> str:
+        """Return a sentence about a process that still runs and is not ready."""
+        late = f"The embedded farm's {self.what} did not start within {waited_s:.0f} s"
+        lines = self.log.read_text(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        if not last:
+            return f"{late} and wrote no log; the machine may be too busy ({describe_load()})."
+        return f"{late} ({describe_load()}). Its log {self.log} ends in: {last[-_LINE:]}"
 
     @staticmethod
     async def _find_line(stream: asyncio.StreamReader, start: str) -> str | None:
@@ -248,6 +276,9 @@ class Supervisor:
             if writer is not None:
                 self._send(writer, message)
 
+    def _report(self, status: str) -> None:
+        self._broadcast(status=status)
+
     def _fail(self, why: str) -> None:
         if not self._failure:
             self._failure = why
@@ -301,14 +332,14 @@ class Supervisor:
             # A command's own job is what its only device is for.
             without = ("--health-interval", "0")
             server = await self._launch("server", running, "serve", *here, *secret, *without, *self._options)
-            await server.read_line_after("etfarm serve: listening on")
+            await server.read_line_after("etfarm serve: listening on", self._report)
             self._start(server.drain(), "server's stdout")
             for orphan in sorted(place.held_jobs.iterdir()):
                 self._broadcast(status=f"Cancelling job {orphan.name}, whose command was killed.")
                 await self._cancel(orphan.name)
             self._broadcast(status="Starting the embedded farm's agent.")
             agent = await self._launch("agent", running, "agent", "--server", unix, "--data", str(place.data / "agent"))
-            await agent.read_line_after("etfarm agent: connected to")
+            await agent.read_line_after("etfarm agent: connected to", self._report)
             self._start(agent.drain(), "agent's stdout")
             self._broadcast(address=unix)
             ends = [asyncio.create_task(child.ended(), name=f"end of the {child.what}") for child in (server, agent)]

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -36,7 +37,7 @@ from etfarm.client.export.mutation import (
     written_parameters,
 )
 from etfarm.client.export.noise import quiet
-from etfarm.client.export.operators import must_be_savable, plain_operators
+from etfarm.client.export.operators import find_reshaping, must_be_savable, plain_operators
 from etfarm.client.export.remedies import remedy_of
 from etfarm.client.export.samples import (
     dense,
@@ -52,9 +53,10 @@ from etfarm.client.export.shapes import must_be_bounded, normal_shapes, speciali
 from etfarm.client.export.shared_state import mark_shared
 from etfarm.client.export.small_sizes import differing_sizes
 from etfarm.client.export.source import ModelSource, must_be_tuple
+from etfarm.client.export.splits import find_split, must_fit_all_sizes
 from etfarm.client.export.structures import plain_structures
 from etfarm.client.export.subclasses import is_unwrapping, make_plain
-from etfarm.client.export.traces import Place, make_relative, place_in, place_of
+from etfarm.client.export.traces import Place, make_relative, place_in, place_of, traced_graph
 from etfarm.client.export.transform import Transform
 from etfarm.wire import digest, small_sizes
 from etfarm.wire.errors import EtfarmError
@@ -265,11 +267,12 @@ class _Export:
                 method, "SpecViolationError", "torch.export cannot save a region of torch.autocast that returns nothing.", "",
                 remedy="Compute within the region, and write to buffers after it.",
             )  # fmt: skip
-        must_be_savable(method, program)
+        must_be_savable(method, program, self.base)
         keep_constants(program)
         with _refusals(method, self.base), quiet():
             program = plain_operators(program)
         must_be_bounded(method, program)
+        must_fit_all_sizes(method, program, self.base)
         if small := differing_sizes(module, program):
             self.say(small_sizes.describe(method, small))
         add_lines(program, module, self.base)
@@ -469,14 +472,20 @@ def _refusals(method: str, base: Path, what: str = "torch.export", graph: Graph 
         branch = "Could not guard on data-dependent expression" in text or text.startswith("Data-dependent branching")
         if branch:
             raise DataDependentBranch(method, str(place or ""), place.code if place else "") from error
-        dim = specialized(method, text, str(place or ""))
+        dim = specialized(method, text, str(place or ""), partial(find_split, error, base))
         if dim is not None:
             raise dim from error
         name = type(error).__name__
         if name == "SerializeError":
             what = "torch.export.save"
             place = place or _place_of_node(text, graph, base)
-        raise ExportFailed(method, name, _first_line(text), str(place or ""), what, remedy_of(name, text)) from error
+        remedy = remedy_of(name, text)
+        # torch.export compares the inputs' dims with those of before.
+        graph = traced_graph(error) if isinstance(error, IndexError) else graph
+        if isinstance(error, IndexError) and graph is not None and (reshaping := find_reshaping(graph)) is not None:
+            text = f"{reshaping[0]} changes the number of dims of an input in place."
+            place, remedy = place_in(reshaping[2].meta.get("stack_trace") or "", base) or place, reshaping[1]
+        raise ExportFailed(method, name, _first_line(text), str(place or ""), what, remedy) from error
 
 
 def _place_of_node(text: str, graph: Graph | None, base: Path) -> Place | None:

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from etfarm.client.export.errors import ExportFailed, UnsupportedOutput
 from etfarm.client.export.remedies import DATA, GRADIENTS
 from etfarm.client.export.structures import to_plain
+from etfarm.client.export.traces import place_in
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
-    from torch.fx import Node
+    from torch.fx import Graph, Node
 
 _PREDISPATCH: Final = "torch._functorch.predispatch"
 """Functions that begin and end torch.vmap and torch.func.jvp, and torch's own loops such as associative_scan."""
+
+_IN_PLACE: Final = {
+    "unsqueeze_": "x = x.unsqueeze(dim)",
+    "as_strided_": "x = x.as_strided(sizes, strides)",
+    "resize_": "x = x.flatten()[:n].view(sizes), or x.new_zeros(sizes) for a larger one",
+    "set_": "x = other",
+}
+"""Operators that change a tensor's shape in place, with what gives a tensor of that shape."""
+_REFUSED: Final = ("resize_", "set_")
+"""Those that no program has, whichever tensor they change. For the others, that is an input that gets more dims."""
+
+
+def find_reshaping(graph: Graph, operators: Iterable[str] = tuple(_IN_PLACE)) -> tuple[str, str, Node] | None:
+    """Return the first operator that changes a tensor's shape in place, with a remedy and its node; None without one."""
+    for node in graph.nodes:
+        name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+        if name in operators:
+            return name, f"Write {_IN_PLACE[name]}, instead of changing the shape of x in place.", node
+    return None
 
 
 def plain_operators(program: ExportedProgram) -> ExportedProgram:
@@ -42,11 +64,14 @@ def _unlink_layer(node: Node) -> None:
         }
 
 
-def must_be_savable(method: str, program: ExportedProgram) -> None:
+def must_be_savable(method: str, program: ExportedProgram, base: Path) -> None:
     """Check what torch.export.save or the server would refuse without a reason.
 
+    Args:
+        base: folder that names of source files are relative to.
+
     Raises:
-        ExportFailed: it has a tensor of torch.func.grad, or an assignment to `.data`.
+        ExportFailed: it has a tensor of torch.func.grad, an assignment to `.data`, or changes the size of a tensor in place.
         UnsupportedOutput: it returns a string or another object that is neither a tensor nor a number.
     """
     import torch
@@ -59,6 +84,11 @@ def must_be_savable(method: str, program: ExportedProgram) -> None:
         if "_has_compatible_shallow_copy_type" in str(node.target):
             line = "an assignment to the .data of a tensor is not part of the program."
             raise ExportFailed(method, "NotImplementedError", line, "", remedy=DATA)
+    if (reshaping := find_reshaping(program.graph, _REFUSED)) is not None:
+        name, remedy, node = reshaping
+        place = place_in(node.meta.get("stack_trace") or "", base)
+        line = f"programs have no {name}, which changes the size of a tensor in place."
+        raise ExportFailed(method, "NotImplementedError", line, str(place or ""), remedy=remedy)
     outputs = [spec for spec in program.graph_signature.output_specs if spec.kind.name == "USER_OUTPUT"]
     for index, spec in enumerate(outputs):
         value = getattr(spec.arg, "value", None)

@@ -12,6 +12,13 @@ GRADIENTS: Final = (
 DATA: Final = "Write to the tensor in place: `with torch.no_grad(): tensor.copy_(value)` instead of `tensor.data = value`."
 """Remedy for assignments to `.data`."""
 
+INDEX: Final = (
+    "In functions of scan, map and cond, do not index with a number from .item(), neither theirs nor one from outside: index "
+    "with the tensor, w.index_select(0, i.reshape(1))[0] for w[i.item()], and write with torch.where(torch.arange(n) == i, new, "
+    "old)."
+)
+"""Remedy for numbers that depend on values in the functions of control flow."""
+
 _REMEDIES: Final = (
     (
         re.compile(r"torch\.qu?int\d|quantized nyi|torch\.classes\.(?:quantized|rnn)\W|quantized::\w"),
@@ -42,6 +49,10 @@ _REMEDIES: Final = (
     (
         re.compile(r"AttributeError: 'Tensor' object has no attribute 'constant'"),
         GRADIENTS,
+    ),
+    (
+        re.compile(r"is not tracked with proxy|Attempted to wrap unbacked SymInt|SerializeError.*not in _SYM_OPS", re.DOTALL),
+        INDEX,
     ),
     (
         re.compile(r"SerializeError"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from etfarm.client.export.errors import (
@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.export import ExportedProgram
 
+    from etfarm.client.export.splits import Split
+
 _VIOLATED: Final = re.compile(r"Constraints violated \((.+?)\)!")
 _CONFLICTS: Final = "Found the following conflicts between user-specified ranges"
 _FIXED: Final = re.compile(r"You marked (.+?) as dynamic but your code specialized it to be a constant \((\d+)\)")
 _FIXED_HINT: Final = re.compile(r"(?:due to hint of|inferred a static shape of) (\d+) for dimension (.+?)\.?$", re.MULTILINE)
 _CONFLICT: Final = re.compile(r"range of (\[.+?\]), conflicting with the (.+?), for (.+?)\.?$", re.MULTILINE)
+_DIVIDES: Final = re.compile(r"in the specified range (?:(\d+) <= )?\S+(?: <= (\d+))? satisfy the generated guard .*(?://|%)")
 _SIZE: Final = re.compile(r"(?:L|inputs)\['(\w+)'\](?:\.size\(\)|\.shape)\[(\d+)\]")
 """The dims that torch.export 2.13 refuses, as symbolic_shapes.py and _export/non_strict_utils.py word them."""
 
@@ -102,12 +105,13 @@ def must_be_bounded(method: str, program: ExportedProgram) -> None:
                     raise DimWithoutMaximum(method, node.name, str(index))
 
 
-def specialized(method: str, text: str, place: str) -> DimSpecialized | None:
+def specialized(method: str, text: str, place: str, find: Callable[[], Split | None]) -> DimSpecialized | None:
     """Convert torch.export's message about a dim that cannot be dynamic to one sentence with a remedy.
 
     Args:
         text: the message of torch.export's exception.
         place: the user's line that it comes from; empty if unknown.
+        find: returns the split of a dynamic dim in the model, if there is one.
 
     Returns:
         The error; None if the message is about something else.
@@ -127,6 +131,12 @@ def specialized(method: str, text: str, place: str) -> DimSpecialized | None:
         return DimSpecialized(method, dim, why, "Give it a range of sizes that the model accepts.", place)
     reason = re.search(r"^\s*- (.+?)\.?$", text, re.MULTILINE)
     why = _SIZE.sub(lambda size: _dim_named(size[0]), reason[1]) if reason else "its constraints are violated"
+    guard = _DIVIDES.search(reason[1]) if reason else None
+    if guard and (split := find()) is not None:
+        dim = _dim_named(violated[1])
+        return DimSpecialized(
+            method, dim, split.why(), split.remedy(int(guard[1] or 0), int(guard[2] or 0)), str(split.place or place)
+        )
     fixes = re.search(r"Suggested fixes:\n((?:  .+\n?)+)", text)
     fix = "; ".join(line.strip() for line in fixes[1].splitlines()) if fixes else ""
     remedy = f"Write {fix}, or remove what limits the size from the model." if fix else "Export the dim as static."

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
+    from torch.fx import Graph
 
 _FRAME = re.compile(r'^(\s*File ")([^"\n]+)(", line \d+)', re.MULTILINE)
 _INSTALLED = re.compile(r"(?:.*/)?(?:site|dist)-packages/(.+)\Z")
@@ -113,6 +114,25 @@ def place_in(text: str, base: Path) -> Place | None:
     matches = re.findall(r'^\s*File "([^"\n]+)", line (\d+), in [^\n]*\n(?:\s+(?!File ")([^\n]*))?', text, re.MULTILINE)
     frames = [traceback.FrameSummary(file, int(line), "", line=code.strip()) for file, line, code in matches]
     return _innermost(frames, base)
+
+
+def traced_graph(error: BaseException) -> Graph | None:
+    """Return the graph that torch.export had traced when it failed after that; None without one.
+
+    Its messages about sizes name neither an operator nor a line. Source: `_export_to_aten_ir_make_fx` of torch 2.13.
+    """
+    import torch
+
+    current: BaseException | None = error
+    seen: set[int] = set()
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        for frame, _ in traceback.walk_tb(current.__traceback__):
+            traced = frame.f_locals.get("gm")
+            if isinstance(traced, torch.fx.GraphModule):
+                return traced.graph
+        current = current.__cause__ or current.__context__
+    return None
 
 
 def _innermost(frames: Iterable[traceback.FrameSummary], base: Path) -> Place | None:

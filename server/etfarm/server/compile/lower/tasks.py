@@ -321,11 +321,7 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     for method, original in originals.items():
         facts_before = exact.get(method) or signature.of_exported(original)
         if lost := signature.add_exported(program_facts["methods"][method], facts_before):
-            _warn(
-                result["warnings"], "DYNAMIC_DIM_LOST",
-                f"Lowering fixed sizes of {method} that are dynamic in the exported program: {', '.join(lost)}. ExecuTorch fixes "
-                "the size of a dim that a loop (map, scan) goes through: export with example inputs of the largest sizes.",
-            )  # fmt: skip
+            _warn(result["warnings"], "DYNAMIC_DIM_LOST", explain.describe_lost(method, original, lost))
     result["sizes"] = sizes.of_program(described, data)
     backends = {method: program_facts["methods"][method]["backends"] for method in originals}
     checked = checks.check_program(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -14,9 +15,19 @@ from etfarm.server.compile.program.places import all_nodes
 from etfarm.server.graphs.sources import source_of
 
 _MAX_SHOWN: Final = 3
+_MAX_CONDITIONS: Final = 6
+"""Maximum number of conditions that are shown of one line."""
 _ON_TENSORS: Final = ("_assert_async", "_functional_assert_async")
 _ON_NUMBERS: Final = ("_assert_scalar", "_functional_assert_scalar")
 _PREFIX: Final = "Runtime assertion failed for expression "
+_SYMBOL: Final = re.compile(r"\b[a-z]+\d+\b")
+_NOTATIONS: Final = (
+    (re.compile(r"Mod\(([^(), ]+), ([^(), ]+)\)"), r"\1 % \2"),
+    (re.compile(r"Mod\(([^(),]+), ([^(),]+)\)"), r"(\1) % (\2)"),
+    (re.compile(r"Eq\(([^,]+), ([^,]+)\)(?=$| [&|])"), r"\1 == \2"),
+    (re.compile(r"Ne\(([^,]+), ([^,]+)\)(?=$| [&|])"), r"\1 != \2"),
+)
+"""Patterns of sympy's notation with Python's."""
 _CALLS: Final = ("_check", "assert")
 """What a line contains that states its assertion itself."""
 
@@ -28,14 +39,15 @@ def describe(program: Any, method: str) -> str:
     `narrow` that lies inside. Sizes that cannot be otherwise, which torch asserts too, are left out.
     """
     conditions: dict[str, list[str]] = {}
+    names = _names(program)
     for node in all_nodes(program):
         name = getattr(node.target, "_schema", None) and node.target._schema.name.partition("::")[2]
         if name in _ON_TENSORS or (name in _ON_NUMBERS and not _always_holds(program, node.args[0])):
-            place, condition = _describe(node)
+            place, condition = _describe(node, names)
             conditions.setdefault(place, []).append(condition)
     if not conditions:
         return ""
-    texts = [" at ".join(filter(None, (" and ".join(filter(None, each[:2])), place))) for place, each in conditions.items()]
+    texts = [" at ".join(filter(None, (_joined(each), place))) for place, each in conditions.items()]
     more = f"; and {len(texts) - _MAX_SHOWN} more" if len(texts) > _MAX_SHOWN else ""
     return (
         f"The program does not check what {method} asserts or assumes about values: {'; '.join(texts[:_MAX_SHOWN])}{more}. "
@@ -43,9 +55,38 @@ def describe(program: Any, method: str) -> str:
     )
 
 
-def _describe(node: Any) -> tuple[str, str]:
+def _joined(conditions: Iterable[str]) -> str:
+    """Return the conditions of one line in words."""
+    known = list(filter(None, dict.fromkeys(conditions)))
+    more = f" and {len(known) - _MAX_CONDITIONS} more" if len(known) > _MAX_CONDITIONS else ""
+    return f"{' and '.join(known[:_MAX_CONDITIONS])}{more}"
+
+
+def _names(program: Any) -> dict[str, str]:
+    """Return what symbols of torch stand for, as far as that is a size of an input, or the value of an input or buffer."""
+    names: dict[str, str] = {}
+    buffers = program.graph_signature.inputs_to_buffers
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder":
+            shape = enumerate(getattr(value, "shape", ()))
+            names.update({str(size): f"{node.name}.shape[{dim}]" for dim, size in shape if not isinstance(size, int)})
+        elif node.target is torch.ops.aten.item.default and node.args[0].op == "placeholder":
+            names.setdefault(str(value), f"{buffers.get(node.args[0].name, node.args[0].name)}.item()")
+    return {symbol: name for symbol, name in names.items() if symbol.isidentifier()}
+
+
+def _readable(condition: str, names: Mapping[str, str]) -> str:
+    """Return a condition in Python's notation: sympy writes `Eq(Mod(u0, 4), 0)` for `u0 % 4 == 0`."""
+    for pattern, text in _NOTATIONS:
+        condition = pattern.sub(text, condition)
+    return _SYMBOL.sub(lambda symbol: names.get(symbol[0], symbol[0]), condition)
+
+
+def _describe(node: Any, names: Mapping[str, str]) -> tuple[str, str]:
     """Return the line of an assertion, and its condition if the line does not state it."""
     condition = str(node.args[1]).removeprefix(_PREFIX).partition(" on node ")[0] if len(node.args) > 1 else ""
+    condition = _readable(condition, names)
     source = source_of(node.meta.get("stack_trace"))
     if source is None:
         return "", condition or "a value"

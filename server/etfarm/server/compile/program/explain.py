@@ -162,6 +162,22 @@ def find_suspects(program: Any) -> str:
     return " ".join(sentences)
 
 
+def describe_lost(method: str, program: Any, dims: Sequence[str]) -> str:
+    """Return a sentence about dynamic dims that lowering fixed, with the loops of an exported program that are the reason."""
+    nodes = [node for node in all_nodes(program) if _name_as_called(node) == "map"]
+    loops = "; ".join(dict.fromkeys(_describe("map", places([node])) for node in nodes[:_NAMED]))
+    why = (
+        f"ExecuTorch fixes the number of steps of map at that of the example inputs: {loops}"
+        if loops
+        else "A pass of ExecuTorch computed with the sizes of the example inputs"
+    )
+    other = ", or write the loop as a scan, whose number of steps stays dynamic" if loops else ""
+    return (
+        f"Lowering fixed sizes of {method} that are dynamic in the exported program: {', '.join(dims)}. {why}. Export with "
+        f"example inputs of the largest sizes{other}."
+    )
+
+
 def find_remainders(program: Any) -> str:
     """Return the remainders of integers in an exported program, with what works for negative numbers; empty without any."""
     nodes = [node for node in all_nodes(program) if _is_remainder(node)]

@@ -17,9 +17,12 @@ from etfarm.server.compile.program import assertions  # noqa: E402
 class Asserts(nn.Module):
     """Checks its values in one of several ways."""
 
+    position: Tensor
+
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
+        self.register_buffer("position", torch.tensor(4))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "number":
@@ -52,6 +55,12 @@ class Asserts(nn.Module):
             a, b = torch.nonzero(x > 0.5), torch.nonzero(x > 0.25)
             torch._check(a.shape[0] == b.shape[0] if self.kind == "apart" else a.shape[0] <= b.shape[0])
             return a * 2, b * 2
+        elif self.kind == "several":
+            position = self.position.item()
+            torch._check(position >= 0)
+            torch._check(position % 4 == 0)
+            torch._check(position < x.shape[0])
+            return x.narrow(0, position, 1)
         elif self.kind == "shape":
             torch._check(x.shape[0] < 100)
         return x * 2
@@ -64,7 +73,7 @@ def checked_double(x: Tensor) -> Tensor:
 
 def described(kind: str) -> str:
     file = io.BytesIO()
-    sizes = {"x": {0: torch.export.Dim("n", max=64)}} if kind in ("shape", "found") else None
+    sizes = {"x": {0: torch.export.Dim("n", max=64)}} if kind in ("shape", "found", "several") else None
     torch.export.save(torch.export.export(Asserts(kind).eval(), (torch.rand(8),), dynamic_shapes=sizes), file)
     file.seek(0)
     return assertions.describe(torch.export.load(file), "forward")
@@ -78,7 +87,7 @@ def described(kind: str) -> str:
         ("all", r"\(torch._check_tensor_all\(x < 100\)\)"),
         ("branch", r"\(return torch.cond\("),
         ("count", r"u0 < 5 at [^(]+:\d+ \(indices = torch.nonzero\(x > 0.5\)\)"),
-        ("apart", r"Eq\(u0, u1\) at [^(]+:\d+ "),
+        ("apart", r"u0 == u1 at [^(]+:\d+ "),
         ("ordered", r"u0.*u1.* at [^(]+:\d+ "),
         ("created", r"u0 >= 0 at [^(]+:\d+ \(return torch.zeros\("),
         ("narrow", r"at [^(]+:\d+ \(return x.narrow\("),
@@ -89,6 +98,12 @@ def test_what_a_model_asserts_of_values_is_named_with_its_line(kind: str, line: 
     text = described(kind)
     assert re.search(line, text), text
     assert "test_assertions.py:" in text and text.endswith("the device may continue.")
+
+
+def test_all_conditions_of_a_line_are_named_in_readable_form() -> None:
+    text = described("several")
+    for condition in ("position.item() >= 0", "position.item() % 4 == 0", "position.item() < x.shape[0]"):
+        assert condition in text or f"torch._check({condition.replace('.item()', '')})" in text, text
 
 
 @pytest.mark.parametrize("kind", ["none", "found", "shape", "unique", "where"])

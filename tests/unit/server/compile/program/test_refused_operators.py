@@ -22,8 +22,8 @@ from etfarm.server.reports.trace import xnnpack  # noqa: E402
 from etfarm.server.workers.pool import Workers  # noqa: E402
 from etfarm.v1.compile_pb2 import LocatedOperators  # noqa: E402
 from etfarm.wire import recipes  # noqa: E402
-from etfarm.wire.errors import EtfarmError  # noqa: E402
-from etfarm.wire.located_failures import find_operator  # noqa: E402
+from etfarm.wire.errors import EtfarmError, Fault, error_of  # noqa: E402
+from etfarm.wire.located_failures import find_operator, locate  # noqa: E402
 from tests.support import models  # noqa: E402
 from tests.support.compiling import compiled  # noqa: E402
 
@@ -125,3 +125,48 @@ async def test_an_operator_that_the_runtime_refuses_is_named_with_its_line(worke
         await compiled(workers, tmp_path, models.fft, "portable")
     assert caught.value.reason == "PROGRAM_CANNOT_RUN"
     assert "aten::_fft_r2c at " in caught.value.message and "return torch.fft.fft(x).abs()" in caught.value.message
+
+
+class Cache(nn.Module):
+    """Writes a row at a position, by a slice or by an index."""
+
+    cache: torch.Tensor
+
+    def __init__(self, *, slices: bool) -> None:
+        super().__init__()
+        self.slices = slices
+        self.register_buffer("cache", torch.zeros(4, 3))
+
+    def forward(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        if self.slices:
+            at = position.item()
+            torch._check(at >= 0)
+            torch._check(at + 1 <= 4)
+            self.cache.narrow(0, at, 1).copy_(x)
+        else:
+            self.cache[position.reshape(1)] = x
+        return self.cache * 1
+
+
+@pytest.mark.parametrize("slices", [True, False])
+def test_a_write_past_the_end_is_blamed_on_its_position(slices: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    from executorch.runtime import Runtime
+
+    row, exported = torch.ones(1, 3), Cache(slices=slices).eval()
+    programs = {"forward": torch.export.export(exported, (row, torch.tensor(2)))}
+    pipeline = lowering.Pipeline(("TO_EDGE_TRANSFORM_AND_LOWER", "TO_EXECUTORCH"))
+    recipe = build.export_recipe(recipes.parse("portable"), ["forward"])
+    manager = lowering.lower(programs, recipe, pipeline, "m", lowering.Stages(lambda event: None, programs), places.undelegated)
+    operators = of_program(manager.manager)["forward"]
+    method = Runtime.get().load_program(manager.manager.buffer).load_method("forward")
+    assert method is not None
+    assert method.execute((row, torch.tensor(3)))[0][3].tolist() == [1, 1, 1]  # the remedy
+    capfd.readouterr()
+    with pytest.raises(RuntimeError):
+        method.execute((row, torch.tensor(4)))
+    log = capfd.readouterr().err
+    error = error_of(Fault.USER, "PROGRAM_FAILED", f"It failed: {explain('0x12', log)}.", "", metadata={"log": log})
+    located = locate(error, operators)
+    assert "which takes positions 0 to 3 in dim 0 of cache (4x3)" in located.message
+    assert "test_refused_operators.py:" in located.message
+    assert "or clamp them in the model" in located.remedy
