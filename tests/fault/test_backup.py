@@ -18,11 +18,13 @@ from etfarm.server.backup import manifest as manifests
 from etfarm.server.backup.backup import back_up
 from etfarm.server.backup.errors import BackupDamaged, BackupRefused
 from etfarm.server.backup.restore import restore
-from tests.support.credentials import ADMIN, Credentials
+from tests.support.credentials import ADMIN
 from tests.support.farm import FarmProcess, etfarm
 from tests.support.programs import program
 
 pytestmark = pytest.mark.slow(reason="runs jobs on a farm, backs it up, kills it and restores it")
+
+ACTS_AS = ADMIN
 
 SHORT = {"iterations": 20, "warmup": 1, "min_time_s": 0.0}
 
@@ -71,7 +73,7 @@ class Load:
         assert not self.failures, self.failures
 
 
-def test_a_farm_under_load_is_backed_up_killed_and_restored(farm: FarmProcess, credentials: Credentials, tmp_path: Path) -> None:
+def test_a_farm_under_load_is_backed_up_killed_and_restored(farm: FarmProcess, tmp_path: Path) -> None:
     data, folder = farm.folder / "server", tmp_path / "backup"
     with farm.client() as client, Load(farm.address) as load:
         while len(load.ended) < 3:
@@ -98,8 +100,7 @@ def test_a_farm_under_load_is_backed_up_killed_and_restored(farm: FarmProcess, c
         with elsewhere.client() as client:
             after = documents(client)
             assert {job: after.get(job) for job in before} == before
-            admin = credentials.environment(ADMIN)
-            damaged = etfarm("artifacts", "verify", "--server", elsewhere.address, cwd=tmp_path, environment=admin)
+            damaged = etfarm("artifacts", "verify", "--server", elsewhere.address, cwd=tmp_path)
             assert damaged.returncode == 0 and "0 damaged" in damaged.stdout
     finally:
         elsewhere.stop()
@@ -138,7 +139,7 @@ def test_deleted_jobs_leave_the_history_and_their_files_are_collected(farm: Farm
 def _artifacts(farm: FarmProcess) -> list[str]:
     connection = sqlite3.connect(f"file:{farm.folder}/server/farm.sqlite?mode=ro", uri=True)
     try:
-        return [row[0] for row in connection.execute("SELECT digest FROM holdings WHERE holder = 'vision'")]
+        return [row[0] for row in connection.execute("SELECT digest FROM holdings WHERE holder = 'default'")]
     finally:
         connection.close()
 

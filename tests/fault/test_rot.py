@@ -14,9 +14,12 @@ from etfarm.v1 import job_pb2, job_pb2_grpc
 from etfarm.wire import digest as digests
 from etfarm.wire.channel import Access, open_channel
 from tests.support import models
+from tests.support.credentials import ADMIN
 from tests.support.farm import FarmProcess
 
 pytestmark = pytest.mark.slow(reason="farms compile and measure around damaged files")
+
+ACTS_AS = ADMIN
 
 
 def flip(path: Path) -> None:
@@ -104,7 +107,7 @@ def test_commands_list_upload_and_fetch_artifacts(
         assert "stored already" in capsys.readouterr().out
         assert artifacts.main(["list"]) == 0
         row = capsys.readouterr().out.splitlines()[-1]
-        assert name[:12] in row and "default" in row and "local" in row
+        assert name[:12] in row and "default" in row and ADMIN in row
         assert artifacts.main(["get", name[:8], "-o", str(got)]) == 0
         assert got.read_bytes() == file.read_bytes()
         assert artifacts.main(["get", "0" * 8, "-o", str(got)]) != 0

@@ -81,7 +81,8 @@ def describe_positions(node: Any, owned: Mapping[str, str]) -> str:
     if not (isinstance(length, int) and length and isinstance(dim, int) and isinstance(shape[dim], int)):
         return ""  # fixed positions, or a size that varies
     sizes = "x".join(map(str, shape))
-    of = f"{owned[table.name]} ({sizes})" if getattr(table, "name", "") in owned else f"a tensor of {sizes}"
+    buffer = owned.get(getattr(table, "name", ""))
+    of = f"{buffer} ({sizes})" if buffer else f"a tensor of {sizes}"
     return f", which takes positions 0 to {shape[dim] - length} in dim {dim % len(shape)} of {of}"
 
 
