@@ -14,7 +14,7 @@ import grpc
 from etfarm.client.embedded.lease import Lease, join
 from etfarm.client.errors import Kind, UserError
 from etfarm.client.transport.retry import Patience, repeat
-from etfarm.client.transport.server_wait import SAY_AWAY, chosen_wait_s
+from etfarm.client.transport.server_wait import BRIEF_S, SAY_AWAY, chosen_wait_s
 from etfarm.client.transport.stubs import Stubs
 from etfarm.client.transport.versions import protocol_version
 from etfarm.wire import names
@@ -93,7 +93,9 @@ class Connection:
                 access = replace(access, project=self._project)
             self._channel = open_channel(access)
             say = self._on_status if self._on_status is not None else SAY_AWAY.get()
-            patience = Patience.of(self._channel, access.server, self._wait_s, say)
+            # An embedded farm that has ended does not come back.
+            wait_s = BRIEF_S if self._wait_s is None and self._lease is not None else self._wait_s
+            patience = Patience.of(self._channel, access.server, wait_s, say)
             self._stubs = Stubs.of(self._channel, patience)
             await settle(self._channel)
             info = await repeat(patience.presence.ask, patience.backoff())
