@@ -23,7 +23,7 @@ WAIT_S: Final = 60.0
 DEVICE: Final = "id=id-of-board"
 
 
-class Said(list[str]):
+class Shown(list[str]):
     """What `on_status` was called with."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Said(list[str]):
         self._changed.set()
 
     async def until(self, text: str) -> None:
-        """Wait until it was said."""
+        """Wait until it was shown."""
         async with asyncio.timeout(WAIT_S):
             while text not in self:
                 self._changed.clear()
@@ -68,8 +68,8 @@ async def restart(server: FarmProcess) -> None:
 
 
 async def test_a_watch_goes_on_when_the_server_is_back_and_says_so(server: FarmProcess) -> None:
-    said = Said()
-    async with AsyncFarm(server.address, on_status=said) as farm, waiting_job(server, farm) as job:
+    shown = Shown()
+    async with AsyncFarm(server.address, on_status=shown) as farm, waiting_job(server, farm) as job:
         sequences: list[int | None] = []
 
         async def watch() -> None:
@@ -79,7 +79,7 @@ async def test_a_watch_goes_on_when_the_server_is_back_and_says_so(server: FarmP
         watching, log = asyncio.create_task(watch()), asyncio.create_task(anext(job.logs(follow=True), None))
         server.kill9()
         listing = asyncio.create_task(farm.jobs(1))
-        await said.until(AWAY)
+        await shown.until(AWAY)
         await restart(server)
         async with asyncio.timeout(WAIT_S):
             assert [known.id for known in await listing] == [job.id]
@@ -87,19 +87,19 @@ async def test_a_watch_goes_on_when_the_server_is_back_and_says_so(server: FarmP
             await asyncio.gather(watching, log)
         numbers = [sequence for sequence in sequences if sequence]
         assert numbers == list(range(1, len(numbers) + 1))
-        assert said == [AWAY, BACK]
+        assert shown == [AWAY, BACK]
 
 
 async def test_the_first_answer_is_waited_for(server: FarmProcess) -> None:
     server.kill9()
-    said = Said()
+    shown = Shown()
 
     async def connect() -> str:
-        async with AsyncFarm(server.address, on_status=said) as farm:
+        async with AsyncFarm(server.address, on_status=shown) as farm:
             return (await farm.info()).version
 
     connecting = asyncio.create_task(connect())
-    await said.until(AWAY)
+    await shown.until(AWAY)
     await restart(server)
     async with asyncio.timeout(WAIT_S):
         assert await connecting
@@ -133,11 +133,11 @@ async def test_a_name_that_does_not_resolve_and_a_server_with_no_patience_fail_a
     server.kill9()
     async with asyncio.timeout(PROMPTLY_S):
         for address, wait_s in (("nosuch.invalid:7433", None), (server.address, 0.0)):
-            said = Said()
+            shown = Shown()
             with pytest.raises(EtfarmError) as failed:
-                async with AsyncFarm(address, on_status=said, server_wait_s=wait_s):
+                async with AsyncFarm(address, on_status=shown, server_wait_s=wait_s):
                     pass
-            assert (failed.value.reason, said) == ("SERVER_UNREACHABLE", [])
+            assert (failed.value.reason, shown) == ("SERVER_UNREACHABLE", [])
 
 
 @pytest.mark.parametrize("text", ["soon", "10", "-1s", ""])
