@@ -1,8 +1,9 @@
 """Several servers of one farm: what the death of one costs, and what forwarding costs. Agents are simulated.
 
-python -m tests.bench.cluster [killed] [watching] [submitting] [--agents N] [--jobs N]
+python -m tests.bench.cluster [killed] [stopped] [watching] [submitting] [--agents N] [--jobs N]
 
 killed:     2 servers, 200 agents, the leader killed with -9 during 500 jobs: none lost, none recorded twice, agents back.
+stopped:    2 servers, 20 agents, the leader stopped with SIGSTOP: how long users and agents wait for the other one.
 watching:   1,000 agents over 2 servers: from an agent's change of state to a watcher at the other server.
 submitting: jobs submitted per second at the leader, and at the other server, which forwards them.
 """
@@ -12,15 +13,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Awaitable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
+from etfarm.client import AsyncFarm
+from etfarm.client.models import CellChanged, CellState
 from etfarm.v1 import device_pb2, job_pb2
 from tests.bench.fleet import agents_in_processes, trivial_spec
 from tests.support import invariants
@@ -30,9 +35,15 @@ from tests.support.servers import Servers
 from tests.support.simulated_agent import SimulatedAgent
 
 AGENTS, JOBS, AT_ONCE = 200, 500, 100
+AGENTS_OF_STOPPED: Final = 20
 FLEET, CHANGES, PAUSE_S = 1_000, 200, 0.05
 SUBMITTED, SUBMITTED_AT_ONCE = 400, 16
-LIMITS: Final = {"killed": {"lost": 0, "twice": 0, "wrong": 0, "back_s": 5.0}, "watching": {"p99_ms": 100.0}, "submitting": {}}
+LIMITS: Final = {
+    "killed": {"lost": 0, "twice": 0, "wrong": 0, "back_s": 5.0},
+    "stopped": {"call_s": 6.0, "new_client_s": 6.0, "watch_s": 6.0, "agents_s": 6.0},
+    "watching": {"p99_ms": 100.0},
+    "submitting": {},
+}
 """The results are at most these."""
 
 
@@ -76,6 +87,54 @@ async def bench_killed(servers: Servers, agents: int, jobs: int) -> dict[str, An
         "twice": len(known - followed.keys()), "wrong": len(wrong), "examples": wrong[:3], "states": dict(states),
         "attempts": len(attempts), "running_when_killed": len(adopted), "restarted": sum(number > 1 for number in adopted),
         "back_s": max(back), "back_median_s": statistics.median(back), "new_leader": other.address in other.log,
+    }  # fmt: skip
+
+
+async def bench_stopped(servers: Servers, agents: int, _: int) -> dict[str, Any]:
+    """Stop the leader's process, whose kernel goes on to acknowledge packets, while a job runs that takes a second."""
+    leader, other = servers.add(), servers.add()
+    async with AsyncExitStack() as closing:
+        closing.callback(leader.signal, signal.SIGCONT)
+        fleet = [SimulatedAgent(servers.addresses, f"sim-{number}", run_s=1.0).start() for number in range(agents)]
+        for agent in fleet:
+            closing.push_async_callback(agent.stop)
+        await asyncio.gather(*(agent.wait_connected() for agent in fleet))
+        calls = await closing.enter_async_context(farm_calls(servers.addresses))
+        spec = await trivial_spec(calls)
+        farm = await closing.enter_async_context(AsyncFarm(servers.addresses))
+        job = await farm.job((await calls.submit(spec)).id)
+        events = job.watch()
+
+        async def until(*states: CellState) -> None:
+            async for event in events:
+                if isinstance(event, CellChanged) and event.cell.state in states:
+                    return
+
+        await until(CellState.RUNNING)
+        before = [agent.connections for agent in fleet]
+        began = time.monotonic()
+        leader.signal(signal.SIGSTOP)
+
+        async def taken(work: Awaitable[object]) -> float:
+            await work
+            return time.monotonic() - began
+
+        async def connect() -> None:
+            async with AsyncFarm(servers.addresses):
+                pass
+
+        results = await asyncio.gather(
+            taken(asyncio.to_thread(other.wait_until_leading)), taken(farm.jobs(1)), taken(connect()),
+            taken(until(CellState.ANALYZING, CellState.SUCCEEDED)),
+            *(
+                taken(agent.until(lambda agent=agent, connections=connections: agent.connections > connections))
+                for agent, connections in zip(fleet, before, strict=True)
+            ),
+        )  # fmt: skip
+    leads_s, call_s, new_client_s, watch_s, *back = results
+    return {
+        "agents": agents, "leads_s": leads_s, "call_s": call_s, "new_client_s": new_client_s, "watch_s": watch_s,
+        "agents_s": max(back), "agents_median_s": statistics.median(back),
     }  # fmt: skip
 
 
@@ -157,7 +216,7 @@ async def bench_submitting(servers: Servers, _: int, __: int) -> dict[str, Any]:
     return medians | {"ratio": medians["forwarded_per_s"] / medians["direct_per_s"]}
 
 
-BENCHES: Final = {"killed": bench_killed, "watching": bench_watching, "submitting": bench_submitting}
+BENCHES: Final = {"killed": bench_killed, "stopped": bench_stopped, "watching": bench_watching, "submitting": bench_submitting}
 
 
 def main() -> int:
@@ -169,7 +228,7 @@ def main() -> int:
     options = parser.parse_args()
     results: dict[str, Any] = {}
     for name in options.benches or BENCHES:
-        agents = options.agents or (FLEET if name == "watching" else AGENTS)
+        agents = options.agents or {"watching": FLEET, "stopped": AGENTS_OF_STOPPED}.get(name, AGENTS)
         with postgres_server(QUICK) as database, tempfile.TemporaryDirectory() as folder:
             servers = Servers(Path(folder), database.url("postgres"))
             try:

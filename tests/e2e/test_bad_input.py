@@ -280,7 +280,7 @@ def test_a_model_larger_than_the_compilers_memory_is_refused_with_the_limit(brea
 
 
 def test_an_unreachable_server_is_exit_code_4(tmp_path: Path) -> None:
-    done = etfarm("bench", "demo:ds_cnn", "--server", "127.0.0.1:1", "--json", "r.json", cwd=tmp_path)
+    done = etfarm("bench", "demo:ds_cnn", "--server", "127.0.0.1:1", "--server-wait", "0", "--json", "r.json", cwd=tmp_path)
     assert done.returncode == 4
     assert json.loads((tmp_path / "r.json").read_text())["error"]["reason"] == "SERVER_UNREACHABLE"
     assert "127.0.0.1:1" in done.stderr

@@ -16,6 +16,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from etfarm.client import AsyncFarm
 from etfarm.server.cluster import lease
 from etfarm.server.state import revisions
 from etfarm.v1 import farm_pb2, job_pb2
@@ -33,6 +34,8 @@ pytestmark = pytest.mark.slow(reason="kills and stops servers in the middle of j
 
 BACK_S = 5.0
 """Time within which a farm whose leader was killed has its agents back."""
+LEFT_S = 9.0
+"""Time within which a stopped leader is left for the next one: 6 s on an idle machine; a keepalive of 10 s takes at least 11."""
 JOBS, AGENTS, AT_ONCE = 60, 6, 12
 
 
@@ -133,6 +136,22 @@ async def test_a_leader_that_stands_still_is_fenced(servers: Servers) -> None:
         assert [known.id for known in await direct.all_jobs()] == [job.id]
         info = await direct.call(direct.farm.GetServerInfo, farm_pb2.GetServerInfoRequest())
         assert (info.forwarded_by, info.servers[0].address) == (leader.address, other.address)
+
+
+async def test_users_and_agents_leave_a_leader_that_stands_still(servers: Servers) -> None:
+    leader, other = servers.add(), servers.add()
+    async with simulated_agents(servers.addresses, 2) as agents, AsyncFarm(servers.addresses) as farm:
+        before = [agent.connections for agent in agents]
+        await farm.info()
+        leader.signal(signal.SIGSTOP)
+        async with asyncio.timeout(LEFT_S):
+            await asyncio.gather(farm.jobs(1), wait_until_back(agents, before), new_client(servers.addresses))
+        assert other.address in other.log
+
+
+async def new_client(addresses: str) -> None:
+    async with AsyncFarm(addresses):
+        pass
 
 
 async def test_a_leader_in_the_middle_of_a_write_does_not_delay_the_next_one(servers: Servers) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from etfarm.wire.errors import (
+    AWAY_REASONS,
     DeviceError,
     EtfarmError,
     FarmError,
@@ -50,6 +51,8 @@ _MODEL_REASONS = frozenset(
     }
 )
 """User errors without a stage that concern the model rather than the command."""
+
+_UNREACHABLE_REASONS = AWAY_REASONS | {"EMBEDDED_FARM_FAILED"}
 
 
 class JobFailed(EtfarmError):
@@ -123,7 +126,7 @@ def exit_code(error: EtfarmError) -> int:
 
     A user error with a stage concerns the model; without a stage it concerns the command.
     """
-    if error.reason in ("SERVER_UNREACHABLE", "EMBEDDED_FARM_FAILED"):
+    if error.reason in _UNREACHABLE_REASONS:
         return UNREACHABLE
     if error.fault is Fault.USER and not error.stage and error.reason not in _MODEL_REASONS:
         return USAGE

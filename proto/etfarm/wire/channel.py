@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,10 +49,19 @@ CLIENT_OPTIONS: list[tuple[str, int]] = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
+FAILOVER_OPTIONS: list[tuple[str, int]] = [
+    # As `CLIENT_OPTIONS`, within the time in which another server takes the lead.
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.http2.ping_timeout_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+"""Options of the channels to several servers: a server that does not answer is left for another one."""
+
 SERVER_OPTIONS: list[tuple[str, int]] = [
     *OPTIONS,
     ("grpc.so_reuseport", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 
@@ -231,12 +240,19 @@ def open_channel(access: Access) -> grpc.aio.Channel:
             f"The token would be sent to {access.server} unencrypted.",
             "Give --tls-ca FILE (or ETFARM_TLS_CA), or unset ETFARM_TOKEN for a server that requires none.",
         )
-    channels = [_open_one(address, headers, credentials) for address in addresses]
-    return channels[0] if len(channels) == 1 else FailoverChannel(channels)
+    if len(addresses) == 1:
+        return _open_one(addresses[0], headers, credentials, CLIENT_OPTIONS)
+    options = [*({**dict(CLIENT_OPTIONS), **dict(FAILOVER_OPTIONS)}).items()]
+    return FailoverChannel([_open_one(address, headers, credentials, options) for address in addresses])
 
 
-def _open_one(address: Address, headers: list[tuple[str, str]], credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
-    options = [*CLIENT_OPTIONS]
+def _open_one(
+    address: Address,
+    headers: list[tuple[str, str]],
+    credentials: grpc.ChannelCredentials | None,
+    options: Sequence[tuple[str, int]],
+) -> grpc.aio.Channel:
+    options = [*options]
     if address.is_local:
         # An `http_proxy` is another machine: it would receive the token in clear text and resolve the address to itself.
         options.append(("grpc.enable_http_proxy", 0))

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import ClassVar
+from typing import ClassVar, Final
 
 DOMAIN = "etfarm"
 """ErrorInfo.domain of every etfarm error."""
+
+AWAY_REASONS: Final = frozenset({"SERVER_UNREACHABLE", "SERVER_STOPPING", "SERVER_STOPPED", "NO_LEADER", "DATABASE_UNAVAILABLE"})
+"""Reasons of errors that last until the server is back: a call that changes nothing may be repeated then."""
 
 
 class Fault(StrEnum):
@@ -69,6 +72,11 @@ class EtfarmError(Exception):
         """Begin the message with its subject, as in `net: forward: the module is in train mode`."""
         self.message = f"{subject}: {self.message}"
         self.args = (f"{self.message} {self.remedy}" if self.remedy else self.message,)
+
+    def advise(self, remedy: str) -> None:
+        """Replace the remedy by one of the caller, who knows more about the circumstances."""
+        self.remedy = remedy
+        self.args = (f"{self.message} {remedy}",)
 
 
 class UserError(EtfarmError):

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
 import grpc
 
 _SETTLE_S: Final = 2.0
-"""Time in which a server must accept a connection and report its health before the next one is tried."""
+"""Time in which a server must accept a connection and report its health."""
+_HEAD_START_S: Final = 0.25
+"""Time after which the next server is asked, too: one whose process is stopped accepts connections and does not answer."""
 
 
 class FailoverChannel(grpc.aio.Channel):
@@ -50,32 +52,49 @@ class FailoverChannel(grpc.aio.Channel):
         with contextlib.suppress(grpc.aio.UsageError):  # this channel was closed meanwhile
             if await call.code() is not grpc.StatusCode.UNAVAILABLE or self._index != index or self._is_moving:
                 return
-            self._is_moving, count = True, len(self._channels)
+            self._is_moving = True
             try:
-                serving, _ = await self._find([(index + step) % count for step in range(count)])
+                serving, _ = await self._find()
             finally:
                 self._is_moving = False
             self._index = index if serving is None else serving
 
     async def settle(self) -> None:
-        """Choose the first server that reports itself as serving: a first call does not fail because another server is down.
+        """Choose a server that reports itself as serving: a first call does not fail because another server is down.
 
-        If none does, choose the first that accepts a connection.
+        That is the one of the last call, or the next one in order. If none does, choose one that accepts a connection.
         """
-        serving, reached = await self._find(range(len(self._channels)))
+        serving, reached = await self._find()
         self._index = next((index for index in (serving, reached) if index is not None), self._index)
 
-    async def _find(self, order: Iterable[int]) -> tuple[int | None, int | None]:
-        """Return the first server that reports itself as serving, and the first that accepts a connection."""
-        reached = None
-        for index in order:
+    async def _find(self) -> tuple[int | None, int | None]:
+        """Return a server that reports itself as serving, and one that accepts a connection, each the first to do so."""
+        count, reached = len(self._channels), list[int]()
+
+        async def ask(index: int) -> int | None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_SETTLE_S):
                     if await _is_reached(self._channels[index]):
-                        reached = index if reached is None else reached
+                        reached.append(index)
                         if await _is_serving(self._channels[index]):
-                            return index, reached
-        return None, reached
+                            return index
+            return None
+
+        asking: list[asyncio.Task[int | None]] = []
+        try:
+            for step in range(count):
+                asking.append(asyncio.create_task(ask((self._index + step) % count), name="health of a server"))
+                await asyncio.wait({asking[-1]}, timeout=_HEAD_START_S)
+                serving = [task.result() for task in asking if task.done() and task.result() is not None]
+                if serving:
+                    return serving[0], serving[0]
+            for answer in asyncio.as_completed(asking):
+                if (index := await answer) is not None:
+                    return index, index
+        finally:
+            for task in asking:
+                task.cancel()
+        return None, next(iter(reached), None)
 
     async def __aenter__(self) -> FailoverChannel:
         return self

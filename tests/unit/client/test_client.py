@@ -28,11 +28,13 @@ from etfarm.client.submit.recipes import read_recipe
 from etfarm.client.submit.submission import Submission
 from etfarm.client.transport import decode, retry, transfers
 from etfarm.client.transport.connection import NotConnected
+from etfarm.client.transport.retry import Patience
 from etfarm.v1 import artifact_pb2, common_pb2, job_pb2, report_pb2
 from etfarm.wire import digest, recipes, report, tensors
 from etfarm.wire.errors import EtfarmError, Fault, error_of
 from etfarm.wire.status import to_status
 from tests.support.golden import Golden
+from tests.support.patience import patience_with_a_server
 from tests.support.programs import program
 
 TWO = PreparedModel.of("two", {"forward": PreparedMethod(b"pt2", (b"sample",), ("x", "y"), 12.0)})
@@ -375,7 +377,8 @@ async def test_a_call_is_made_again_while_the_server_is_away() -> None:
             raise answer
         return answer
 
-    assert await retry.repeat(call, server="s") == "here"
+    async with patience_with_a_server() as patience:
+        assert await retry.repeat(call, patience.backoff()) == "here"
 
 
 BUSY_SERVER = """
@@ -419,7 +422,8 @@ async def test_calls_that_a_busy_server_has_no_room_for_are_made_again() -> None
                     busy.close()
                     raise
 
-            calls = [retry.repeat(partial(call, number), server="s") for number in range(64)]
+            patience = Patience.of(channel, "s")
+            calls = [retry.repeat(partial(call, number), patience.backoff()) for number in range(64)]
             assert await asyncio.gather(*calls) == [bytes([number]) for number in range(64)]
     finally:
         server.kill()
@@ -431,8 +435,9 @@ async def test_patience_ends() -> None:
     async def call() -> str:
         raise _refusal(grpc.StatusCode.UNAVAILABLE)
 
-    with pytest.raises(EtfarmError) as caught:
-        await retry.repeat(call, server="s", patience_s=0.3)
+    async with patience_with_a_server(wait_s=0.3) as patience:
+        with pytest.raises(EtfarmError) as caught:
+            await retry.repeat(call, patience.backoff())
     assert caught.value.reason == "SERVER_UNREACHABLE"
 
 
@@ -444,8 +449,9 @@ async def test_a_refusal_is_not_tried_again(golden: Golden) -> None:
         tries.append(1)
         raise grpc.aio.AioRpcError(refusal.code, grpc.aio.Metadata(), grpc.aio.Metadata(*refusal.trailing_metadata))
 
-    with pytest.raises(EtfarmError) as refused:
-        await retry.repeat(call, server="s")
+    async with patience_with_a_server() as patience:
+        with pytest.raises(EtfarmError) as refused:
+            await retry.repeat(call, patience.backoff())
     golden.check(refused.value)
     assert tries == [1]
 
@@ -453,11 +459,13 @@ async def test_a_refusal_is_not_tried_again(golden: Golden) -> None:
 class _BrokenWatch:
     """Stubs whose Watch breaks after each event, and gives an old one again."""
 
-    server = "s"
-
-    def __init__(self) -> None:
+    def __init__(self, patience: Patience) -> None:
+        self.patience = patience
         self.asked: list[int] = []
         self.jobs = self
+
+    def lasting(self, remedy: Any) -> _BrokenWatch:
+        return self
 
     def Watch(self, request: job_pb2.WatchJobRequest) -> Any:
         self.asked.append(request.after_sequence)
@@ -472,9 +480,10 @@ class _BrokenWatch:
 
 
 async def test_a_watcher_goes_on_after_the_last_event_it_saw() -> None:
-    stubs = _BrokenWatch()
-    job = AsyncJob(cast(Any, stubs), job_pb2.Job(id="j", state=job_pb2.JOB_STATE_QUEUED))
-    assert [event.sequence async for event in job.watch()] == [1, 2, 3]
+    async with patience_with_a_server() as patience:
+        stubs = _BrokenWatch(patience)
+        job = AsyncJob(cast(Any, stubs), job_pb2.Job(id="j", state=job_pb2.JOB_STATE_QUEUED))
+        assert [event.sequence async for event in job.watch()] == [1, 2, 3]
     assert stubs.asked == [0, 1, 2]
 
 
@@ -489,7 +498,7 @@ UNREACHABLE = "127.0.0.1:1"
 
 
 def test_the_synchronous_farm_raises_what_the_other_does() -> None:
-    with pytest.raises(EtfarmError) as caught, Farm(UNREACHABLE):
+    with pytest.raises(EtfarmError) as caught, Farm(UNREACHABLE, server_wait_s=0):
         pass
     assert caught.value.reason == "SERVER_UNREACHABLE"
 
@@ -522,7 +531,8 @@ def test_every_public_name_is_there() -> None:
 class _Store:
     """An artifact store in memory that notes how many uploads there are at one time."""
 
-    def __init__(self, known: set[str]) -> None:
+    def __init__(self, known: set[str], patience: Patience) -> None:
+        self.artifacts, self.patience = self, patience
         self.known = known
         self.asked: list[int] = []
         self.live = self.most = 0
@@ -550,11 +560,12 @@ async def test_thousands_of_samples_are_asked_for_in_batches_and_sent_a_few_at_a
     created = Submission(job_pb2.JobSpec())
     for number in range(6000):
         created.add(number.to_bytes(4, "big"))
-    store = _Store(set(list(created.blobs)[:5900]))
     moved: list[tuple[int, int]] = []
-    sent = await transfers.upload_missing(
-        cast(Any, store), created.blobs, server="s", on_progress=lambda done, total: moved.append((done, total))
-    )
+    async with patience_with_a_server() as patience:
+        store = _Store(set(list(created.blobs)[:5900]), patience)
+        sent = await transfers.upload_missing(
+            cast(Any, store), created.blobs, on_progress=lambda done, total: moved.append((done, total))
+        )
     assert store.asked == [5000, 1000]
     assert 1 < store.most <= transfers.PARALLEL_SMALL
     assert sent == 400 and moved[-1] == (400, 400) and moved == sorted(moved)
@@ -570,8 +581,9 @@ async def test_an_upload_that_is_refused_ends_the_others(golden: Golden, tmp_pat
     created = Submission(job_pb2.JobSpec())
     for number in range(40):
         created.add(number.to_bytes(4, "big"))
-    with pytest.raises(EtfarmError) as refused:
-        await transfers.upload_missing(cast(Any, Full(set())), created.blobs, server="s")
+    async with patience_with_a_server() as patience:
+        with pytest.raises(EtfarmError) as refused:
+            await transfers.upload_missing(cast(Any, Full(set(), patience)), created.blobs)
     golden.check(refused.value)
 
 

@@ -82,7 +82,7 @@ async def get(stubs: Stubs, digest: str, path: Path) -> common_pb2.Artifact:
         EtfarmError: as `find` and ArtifactService.Download say.
     """
     artifact = await find(stubs, digest)
-    await transfers.download_file(stubs.artifacts, artifact, path, server=stubs.server)
+    await transfers.download_file(stubs, artifact, path)
     return common_pb2.Artifact(digest=artifact.digest, size_bytes=path.stat().st_size)
 
 
@@ -95,7 +95,7 @@ async def put(stubs: Stubs, path: Path) -> tuple[common_pb2.Artifact, bool]:
     artifact = await chunks.artifact_of_file(path)
     request = artifact_pb2.FindMissingArtifactsRequest(digests=[artifact.digest])
     missing = (await stubs.artifacts.FindMissing(request)).missing
-    await transfers.upload_missing(stubs.artifacts, {artifact.digest: (artifact, path)}, server=stubs.server)
+    await transfers.upload_missing(stubs, {artifact.digest: (artifact, path)})
     return artifact, bool(missing)
 
 

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 import grpc
 
 from etfarm.client.admin import artifacts
-from etfarm.client.errors import from_rpc_error
 from etfarm.client.models import Artifact, ArtifactUse
 from etfarm.client.transport import decode
 from etfarm.client.transport.paging import iterate_pages
@@ -88,15 +87,21 @@ class AsyncArtifacts:
         """
         artifact = await artifacts.find(self._stubs, digest)
         hasher = hashlib.sha256()
-        waiting = b""
-        try:
-            async for chunk in self._stubs.artifacts.Download(artifact_pb2.DownloadArtifactRequest(digest=artifact.digest)):
-                if waiting:
-                    yield waiting
-                waiting = chunk.data
-                hasher.update(waiting)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, server=self._stubs.server) from None
+        waiting, received = b"", 0
+        backoff = self._stubs.patience.backoff()
+        while True:
+            request = artifact_pb2.DownloadArtifactRequest(digest=artifact.digest, offset=received)
+            try:
+                async for chunk in self._stubs.artifacts.Download(request):
+                    backoff.reset()
+                    if waiting:
+                        yield waiting
+                    waiting = chunk.data
+                    received += len(waiting)
+                    hasher.update(waiting)
+                break
+            except grpc.aio.AioRpcError as error:
+                await backoff.after(error)
         if hasher.hexdigest() != artifact.digest:
             raise chunks.corrupt_download(artifact)
         yield waiting

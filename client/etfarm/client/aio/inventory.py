@@ -102,7 +102,7 @@ class AsyncInventory(AsyncConnected):
         """
         path = Path(path)
         artifact = await chunks.artifact_of_file(path)
-        await transfers.upload_missing(self._open.artifacts, {artifact.digest: (artifact, path)}, server=self._open.server)
+        await transfers.upload_missing(self._open, {artifact.digest: (artifact, path)})
         return artifact.digest
 
     async def upgrade_agent(
@@ -370,7 +370,7 @@ class AsyncInventory(AsyncConnected):
         path = Path(path)
         artifact = await chunks.artifact_of_file(path)
         blobs: dict[str, tuple[Any, transfers.Source]] = {artifact.digest: (artifact, path)}
-        await transfers.upload_missing(self._open.artifacts, blobs, server=self._open.server, on_progress=on_upload)
+        await transfers.upload_missing(self._open, blobs, on_progress=on_upload)
         request = farm_pb2.AddBundleRequest(digest=artifact.digest)
         return decode.bundle(await self._open.farm.AddBundle(request))
 

@@ -260,7 +260,7 @@ class AsyncSubmissions(AsyncConnected):
         served = program if isinstance(program, SharedModel) else ServedModel(program, chosen, example_inputs, data)
 
         async def connect(_: AsyncExitStack) -> Line:
-            stubs = self._open
+            stubs = self._open.lasting()
             stored = await served.on_farm(stubs, spec, self.compile, on_upload=on_upload, on_status=on_status)
             if on_status is not None:
                 on_status("Waiting for a device.")
@@ -272,7 +272,7 @@ class AsyncSubmissions(AsyncConnected):
                 compiled = await stubs.compiler.GetCompilation(compile_pb2.GetCompilationRequest(key=stored.compilation_key))
                 return compiled.located_operators
 
-            return Line(stubs.server, stubs.sessions, stubs.artifacts, request, stored.names, find_operators)
+            return Line(stubs, request, stored.names, find_operators)
 
         return AsyncSession(connect, on_wait=on_wait, on_log=on_log)
 
@@ -289,7 +289,7 @@ class AsyncSubmissions(AsyncConnected):
         parsed = [read_recipe(recipe) for recipe in parts.listed_recipes]
         for choice in spec.devices:
             selectors.parse(choice.selector)
-        stubs = self._open
+        stubs = self._open.lasting()
         if spec.notify_urls:
             require_protocol(self._connection.protocol_version, 3, "--notify (notify=)")
         await require_accepted(stubs, spec, parts.models, parsed)
@@ -299,14 +299,14 @@ class AsyncSubmissions(AsyncConnected):
             submission = await in_thread(lambda: parts.gather(spec, parsed, Path(folder), on_status))
             if on_status is not None:
                 on_status("Submitting.")
-            await transfers.upload_missing(stubs.artifacts, submission.blobs, server=stubs.server, on_progress=on_upload)
+            await transfers.upload_missing(stubs, submission.blobs, on_progress=on_upload)
         return await self._submit_spec(submission)
 
     async def _submit_spec(self, submission: Submission) -> AsyncJob:
         """Submit a job whose artifacts the farm has."""
         from etfarm.client.jobs.job import AsyncJob
 
-        stubs = self._open
+        stubs = self._open.lasting()
         request = job_pb2.SubmitJobRequest(request_id=submission.request_id, spec=submission.spec)
 
         async def submit() -> job_pb2.Job:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from contextvars import copy_context
+from functools import partial
 
 import typer
 
@@ -15,6 +17,7 @@ from etfarm.client.cli.terminal.capabilities import printable, tell
 from etfarm.client.cli.usage import Usage, describe_bad_value
 from etfarm.client.errors import Interrupted, OutputUnwritable, exit_code
 from etfarm.client.transport.daemon_thread import leave_busy_threads
+from etfarm.client.transport.server_wait import SAY_AWAY
 from etfarm.wire.errors import EtfarmError, FarmError
 
 Command = Callable[..., int | None]
@@ -34,7 +37,7 @@ def execute(command: Command | Mapping[str, Command], argv: list[str], name: str
     outcome = Outcome()
     code, error = 0, None
     try:
-        code = _run(command, argv, name, about, outcome)
+        code = copy_context().run(_run, command, argv, name, about, outcome)
     except EtfarmError as raised:
         error, code = raised, exit_code(raised)
     except (KeyboardInterrupt, typer.Abort):
@@ -71,6 +74,7 @@ def execute(command: Command | Mapping[str, Command], argv: list[str], name: str
 
 
 def _run(command: Command | Mapping[str, Command], argv: list[str], name: str, about: str, outcome: Outcome) -> int:
+    SAY_AWAY.set(partial(tell, to_stderr=True, flush=True))
     app = typer.Typer(
         add_completion=False,
         rich_markup_mode=None,

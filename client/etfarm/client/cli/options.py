@@ -15,6 +15,8 @@ import typer
 
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.client.cli.usage import Usage
+from etfarm.wire.durations import read_period_s
+from etfarm.wire.names import SERVER_WAIT_VARIABLE
 
 if TYPE_CHECKING:
     from etfarm.client.export.spec import ModelSpec
@@ -26,8 +28,6 @@ _CPUS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)
 
 _SHARE = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,9})?)\s*(%)?", re.ASCII)
 _DURATION = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?) ?(ns|us|µs|ms|s)", re.ASCII)
-_PERIOD = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?) ?([smhd])", re.ASCII)
-_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _CENTURY_S = 100 * 366 * 86_400.0
 _UNITS_NS = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
 
@@ -72,6 +72,33 @@ Project = Annotated[
     ),
 ]
 """The callback does all the work: commands do not read the argument."""
+
+
+def _choose_server_wait(text: str | None) -> None:
+    """Select the time of `--server-wait` for the farms that the command connects to.
+
+    Raises:
+        BadServerWait: it is neither a duration nor 0.
+    """
+    if text is None:
+        return
+    from etfarm.client.transport.server_wait import CHOSEN_WAIT_S, read_server_wait_s
+
+    CHOSEN_WAIT_S.set(read_server_wait_s("--server-wait", text))
+
+
+ServerWait = Annotated[
+    str | None,
+    typer.Option(
+        "--server-wait",
+        metavar="TIME",
+        help=f"As 10m, or 0: how long to wait while the server is away; else {SERVER_WAIT_VARIABLE}. "
+        "[10m for jobs and sessions, else 30s]",
+        callback=_choose_server_wait,
+        expose_value=False,
+    ),
+]
+"""Like `Project`."""
 
 JsonFile = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write etfarm.report/1 there, on failure too; - is stdout.")
@@ -145,9 +172,8 @@ def seconds_of(option: str, text: str) -> float:
     Raises:
         Usage: it is not a positive number with such a unit.
     """
-    match = _PERIOD.fullmatch(text.strip())
-    value_s = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
-    if not 0 < value_s < math.inf:
+    value_s = read_period_s(text)
+    if not value_s:
         raise Usage(f"{option} requires a duration, got {text!r}.", f"Give for example {option} 30m (s, m, h or d).", value=text)
     return value_s
 
@@ -160,7 +186,7 @@ def deadline_of(text: str | None) -> datetime | timedelta | None:
     """
     if text is None:
         return None
-    if _PERIOD.fullmatch(text.strip()):
+    if read_period_s(text) is not None:
         return timedelta(seconds=min(seconds_of("--deadline", text), _CENTURY_S))
     try:
         return datetime.fromisoformat(text.strip()).astimezone()
@@ -267,7 +293,7 @@ def instant_of(option: str, text: str) -> datetime:
         Usage: it is neither.
     """
     with suppress(ValueError, OverflowError):
-        if _PERIOD.fullmatch(text.strip()):
+        if read_period_s(text) is not None:
             return datetime.now(UTC) - timedelta(seconds=seconds_of(option, text))
         return datetime.fromisoformat(text).astimezone(UTC)
     raise Usage(

@@ -46,6 +46,7 @@ class Farm(OwnLoop, Submissions, JobRecords, Inventory, Retention):
         tls_ca: str | Path | None = None,
         project: str | None = None,
         on_status: Callable[[str], None] | None = None,
+        server_wait_s: float | None = None,
         prewarm: bool = True,
     ) -> None:
         """Prepare a connection; `with` opens it.
@@ -55,14 +56,29 @@ class Farm(OwnLoop, Submissions, JobRecords, Inventory, Retention):
             token: the bearer token; ETFARM_TOKEN when None.
             tls_ca: PEM file of the authority that signed the server's certificate; ETFARM_TLS_CA when None.
             project: owner of what this client creates; ETFARM_PROJECT when None, else the caller's only project, else `default`.
-            on_status: called with one sentence about what the start of the embedded farm waits for.
+            on_status: called with one sentence about what the start of the embedded farm waits for, when the server is away, and
+                when it is back.
+            server_wait_s: seconds that calls wait for a server that is away; 0 fails at once. ETFARM_SERVER_WAIT when None, else
+                30 for the first answer, lists and other calls, and 600 for submissions, jobs, watches and sessions. A name
+                that does not resolve at first, TLS that fails and a wrong token fail at once.
             prewarm: whether an embedded farm that this starts loads the compiler at once. Without it, the first compilation
                 takes some ten seconds longer, and a farm that only runs .pte files starts faster.
 
         Raises:
             BadAddress: the file `tls_ca` does not exist, or there is no server address to use it for.
+            BadServerWait: `server_wait_s` or ETFARM_SERVER_WAIT is no time.
         """
-        super().__init__(AsyncFarm(address, token=token, tls_ca=tls_ca, project=project, on_status=on_status, prewarm=prewarm))
+        super().__init__(
+            AsyncFarm(
+                address,
+                token=token,
+                tls_ca=tls_ca,
+                project=project,
+                on_status=on_status,
+                server_wait_s=server_wait_s,
+                prewarm=prewarm,
+            )
+        )
 
     def __enter__(self) -> Self:
         """Connect to the farm.

@@ -25,7 +25,7 @@ from etfarm.client.sessions.open_calls import TextCallback
 from etfarm.client.sessions.session import AsyncSession
 from etfarm.client.submit import input_names
 from etfarm.client.submit.inputs import in_order, value_of
-from etfarm.wire.errors import error_of
+from etfarm.wire.errors import AWAY_REASONS, error_of
 from etfarm.wire.tensors import Scalar, Tensor, Value, to_array
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ class Dataset:
                     device = session.device
                     work = self.tally.devices.setdefault(device.id, Work(device))
                     ended = await self._serve(deal, session)
-                if ended is not None and ended.fault is not Fault.USER:
+                if ended is not None and ended.fault is not Fault.USER and ended.reason not in AWAY_REASONS:
                     work.lost = ended
                     raise ended
         except EtfarmError as error:

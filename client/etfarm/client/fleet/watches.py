@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from etfarm.client.errors import EtfarmError, from_rpc_error
+from etfarm.client.errors import EtfarmError
 from etfarm.client.models import Cell, Device, DeviceChange, JobInfo
 from etfarm.client.transport import decode, decode_devices
-from etfarm.client.transport.retry import Backoff
 from etfarm.v1 import device_pb2, job_pb2
-from etfarm.wire.status import is_unanswered
 
 if TYPE_CHECKING:
     from etfarm.client.transport.stubs import Stubs
@@ -23,7 +21,8 @@ async def watch_devices(stubs: Stubs, selector: str, *, telemetry: bool) -> Asyn
     """Yield the devices that match, and then each change; see `AsyncFarm.watch_devices`."""
     request = device_pb2.WatchDevicesRequest(selector=selector, telemetry=telemetry)
     known: dict[str, Device] = {}
-    backoff = Backoff()
+    stubs = stubs.lasting()
+    backoff = stubs.patience.backoff()
     while True:
         in_snapshot: set[str] | None = set()
         try:
@@ -45,8 +44,7 @@ async def watch_devices(stubs: Stubs, selector: str, *, telemetry: bool) -> Asyn
                         known[device.id] = device
                         yield DeviceChange(device.id, device)
         except grpc.aio.AioRpcError as error:
-            if not is_unanswered(error) or not await backoff.wait():
-                raise from_rpc_error(error, server=stubs.server) from None
+            await backoff.after(error)
         else:
             if not await backoff.wait():
                 return
@@ -76,7 +74,8 @@ async def watch_jobs(stubs: Stubs, owner: str) -> AsyncIterator[JobInfo]:
     """Yield the live jobs, and then each job that has changed; see `AsyncFarm.watch_jobs`."""
     request = job_pb2.WatchAllJobsRequest(owner=owner)
     live: dict[str, _Known] = {}
-    backoff = Backoff()
+    stubs = stubs.lasting()
+    backoff = stubs.patience.backoff()
     while True:
         in_snapshot: set[str] = set()
         try:
@@ -97,8 +96,7 @@ async def watch_jobs(stubs: Stubs, owner: str) -> AsyncIterator[JobInfo]:
                     if (info := _job(live, change)) is not None:
                         yield info
         except grpc.aio.AioRpcError as error:
-            if not is_unanswered(error) or not await backoff.wait():
-                raise from_rpc_error(error, server=stubs.server) from None
+            await backoff.after(error)
         else:
             if not await backoff.wait():
                 return

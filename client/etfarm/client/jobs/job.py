@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from etfarm.client import reports
-from etfarm.client.errors import FarmError, Kind, OutputUnwritable, UserError, from_rpc_error
+from etfarm.client.errors import FarmError, Kind, OutputUnwritable, UserError
 from etfarm.client.jobs import raw_files, series
 from etfarm.client.jobs.file_names import data_file_name, method_file, safe_name
 from etfarm.client.models import CellState, Event, JobInfo, JobState, LogLine
@@ -18,12 +19,10 @@ from etfarm.client.submit.names_file import write_names
 from etfarm.client.submit.value_names import ValueNames
 from etfarm.client.transport import decode, transfers
 from etfarm.client.transport.paging import iterate_pages
-from etfarm.client.transport.retry import Backoff
 from etfarm.v1 import common_pb2, job_pb2, report_pb2, webhook_pb2
 from etfarm.wire import report, tensors
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.names import RETRY_LABEL
-from etfarm.wire.status import is_unanswered
 
 if TYPE_CHECKING:
     from etfarm.client.reports import JobResult
@@ -52,7 +51,7 @@ class AsyncJob:
 
     def __init__(self, stubs: Stubs, job: job_pb2.Job, names: ValueNames | None = None) -> None:
         """Wrap a job message; `AsyncFarm` creates instances."""
-        self._stubs = stubs
+        self._farm = stubs
         self._job = job
         self._names = names or ValueNames()
 
@@ -149,7 +148,7 @@ class AsyncJob:
         Raises:
             EtfarmError: SEQUENCE_UNKNOWN; SERVER_UNREACHABLE if the server does not come back.
         """
-        backoff = Backoff()
+        backoff = self._stubs.patience.backoff()
         while True:
             try:
                 request = job_pb2.WatchJobRequest(job_id=self.id, after_sequence=after)
@@ -164,8 +163,7 @@ class AsyncJob:
                         yield event
                 return
             except grpc.aio.AioRpcError as error:
-                if not is_unanswered(error) or not await backoff.wait():
-                    raise from_rpc_error(error, server=self._stubs.server) from None
+                await backoff.after(error)
 
     async def wait(self, *, progress: bool = False) -> JobState:
         """Wait until the job's state is final and return it.
@@ -238,7 +236,7 @@ class AsyncJob:
             EtfarmError: SERVER_UNREACHABLE.
         """
         cell_id = self._cell(cell).id if cell is not None else ""
-        seen, backoff = 0, Backoff()
+        seen, backoff = 0, self._stubs.patience.backoff()
         while True:
             try:
                 request = job_pb2.TailJobLogRequest(job_id=self.id, cell_id=cell_id, follow=follow)
@@ -249,8 +247,7 @@ class AsyncJob:
                         yield decode.log_line(message)
                 return
             except grpc.aio.AioRpcError as error:
-                if not is_unanswered(error) or not await backoff.wait():
-                    raise from_rpc_error(error, server=self._stubs.server) from None
+                await backoff.after(error)
 
     async def outputs(self, cell: int = 0) -> list[tensors.Value]:
         """Return the outputs of a cell's program in flattened order, with the names of `output_names`.
@@ -262,7 +259,7 @@ class AsyncJob:
             CellNotFound, NothingThere: the cell does not exist, or has no outputs.
         """
         artifact = self._produced(cell, "outputs")
-        values = tensors.decode(await transfers.download_bytes(self._stubs.artifacts, artifact, server=self._stubs.server))
+        values = tensors.decode(await transfers.download_bytes(self._stubs, artifact))
         return self._names.name_outputs(self._cell(cell).method, values)
 
     async def save_program(self, path: str | Path, cell: int = 0, *, on_progress: transfers.Moved | None = None) -> list[Path]:
@@ -279,13 +276,11 @@ class AsyncJob:
         """
         path = Path(path)
         program = self._produced(cell, "program")
-        await transfers.download_file(
-            self._stubs.artifacts, program.pte, path, server=self._stubs.server, on_progress=on_progress
-        )
+        await transfers.download_file(self._stubs, program.pte, path, on_progress=on_progress)
         written = [path]
         for name, artifact in sorted(program.data.items()):
             file = path.with_name(data_file_name(name))
-            await transfers.download_file(self._stubs.artifacts, artifact, file, server=self._stubs.server)
+            await transfers.download_file(self._stubs, artifact, file)
             written.append(file)
         if path.is_file() and self._names:
             written.append(write_names(path, self._names))
@@ -352,7 +347,7 @@ class AsyncJob:
                 written.
         """
         artifact: common_pb2.Artifact = self._produced(cell, "etrecord")
-        await transfers.download_file(self._stubs.artifacts, artifact, Path(path), server=self._stubs.server)
+        await transfers.download_file(self._stubs, artifact, Path(path))
         return Path(path)
 
     async def save_raw_files(self, folder: str | Path, cell: int = 0) -> list[Path]:
@@ -405,8 +400,17 @@ class AsyncJob:
 
     async def _download(self, artifacts: Mapping[str, common_pb2.Artifact], files: Mapping[str, Path]) -> list[Path]:
         for name, artifact in artifacts.items():
-            await transfers.download_file(self._stubs.artifacts, artifact, files[name], server=self._stubs.server)
+            await transfers.download_file(self._stubs, artifact, files[name])
         return [files[name] for name in artifacts]
+
+    @cached_property
+    def _stubs(self) -> Stubs:
+        return self._farm.lasting(self._how_to_return)
+
+    def _how_to_return(self) -> str:
+        """Return what to do if the server does not come back."""
+        state = "has ended" if self.state.is_terminal else "goes on"
+        return f"Job {self.id} {state}: once the server is back, `etfarm jobs watch {self.id}` shows it."
 
     def _note(self, message: job_pb2.JobEvent) -> None:
         """Update `info` from an event."""

@@ -39,7 +39,7 @@ async def save(stubs: Stubs, job: job_pb2.Job, cell: job_pb2.Cell, report: repor
     compiled = await _compilation(stubs, cell.compilation_key)
     names = []
     for name, artifact in {**_of_program(cell, compiled), **await _of_numerics(stubs, cell, report)}.items():
-        await transfers.download_file(stubs.artifacts, artifact, folder / name, server=stubs.server)
+        await transfers.download_file(stubs, artifact, folder / name)
         names.append(name)
     values = {"inputs.npz": _inputs(job, cell, compiled), "outputs.npz": report.outputs if report.HasField("outputs") else None}
     for name, tensor_file in values.items():
@@ -47,7 +47,7 @@ async def save(stubs: Stubs, job: job_pb2.Job, cell: job_pb2.Cell, report: repor
             await _save_values(stubs, tensor_file, cell.method, folder / name)
             names.append(name)
     if report.HasField("etdump"):
-        await transfers.download_file(stubs.artifacts, report.etdump, folder / "traced.etdp", server=stubs.server)
+        await transfers.download_file(stubs, report.etdump, folder / "traced.etdp")
         names.append("traced.etdp")
     (report_json,) = await series.documents(stubs, [report])
     texts = {"report.json": projection.dumps({**projection.document(job, (), None), "reports": [report_json]})}
@@ -100,7 +100,7 @@ def _inputs(job: job_pb2.Job, cell: job_pb2.Cell, compiled: compile_pb2.Compilat
 
 
 async def _save_values(stubs: Stubs, artifact: common_pb2.Artifact, method: str, path: Path) -> None:
-    values = tensors.decode(await transfers.download_bytes(stubs.artifacts, artifact, server=stubs.server))
+    values = tensors.decode(await transfers.download_bytes(stubs, artifact))
     npz.write_outputs(path, {method: values}, {method: [value.name for value in values]}, with_dim_orders=True)
 
 

@@ -61,7 +61,7 @@ async def _fetch(stubs: Stubs, report: report_pb2.Report) -> tuple[Series, list[
 
     async def read(artifact: common_pb2.Artifact, what: str, decode: Callable[[bytes], Sequence[Values]]) -> Sequence[Values]:
         try:
-            return decode(await transfers.download_bytes(stubs.artifacts, artifact, server=stubs.server))
+            return decode(await transfers.download_bytes(stubs, artifact))
         except EtfarmError as error:
             if not isinstance(error, BadSeries) and error.kind not in _UNAVAILABLE:
                 raise

@@ -18,8 +18,9 @@ from etfarm.client.sessions.open_calls import Line, TextCallback
 from etfarm.client.sessions.program import ServedModel, send_program
 from etfarm.client.sessions.session import AsyncSession
 from etfarm.client.submit.options import one_spelling, to_list
-from etfarm.client.transport.stubs import artifact_stub
-from etfarm.v1 import session_pb2, session_pb2_grpc
+from etfarm.client.transport.retry import Patience
+from etfarm.client.transport.stubs import Stubs
+from etfarm.v1 import session_pb2
 from etfarm.wire.channel import Access, open_channel
 
 START_S = 60.0
@@ -92,9 +93,10 @@ class AsyncLocalSession(AsyncSession):
             server = await _start(stack, folder)
             channel = open_channel(Access(server))
             stack.push_async_callback(channel.close)
-            artifacts = artifact_stub(channel, server)
-            request.program.CopyFrom(await send_program(artifacts, model, server=server))
-            return Line(server, session_pb2_grpc.SessionServiceStub(channel), artifacts, request, model.names)
+            # A process that has ended does not come back.
+            stubs = Stubs.of(channel, Patience.of(channel, server, wait_s=0.0))
+            request.program.CopyFrom(await send_program(stubs, model))
+            return Line(stubs, request, model.names)
 
         super().__init__(connect, on_wait=on_wait or _report_build, on_log=on_log)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
@@ -16,12 +16,12 @@ from etfarm.client.submit.value_names import ValueNames
 from etfarm.client.transport import transfers
 from etfarm.v1 import common_pb2, compile_pb2, session_pb2
 from etfarm.wire import chunks, sessions, tensors
+from etfarm.wire.errors import AWAY_REASONS
 from etfarm.wire.located_failures import CRASHED, LOCATED_REASONS, locate
 from etfarm.wire.status import from_proto, is_unanswered
 
 if TYPE_CHECKING:
-    from etfarm.v1.artifact_pb2_grpc import ArtifactServiceAsyncStub
-    from etfarm.v1.session_pb2_grpc import SessionServiceAsyncStub
+    from etfarm.client.transport.stubs import Stubs
 
 LAST_WORD_S = 1.0
 """Seconds to wait for the reason of a session's end after a call failed because of it."""
@@ -54,9 +54,7 @@ FindOperators = Callable[[], Awaitable[Mapping[str, compile_pb2.LocatedOperators
 class Line:
     """The stubs of a session's server, and its open request."""
 
-    server: str
-    sessions: SessionServiceAsyncStub
-    artifacts: ArtifactServiceAsyncStub
+    stubs: Stubs
     request: session_pb2.OpenSessionRequest
     names: ValueNames = field(default_factory=ValueNames)
     """Names of the program's inputs and outputs; the program's own, or positions, for a method without any."""
@@ -108,15 +106,28 @@ class SessionCalls:
         self._ended = self._operators = None
         try:
             line = await self._connect(self._stack)
-            events = line.sessions.Open(line.request)
-            self._stack.callback(events.cancel)
-            ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._following = asyncio.create_task(self._follow(line, events, ready), name="session events")
-            await ready
+            backoff = line.stubs.patience.backoff()
+            while True:
+                try:
+                    await self._ask_for_device(line)
+                    break
+                except EtfarmError as error:
+                    if error.reason not in AWAY_REASONS:
+                        raise
+                    await backoff.while_away(error)  # nothing has run yet, so that another try changes nothing
             self._line = line
         except BaseException:
             await self.close()
             raise
+
+    async def _ask_for_device(self, line: Line) -> None:
+        """Wait until the program is loaded on a device."""
+        self._ended = None
+        events = line.stubs.sessions.Open(line.request)
+        self._stack.callback(events.cancel)
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._following = asyncio.create_task(self._follow(line, events, ready), name="session events")
+        await ready
 
     async def close(self) -> None:
         """Release the device."""
@@ -147,7 +158,7 @@ class SessionCalls:
             request = session_pb2.GenerateSessionRequest(
                 session_id=self._id, call_id=str(self._calls), generation=generation, timeout_s=timeout_s
             )
-            call = line.sessions.Generate(request)
+            call = line.stubs.sessions.Generate(request)
             self._streams.add(call)
             try:
                 await call.initial_metadata()
@@ -180,10 +191,10 @@ class SessionCalls:
             raise self._ended
         async with self._turn:
             if values is not None:
-                task.inputs.CopyFrom(await sessions.pack(tensors.encode(values), self._store))
+                task.inputs.CopyFrom(await self._while_open(sessions.pack(tensors.encode(values), self._store)))
             self._calls += 1
             request = session_pb2.CallSessionRequest(session_id=self._id, call_id=str(self._calls), task=task)
-            call = line.sessions.Call(request)
+            call = line.stubs.sessions.Call(request)
             calling: asyncio.Future[session_pb2.CallSessionResponse] = asyncio.ensure_future(_awaited(call))
             self._under_way.add(calling)
             try:
@@ -222,22 +233,34 @@ class SessionCalls:
             return error
         return locate(error, self._operators[method]) if method in self._operators else error
 
+    async def _while_open(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        """Return the result of work that may wait for the server; raise why the session has ended, if it ends meanwhile."""
+        working = asyncio.ensure_future(work)
+        ending = {self._following} if self._following is not None else set()
+        try:
+            await asyncio.wait({working, *ending}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done() and self._ended is not None:
+                raise self._ended
+            return await working
+        finally:
+            working.cancel()
+
     async def _reason(self, error: grpc.aio.AioRpcError, line: Line) -> EtfarmError:
         """Return why a call failed: the reason of the session's end says more than the failed call."""
         if (is_unanswered(error) or error.code() is grpc.StatusCode.NOT_FOUND) and self._following is not None:
             await asyncio.wait([self._following], timeout=LAST_WORD_S)
-        return self._ended or from_rpc_error(error, server=line.server)
+        return self._ended or from_rpc_error(error, server=line.stubs.server)
 
     async def _store(self, data: bytes) -> common_pb2.Artifact:
         line = self.require_open()
         artifact = chunks.artifact_of(data)
-        await transfers.upload_missing(line.artifacts, {artifact.digest: (artifact, data)}, server=line.server)
+        await transfers.upload_missing(line.stubs, {artifact.digest: (artifact, data)})
         return artifact
 
     async def fetch(self, artifact: common_pb2.Artifact) -> bytes:
         """Return the bytes of an artifact that the device sent."""
         line = self.require_open()
-        return await transfers.download_bytes(line.artifacts, artifact, server=line.server)
+        return await transfers.download_bytes(line.stubs, artifact)
 
     def not_open(self) -> SessionClosed:
         """Return the error of a call while the session is not open."""
@@ -261,7 +284,7 @@ class SessionCalls:
     ) -> None:
         """Process the session's events until the stream ends."""
         error: EtfarmError = SessionCut(
-            f"The server at {line.server} ended the session without a reason.", "Open another session."
+            f"The server at {line.stubs.server} ended the session without a reason.", "Open another session."
         )
         try:
             async for event in events:
@@ -278,7 +301,7 @@ class SessionCalls:
                 elif kind == "ended":
                     error = from_proto(event.ended)
         except grpc.aio.AioRpcError as broken:
-            error = from_rpc_error(broken, server=line.server)
+            error = from_rpc_error(broken, server=line.stubs.server)
         except asyncio.CancelledError:
             return
         except Exception as raised:

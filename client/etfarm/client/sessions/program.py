@@ -25,7 +25,7 @@ from etfarm.wire import chunks, digest
 from etfarm.wire.recipes import Recipe
 
 if TYPE_CHECKING:
-    from etfarm.v1.artifact_pb2_grpc import ArtifactServiceAsyncStub
+    pass
 
 _log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class ServedModel:
         with tempfile.TemporaryDirectory(prefix="etfarm-session-", ignore_cleanup_errors=True) as folder:
             model = await in_thread(lambda: served.prepared(Path(folder), spec.methods, on_status))
             if model.program is not None:
-                sent = await send_program(stubs.artifacts, model, server=stubs.server, on_upload=on_upload)
+                sent = await send_program(stubs, model, on_upload=on_upload)
                 return StoredProgram(sent, model.names)
             job = await compile_model(model, recipe)
         if on_status is not None:
@@ -160,15 +160,13 @@ class SharedModel:
             await asyncio.wait([making])
 
 
-async def send_program(
-    artifacts: ArtifactServiceAsyncStub, model: PreparedModel, *, server: str, on_upload: transfers.Moved | None = None
-) -> compile_pb2.Program:
+async def send_program(stubs: Stubs, model: PreparedModel, *, on_upload: transfers.Moved | None = None) -> compile_pb2.Program:
     """Upload the files of a ready program that the store lacks, and return the program."""
     assert model.program is not None
     pte = await chunks.artifact_of_file(model.program)
     data = {name: await chunks.artifact_of_file(path) for name, path in model.data.items()}
     blobs: dict[str, tuple[common_pb2.Artifact, Any]] = {pte.digest: (pte, model.program)}
     blobs |= {artifact.digest: (artifact, model.data[name]) for name, artifact in data.items()}
-    await transfers.upload_missing(artifacts, blobs, server=server, on_progress=on_upload)
+    await transfers.upload_missing(stubs, blobs, on_progress=on_upload)
     whole = digest.of_program(pte.digest, {name: artifact.digest for name, artifact in data.items()})
     return compile_pb2.Program(pte=pte, data=data, digest=whole)

@@ -14,7 +14,7 @@ from etfarm.wire import chunks
 async def inspect_on_farm(stubs: Stubs, path: Path, name: str) -> PreparedModel:
     """Upload a .pt2 or .pte, and return it as the farm describes it; see `AsyncSubmissions.inspect`."""
     artifact = await chunks.artifact_of_file(path)
-    await transfers.upload_missing(stubs.artifacts, {artifact.digest: (artifact, path)}, server=stubs.server)
+    await transfers.upload_missing(stubs, {artifact.digest: (artifact, path)})
     is_program = path.suffix.lower() == ".pte"
     wanted = compile_pb2.MODEL_FORMAT_PTE if is_program else compile_pb2.MODEL_FORMAT_PT2
     described = await stubs.compiler.Inspect(compile_pb2.InspectRequest(digest=artifact.digest, format=wanted))

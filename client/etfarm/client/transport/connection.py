@@ -12,19 +12,15 @@ from typing import Final
 import grpc
 
 from etfarm.client.embedded.lease import Lease, join
-from etfarm.client.errors import Kind, UserError, from_rpc_error
+from etfarm.client.errors import Kind, UserError
+from etfarm.client.transport.retry import Patience, repeat
+from etfarm.client.transport.server_wait import BRIEF_S, SAY_AWAY, chosen_wait_s
 from etfarm.client.transport.stubs import Stubs
 from etfarm.client.transport.versions import protocol_version
-from etfarm.v1 import farm_pb2, farm_pb2_grpc
 from etfarm.wire import names
 from etfarm.wire.channel import Access, BadAddress, open_channel, socket_token
 from etfarm.wire.failover import settle
 from etfarm.wire.names import FIRST_PROTOCOL_VERSION
-from etfarm.wire.status import Unreachable
-
-CONNECT_TIMEOUT_S = 10.0
-"""Seconds that the first answer may take; a server on the other side of the world needs one."""
-
 
 CHOSEN_PROJECT: Final[ContextVar[str | None]] = ContextVar("chosen_project", default=None)
 """The project of `--project`, for every farm that a command connects to."""
@@ -48,13 +44,16 @@ class Connection:
         on_status: Callable[[str], None] | None,
         project: str | None = None,
         *,
+        server_wait_s: float | None = None,
         prewarm: bool = True,
     ) -> None:
         """Take the arguments of `AsyncFarm`.
 
         Raises:
             BadAddress: the file `tls_ca` does not exist, or there is no server address to use it for.
+            BadServerWait: `server_wait_s` or ETFARM_SERVER_WAIT is no time.
         """
+        self._wait_s = chosen_wait_s(server_wait_s)
         self._address = address or os.environ.get(names.SERVER_VARIABLE) or None
         if tls_ca is not None and self._address is None:
             raise BadAddress(
@@ -93,17 +92,24 @@ class Connection:
             if self._project is not None:
                 access = replace(access, project=self._project)
             self._channel = open_channel(access)
-            self._stubs = Stubs.of(self._channel, access.server)
+            say = self._on_status if self._on_status is not None else SAY_AWAY.get()
+            # An embedded farm that has ended does not come back.
+            wait_s = BRIEF_S if self._wait_s is None and self._lease is not None else self._wait_s
+            patience = Patience.of(self._channel, access.server, wait_s, say)
+            self._stubs = Stubs.of(self._channel, patience)
             await settle(self._channel)
-            self.protocol_version = await _probe(self._channel, access.server)
+            info = await repeat(patience.presence.ask, patience.backoff())
+            self.protocol_version = protocol_version(info, server=access.server)
         except BaseException:
             await self.close()
             raise
 
     async def close(self) -> None:
         """Disconnect from the farm; an embedded farm without other users stops."""
-        channel, lease = self._channel, self._lease
+        channel, stubs, lease = self._channel, self._stubs, self._lease
         self._channel = self._stubs = self._lease = None
+        if stubs is not None:
+            stubs.patience.presence.close()
         if channel is not None:
             await channel.close()
         if lease is not None:
@@ -151,22 +157,3 @@ class Connection:
     def lease(self) -> Lease | None:
         """The lease on the embedded farm; None for a server with an address."""
         return self._lease
-
-
-async def _probe(channel: grpc.aio.Channel, server: str) -> int:
-    """Make one quick call, so that a wrong address fails now and not after the retries for a server restart.
-
-    Return the version of the contract that both speak.
-    """
-    try:
-        stub = farm_pb2_grpc.FarmServiceStub(channel)
-        info = await stub.GetServerInfo(farm_pb2.GetServerInfoRequest(), timeout=CONNECT_TIMEOUT_S)
-    except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            raise Unreachable(
-                f"The server at {server} did not answer within {CONNECT_TIMEOUT_S:.0f} s.",
-                "Check the address (--server or ETFARM_SERVER) and the network.",
-                server=server,
-            ) from None
-        raise from_rpc_error(error, server=server) from None
-    return protocol_version(info, server=server)

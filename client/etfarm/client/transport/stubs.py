@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 
-from etfarm.client.transport.retry import with_repeated_calls
+from etfarm.client.transport.retry import Patience, Remedy, with_repeated_calls
 from etfarm.v1 import (
     agent_pb2_grpc,
     artifact_pb2_grpc,
@@ -27,7 +27,9 @@ from etfarm.v1 import (
 class Stubs:
     """The services of one server."""
 
-    server: str
+    channel: grpc.aio.Channel
+    patience: Patience
+    """How long the calls wait for the server."""
     agents: agent_pb2_grpc.AgentServiceAsyncStub
     artifacts: artifact_pb2_grpc.ArtifactServiceAsyncStub
     audit: audit_pb2_grpc.AuditServiceAsyncStub
@@ -42,30 +44,39 @@ class Stubs:
     webhooks: webhook_pb2_grpc.WebhookServiceAsyncStub
 
     @classmethod
-    def of(cls, channel: grpc.aio.Channel, server: str) -> Stubs:
+    def of(cls, channel: grpc.aio.Channel, patience: Patience) -> Stubs:
         """Create the stubs of a channel.
 
-        `await stubs.jobs.Get(request)` is repeated while the server is unavailable and raises an `EtfarmError`. Streams and the
-        calls of a session, which are not safe to repeat, raise `grpc.aio.AioRpcError`.
+        `await stubs.jobs.Get(request)` is repeated while the server is away and raises an `EtfarmError`. Streams and the calls of
+        a session, which are not safe to repeat, raise `grpc.aio.AioRpcError`.
         """
-        tokens = token_pb2_grpc.TokenServiceStub(channel)
         return cls(
-            server,
-            with_repeated_calls(agent_pb2_grpc.AgentServiceStub(channel), server),
-            artifact_stub(channel, server),
-            with_repeated_calls(audit_pb2_grpc.AuditServiceStub(channel), server),
-            with_repeated_calls(compile_pb2_grpc.CompileServiceStub(channel), server),
-            with_repeated_calls(device_pb2_grpc.DeviceServiceStub(channel), server),
-            with_repeated_calls(farm_pb2_grpc.FarmServiceStub(channel), server),
-            with_repeated_calls(job_pb2_grpc.JobServiceStub(channel), server),
-            with_repeated_calls(project_pb2_grpc.ProjectServiceStub(channel), server),
-            with_repeated_calls(report_service_pb2_grpc.ReportServiceStub(channel), server),
+            channel,
+            patience,
+            with_repeated_calls(agent_pb2_grpc.AgentServiceStub(channel), patience),
+            # GetUploadStatus is part of an upload, which is resumed as a whole.
+            with_repeated_calls(artifact_pb2_grpc.ArtifactServiceStub(channel), patience, raw=("GetUploadStatus",)),
+            with_repeated_calls(audit_pb2_grpc.AuditServiceStub(channel), patience),
+            with_repeated_calls(compile_pb2_grpc.CompileServiceStub(channel), patience),
+            with_repeated_calls(device_pb2_grpc.DeviceServiceStub(channel), patience),
+            with_repeated_calls(farm_pb2_grpc.FarmServiceStub(channel), patience),
+            with_repeated_calls(job_pb2_grpc.JobServiceStub(channel), patience),
+            with_repeated_calls(project_pb2_grpc.ProjectServiceStub(channel), patience),
+            with_repeated_calls(report_service_pb2_grpc.ReportServiceStub(channel), patience),
             session_pb2_grpc.SessionServiceStub(channel),
-            with_repeated_calls(tokens, server, once=("Create", "Revoke", "Rotate")),
-            with_repeated_calls(webhook_pb2_grpc.WebhookServiceStub(channel), server, once=("Create", "Delete", "Test")),
+            with_repeated_calls(token_pb2_grpc.TokenServiceStub(channel), patience, once=("Create", "Revoke", "Rotate")),
+            with_repeated_calls(webhook_pb2_grpc.WebhookServiceStub(channel), patience, once=("Create", "Delete", "Test")),
         )
 
+    @property
+    def server(self) -> str:
+        """The server's address, for error messages."""
+        return self.patience.server
 
-def artifact_stub(channel: grpc.aio.Channel, server: str) -> artifact_pb2_grpc.ArtifactServiceAsyncStub:
-    """Return the stub of the artifact store; GetUploadStatus is part of an upload, which is resumed as a whole."""
-    return with_repeated_calls(artifact_pb2_grpc.ArtifactServiceStub(channel), server, raw=("GetUploadStatus",))
+    def lasting(self, remedy: Remedy | None = None) -> Stubs:
+        """Return the stubs for what goes on while the server is away, such as a job, whose calls wait longer.
+
+        Args:
+            remedy: returns what to do if the server does not come back.
+        """
+        return Stubs.of(self.channel, replace(self.patience, for_s=self.patience.lasting_s, remedy=remedy))

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
 
-from etfarm.client.errors import OutputUnwritable, from_rpc_error
-from etfarm.client.transport.retry import Backoff, repeat
+from etfarm.client.errors import OutputUnwritable
+from etfarm.client.transport.retry import repeat
 from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.wire import chunks
-from etfarm.wire.status import is_unanswered
 
 if TYPE_CHECKING:
-    from etfarm.v1.artifact_pb2_grpc import ArtifactServiceAsyncStub
+    from etfarm.client.transport.stubs import Stubs
 
 PARALLEL = 4
 """Number of concurrent uploads of large artifacts: one stream already uses most of a link."""
@@ -42,11 +42,7 @@ Moved = Callable[[int, int], None]
 
 
 async def upload_missing(
-    stub: ArtifactServiceAsyncStub,
-    blobs: Mapping[str, tuple[common_pb2.Artifact, Source]],
-    *,
-    server: str,
-    on_progress: Moved | None = None,
+    stubs: Stubs, blobs: Mapping[str, tuple[common_pb2.Artifact, Source]], *, on_progress: Moved | None = None
 ) -> int:
     """Upload those of `blobs` (by digest) that the store lacks, and return their total size in bytes.
 
@@ -57,7 +53,7 @@ async def upload_missing(
     missing: list[str] = []
     for start in range(0, len(digests), _DIGESTS_PER_CALL):
         request = artifact_pb2.FindMissingArtifactsRequest(digests=digests[start : start + _DIGESTS_PER_CALL])
-        missing += (await stub.FindMissing(request)).missing
+        missing += (await stubs.artifacts.FindMissing(request)).missing
     wanted = {digest: blobs[digest] for digest in missing if digest in blobs}
     total = sum(artifact.size_bytes for artifact, _ in wanted.values())
     sent = 0
@@ -73,7 +69,7 @@ async def upload_missing(
             if on_progress is not None:
                 on_progress(sent, total)
 
-        await _upload(stub, artifact, source, server, moved)
+        await _upload(stubs, artifact, source, moved)
 
     async def send_all(queue: Iterator[str]) -> None:
         for digest in queue:
@@ -92,10 +88,8 @@ async def upload_missing(
     return total
 
 
-async def _upload(
-    stub: ArtifactServiceAsyncStub, artifact: common_pb2.Artifact, source: Source, server: str, moved: chunks.Progressed
-) -> None:
-    backoff = Backoff()
+async def _upload(stubs: Stubs, artifact: common_pb2.Artifact, source: Source, moved: chunks.Progressed) -> None:
+    backoff = stubs.patience.backoff()
     furthest = -1
 
     def further(done: int, total: int) -> None:
@@ -107,20 +101,12 @@ async def _upload(
 
     while True:
         try:
-            return await chunks.upload(stub, artifact, source, on_progress=further)
+            return await chunks.upload(stubs.artifacts, artifact, source, on_progress=further)
         except grpc.aio.AioRpcError as error:
-            if not (is_unanswered(error) or error.code() in _GO_ON) or not await backoff.wait():
-                raise from_rpc_error(error, server=server) from None
+            await backoff.after(error, also=_GO_ON)
 
 
-async def download_file(
-    stub: ArtifactServiceAsyncStub,
-    artifact: common_pb2.Artifact,
-    path: Path,
-    *,
-    server: str,
-    on_progress: Moved | None = None,
-) -> None:
+async def download_file(stubs: Stubs, artifact: common_pb2.Artifact, path: Path, *, on_progress: Moved | None = None) -> None:
     """Download an artifact to `path`; the file is complete and verified, or not written at all.
 
     Raises:
@@ -130,18 +116,25 @@ async def download_file(
     # A partial file that an earlier command left beside `path` may be of another artifact.
     part = path.with_name(path.name + ".part")
     part.unlink(missing_ok=True)
+    backoff = stubs.patience.backoff()
+
+    def moved(done: int, total: int) -> None:
+        backoff.reset()
+        if on_progress is not None:
+            on_progress(done, total)
+
     try:
-        await repeat(lambda: chunks.download(stub, artifact, path, on_progress=on_progress), server=server)
+        await repeat(partial(chunks.download, stubs.artifacts, artifact, path, on_progress=moved), backoff)
     except OSError as error:
         raise OutputUnwritable(f"{path} cannot be written: {error.strerror or error}.", "Give another path.", path=path) from None
     finally:
         part.unlink(missing_ok=True)
 
 
-async def download_bytes(stub: ArtifactServiceAsyncStub, artifact: common_pb2.Artifact, *, server: str) -> bytes:
+async def download_bytes(stubs: Stubs, artifact: common_pb2.Artifact) -> bytes:
     """Download a small artifact and return its verified bytes.
 
     Raises:
         EtfarmError: as ArtifactService.Download; SERVER_UNREACHABLE if the server does not come back.
     """
-    return await repeat(lambda: chunks.download_bytes(stub, artifact), server=server)
+    return await repeat(lambda: chunks.download_bytes(stubs.artifacts, artifact), stubs.patience.backoff())

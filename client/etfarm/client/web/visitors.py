@@ -21,6 +21,7 @@ from starlette.responses import Response
 from etfarm.client.aio import AsyncFarm
 from etfarm.client.errors import EtfarmError, Kind, UserError
 from etfarm.client.models import ServerInfo
+from etfarm.client.transport.server_wait import BRIEF_S
 from etfarm.client.web.forms import CsrfTokens
 from etfarm.client.web.live import Feeds, Render
 from etfarm.client.web.options import WebOptions
@@ -280,7 +281,7 @@ class Visitors:
                 known.info = info
                 return known
         # An explicit token: the environment's, if any, belongs to whoever started this process.
-        farm = AsyncFarm(self._options.server, token=token, tls_ca=self._options.tls_ca)
+        farm = AsyncFarm(self._options.server, token=token, tls_ca=self._options.tls_ca, server_wait_s=BRIEF_S)
         await farm.__aenter__()
         try:
             info = await farm.info()

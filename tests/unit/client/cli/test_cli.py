@@ -205,7 +205,7 @@ def test_json_that_cannot_be_written_is_reported_before_anything_starts(
 
 
 def test_a_server_that_is_not_there_is_exit_code_4(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert jobs.main(["list", "--server", UNREACHABLE]) == 4
+    assert jobs.main(["list", "--server", UNREACHABLE, "--server-wait", "0"]) == 4
     assert f"The server at {UNREACHABLE} does not answer" in capsys.readouterr().err
 
 
@@ -290,7 +290,7 @@ def test_an_authority_without_a_server_or_file_is_refused(
 def test_a_pte_without_inputs_says_that_they_are_made_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pte = tmp_path / "x.pte"
     pte.write_bytes((4).to_bytes(4, "little") + b"ET12" + bytes(64))
-    assert run.main([str(pte), "--server", UNREACHABLE]) == 4
+    assert run.main([str(pte), "--server", UNREACHABLE, "--server-wait", "0"]) == 4
     assert capsys.readouterr().err.splitlines()[0] == "No --inputs: x.pte runs on generated inputs, seed 0."
 
 
@@ -502,7 +502,12 @@ def test_work_in_a_thread_raises_where_it_is_awaited() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["devices", "list", "--help"], ["bench", "--help"], ["bench", "demo:nothing"], ["jobs", "list", "--server", UNREACHABLE]],
+    [
+        ["devices", "list", "--help"],
+        ["bench", "--help"],
+        ["bench", "demo:nothing"],
+        ["jobs", "list", "--server", UNREACHABLE, "--server-wait", "0"],
+    ],
 )
 def test_commands_load_no_torch(arguments: list[str]) -> None:
     code = "import sys; from etfarm.wire.command import main; main(sys.argv[1:]); print('torch' in sys.modules, file=sys.stderr)"

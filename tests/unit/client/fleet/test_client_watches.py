@@ -13,6 +13,7 @@ from etfarm.client.errors import EtfarmError
 from etfarm.client.fleet import watches
 from etfarm.client.fleet.reservation import AsyncReservation, ReservationNotOpen
 from etfarm.client.models import CellState, DeviceChange, JobInfo, JobState
+from etfarm.client.transport.retry import Patience
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import device_pb2, device_pb2_grpc, job_pb2, job_pb2_grpc
 from etfarm.v1.common_pb2 import CellState as CellStates
@@ -72,7 +73,7 @@ async def farm() -> AsyncIterator[tuple[Farm, Stubs]]:
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     async with grpc.aio.insecure_channel(address) as channel:
-        yield served, Stubs.of(channel, address)
+        yield served, Stubs.of(channel, Patience.of(channel, address))
     await server.stop(None)
 
 

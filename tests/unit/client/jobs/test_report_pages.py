@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from etfarm.client.jobs.job import AsyncJob
+from etfarm.client.transport.retry import Patience
 from etfarm.client.transport.stubs import Stubs
 from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs import model
@@ -74,7 +75,7 @@ async def finished(tmp_path: Path) -> AsyncIterator[Finished]:
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     async with open_channel(Access(address)) as channel:
-        yield Finished(await journal.get(job.id, EVERYTHING), Stubs.of(channel, address))
+        yield Finished(await journal.get(job.id, EVERYTHING), Stubs.of(channel, Patience.of(channel, address)))
     await server.stop(None)
     database.close()
 

@@ -11,7 +11,9 @@ import pytest
 
 from etfarm.client.errors import EtfarmError
 from etfarm.client.sessions.open_calls import Line, SessionCalls
-from etfarm.v1 import artifact_pb2_grpc, compile_pb2, session_pb2, session_pb2_grpc
+from etfarm.client.transport.retry import Patience
+from etfarm.client.transport.stubs import Stubs
+from etfarm.v1 import compile_pb2, session_pb2, session_pb2_grpc
 from etfarm.wire.errors import Fault, error_of
 from etfarm.wire.status import to_proto
 
@@ -44,8 +46,8 @@ async def test_the_lines_are_fetched_once_for_all_failing_calls() -> None:
 
     async def connect(stack: AsyncExitStack) -> Line:
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
-        stubs = session_pb2_grpc.SessionServiceStub(channel), artifact_pb2_grpc.ArtifactServiceStub(channel)
-        return Line("", *stubs, session_pb2.OpenSessionRequest(), find_operators=find_operators)  # type: ignore[arg-type]
+        stubs = Stubs.of(channel, Patience.of(channel, "s"))
+        return Line(stubs, session_pb2.OpenSessionRequest(), find_operators=find_operators)
 
     calls = SessionCalls(connect, "", None, None)
     try:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from etfarm.client.transport import retry
+from etfarm.client.transport.retry import Patience
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import job_pb2, job_pb2_grpc, session_pb2, session_pb2_grpc, token_pb2, token_pb2_grpc
 from etfarm.wire.errors import EtfarmError
@@ -59,7 +59,7 @@ class _Sessions(session_pb2_grpc.SessionServiceServicer):
 
 
 @asynccontextmanager
-async def _stubs(away: _Away) -> AsyncIterator[Stubs]:
+async def _stubs(away: _Away, wait_s: float | None = None) -> AsyncIterator[Stubs]:
     server = grpc.aio.server()
     job_pb2_grpc.add_JobServiceServicer_to_server(_Jobs(away), server)
     token_pb2_grpc.add_TokenServiceServicer_to_server(_Tokens(away), server)
@@ -68,7 +68,7 @@ async def _stubs(away: _Away) -> AsyncIterator[Stubs]:
     await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield Stubs.of(channel, "the-farm:1")
+            yield Stubs.of(channel, Patience.of(channel, "the-farm:1", wait_s))
     finally:
         await server.stop(None)
 
@@ -80,9 +80,8 @@ async def test_a_call_is_repeated_until_the_server_answers() -> None:
     assert away.calls == 3
 
 
-async def test_a_server_that_stays_away_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "PATIENCE_S", 0.2)
-    async with _stubs(_Away(1000)) as stubs:
+async def test_a_server_that_stays_away_is_named() -> None:
+    async with _stubs(_Away(1000), wait_s=0.2) as stubs:
         with pytest.raises(EtfarmError, match="the-farm:1") as caught:
             await stubs.jobs.Get(job_pb2.GetJobRequest(job_id="j"))
     assert caught.value.reason == "SERVER_UNREACHABLE"

@@ -45,6 +45,7 @@ def list_(
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """List the known agents with their principals and versions, and unbound identities that were refused."""
@@ -81,6 +82,7 @@ def bind(
     principal: Annotated[str, typer.Argument(metavar="NAME", help="Principal whose token may connect as the agent from now on.")],
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """Bind an agent identity to a principal, and end a connection that uses another principal's token."""
@@ -136,6 +138,7 @@ def upgrade(
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> int:
     """Upgrade agents to a wheel, one after the other: drain their devices, install, restart. Stop after one that fails.

@@ -40,6 +40,7 @@ def list_(
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """List the artifacts of your projects, newest first."""
@@ -79,6 +80,7 @@ def get(
     file: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="File to write.")],
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """Download an artifact and verify its sha256."""
@@ -94,6 +96,7 @@ def put(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File to store.")],
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """Store a file for your project and print its digest."""
@@ -110,6 +113,7 @@ def delete(
     force: Annotated[bool, typer.Option("--force", help="Delete artifacts that were used within the last hour, too.")] = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """Delete artifacts that nothing refers to. Admins only."""
@@ -134,6 +138,7 @@ def collect(
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """Delete artifacts that nothing refers to and nobody used within the last hour, least recently used first. Admins only.
@@ -160,7 +165,12 @@ def collect(
         tell(f"{units.size(done.released_bytes)} {what} against projects that do not need them; other projects do.")
 
 
-def verify(server: options.Server = None, tls_ca: options.TlsCa = None, project: options.Project = None) -> int:
+def verify(
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
+    project: options.Project = None,
+) -> int:
     """Verify every stored artifact. A damaged one leaves the store; the next upload of its bytes restores it. Admins only.
 
     The exit code is 1 if any artifact is damaged.

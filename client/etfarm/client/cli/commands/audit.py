@@ -30,6 +30,7 @@ def audit(
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """List who changed what, and who was refused, newest first. Admins only."""

@@ -176,6 +176,7 @@ def bench(
     verbose: options.Verbose = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> int:
     """Measure models on devices: latency, memory, accuracy, and operators by source line.

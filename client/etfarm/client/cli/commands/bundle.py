@@ -31,6 +31,7 @@ def add_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that `etfarm bundle build -o FILE` wrote.")],
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """Upload a runner bundle; devices of its architecture get it from now on."""
@@ -57,6 +58,7 @@ def list_bundles(
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """List the runner bundles of the farm, newest first: for each architecture the one that is used."""

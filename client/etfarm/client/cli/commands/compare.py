@@ -70,6 +70,7 @@ def compare(
     ] = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> int:
     """Compare CANDIDATE with BASE: latency, operators, size, memory, accuracy, delegation, and what else is not the same.

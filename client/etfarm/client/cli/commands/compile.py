@@ -73,6 +73,7 @@ def compile_(
     verbose: options.Verbose = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> int:
     """Lower a model to a .pte and its ETRecord, or stop after a stage and fetch that stage's files.

@@ -48,6 +48,7 @@ def list_(
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """List all known devices, offline ones included."""
@@ -94,6 +95,7 @@ def show(
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """Show all that is known of a device, and what last happened to its health."""
@@ -129,6 +131,7 @@ def health(
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """List a device's faults and health runs, newest first, and what was done about them."""
@@ -155,6 +158,7 @@ def check(
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """Run the farm's health program on a device, after what it runs now. Fails if the device returns wrong outputs."""
@@ -179,6 +183,7 @@ def clear(
     devices: Annotated[list[str], typer.Argument(metavar="DEVICE", help="Ids, their first characters, or names.")],
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """Forget the faults of devices, and let them be used again; a failing health run quarantines them anew. Admins only."""
@@ -199,6 +204,7 @@ def label(
     remove: Annotated[list[str] | None, typer.Option("--remove", metavar="K", help="A label to remove; repeatable.")] = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """Set and remove a device's labels. They take precedence over its agent's, and stay when it reconnects. Admins only."""
@@ -225,6 +231,7 @@ def drain(
     reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why, for people who wait for the device.")] = "",
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """Place nothing new on devices until `undrain`; what they run continues. Admins only."""
@@ -244,6 +251,7 @@ def undrain(
     devices: Annotated[list[str], typer.Argument(metavar="DEVICE", help="Ids, their first characters, or names.")],
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """Place runs on drained devices again. Admins only."""
@@ -262,6 +270,7 @@ def forget(
     device: Annotated[str, typer.Argument(metavar="DEVICE", help="A device's id, its first characters, or its name.")],
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """Remove an offline device from the farm. Its reports stay; it comes back when an agent announces it. Admins only."""
@@ -285,6 +294,7 @@ def restrict(
     all_: Annotated[bool, typer.Option("--all", help="Let every project use the device.")] = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
 ) -> None:
     """Let only some projects use a device; others do not see it. What runs on it now continues. Admins only."""
     from etfarm.client.aio import AsyncFarm

@@ -78,6 +78,7 @@ def generate(
     verbose: options.Verbose = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> int:
     """Generate tokens with a language model on a device, and print them as they come.

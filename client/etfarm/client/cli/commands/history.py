@@ -64,6 +64,7 @@ def history(
     ] = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> int:
     """Show how a model's numbers went: a table for each recipe, device, method and thread count, the newest report last.

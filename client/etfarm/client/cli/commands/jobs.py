@@ -54,6 +54,7 @@ def list_(
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """List the jobs of the farm, newest first."""
@@ -122,6 +123,7 @@ def show(
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """Show a job and its cells."""
@@ -182,6 +184,7 @@ def watch(
     verbose: options.Verbose = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> int:
     """Wait for a job and show its reports; for several or --all jobs, show their states. Ctrl-C leaves the jobs alone."""
@@ -235,7 +238,11 @@ def _left(job: AsyncJob) -> Interrupted:
 
 
 def cancel(
-    job: options.JobId, server: options.Server = None, tls_ca: options.TlsCa = None, project: options.Project = None
+    job: options.JobId,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
+    project: options.Project = None,
 ) -> None:
     """End the live cells of a job."""
     from etfarm.client.aio import AsyncFarm
@@ -260,6 +267,7 @@ def retry(
     verbose: options.Verbose = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> int:
     """Submit the failed cells of a job as a new job, labelled retry_of=JOB, wait for it and show its reports."""
@@ -285,6 +293,7 @@ def delete(
     force: Annotated[bool, typer.Option("--force", help="Delete jobs that have tags, too, and the tags.")] = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """Delete finished jobs with their logs and reports, which leave the history as well.
@@ -307,6 +316,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the log until the job is done.")] = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """Show what the compilers and runners of a job printed: time in UTC, cell, source and text of each line."""

@@ -46,6 +46,7 @@ def list_(
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """List your projects; an admin sees all."""
@@ -61,6 +62,7 @@ def create(
     storage: Storage = "",
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     owner: options.Project = None,
 ) -> None:
     """Create a project."""
@@ -76,6 +78,7 @@ def add(
     members: Annotated[list[str], typer.Argument(metavar="NAME", help="Names of tokens.")],
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     owner: options.Project = None,
 ) -> None:
     """Add members to a project. A member's first project replaces `default`, unless you add the member there as well."""
@@ -87,6 +90,7 @@ def remove(
     members: Annotated[list[str], typer.Argument(metavar="NAME", help="Names of tokens.")],
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     owner: options.Project = None,
 ) -> None:
     """Remove members from a project. Someone without any project is a member of `default`; to lock them out, revoke the token."""
@@ -94,7 +98,12 @@ def remove(
 
 
 def limit(
-    project: Name, storage: Storage, server: options.Server = None, tls_ca: options.TlsCa = None, owner: options.Project = None
+    project: Name,
+    storage: Storage,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
+    owner: options.Project = None,
 ) -> None:
     """Change the storage limit of a project's artifacts."""
     limit_bytes = size_of(storage)

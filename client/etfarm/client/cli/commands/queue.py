@@ -29,6 +29,7 @@ def queue(
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """Show what waits for a device, in its order: cells of jobs, and sessions.

@@ -40,6 +40,7 @@ def list_(
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """List the recipes, those of plug-ins too: which compile here, and which devices of this farm run them.
@@ -101,6 +102,7 @@ def show(
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """Show a recipe: what it does, its arguments, stages and digest, whether it compiles here, and which devices run it."""

@@ -36,6 +36,7 @@ def retention(
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """Delete what the server's limits no longer keep, which the server does every hour by itself. Admins only.

@@ -81,6 +81,7 @@ def run(
     verbose: options.Verbose = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> int:
     """Run a program once on a device and fetch its outputs; or a data set, one sample after the other.

@@ -35,6 +35,7 @@ def show(
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """Show the farm's server: version, state, disk and your role; for admins, its settings and metrics.

@@ -56,6 +56,7 @@ def create(
     json: Json = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
 ) -> None:
     """Create a token and print its secret. The secret is not shown again."""
     from etfarm.client.admin.access import open_access
@@ -83,6 +84,7 @@ def list_(
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """List all tokens without their secrets, newest first; those of the server's --tokens file come last."""
@@ -118,7 +120,13 @@ def list_(
     output.show_table(heads, rows, shrink=("NAME", "AGENT"))
 
 
-def revoke(token: TokenId, server: options.Server = None, tls_ca: options.TlsCa = None, project: options.Project = None) -> None:
+def revoke(
+    token: TokenId,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
+    project: options.Project = None,
+) -> None:
     """Revoke a token at once, and end the calls that use it."""
     from etfarm.client.admin.access import open_access
 
@@ -135,6 +143,7 @@ def rotate(
     json: Json = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """Replace a token's secret at once, and print the new one. It is not shown again."""

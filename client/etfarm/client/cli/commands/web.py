@@ -76,6 +76,7 @@ def web(
     key_from_stdin: Annotated[bool, typer.Option("--key-from-stdin", hidden=True)] = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> int:
     """Serve the farm's web page until Ctrl-C: what is free, who holds what and since when, live in a browser.

@@ -41,6 +41,7 @@ def list_(
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """List the farm's webhooks. Admins only."""
@@ -78,6 +79,7 @@ def add(
     ] = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """Add a webhook, and print the secret that signs its notices. Admins only."""
@@ -87,7 +89,11 @@ def add(
 
 
 def remove(
-    webhook_id: WebhookId, server: options.Server = None, tls_ca: options.TlsCa = None, project: options.Project = None
+    webhook_id: WebhookId,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
+    project: options.Project = None,
 ) -> None:
     """Remove a webhook, with what waits to be sent to it. Admins only."""
     webhook = _call(lambda farm: farm.webhooks.remove(webhook_id), server, tls_ca)
@@ -95,7 +101,11 @@ def remove(
 
 
 def test(
-    webhook_id: WebhookId, server: options.Server = None, tls_ca: options.TlsCa = None, project: options.Project = None
+    webhook_id: WebhookId,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
+    project: options.Project = None,
 ) -> int:
     """Send a test to a webhook, and exit with 1 if it does not arrive. Admins only."""
     delivery = _call(lambda farm: farm.webhooks.test(webhook_id), server, tls_ca)
@@ -115,6 +125,7 @@ def deliveries(
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """List what was sent and what waits, newest first. Callers who are not admins see the notices of their projects' jobs."""
@@ -152,7 +163,12 @@ def deliveries(
     output.show_table(heads, rows, right=("#", "TRIES"), shrink=("LAST", "URL"))
 
 
-def secret(server: options.Server = None, tls_ca: options.TlsCa = None, project: options.Project = None) -> None:
+def secret(
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
+    project: options.Project = None,
+) -> None:
     """Print the secret that signs the notices to the addresses of your project's jobs (`--notify`)."""
     known = _call(lambda farm: farm.webhooks.secret(), server, tls_ca)
     tell(f"The secret of project {known.project}:", to_stderr=True)

@@ -15,6 +15,7 @@ from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.client.cli.terminal.lines import Lines
 from etfarm.client.formats import phases, units
 from etfarm.client.models import Cell, CellChanged, CellState, Event, Progress
+from etfarm.client.transport.presence import BACK
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -164,6 +165,8 @@ class LiveDisplay:
 
     def event(self, event: Event) -> None:
         """Show a cell's newest state and phase."""
+        if self._status == BACK:
+            self._status = ""
         if isinstance(event, CellChanged):
             known = self._cells.get(event.cell.id)
             if known is None or known.state is not event.cell.state:

@@ -44,6 +44,7 @@ def reserve(
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> int:
     """Reserve devices, all or none: only runs and sessions with --reservation ID are placed on them until it ends.
@@ -85,6 +86,7 @@ def renew(
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """Let a reservation end later."""
@@ -106,6 +108,7 @@ def release(
     reservations: Annotated[list[str], typer.Argument(metavar="ID", help="Ids of reservations.")],
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """End reservations: yours; an admin, any. What runs on the devices continues, and what waits for them fails."""
@@ -125,6 +128,7 @@ def reservations(
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """List the current reservations of your projects, the next to expire first."""

@@ -30,6 +30,7 @@ def telemetry(
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """Show the stored readings of a device: of each minute for a day, of each tenth minute for a week.

@@ -45,7 +45,7 @@ def single_runs(tmp_path: Path) -> tuple[str, str]:
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of `etfarm compare`, which reaches no server."""
-    code = compare.main([*argv, "--server", UNREACHABLE])
+    code = compare.main([*argv, "--server", UNREACHABLE, "--server-wait", "0"])
     printed = capsys.readouterr()
     return code, printed.out, printed.err
 

@@ -43,6 +43,6 @@ def test_an_npz_or_no_ending_is_accepted(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("x.pte").write_bytes(b"\x20\0\0\0ET12" + bytes(200))
-    assert run.main(["x.pte", "--server", "127.0.0.1:1", "-o", name]) == 4, "it goes on to the server"
+    assert run.main(["x.pte", "--server", "127.0.0.1:1", "--server-wait", "0", "-o", name]) == 4, "it goes on to the server"
     error = capsys.readouterr().err
     assert "127.0.0.1:1" in error and "another ending" not in error

@@ -13,6 +13,7 @@ from etfarm.client.cli.terminal.display import LiveDisplay, PlainDisplay
 from etfarm.client.formats import phases
 from etfarm.client.jobs import summary
 from etfarm.client.models import Cell, CellChanged, CellState, JobInfo, JobState, Progress
+from etfarm.client.transport.presence import AWAY, BACK
 from etfarm.wire.errors import Fault, error_of
 
 
@@ -73,6 +74,22 @@ def test_the_live_table_shows_what_a_cell_does() -> None:
         console.print(display)
     assert "running" in capture.get() and "measuring 50 % on pi5-a" in capture.get()
     assert "0 of 1 cell done" in capture.get()
+
+
+def test_the_live_table_says_that_the_server_is_away_until_the_job_goes_on() -> None:
+    display, shown = LiveDisplay(), list[str]()
+    display.cells([_cell(CellState.RUNNING)])
+    console = Console(width=100, color_system=None)
+    for text in (AWAY, BACK, None):
+        if text is None:
+            display.event(Progress(_now(), "c1", "pi5-a", "TIMED", None, 50, 100, ""))
+        else:
+            display.status(text)
+        with console.capture() as capture:
+            console.print(display)
+        shown.append(capture.get())
+    assert [AWAY in text for text in shown] == [True, False, False]
+    assert [BACK in text for text in shown] == [False, True, False]
 
 
 def test_a_latency_is_shown_as_soon_as_it_is_measured() -> None:

@@ -58,6 +58,7 @@ def export(
     ] = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> int:
     """Export a job's or a file's reports: JSON, CSV, Parquet, HTML, Markdown, JUnit, Perfetto, a graph, ExecuTorch's files."""

@@ -39,6 +39,7 @@ def show(
     json: options.JsonFile = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> int:
     """Show a job's reports, those of finished cells while it runs; or those of a file."""

@@ -24,6 +24,7 @@ def tag(
     remove: Annotated[bool, typer.Option("--remove", help="Remove the tag, as does `tag NAME --remove`.")] = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
     """Name a job, as a baseline: the name stands for it wherever a job's id does. It moves from the job that had it."""
@@ -51,6 +52,7 @@ def analyze(
     json: options.JsonFile = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> int:
     """Analyze a job's reports again from the stored files, with the server's version, and replace the old ones."""
