@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -17,8 +18,12 @@ from etfarm.server.backup.backup import back_up
 from etfarm.server.backup.restore import restore
 from etfarm.v1 import agent_pb2, agent_pb2_grpc, common_pb2, token_pb2, token_pb2_grpc
 from etfarm.wire.channel import Access, open_channel
+from tests.support import last_release
+from tests.support.databases import TEMPLATE, PostgresDatabases
+from tests.support.databases import postgres_databases as postgres_databases
 from tests.support.farm import START_S, Daemon
 from tests.support.runner import know_own_runners
+from tests.support.servers import Servers
 
 pytestmark = pytest.mark.slow(reason="starts servers and agents that enrol")
 
@@ -49,13 +54,17 @@ class Home:
         chain = b"".join(part.bytes() for part in certificate.cert_chain_pems)
         (self.folder / "cert.pem").write_bytes(chain)
 
+    @property
+    def tls(self) -> tuple[str, ...]:
+        """The options that name the server's certificate."""
+        return "--tls-cert", str(self.folder / "cert.pem"), "--tls-key", str(self.folder / "key.pem")
+
     @contextmanager
-    def serving(self, *arguments: str, address: str = "127.0.0.1:0", tls: bool = True) -> Iterator[str]:
+    def serving(self, *, address: str = "127.0.0.1:0", tls: bool = True) -> Iterator[str]:
         """Run a server of the farm for the time of a block; yield the address that it listens on."""
-        files = ["--tls-cert", str(self.folder / "cert.pem"), "--tls-key", str(self.folder / "key.pem")] if tls else []
         daemon = Daemon(
             ["serve", "--listen", address, "--data", str(self.data), "--no-bundle", "--no-prewarm", "--exit-with-stdin",
-             "--tokens", str(self.tokens), *files, *arguments],
+             "--tokens", str(self.tokens), *(self.tls if tls else ())],
             self.folder / "serve.log",
         )  # fmt: skip
         daemon.start()
@@ -305,9 +314,7 @@ async def test_a_board_does_not_follow_a_copy_of_its_farm_that_was_not_meant_to_
                     assert await home.connected(address) == 1
                 continue
             said = await board.refused(address)
-            assert (
-                f"The server at {address} is of another farm than this agent, restored from a backup of the agent's farm." in said
-            )
+            assert f"The server at {address} is of a farm that was restored from a backup of this agent's farm" in said
 
 
 async def test_a_revoked_token_is_not_sent_and_named(home: Home, board: Board) -> None:
@@ -318,4 +325,53 @@ async def test_a_revoked_token_is_not_sent_and_named(home: Home, board: Board) -
             for token in listed:
                 if token.agent_id and not token.enrolment:
                     await tokens.Revoke(token_pb2.RevokeTokenRequest(id=token.id))
-        assert "it was revoked, or something between them has a certificate of its own." in await board.refused(address)
+        assert "the token was revoked, or something between them has a certificate of its own." in await board.refused(address)
+
+
+async def test_each_server_of_a_farm_proves_itself_and_an_agent_goes_from_one_to_the_other(
+    postgres_databases: PostgresDatabases, tmp_path: Path
+) -> None:
+    name = f"proofs_{uuid.uuid4().hex}"
+    postgres_databases.server.execute("CREATE DATABASE {} TEMPLATE {}", name, TEMPLATE)
+    homes = [home := Home(tmp_path / "first"), Home(tmp_path / "second", home.authority)]
+    (tmp_path / "servers").mkdir()
+    servers = Servers(tmp_path / "servers", postgres_databases.server.url(name))
+    try:
+        for each in homes:
+            await asyncio.to_thread(servers.add, "--tokens", str(each.tokens), *each.tls)
+        leader, standby = servers.servers
+        board = Board(tmp_path / "board", home.ca)
+        async with board.connected(leader.address, await home.enrolment_token(leader.address)):
+            pass
+        async with board.connected(standby.address):
+            assert await home.connected(leader.address) == 1
+        async with board.connected(servers.addresses) as agent:
+            await asyncio.to_thread(leader.kill9)
+            await asyncio.to_thread(agent.expect, "connected to")
+            assert await home.connected(standby.address) == 1
+    finally:
+        await asyncio.to_thread(servers.stop)
+        postgres_databases.server.execute("DROP DATABASE {} WITH (FORCE)", name)
+
+
+@pytest.mark.skipif(not last_release.is_available(), reason="a shallow clone lacks the release's commit")
+async def test_a_server_of_the_last_release_serves_an_agent_at_its_address_until_it_is_upgraded(tmp_path: Path) -> None:
+    home = Home(tmp_path / "farm")
+    board = Board(tmp_path / "board", home.ca)
+    old = last_release.server(home.folder)
+    old._arguments = [*old._arguments, "--tokens", str(home.tokens), *home.tls]
+    home.data = home.folder / "server"
+    old.start()
+    try:
+        address = old.expect("listening on").rpartition(" ")[2]
+        async with board.connected(address, await home.enrolment_token(address)):
+            pass
+        async with board.connected(address):
+            pass
+        assert not board.kept["farm_id"]
+    finally:
+        assert old.stop() == 0
+    with home.serving(address=address):
+        async with board.connected(address):
+            pass
+    assert board.kept["farm_id"]

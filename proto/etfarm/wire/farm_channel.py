@@ -39,10 +39,13 @@ NEW_TOKEN: Final = "otherwise enrol the agent again, with the ETFARM_TOKEN of a 
 
 
 class FarmNotProven(UserError):
-    """A server that does not prove to be of the farm that the agent's token belongs to. The token was not sent."""
+    """A server that does not prove to be of the farm that the agent's token belongs to."""
 
     reason = "FARM_NOT_PROVEN"
     kind = Kind.UNAUTHENTICATED
+
+    def __init__(self, server: str, why: str, remedy: str, **metadata: str) -> None:
+        super().__init__(f"The server at {server} {why}.", f"{remedy}; {NEW_TOKEN}", address=server, **metadata)
 
 
 @asynccontextmanager
@@ -152,12 +155,12 @@ async def _prove(access: Access, proofs: Proofs, addresses: Iterable[str]) -> li
             farm_id, certificate = await _ask(dataclasses.replace(access, server=address), proofs)
             if proofs.farm_id and farm_id != proofs.farm_id:
                 raise FarmNotProven(
-                    f"The server at {address} is of another farm than this agent, restored from a backup of the agent's farm. The "
-                    "token was not sent.",
-                    "Give --server an address of the agent's own farm. If that is gone, restore the backup with "
-                    f"--keep-identity; {NEW_TOKEN}",
-                    address=address, farm=proofs.farm_id, other=farm_id,
-                )  # fmt: skip
+                    address,
+                    "is of a farm that was restored from a backup of this agent's farm, so that the token was not sent",
+                    "Give --server an address of its own farm, or restore the backup with --keep-identity if that is gone",
+                    farm=proofs.farm_id,
+                    other=farm_id,
+                )
         except EtfarmError as error:
             if isinstance(error, FarmNotProven) or proofs.certificates:
                 proofs.asked_s[address] = time.monotonic()
@@ -196,11 +199,12 @@ async def _ask(access: Access, proofs: Proofs) -> tuple[str, bytes]:
             if proof.farm_id != proofs.farm_id:
                 raise _other_farm(access, proofs, proof.farm_id)
             raise FarmNotProven(
-                f"The server at {access.server} does not prove that it knows this agent's token, which was not sent: it was revoked, "
-                "or something between them has a certificate of its own.",
-                f"Give --server and --tls-ca of the farm's own server; {NEW_TOKEN}",
-                address=access.server, farm=proofs.farm_id,
-            )  # fmt: skip
+                access.server,
+                "does not prove that it knows this agent's token, which was not sent: the token was revoked, or something "
+                "between them has a certificate of its own",
+                "Give --server and --tls-ca of the farm's own server",
+                farm=proofs.farm_id,
+            )
         former = certificate  # it may have been renewed between the two connections
 
 
@@ -217,19 +221,20 @@ async def refused_by_farm(access: Access, refusal: EtfarmError) -> EtfarmError:
 
 def _other_farm(access: Access, proofs: Proofs, other: str) -> FarmNotProven:
     return FarmNotProven(
-        f"The server at {access.server} is of another farm than this agent, whose token it does not know.",
-        f"Give --server an address of the farm that the agent enrolled at; {NEW_TOKEN}",
-        address=access.server, farm=proofs.farm_id, other=other,
-    )  # fmt: skip
+        access.server,
+        "is of another farm than this agent, whose token it does not know",
+        "Give --server an address of the farm that the agent enrolled at",
+        farm=proofs.farm_id,
+        other=other,
+    )
 
 
 def _refusal(error: grpc.aio.AioRpcError, server: str) -> EtfarmError:
     if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
         return from_rpc_error(error, server=server)
     return FarmNotProven(
-        f"The server at {server} is of a version that cannot prove that it knows this agent's token, which was not sent.",
-        f"Update the server; {NEW_TOKEN}", address=server,
-    )  # fmt: skip
+        server, "is of a version that cannot prove that it knows this agent's token, which was not sent", "Update the server"
+    )
 
 
 async def _read_certificate(access: Access) -> bytes:
@@ -256,10 +261,8 @@ async def _read_certificate(access: Access) -> bytes:
             except grpc.aio.AioRpcError as failure:
                 if failure.code() is grpc.StatusCode.UNAVAILABLE:
                     raise from_rpc_error(failure, server=access.server) from None
-        raise FarmNotProven(
-            f"The certificate of the server at {access.server} cannot be read: {error}.",
-            "Let the agent connect to the server without an HTTP proxy.", address=access.server,
-        ) from None  # fmt: skip
+        why = f"does not show this agent its certificate ({error or 'no answer in time'}), so that the token was not sent"
+        raise FarmNotProven(access.server, why, "Let the agent connect to it without an HTTP proxy") from None
     try:
         certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
         assert isinstance(certificate, bytes)

@@ -22,8 +22,8 @@ from etfarm.server.state.folder import locked
 from etfarm.wire.private import close_umask
 
 _OTHER_FARM: Final = (
-    "It is a farm of its own with the tokens of the one that was backed up, whose boards do not follow it (with TLS); if it replaces "
-    "that farm, restore it with --keep-identity. "
+    "It is a farm of its own with the tokens of the one that was backed up, whose boards do not follow it (with TLS); if it "
+    "replaces that farm, restore it with --keep-identity. "
 )
 
 
@@ -91,9 +91,10 @@ def restore_main(argv: list[str]) -> int:
             keep_identity=arguments.keep_identity,
             on_progress=progress.show,
         )
+    options = _options(folder, database, blobs, arguments.blobs_ca, arguments.config, sources)
     print(
         f"{folder}: restored the backup of {manifest.created_at} by etfarm {manifest.version}, {manifest.artifacts} artifacts. "
-        f"{'' if arguments.keep_identity else _OTHER_FARM}Start it: etfarm serve{_options(folder, database, blobs, arguments.blobs_ca, arguments.config, sources)}"
+        f"{'' if arguments.keep_identity else _OTHER_FARM}Start it: etfarm serve{options}"
     )
     return 0
 

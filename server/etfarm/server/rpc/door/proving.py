@@ -67,7 +67,7 @@ class Prover:
             request = GetProofRequest()
         if (len(request.hint), len(request.nonce)) != (HINT_BYTES, NONCE_BYTES):
             raise BadProofRequest(
-                f"The metadata `{METADATA}` must be a GetProofRequest with a hint of {HINT_BYTES} bytes and a nonce of {NONCE_BYTES}.",
+                f"The metadata `{METADATA}` must be a GetProofRequest: {HINT_BYTES} bytes of hint, {NONCE_BYTES} of nonce.",
                 "Use an agent of the server's version.",
             )
         if not (farm_id := self._tokens.farm_id):
