@@ -106,13 +106,10 @@ class Board:
 
     def _daemon(self, address: str, token: str) -> Daemon:
         tls = ["--tls-ca", str(self.ca)] if self.ca is not None else []
-        daemon = Daemon(
+        return Daemon(
             ["agent", "--server", address, "--data", str(self.folder / "agent"), "--name", "board", "--exit-with-stdin", *tls],
             self.folder / "agent.log", {"ETFARM_TOKEN": token},
         )  # fmt: skip
-        if not token:
-            del daemon._environment["ETFARM_TOKEN"]
-        return daemon
 
     @asynccontextmanager
     async def connected(self, address: str, token: str = "") -> AsyncIterator[Daemon]:
@@ -184,9 +181,9 @@ async def test_a_token_of_before_is_bound_to_the_farm_where_it_connects_first(ho
     board.keep(farm_id="")
     with home.serving() as address:
         # Nothing says yet that the farm has moved.
-        said = await board.refused(address)
-        assert f"This agent's token is for the server at {former}, and was not sent to {address}" in said
-    assert f"Start it once with --server {former}" in said
+        logged = await board.refused(address)
+        assert f"This agent's token is for the server at {former}, and was not sent to {address}" in logged
+    assert f"Start it once with --server {former}" in logged
     with home.serving(address=former):
         async with board.connected(former):
             pass
@@ -206,8 +203,8 @@ async def test_without_tls_a_token_stays_with_its_address_and_the_refusal_says_s
     assert board.kept["farm_id"]
     with home.serving(tls=False) as address:
         for token in ("", one_time):
-            said = await board.refused(address, token)
-            assert f"and was not sent to {address}: without TLS, nothing proves that the same farm is there." in said
+            logged = await board.refused(address, token)
+            assert f"and was not sent to {address}: without TLS, nothing proves that the same farm is there." in logged
     # The remedy: with TLS, it is the same farm.
     with home.serving() as address:
         board.ca = home.ca
@@ -222,8 +219,8 @@ async def test_another_farm_at_the_address_is_named_as_such_without_tls(home: Ho
             pass
     other = Home(tmp_path / "other")
     with other.serving(tls=False, address=address):
-        said = await board.refused(address)
-        assert f"The server at {address} is of another farm than this agent, whose token it does not know." in said
+        logged = await board.refused(address)
+        assert f"The server at {address} is of another farm than this agent, whose token it does not know." in logged
         # The remedy: it enrols there.
         async with board.connected(address, await other.enrolment_token(address, tls=False)):
             pass
@@ -282,11 +279,11 @@ async def test_a_relay_with_a_certificate_of_its_own_gets_no_token(home: Home, b
     with home.serving() as address:
         relay = Relay(home, address, home.ca, knows_proof=knows_proof)
         async with relay.running() as relayed:
-            said = await board.refused(relayed)
+            logged = await board.refused(relayed)
             # Also not where the board was before.
             board.keep(server=relayed)
             await board.refused(relayed)
-    assert "this agent's token, which was not sent" in said
+    assert "this agent's token, which was not sent" in logged
     assert [method.rpartition("/")[2] for method, _ in relay.calls] == ["GetProof"] * len(relay.calls) and relay.calls
     assert all("authorization" not in metadata for _, metadata in relay.calls)
 
@@ -296,8 +293,8 @@ async def test_somebody_elses_farm_gets_no_token_and_the_board_can_enrol_there(h
     with other.serving() as address:
         relay = Relay(home, address, home.ca)
         async with relay.running() as relayed:
-            said = await board.refused(relayed)
-        assert f"The server at {relayed} is of another farm than this agent" in said
+            logged = await board.refused(relayed)
+        assert f"The server at {relayed} is of another farm than this agent" in logged
         assert relay.calls and all("authorization" not in metadata for _, metadata in relay.calls)
         async with board.connected(address, await other.enrolment_token(address)):
             assert await other.connected(address) == 1
@@ -313,8 +310,8 @@ async def test_a_board_does_not_follow_a_copy_of_its_farm_that_was_not_meant_to_
                 async with board.connected(address):
                     assert await home.connected(address) == 1
                 continue
-            said = await board.refused(address)
-            assert f"The server at {address} is of a farm that was restored from a backup of this agent's farm" in said
+            logged = await board.refused(address)
+            assert f"The server at {address} is of a farm that was restored from a backup of this agent's farm" in logged
 
 
 async def test_a_revoked_token_is_not_sent_and_named(home: Home, board: Board) -> None:
@@ -358,8 +355,7 @@ async def test_each_server_of_a_farm_proves_itself_and_an_agent_goes_from_one_to
 async def test_a_server_of_the_last_release_serves_an_agent_at_its_address_until_it_is_upgraded(tmp_path: Path) -> None:
     home = Home(tmp_path / "farm")
     board = Board(tmp_path / "board", home.ca)
-    old = last_release.server(home.folder)
-    old._arguments = [*old._arguments, "--tokens", str(home.tokens), *home.tls]
+    old = last_release.server(home.folder, "--tokens", str(home.tokens), *home.tls)
     home.data = home.folder / "server"
     old.start()
     try:

@@ -132,7 +132,7 @@ class FarmServiceServicer(object):
 
         Errors:
         INVALID_ARGUMENT     BAD_PROOF_REQUEST: the metadata are missing, or a field has another length.
-        UNAVAILABLE          NO_LEADER: the server has not read the farm's tokens yet: try again.
+        UNAVAILABLE          TOKENS_NOT_READ: the server has not read the farm's tokens yet: try again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

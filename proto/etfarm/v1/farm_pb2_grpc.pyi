@@ -70,7 +70,7 @@ class FarmServiceStub:
 
     Errors:
       INVALID_ARGUMENT     BAD_PROOF_REQUEST: the metadata are missing, or a field has another length.
-      UNAVAILABLE          NO_LEADER: the server has not read the farm's tokens yet: try again.
+      UNAVAILABLE          TOKENS_NOT_READ: the server has not read the farm's tokens yet: try again.
     """
 
 @_typing.type_check_only
@@ -114,7 +114,7 @@ class FarmServiceAsyncStub(FarmServiceStub):
 
     Errors:
       INVALID_ARGUMENT     BAD_PROOF_REQUEST: the metadata are missing, or a field has another length.
-      UNAVAILABLE          NO_LEADER: the server has not read the farm's tokens yet: try again.
+      UNAVAILABLE          TOKENS_NOT_READ: the server has not read the farm's tokens yet: try again.
     """
 
 class FarmServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -191,7 +191,7 @@ class FarmServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
           INVALID_ARGUMENT     BAD_PROOF_REQUEST: the metadata are missing, or a field has another length.
-          UNAVAILABLE          NO_LEADER: the server has not read the farm's tokens yet: try again.
+          UNAVAILABLE          TOKENS_NOT_READ: the server has not read the farm's tokens yet: try again.
         """
 
 def add_FarmServiceServicer_to_server(servicer: FarmServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

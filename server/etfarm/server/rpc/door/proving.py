@@ -19,10 +19,10 @@ class BadProofRequest(UserError):
     reason = "BAD_PROOF_REQUEST"
 
 
-class NotYetKnown(FarmError):
-    """A server that has not read the farm's id and tokens."""
+class TokensNotRead(FarmError):
+    """A server that has not read the farm's id and tokens yet."""
 
-    reason = "NO_LEADER"
+    reason = "TOKENS_NOT_READ"
     kind = Kind.UNAVAILABLE
 
 
@@ -58,7 +58,7 @@ class Prover:
 
         Raises:
             BadProofRequest: they are not those of GetProof.
-            NotYetKnown: this server cannot prove anything yet.
+            TokensNotRead: this server cannot prove anything yet.
         """
         sent = next((value for name, value in metadata or () if name == METADATA), b"")
         try:
@@ -71,7 +71,7 @@ class Prover:
                 "Use an agent of the server's version.",
             )
         if not (farm_id := self._tokens.farm_id):
-            raise NotYetKnown("This server has not read the farm's tokens yet.", "Try again.")
+            raise TokensNotRead("This server has not read the farm's tokens yet.", "Try again.")
         unknown, server_nonce = secrets.token_bytes(32), secrets.token_bytes(NONCE_BYTES)
         key = self._tokens.key_of_hint(request.hint) or unknown
         mac = mac_of(key, request.nonce, server_nonce, farm_id, self._certificate())

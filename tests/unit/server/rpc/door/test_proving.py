@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from etfarm.server.rpc.door.proving import BadProofRequest, NotYetKnown, Prover
+from etfarm.server.rpc.door.proving import BadProofRequest, Prover, TokensNotRead
 from etfarm.v1.farm_pb2 import FarmProof, GetProofRequest
 from etfarm.wire.farm_proof import METADATA, hint_of, is_proof, key_of
 from tests.support.golden import Golden
@@ -64,6 +64,6 @@ def test_other_metadata_are_refused(sent: tuple[tuple[str, bytes], ...], golden:
 
 
 def test_a_server_that_has_not_read_the_tokens_says_so(golden: Golden) -> None:
-    with pytest.raises(NotYetKnown) as refused:
+    with pytest.raises(TokensNotRead) as refused:
         Prover(Tokens(farm_id=""), lambda: b"").prove(metadata())
     golden.check(refused.value)
