@@ -261,6 +261,7 @@ TABLE: Final[dict[str, tuple[Request, Row]]] = {
     "FarmService.AddBundle": (fixed(farm_pb2.AddBundleRequest(digest=ABSENT)), ADMINS | {"admin": PRECONDITION}),
     "FarmService.ApplyRetention": (fixed(farm_pb2.ApplyRetentionRequest(dry_run=True)), ADMINS | {"admin": OK}),
     "FarmService.GetServerStatus": (fixed(farm_pb2.GetServerStatusRequest()), ADMINS | {"admin": OK}),
+    "FarmService.GetProof": (fixed(farm_pb2.GetProofRequest()), dict.fromkeys((*NAMES, *VOID), INVALID)),
     "TokenService.Create": (fixed(token_pb2.CreateTokenRequest()), ADMINS),
     "TokenService.List": (fixed(token_pb2.ListTokensRequest()), ADMINS),
     "TokenService.Revoke": (fixed(token_pb2.RevokeTokenRequest(id="nothing")), ADMINS),

@@ -54,6 +54,7 @@ NewDoor = Callable[..., AbstractContextManager[Door]]
 MIB = 1 << 20
 INFO = "/etfarm.v1.FarmService/GetServerInfo"
 SUBMIT = "/etfarm.v1.JobService/Submit"
+PROOF = "/etfarm.v1.FarmService/GetProof"
 
 
 @pytest.fixture
@@ -96,6 +97,14 @@ async def test_many_large_messages_without_a_token_cost_no_memory(
     before = door.forget_peak()
     for error in await large_calls(door, SUBMIT, calls, connections):
         assert error.reason == "UNAUTHENTICATED"
+    assert door.memory() - before < 100 * MIB
+    await call(admin, "FarmService.GetServerInfo")
+
+
+async def test_large_messages_in_place_of_a_request_for_a_proof_cost_no_memory(door: Door, admin: grpc.aio.Channel) -> None:
+    before = door.forget_peak()
+    for error in await large_calls(door, PROOF, 24, 24):
+        assert error.reason == "BAD_PROOF_REQUEST"
     assert door.memory() - before < 100 * MIB
     await call(admin, "FarmService.GetServerInfo")
 

@@ -122,7 +122,7 @@ def recreated(table: str, definition: str) -> Forge:
 
 
 def test_a_restored_farm_equals_the_one_that_was_backed_up(data: Path, backup: Path, tmp_path: Path) -> None:
-    restore(backup, tmp_path / "restored")
+    restore(backup, tmp_path / "restored", keep_identity=True)
     assert content_of(tmp_path / "restored" / "farm.sqlite") == content_of(data / "farm.sqlite")
     names = {path.name for path in (tmp_path / "restored").iterdir()}
     assert names == {"farm.sqlite", "artifacts"}
@@ -153,7 +153,7 @@ HARMLESS: dict[str, Forge] = {
 @pytest.mark.parametrize("name", HARMLESS)
 def test_nothing_of_a_backups_schema_is_in_the_restored_farm(data: Path, backup: Path, tmp_path: Path, name: str) -> None:
     forge(backup, HARMLESS[name])
-    restore(backup, tmp_path / "restored")
+    restore(backup, tmp_path / "restored", keep_identity=True)
     assert content_of(tmp_path / "restored" / "farm.sqlite") == content_of(data / "farm.sqlite")
 
 
@@ -165,7 +165,7 @@ def test_logs_beside_a_backups_database_are_not_read(data: Path, backup: Path, t
         for suffix in ("-wal", "-shm"):
             database.with_name(database.name + suffix).write_bytes((tmp_path / f"other{suffix}").read_bytes())
     database.with_name(f"{database.name}-journal").write_bytes(b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7" + bytes(1000))
-    restore(backup, tmp_path / "restored")
+    restore(backup, tmp_path / "restored", keep_identity=True)
     assert content_of(tmp_path / "restored" / "farm.sqlite") == content_of(data / "farm.sqlite")
 
 
@@ -207,7 +207,7 @@ REFUSED: dict[str, tuple[Forge, str]] = {
     "a statement beside the schema": (
         run("UPDATE sqlite_master SET sql = 'CREATE /**/ TABLE jobs (id)' WHERE name = 'jobs'"), "no table|cannot be read"
     ),
-    "another revision": (run("UPDATE alembic_version SET version_num = '0016'"), "its revision is not 0017"),
+    "another revision": (run("UPDATE alembic_version SET version_num = '0017'"), "its revision is not 0019"),
     "a path for a digest": (run("UPDATE artifacts SET digest = '../../../../etc/cron.d/x'"), "'artifacts' has a 'digest'"),
     "a negative size": (run("UPDATE artifacts SET size_bytes = -5"), "'artifacts' has a 'size_bytes'"),
     "a text for a number": (run("UPDATE jobs SET last_sequence = 'many'"), "'jobs' has a 'last_sequence'"),
@@ -234,7 +234,7 @@ def test_a_database_that_etfarm_did_not_write_is_refused(backup: Path, tmp_path:
     change, why = REFUSED[name]
     forge(backup, change)
     with pytest.raises(BackupDamaged, match=f"is not one that etfarm wrote: .*({why})") as refused:
-        restore(backup, tmp_path / "restored")
+        restore(backup, tmp_path / "restored", keep_identity=True)
     assert len(refused.value.message) < 1_000
     assert not (tmp_path / "restored" / "farm.sqlite").exists()
 
@@ -256,7 +256,7 @@ def test_pages_that_are_used_twice_end_the_restore(backup: Path, tmp_path: Path)
 
     forge(backup, share)
     with pytest.raises(BackupDamaged, match=r"contradict each other|cannot be read"):
-        restore(backup, tmp_path / "restored")
+        restore(backup, tmp_path / "restored", keep_identity=True)
 
 
 def blob_of(backup: Path) -> Path:
@@ -324,7 +324,7 @@ STRANGE: dict[str, Callable[[Path, Path], None]] = {
 def test_only_regular_files_of_the_stated_size_are_read(backup: Path, tmp_path: Path, name: str) -> None:
     STRANGE[name](backup, tmp_path / "outside")
     with pytest.raises(BackupDamaged):
-        restore(backup, tmp_path / "restored")
+        restore(backup, tmp_path / "restored", keep_identity=True)
     assert not (tmp_path / "restored" / "farm.sqlite").exists()
 
 
@@ -339,18 +339,18 @@ def test_a_backup_of_hard_links_is_restored_as_files_of_their_own(data: Path, tm
 def test_artifacts_must_be_those_of_the_manifest(backup: Path, tmp_path: Path, stated: dict[str, int]) -> None:
     forge(backup, lambda connection: None, **stated)
     with pytest.raises(BackupDamaged, match="other artifacts than its manifest"):
-        restore(backup, tmp_path / "restored")
+        restore(backup, tmp_path / "restored", keep_identity=True)
 
 
 def test_a_backup_that_does_not_fit_is_refused_before_it_fills_the_disk(backup: Path, tmp_path: Path) -> None:
     size = 1 << 60
     forge(backup, run(f"UPDATE artifacts SET size_bytes = {size}"), artifact_bytes=size)
     with pytest.raises(BackupFailed, match=f"needs {size} bytes of disk"):
-        restore(backup, tmp_path / "restored")
+        restore(backup, tmp_path / "restored", keep_identity=True)
     assert not (tmp_path / "restored" / "artifacts").exists()
     forge(backup, lambda connection: None, database_bytes=size)
     with pytest.raises(BackupFailed, match=f"needs {2 * size} bytes of disk"):
-        restore(backup, tmp_path / "restored")
+        restore(backup, tmp_path / "restored", keep_identity=True)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +365,7 @@ def test_a_manifest_has_only_what_a_backup_writes(backup: Path, tmp_path: Path, 
     manifest = json.loads((backup / NAME).read_text())
     (backup / NAME).write_text(json.dumps(manifest | values))
     with pytest.raises(BackupDamaged) as refused:
-        restore(backup, tmp_path / "restored")
+        restore(backup, tmp_path / "restored", keep_identity=True)
     assert "\x1b" not in str(refused.value)
 
 

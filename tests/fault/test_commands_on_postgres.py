@@ -46,7 +46,7 @@ def save(folder: Path, database: DatabaseUrl, on_progress: OnProgress) -> None:
 
 
 def bring_back(folder: Path, database: DatabaseUrl, on_progress: OnProgress) -> None:
-    restore(folder / "backup", folder / "restored", database=database, on_progress=on_progress)
+    restore(folder / "backup", folder / "restored", database=database, keep_identity=True, on_progress=on_progress)
 
 
 def ignore(what: str, done: int, total: int) -> None: ...
@@ -96,7 +96,7 @@ def test_a_restart_of_the_database_ends_a_command_which_is_repeated(
     assert "again" in ended.value.remedy
     command(tmp_path, database, ignore)
     if command is save:
-        restore(tmp_path / "backup", tmp_path / "restored")
+        restore(tmp_path / "backup", tmp_path / "restored", keep_identity=True)
         assert contents(FarmDatabase(tmp_path / "restored" / "farm.sqlite")) == expected
     else:
         assert contents(farm if command is move_back else scaled) == expected

@@ -98,6 +98,8 @@ async def test_without_a_known_token_every_rpc_is_unauthenticated(guarded: Guard
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await channel.unary_unary("/grpc.health.v1.Health/Check")(b"")
     assert failed.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    proof = answers.pop("FarmService.GetProof")
+    assert proof is not None and proof.reason == "BAD_PROOF_REQUEST"
     for rpc, error in answers.items():
         assert error is not None, rpc
         assert (error.reason, error.kind, error.fault) == ("UNAUTHENTICATED", "UNAUTHENTICATED", "USER"), rpc

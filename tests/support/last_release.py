@@ -71,7 +71,7 @@ def agent(folder: Path, address: str) -> Daemon:
     return Daemon([*arguments, *WAIT_FOR_NOTHING], folder / "agent.log", environment())
 
 
-def server(folder: Path) -> Daemon:
+def server(folder: Path, *options: str) -> Daemon:
     """Return a server of the release, not yet started."""
     arguments = ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "server"), "--exit-with-stdin", "--no-bundle"]
-    return Daemon([*arguments, "--no-prewarm"], folder / "serve.log", environment(), knows_health=False)
+    return Daemon([*arguments, "--no-prewarm", *options], folder / "serve.log", environment(), knows_health=False)

@@ -124,7 +124,8 @@ async def _serve(config: AgentConfig, device: device_pb2.Device | None, folder: 
     if exit_with_stdin:
         at_end_of_stdin(stop.set)
     agent_id = folder.agent_id()
-    config = dataclasses.replace(config, access=await enroll(config.access, config.data, agent_id, config.pauses()))
+    enrolment = await enroll(config.access, config.data, agent_id, config.pauses())
+    config = dataclasses.replace(config, access=enrolment.access)
     outgoing = Outgoing()
     # A process that was killed during a measurement has left the governors changed.
     Governors(config.data / KEPT_GOVERNORS, None).restore()
@@ -140,6 +141,7 @@ async def _serve(config: AgentConfig, device: device_pb2.Device | None, folder: 
     connection = ServerConnection(
         config, agent, upgrader, agent_id, outgoing, _print_line,
         version=version("etfarm"), host=socket.gethostname(), boot="" if device is None else boot_id(),
+        withheld=enrolment.withheld,
     )  # fmt: skip
     fleet = None if device is not None else await _fleet(config, agent, agent_id, cache)
     jail = Jail(config.jail)

@@ -23,6 +23,66 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class GetProofRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HINT_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    hint: _builtins.bytes
+    """The first 16 bytes of HMAC-SHA256 of "etfarm token hint" by the key K, which is the sha256 of the token. It finds the token's
+    row, and nothing can be done with it.
+    """
+    nonce: _builtins.bytes
+    """32 random bytes, new in each call."""
+    def __init__(
+        self,
+        *,
+        hint: _builtins.bytes = ...,
+        nonce: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hint", b"hint", "nonce", b"nonce"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetProofRequest: _TypeAlias = GetProofRequest  # noqa: Y015
+
+@_typing.final
+class FarmProof(_message.Message):
+    """That the server knows the key K of an agent's own token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FARM_ID_FIELD_NUMBER: _builtins.int
+    SERVER_NONCE_FIELD_NUMBER: _builtins.int
+    MAC_FIELD_NUMBER: _builtins.int
+    farm_id: _builtins.str
+    """The farm's id, which was made with its data."""
+    server_nonce: _builtins.bytes
+    """32 random bytes of the server, new in each call."""
+    mac: _builtins.bytes
+    """HMAC-SHA256 by K of the concatenation of these parts, each with its length as four bytes in front, the most significant one
+    first: "etfarm farm proof", GetProofRequest.nonce, server_nonce, farm_id, and the sha256 of the server's TLS certificate in DER
+    (nothing without TLS). The certificate is part of it, so that whoever passes the call on with a certificate of its own proves
+    nothing.
+    """
+    def __init__(
+        self,
+        *,
+        farm_id: _builtins.str = ...,
+        server_nonce: _builtins.bytes = ...,
+        mac: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["farm_id", b"farm_id", "mac", b"mac", "server_nonce", b"server_nonce"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FarmProof: _TypeAlias = FarmProof  # noqa: Y015
+
+@_typing.final
 class GetServerStatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

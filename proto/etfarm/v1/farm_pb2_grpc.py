@@ -63,6 +63,11 @@ class FarmServiceStub(object):
                 request_serializer=etfarm_dot_v1_dot_farm__pb2.GetServerStatusRequest.SerializeToString,
                 response_deserializer=etfarm_dot_v1_dot_farm__pb2.ServerStatus.FromString,
                 _registered_method=True)
+        self.GetProof = channel.unary_unary(
+                '/etfarm.v1.FarmService/GetProof',
+                request_serializer=etfarm_dot_v1_dot_farm__pb2.GetProofRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_farm__pb2.FarmProof.FromString,
+                _registered_method=True)
 
 
 class FarmServiceServicer(object):
@@ -117,6 +122,22 @@ class FarmServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetProof(self, request, context):
+        """Proves to an agent that the server knows the agent's token, before the agent sends it. The call needs no token. Since a server
+        receives no message of callers without a token, the request's message is empty, and its content is in the metadata
+        `etfarm-proof-bin`: an encoded GetProofRequest.
+
+        Each server of a farm answers itself, with its own certificate. An unknown hint gets a proof, too, by a random key: the answer
+        does not tell which tokens exist.
+
+        Errors:
+        INVALID_ARGUMENT     BAD_PROOF_REQUEST: the metadata are missing, or a field has another length.
+        UNAVAILABLE          TOKENS_NOT_READ: the server has not read the farm's tokens yet: try again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FarmServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -144,6 +165,11 @@ def add_FarmServiceServicer_to_server(servicer, server):
                     servicer.GetServerStatus,
                     request_deserializer=etfarm_dot_v1_dot_farm__pb2.GetServerStatusRequest.FromString,
                     response_serializer=etfarm_dot_v1_dot_farm__pb2.ServerStatus.SerializeToString,
+            ),
+            'GetProof': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetProof,
+                    request_deserializer=etfarm_dot_v1_dot_farm__pb2.GetProofRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_farm__pb2.FarmProof.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -284,6 +310,33 @@ class FarmService(object):
             '/etfarm.v1.FarmService/GetServerStatus',
             etfarm_dot_v1_dot_farm__pb2.GetServerStatusRequest.SerializeToString,
             etfarm_dot_v1_dot_farm__pb2.ServerStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetProof(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etfarm.v1.FarmService/GetProof',
+            etfarm_dot_v1_dot_farm__pb2.GetProofRequest.SerializeToString,
+            etfarm_dot_v1_dot_farm__pb2.FarmProof.FromString,
             options,
             channel_credentials,
             insecure,

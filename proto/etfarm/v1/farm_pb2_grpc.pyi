@@ -60,6 +60,18 @@ class FarmServiceStub:
     """
     GetServerStatus: _grpc.UnaryUnaryMultiCallable[_farm_pb2.GetServerStatusRequest, _farm_pb2.ServerStatus]
     """Returns the server's settings without secrets, and its metrics. For admins."""
+    GetProof: _grpc.UnaryUnaryMultiCallable[_farm_pb2.GetProofRequest, _farm_pb2.FarmProof]
+    """Proves to an agent that the server knows the agent's token, before the agent sends it. The call needs no token. Since a server
+    receives no message of callers without a token, the request's message is empty, and its content is in the metadata
+    `etfarm-proof-bin`: an encoded GetProofRequest.
+
+    Each server of a farm answers itself, with its own certificate. An unknown hint gets a proof, too, by a random key: the answer
+    does not tell which tokens exist.
+
+    Errors:
+      INVALID_ARGUMENT     BAD_PROOF_REQUEST: the metadata are missing, or a field has another length.
+      UNAVAILABLE          TOKENS_NOT_READ: the server has not read the farm's tokens yet: try again.
+    """
 
 @_typing.type_check_only
 class FarmServiceAsyncStub(FarmServiceStub):
@@ -92,6 +104,18 @@ class FarmServiceAsyncStub(FarmServiceStub):
     """
     GetServerStatus: _aio.UnaryUnaryMultiCallable[_farm_pb2.GetServerStatusRequest, _farm_pb2.ServerStatus]  # type: ignore[assignment]
     """Returns the server's settings without secrets, and its metrics. For admins."""
+    GetProof: _aio.UnaryUnaryMultiCallable[_farm_pb2.GetProofRequest, _farm_pb2.FarmProof]  # type: ignore[assignment]
+    """Proves to an agent that the server knows the agent's token, before the agent sends it. The call needs no token. Since a server
+    receives no message of callers without a token, the request's message is empty, and its content is in the metadata
+    `etfarm-proof-bin`: an encoded GetProofRequest.
+
+    Each server of a farm answers itself, with its own certificate. An unknown hint gets a proof, too, by a random key: the answer
+    does not tell which tokens exist.
+
+    Errors:
+      INVALID_ARGUMENT     BAD_PROOF_REQUEST: the metadata are missing, or a field has another length.
+      UNAVAILABLE          TOKENS_NOT_READ: the server has not read the farm's tokens yet: try again.
+    """
 
 class FarmServiceServicer(metaclass=_abc_1.ABCMeta):
     """The farm as a whole. Outline of the roles: ADMIN, USER and VIEWER may call rpcs that read (Get, List, Watch, TailLog,
@@ -151,5 +175,23 @@ class FarmServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_farm_pb2.ServerStatus, _abc.Awaitable[_farm_pb2.ServerStatus]]:
         """Returns the server's settings without secrets, and its metrics. For admins."""
+
+    @_abc_1.abstractmethod
+    def GetProof(
+        self,
+        request: _farm_pb2.GetProofRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_farm_pb2.FarmProof, _abc.Awaitable[_farm_pb2.FarmProof]]:
+        """Proves to an agent that the server knows the agent's token, before the agent sends it. The call needs no token. Since a server
+        receives no message of callers without a token, the request's message is empty, and its content is in the metadata
+        `etfarm-proof-bin`: an encoded GetProofRequest.
+
+        Each server of a farm answers itself, with its own certificate. An unknown hint gets a proof, too, by a random key: the answer
+        does not tell which tokens exist.
+
+        Errors:
+          INVALID_ARGUMENT     BAD_PROOF_REQUEST: the metadata are missing, or a field has another length.
+          UNAVAILABLE          TOKENS_NOT_READ: the server has not read the farm's tokens yet: try again.
+        """
 
 def add_FarmServiceServicer_to_server(servicer: FarmServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

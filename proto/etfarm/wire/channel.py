@@ -5,9 +5,9 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ import grpc
 
 from etfarm.wire.errors import Kind, UserError
 from etfarm.wire.failover import FailoverChannel
+from etfarm.wire.farm_proof import Proofs
 from etfarm.wire.names import PROJECT_METADATA, PROJECT_VARIABLE, TLS_CA_VARIABLE, TOKEN_VARIABLE, is_project_name
 from etfarm.wire.tls import BadTlsFile, read_certificates, read_identity
 
@@ -186,6 +187,8 @@ class Access:
     """The client certificate's key."""
     project: str = ""
     """The project that owns what the caller creates; if empty, the caller's only project, else `default`."""
+    proofs: Proofs | None = field(default=None, compare=False)
+    """What the farm's servers have proven, for the token of an enrolled agent (`farm_channel`); None for other tokens."""
 
     @classmethod
     def of(cls, server: str, tls_ca: str | Path | None = None) -> Access:
@@ -195,8 +198,11 @@ class Access:
         token = socket_token(server) or os.environ.get(TOKEN_VARIABLE, "")
         return cls(server, token, Path(ca) if ca else None, project=project)
 
-    def credentials(self) -> grpc.ChannelCredentials | None:
+    def credentials(self, certificate: bytes | None = None) -> grpc.ChannelCredentials | None:
         """Return credentials from the TLS files; None without TLS.
+
+        Args:
+            certificate: PEM of the only certificate that the server may have, instead of those that the authorities signed.
 
         Raises:
             BadTlsFile: a file cannot be read or has other content, or another file is required with it.
@@ -209,11 +215,15 @@ class Access:
             return None
         authority = read_certificates(self.tls_ca, f"--tls-ca (or {TLS_CA_VARIABLE})")
         chain, key = read_identity(self.tls_cert, self.tls_key) if self.tls_cert and self.tls_key else (None, None)
-        return grpc.ssl_channel_credentials(authority, key, chain)
+        # As a root, a server's own certificate verifies itself and nothing else; the host's name is checked as always.
+        return grpc.ssl_channel_credentials(certificate or authority, key, chain)
 
 
-def open_channel(access: Access) -> grpc.aio.Channel:
+def open_channel(access: Access, certificates: Mapping[str, bytes] | None = None) -> grpc.aio.Channel:
     """Return a channel to the server, or to one of several, not connected yet; the caller closes it.
+
+    Args:
+        certificates: PEM certificates by address, to connect only to these servers, and with these certificates only.
 
     Raises:
         BadAddress: the address is not valid, or a token would be sent in clear text.
@@ -240,10 +250,15 @@ def open_channel(access: Access) -> grpc.aio.Channel:
             f"The token would be sent to {access.server} unencrypted.",
             "Give --tls-ca FILE (or ETFARM_TLS_CA), or unset ETFARM_TOKEN for a server that requires none.",
         )
-    if len(addresses) == 1:
-        return _open_one(addresses[0], headers, credentials, CLIENT_OPTIONS)
+    reached = [(address, credentials) for address in addresses]
+    if certificates is not None:
+        pinned = [(address, certificates[address.text]) for address in addresses if address.text in certificates]
+        reached = [(address, access.credentials(certificate)) for address, certificate in pinned]
+    if len(reached) == 1:
+        ((address, credentials),) = reached
+        return _open_one(address, headers, credentials, CLIENT_OPTIONS)
     options = [*({**dict(CLIENT_OPTIONS), **dict(FAILOVER_OPTIONS)}).items()]
-    return FailoverChannel([_open_one(address, headers, credentials, options) for address in addresses])
+    return FailoverChannel([_open_one(address, headers, pinning, options) for address, pinning in reached])
 
 
 def _open_one(

@@ -12,9 +12,9 @@ from typing import Final
 import grpc
 
 from etfarm.v1 import common_pb2, farm_pb2, farm_pb2_grpc
-from etfarm.wire.channel import Access, open_channel
+from etfarm.wire.channel import Access
 from etfarm.wire.doctor import Finding, Status
-from etfarm.wire.failover import settle
+from etfarm.wire.farm_channel import farm_channel
 from etfarm.wire.status import from_proto, from_rpc_error
 
 TIMEOUT_S: Final = 10.0
@@ -40,8 +40,7 @@ async def ask(access: Access) -> Asked:
     Raises:
         EtfarmError: the server cannot be reached, or refuses the call.
     """
-    async with open_channel(access) as channel:
-        await settle(channel)
+    async with farm_channel(access) as channel:
         stub = farm_pb2_grpc.FarmServiceStub(channel)
         request = farm_pb2.GetServerInfoRequest()
         try:

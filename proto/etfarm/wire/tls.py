@@ -72,15 +72,23 @@ def read_identity(cert: Path, key: Path) -> tuple[bytes, bytes]:
     return chain, secret
 
 
+def first_of(chain: bytes) -> bytes:
+    """Return the first certificate of a PEM chain in DER; empty if it cannot be read."""
+    match = _PEM.search(chain)
+    try:
+        return base64.b64decode(match[1]) if match is not None else b""
+    except ValueError:
+        return b""
+
+
 def expiry_of(chain: bytes) -> datetime | None:
     """Return the end of the validity of the first certificate of a PEM chain; None if it cannot be read.
 
     Python's ssl module tells this only of a peer whose certificate it has verified.
     Source: RFC 5280, 4.1 and 4.1.2.5.
     """
-    match = _PEM.search(chain)
+    der = first_of(chain)
     try:
-        der = base64.b64decode(match[1]) if match is not None else b""
         _, certificate, _ = _element(der, 0)
         _, at, _ = _element(der, certificate)
         kind, _, end = _element(der, at)

@@ -36,6 +36,7 @@ from etfarm.server.rpc.door.forwarded import FORWARDED_BYTES, Forwarded
 from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
 from etfarm.server.rpc.door.listening import bind, guarded_server, port_of, write_address
 from etfarm.server.rpc.door.observing import ObservingInterceptor
+from etfarm.server.rpc.door.proving import Prover
 from etfarm.server.rpc.door.token_file import Tokens
 from etfarm.server.rpc.services.agents import AgentService
 from etfarm.server.rpc.services.artifacts import ArtifactService
@@ -143,8 +144,9 @@ async def running(
         forwarded = Forwarded("" if lead is None else lead.secret, page_key)
         connections = Connections(lambda: access.authentication.asks_for_tokens, time.monotonic)
         interceptor = AuthErrorInterceptor(
-            access.authentication, access.projects.resolve, audit=access.audit, connections=connections, forwarded=forwarded
-        )
+            access.authentication, access.projects.resolve, audit=access.audit, connections=connections, forwarded=forwarded,
+            prover=Prover(access.tokens, lambda: certificates.sha256),
+        )  # fmt: skip
         # What fits a standby has to fit here, too.
         metadata_bytes = MAX_METADATA_BYTES + (0 if lead is None else FORWARDED_BYTES)
         observing = ObservingInterceptor(monitor.metrics, forwarded=forwarded)

@@ -28,8 +28,7 @@ from etfarm.device_agents.targets.base import Target
 from etfarm.v1 import agent_pb2, job_pb2
 from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
 from etfarm.wire import tensors
-from etfarm.wire.channel import open_channel
-from etfarm.wire.failover import settle
+from etfarm.wire.farm_channel import farm_channel
 from etfarm.wire.status import to_proto
 from etfarm.wire.tensors import Value
 
@@ -88,8 +87,7 @@ class Attempt:
         """Run the attempt and return its result, with the errors of its candidates."""
         start = self.start
         try:
-            async with open_channel(self.config.access) as channel:
-                await settle(channel)
+            async with farm_channel(self.config.access) as channel:
                 transfers = Transfers(ArtifactServiceStub(channel), self.config.pauses)
                 with self._cache.lease(transfers) as lease:
                     results = await self._carry_out(transfers, lease)

@@ -30,9 +30,8 @@ from etfarm.device_agents.targets.base import Provisions, Target
 from etfarm.v1 import agent_pb2, common_pb2, session_pb2
 from etfarm.v1.agent_pb2_grpc import AgentServiceStub
 from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
-from etfarm.wire.channel import open_channel
 from etfarm.wire.errors import EtfarmError
-from etfarm.wire.failover import settle
+from etfarm.wire.farm_channel import farm_channel
 from etfarm.wire.status import from_rpc_error, to_proto
 from etfarm.wire.words import value_of
 
@@ -90,8 +89,7 @@ class ServedSession:
         """Serve the session and return how it ended; without an error if the server ended it."""
         result = agent_pb2.RunResult(attempt_id=self.start.attempt_id, device_id=self.start.device_id)
         try:
-            async with open_channel(self.config.access) as channel:
-                await settle(channel)
+            async with farm_channel(self.config.access) as channel:
                 transfers = Transfers(ArtifactServiceStub(channel), self.config.pauses)
                 with self._cache.lease(transfers) as lease:
                     await self._run(channel, transfers, lease)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from typing import Final
 
 import grpc
@@ -14,9 +15,8 @@ from etfarm.device_agents.daemon.agent import Agent
 from etfarm.device_agents.daemon.upgrade import Upgrader, report_connected
 from etfarm.v1 import agent_pb2, device_pb2
 from etfarm.v1.agent_pb2_grpc import AgentServiceStub
-from etfarm.wire.channel import open_channel
 from etfarm.wire.errors import EtfarmError, Kind
-from etfarm.wire.failover import settle
+from etfarm.wire.farm_channel import farm_channel, refused_by_farm
 from etfarm.wire.names import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 
@@ -77,6 +77,7 @@ class ServerConnection:
         version: the agent's version.
         host: this machine's name.
         boot: the id of this machine's boot; empty for phones.
+        withheld: why the agent has no token to send, if it has one for another address.
     """
 
     def __init__(
@@ -91,7 +92,9 @@ class ServerConnection:
         version: str,
         host: str,
         boot: str,
+        withheld: EtfarmError | None = None,
     ) -> None:
+        self._withheld = withheld
         self._config = config
         self._agent = agent
         self._upgrader = upgrader
@@ -117,14 +120,17 @@ class ServerConnection:
         logged, logged_s = "", 0.0
         while not stop.is_set():
             connection = _Connection()
-            refusal = await self._connect(connection, stop)
+            try:
+                refusal = await self._connect(connection, stop)
+            except EtfarmError as error:
+                refusal = error
             if stop.is_set():
                 return
             if refusal is not None and self._can_speak_older(refusal):
                 continue
             self._offered = PROTOCOL_VERSION  # the server may be another one by the next try
             if refusal is not None and self._is_final(refusal):
-                raise refusal
+                raise await self._cause_of(refusal)
             why = refusal.message if refusal is not None else f"The server at {server} closed the stream."
             if connection.welcomed:
                 pauses, logged = self._config.pauses(), ""
@@ -153,6 +159,12 @@ class ServerConnection:
         self._offered = int(supported)
         return True
 
+    async def _cause_of(self, refusal: EtfarmError) -> EtfarmError:
+        """Return why the server refuses this agent for good: it does not know which farm the agent belongs to."""
+        if refusal.kind is not Kind.UNAUTHENTICATED:
+            return refusal
+        return self._withheld or await refused_by_farm(self._config.access, refusal)
+
     def _is_final(self, error: EtfarmError) -> bool:
         if error.kind in _FINAL_KINDS or error.reason == PROTOCOL_UNSUPPORTED:
             return True
@@ -163,8 +175,9 @@ class ServerConnection:
 
         Each connection has its own channel: an old channel would wait for its own back-off before it connects again.
         """
-        async with open_channel(self._config.access) as channel:
-            await settle(channel)
+        async with AsyncExitStack() as opened:
+            if (channel := await self._open(opened, stop)) is None:
+                return None
             queue = connection.queue
             hello = self._hello()
             connection.announced = {device.id: device for device in hello.devices}
@@ -188,6 +201,18 @@ class ServerConnection:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _open(self, opened: AsyncExitStack, stop: asyncio.Event) -> grpc.aio.Channel | None:
+        """Return a channel to the farm, which `opened` closes; None after `stop`."""
+        opening = asyncio.create_task(opened.enter_async_context(farm_channel(self._config.access)), name="opening")
+        stopped = asyncio.create_task(stop.wait(), name="stop")
+        try:
+            await asyncio.wait({opening, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            return opening.result() if opening.done() else None
+        finally:
+            for task in (opening, stopped):
+                task.cancel()
+            await asyncio.gather(opening, stopped, return_exceptions=True)
 
     def _hello(self) -> agent_pb2.Hello:
         return agent_pb2.Hello(

@@ -1,4 +1,7 @@
-"""Enrolment: an agent exchanges its one-time token for its own token, and keeps that in its data folder."""
+"""Enrolment: an agent exchanges its one-time token for its own token, and keeps that in its data folder with the farm's id.
+
+With TLS, the token is for the farm, whose servers prove that they know it (`farm_channel`); without, it is for the address.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -17,10 +21,11 @@ from etfarm.device_agents.errors import FolderUnusable
 from etfarm.v1 import agent_pb2
 from etfarm.v1.agent_pb2_grpc import AgentServiceStub
 from etfarm.wire.atomic_write import write_atomically
-from etfarm.wire.channel import Access, open_channel
-from etfarm.wire.errors import EtfarmError, Kind
-from etfarm.wire.failover import settle
-from etfarm.wire.names import ENROLMENT_PREFIX
+from etfarm.wire.channel import Access
+from etfarm.wire.errors import EtfarmError, Kind, UserError
+from etfarm.wire.farm_channel import NEW_TOKEN, can_prove, farm_channel
+from etfarm.wire.farm_proof import Proofs
+from etfarm.wire.names import ENROLMENT_PREFIX, TLS_CA_VARIABLE
 from etfarm.wire.status import from_rpc_error
 
 log = logging.getLogger(__name__)
@@ -29,10 +34,62 @@ TOKEN_FILE: Final = "token"
 """Name of the file in the agent's data folder that holds the token, with mode 0600."""
 
 
-async def enroll(access: Access, folder: Path, agent_id: str, pauses: Iterable[float]) -> Access:
+class TokenWithheld(UserError):
+    """An agent whose own token is for another address than that of the server, which refuses it without a token."""
+
+    reason = "TOKEN_WITHHELD"
+    kind = Kind.UNAUTHENTICATED
+
+    def __init__(self, kept: str, access: Access, *, knows_farm: bool) -> None:
+        if knows_farm:
+            why = "without TLS, nothing proves that the same farm is there"
+            remedy = f"Give --tls-ca (or {TLS_CA_VARIABLE}) if the farm has a certificate, or --server {kept};"
+        else:
+            why = "the agent has not connected there since it can recognize its farm"
+            remedy = f"Start it once with --server {kept}, where it learns which farm that is;"
+        super().__init__(
+            f"This agent's token is for the server at {kept}, and was not sent to {access.server}: {why}.",
+            f"{remedy} {NEW_TOKEN}", server=access.server, kept=kept,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The agent's own token, as the data folder has it."""
+
+    server: str
+    """The address where it worked last."""
+    token: str
+    enrolment_sha256: str
+    farm_id: str = ""
+    """The farm's id; empty if no server has proven it yet."""
+
+    def write(self, path: Path) -> None:
+        """Write the token for the next start, readable by the agent's user alone.
+
+        Raises:
+            FolderUnusable: the token cannot be written to the data folder.
+        """
+        try:
+            write_atomically(path, json.dumps(dataclasses.asdict(self)).encode(), durable=True, mode=0o600)
+        except OSError as error:
+            raise FolderUnusable(path.parent, error.strerror or str(error)) from None
+
+
+@dataclass(frozen=True)
+class Enrolment:
+    """How an agent connects."""
+
+    access: Access
+    withheld: TokenWithheld | None = None
+    """Why its own token is not used, if it has one for another address."""
+
+
+async def enroll(access: Access, folder: Path, agent_id: str, pauses: Iterable[float]) -> Enrolment:
     """Return the access with the agent's own token: kept from an earlier enrolment, or obtained for an enrolment token.
 
-    A token that is not for enrolment is used as it is. Without a token, that of an earlier enrolment at the same server is used.
+    A token that is not for enrolment is used as it is. Without a token, that of an earlier enrolment is used, if `access` is for
+    the same address, or if its servers can prove that they are of the same farm.
 
     Args:
         folder: the agent's data folder.
@@ -40,27 +97,53 @@ async def enroll(access: Access, folder: Path, agent_id: str, pauses: Iterable[f
 
     Raises:
         EtfarmError: the server refuses the enrolment.
+        TokenWithheld: the enrolment token was exchanged before for a token that is for another address.
         FolderUnusable: the token cannot be written to the data folder.
     """
     path = folder / TOKEN_FILE
     is_enrolment = access.token.startswith(ENROLMENT_PREFIX)
     if access.token and not is_enrolment:
-        return access
-    if (kept := _kept_token(path, access)) is not None:
-        return dataclasses.replace(access, token=kept)
+        return Enrolment(access)
+    kept = _read(path)
+    if kept is not None and access.token and kept.enrolment_sha256 != _sha256(access.token):
+        kept = None
+    if kept is not None:
+        # A token must not be sent to another farm than the one that gave it.
+        if kept.server == access.server or (kept.farm_id and can_prove(access)):
+            return Enrolment(_own_access(access, path, kept))
+        withheld = TokenWithheld(kept.server, access, knows_farm=bool(kept.farm_id))
+        if is_enrolment:
+            raise withheld
+        return Enrolment(access, withheld)
     if not is_enrolment:
-        return access
+        return Enrolment(access)
     token = await _exchange(access, agent_id, pauses)
-    _keep(path, access, token)
+    kept = _Kept(access.server, token, _sha256(access.token))
+    kept.write(path)
     log.info("enrolled as agent %s; its token is in %s", agent_id, path)
-    return dataclasses.replace(access, token=token)
+    return Enrolment(_own_access(access, path, kept))
+
+
+def _own_access(access: Access, path: Path, kept: _Kept) -> Access:
+    """Return the access with the agent's own token, which records in the file what servers prove."""
+
+    def proven(farm_id: str) -> None:
+        nonlocal kept
+        current = dataclasses.replace(kept, server=access.server, farm_id=farm_id)
+        if current == kept:
+            return
+        if kept.farm_id and kept.server != current.server:
+            log.info("the server at %s has proven to be of this agent's farm, which was at %s before", access.server, kept.server)
+        current.write(path)
+        kept = current
+
+    return dataclasses.replace(access, token=kept.token, proofs=Proofs(kept.farm_id, proven))
 
 
 async def _exchange(access: Access, agent_id: str, pauses: Iterable[float]) -> str:
     """Exchange the enrolment token for the agent's own token and return that one."""
     for pause in pauses:
-        async with open_channel(access) as channel:
-            await settle(channel)
+        async with farm_channel(access) as channel:
             try:
                 answer = await AgentServiceStub(channel).Enroll(agent_pb2.EnrollAgentRequest(agent_id=agent_id))
             except grpc.aio.AioRpcError as error:
@@ -74,38 +157,22 @@ async def _exchange(access: Access, agent_id: str, pauses: Iterable[float]) -> s
     raise refusal
 
 
-def _kept_token(path: Path, access: Access) -> str | None:
-    """Return the token of an earlier enrolment at this server; None without one, or if there is a new enrolment token."""
+def _read(path: Path) -> _Kept | None:
+    """Return the token of an earlier enrolment; None without one."""
     try:
         kept = json.loads(path.read_bytes())
-        server, token, enrolment = str(kept["server"]), str(kept["token"]), str(kept["enrolment_sha256"])
+        return _Kept(str(kept["server"]), str(kept["token"]), str(kept["enrolment_sha256"]), str(kept.get("farm_id", "")))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         log.warning("%s cannot be read: %s", path, error)
         return None
-    # A token must not be sent to another server than the one that gave it.
-    if server != access.server or (access.token and enrolment != _sha256(access.token)):
-        return None
-    return token
 
 
 def kept_access(folder: Path) -> Access | None:
     """Return the access with which an agent enrolled, without a CA; None if the data folder has no token."""
-    try:
-        kept = json.loads((folder / TOKEN_FILE).read_bytes())
-        return Access(str(kept["server"]), str(kept["token"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _keep(path: Path, access: Access, token: str) -> None:
-    """Write the token for the next start, readable by the agent's user alone."""
-    document = {"server": access.server, "token": token, "enrolment_sha256": _sha256(access.token)}
-    try:
-        write_atomically(path, json.dumps(document).encode(), durable=True, mode=0o600)
-    except OSError as error:
-        raise FolderUnusable(path.parent, error.strerror or str(error)) from None
+    kept = _read(folder / TOKEN_FILE)
+    return None if kept is None else Access(kept.server, kept.token, proofs=Proofs(kept.farm_id))
 
 
 def _sha256(text: str) -> str:

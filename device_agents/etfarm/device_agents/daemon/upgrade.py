@@ -20,9 +20,8 @@ from etfarm.device_agents.daemon.versions import BadWheel, Version, Versions
 from etfarm.v1 import agent_pb2
 from etfarm.v1.agent_pb2 import UpgradePhase
 from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
-from etfarm.wire.channel import open_channel
 from etfarm.wire.errors import DeviceError, EtfarmError, Kind
-from etfarm.wire.failover import settle
+from etfarm.wire.farm_channel import farm_channel
 from etfarm.wire.status import from_rpc_error, to_proto
 
 log = logging.getLogger(__name__)
@@ -134,8 +133,7 @@ class Upgrader:
 
     async def _fetch(self, upgrade: agent_pb2.Upgrade) -> str:
         """Download and unpack the wheel; return the name of its folder."""
-        async with asyncio.timeout(_DOWNLOAD_S), open_channel(self._config.access) as channel:
-            await settle(channel)
+        async with asyncio.timeout(_DOWNLOAD_S), farm_channel(self._config.access) as channel:
             try:
                 with self._cache.lease(Transfers(ArtifactServiceStub(channel), self._config.pauses)) as lease:
                     wheel = await lease.fetch(upgrade.wheel)

@@ -6,7 +6,7 @@ import hashlib
 import math
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Final
@@ -16,10 +16,12 @@ from sqlalchemy import Connection, Row, func, insert, select, update
 from etfarm.server.access.projects import ProjectNotFound
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
+from etfarm.server.state.identity import farm_id
 from etfarm.server.state.sql import insert as insert_or_ignore
 from etfarm.v1 import common_pb2, token_pb2
 from etfarm.v1.common_pb2 import Principal, Role
 from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.farm_proof import hint_of
 from etfarm.wire.names import ENROLMENT_PREFIX, TOKEN_PREFIX
 
 ROLE_NAMES: Final = {Role.ROLE_ADMIN: "admin", Role.ROLE_USER: "user", Role.ROLE_AGENT: "agent", Role.ROLE_VIEWER: "viewer"}
@@ -109,15 +111,21 @@ class TokenTable:
         self._now = now
         self.on_change = on_change
         self._valid: dict[bytes, Credential] = {}
+        self._hints: dict[bytes, bytes] = {}
         self._is_empty = True
+        self.farm_id = ""
+        """The farm's id; empty before the tokens are loaded."""
         self._used: dict[str, datetime] = {}
 
     async def load(self) -> None:
         """Load the tokens, including those that another process has written."""
         table = schema.tokens
-        rows = await self._database.read(lambda connection: connection.execute(select(table)).all())
+        rows, self.farm_id = await self._database.read(
+            lambda connection: (connection.execute(select(table)).all(), farm_id(connection))
+        )
         valid = {row.secret_hash: credential_of(row) for row in rows if row.revoked_at is None}
         self._valid = {key: credential for key, credential in valid.items() if credential is not None}
+        self._hints = hints_of(self._valid)
         self._is_empty = not rows
         self.on_change()
 
@@ -129,6 +137,10 @@ class TokenTable:
     def find(self, key: bytes) -> Credential | None:
         """Return the credential of a key, possibly expired; None if the token is unknown or revoked."""
         return self._valid.get(key)
+
+    def key_of_hint(self, hint: bytes) -> bytes | None:
+        """Return the key of an agent's own token by its hint in GetProofRequest; None if there is no such token."""
+        return self._hints.get(hint)
 
     def mark_used(self, credential: Credential) -> None:
         """Record that a token is used now; `save_uses` writes it to the database."""
@@ -326,6 +338,11 @@ def credential_of(row: Any) -> Credential | None:
         row.secret_hash, row.id, Principal(name=row.principal, role=_role(row.role), agent_id=agent_id),
         enrolment=row.enrolment, spent=row.enrolment and row.agent_id is not None, expires_at=row.expires_at,
     )  # fmt: skip
+
+
+def hints_of(valid: Mapping[bytes, Credential]) -> dict[bytes, bytes]:
+    """Return the keys of agents' own tokens by the hints of GetProofRequest."""
+    return {hint_of(key): key for key, credential in valid.items() if credential.principal.agent_id}
 
 
 def _token(row: Row[Any]) -> token_pb2.Token:

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from etfarm.server.arguments import parse_command
 from etfarm.server.artifacts.s3.location import BucketLocation
@@ -19,6 +20,11 @@ from etfarm.server.operation.settings import Setting
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.folder import locked
 from etfarm.wire.private import close_umask
+
+_OTHER_FARM: Final = (
+    "It is a farm of its own with the tokens of the one that was backed up, whose boards do not follow it (with TLS); if it "
+    "replaces that farm, restore it with --keep-identity. "
+)
 
 
 def backup_main(argv: list[str]) -> int:
@@ -64,6 +70,12 @@ def restore_main(argv: list[str]) -> int:
     add_data_option(parser)
     add_database_option(parser, "restore the rows to this PostgreSQL database, which is empty")
     add_blob_options(parser, "restore the artifacts to this bucket, as s3://BUCKET/PREFIX")
+    parser.add_argument(
+        "--keep-identity",
+        action="store_true",
+        help="the farm replaces the one that was backed up, which does not run any more: its agents follow. By default, it is "
+        "another farm, and they stay with theirs",
+    )
     arguments, sources = parse_command(parser, argv)
     folder, database, blobs = data_of(arguments), arguments.database, location_of(arguments)
     close_umask()
@@ -71,10 +83,18 @@ def restore_main(argv: list[str]) -> int:
     if created and not (arguments.backup / "manifest.json").is_file():
         restore(arguments.backup, folder, blobs=blobs)  # refuses before anything is created
     with locked(folder), Progress() as progress:
-        manifest = restore(arguments.backup, folder, database=database, blobs=blobs, on_progress=progress.show)
+        manifest = restore(
+            arguments.backup,
+            folder,
+            database=database,
+            blobs=blobs,
+            keep_identity=arguments.keep_identity,
+            on_progress=progress.show,
+        )
+    options = _options(folder, database, blobs, arguments.blobs_ca, arguments.config, sources)
     print(
         f"{folder}: restored the backup of {manifest.created_at} by etfarm {manifest.version}, {manifest.artifacts} artifacts. "
-        f"Start it: etfarm serve{_options(folder, database, blobs, arguments.blobs_ca, arguments.config, sources)}"
+        f"{'' if arguments.keep_identity else _OTHER_FARM}Start it: etfarm serve{options}"
     )
     return 0
 

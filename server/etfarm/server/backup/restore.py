@@ -19,7 +19,7 @@ from etfarm.server.backup.errors import BackupDamaged, BackupRefused
 from etfarm.server.backup.manifest import Manifest
 from etfarm.server.cluster.shared_blobs import identify_folder
 from etfarm.server.config import DATABASE
-from etfarm.server.state import damage
+from etfarm.server.state import damage, identity
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.folder import LOCK, RESTORING
 from etfarm.server.state.revisions import HEAD, known_revisions
@@ -40,6 +40,7 @@ def restore(
     *,
     database: DatabaseUrl | None = None,
     blobs: BucketLocation | None = None,
+    keep_identity: bool = False,
     on_progress: OnProgress = lambda what, done, total: None,
 ) -> Manifest:
     """Make a data folder from a backup, and migrate its database to this version. Return the backup's manifest.
@@ -51,6 +52,8 @@ def restore(
         data: a folder that does not exist, is empty, or has an interrupted restore of the same backup.
         database: the PostgreSQL database that the rows are for, which is empty; None to restore them as a SQLite file.
         blobs: the bucket that the artifacts are for; None to restore them as files.
+        keep_identity: whether the farm replaces the one that was backed up, so that its agents follow. Otherwise it is another
+            farm, to which they do not send their tokens.
 
     Raises:
         TargetNotEmpty, CopyUnfinished: the PostgreSQL database has something else.
@@ -72,11 +75,14 @@ def restore(
         _prepare(data, manifest)
         if target is None:
             part = _convert(backup, data, manifest, blobs, on_progress)
+            if not keep_identity:
+                _renew_identity(FarmDatabase(part))
+                merge_log(part)
             _sync(part)
             _remove_logs(data)
             part.replace(data / DATABASE)
         elif not (_marker_of(data).endswith(f"{_COPIED}{database}") and target.is_complete()):
-            _restore_rows(target, backup, data, manifest, blobs, on_progress)
+            _restore_rows(target, backup, data, manifest, blobs, on_progress, keep_identity=keep_identity)
         FarmDatabase(_part_of(data)).clear()
         sync_folder(data)
         (data / RESTORING).unlink()
@@ -89,7 +95,14 @@ def restore(
 
 
 def _restore_rows(
-    target: FarmDatabase, backup: Path, data: Path, manifest: Manifest, blobs: BucketLocation | None, on_progress: OnProgress
+    target: FarmDatabase,
+    backup: Path,
+    data: Path,
+    manifest: Manifest,
+    blobs: BucketLocation | None,
+    on_progress: OnProgress,
+    *,
+    keep_identity: bool,
 ) -> None:
     """Restore to a PostgreSQL database, of which no server runs."""
     assert target.url is not None
@@ -107,6 +120,8 @@ def _restore_rows(
         with source.connected() as connection, connection.begin():
             copy_rows(connection, target, name, on_progress)
         hold.require_held()
+        if not keep_identity:
+            _renew_identity(target)  # of the whole copy: one that continues is compared with the backup's rows
         (data / RESTORING).write_text(f"{manifest.database_sha256}{_COPIED}{target.url}")
         _sync(data / RESTORING)
         with target.connected() as connection:
@@ -139,6 +154,11 @@ def _convert(backup: Path, data: Path, manifest: Manifest, blobs: BucketLocation
     part.chmod(0o600)
     asyncio.run(_move_artifacts(data, blobs))
     return part
+
+
+def _renew_identity(database: FarmDatabase) -> None:
+    with database.connected() as connection, connection.begin():
+        identity.renew(connection)
 
 
 def _require_room(data: Path, size_bytes: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +12,7 @@ import psycopg
 import structlog
 from psycopg.rows import namedtuple_row
 
-from etfarm.server.access.tokens import Credential, credential_of
+from etfarm.server.access.tokens import Credential, credential_of, hints_of
 from etfarm.server.cluster import lease
 from etfarm.server.cluster.member import CONNECT, answer_s
 from etfarm.server.parts import now
@@ -27,6 +28,7 @@ _SIGNATURE: Final = "SELECT count(*), sum(xmin::text::bigint) FROM tokens"
 _ROWS: Final = """
 SELECT id, principal, role, secret_hash, enrolment, agent_id, expires_at AT TIME ZONE 'UTC' AS expires_at, revoked_at FROM tokens
 """
+_FARM: Final = "SELECT id FROM farm"
 _RETRY_S: Final = 0.5
 _LOG_AGAIN_S: Final = 60.0
 
@@ -42,6 +44,9 @@ class KnownTokens:
         self._url = url
         self._valid: dict[bytes, Credential] = {}
         self._former: set[bytes] = set()
+        self._hints: dict[bytes, bytes] = {}
+        self.farm_id = ""
+        """The farm's id; empty until it and the tokens are known."""
         self._is_empty = True
         self._leader_asks = False
         self._has_seen_refusal = False
@@ -62,6 +67,10 @@ class KnownTokens:
     def find(self, key: bytes) -> Credential | None:
         """Return the credential of a key, possibly expired; None if the token is unknown or revoked."""
         return self._valid.get(key)
+
+    def key_of_hint(self, hint: bytes) -> bytes | None:
+        """Return the key of an agent's own token by its hint in GetProofRequest; None if there is no such token."""
+        return self._hints.get(hint)
 
     def is_former(self, key: bytes) -> bool:
         """Return whether a token was revoked or replaced."""
@@ -103,6 +112,9 @@ class KnownTokens:
                     read = signature
             except psycopg.errors.UndefinedTable:  # no server has led yet
                 self._replace([])
+            if not self.farm_id:
+                with contextlib.suppress(psycopg.errors.UndefinedTable):  # or one of an older version leads
+                    self.farm_id = str(((await (await session.execute(_FARM)).fetchone()) or [""])[0])
             await asyncio.sleep(POLL_S)
 
     def _replace(self, rows: list[Any]) -> None:
@@ -111,6 +123,7 @@ class KnownTokens:
         valid = {row.secret_hash: credential_of(row) for row in rows if row.revoked_at is None}
         self._valid = {key: credential for key, credential in valid.items() if credential is not None}
         self._former = former - self._valid.keys()
+        self._hints = hints_of(self._valid)
         self._is_empty = not rows
         self.loaded.set()
 

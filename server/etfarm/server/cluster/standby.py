@@ -31,6 +31,7 @@ from etfarm.server.rpc.door.connections import Connections
 from etfarm.server.rpc.door.forwarded import Forwarded
 from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
 from etfarm.server.rpc.door.listening import bind, guarded_server, port_of
+from etfarm.server.rpc.door.proving import Prover
 from etfarm.v1.farm_pb2 import ServerInfo
 
 _GRACE_S: Final = 1.0
@@ -71,8 +72,9 @@ async def standing_by(
     forwarding = Forwarding(links, authentication, on_forwarded, known.note_refusal, forwarded)
     # Projects are the leader's matter.
     interceptor = AuthErrorInterceptor(
-        authentication, lambda principal, _: principal, connections=connections, forwarded=forwarded, ask=forwarding.ask
-    )
+        authentication, lambda principal, _: principal, connections=connections, forwarded=forwarded, ask=forwarding.ask,
+        prover=Prover(known, lambda: certificates.sha256),
+    )  # fmt: skip
     server = guarded_server([interceptor], connections, interceptor.has_token, options=UNREAD)
     checks = health.HealthServicer()
     _add_health(server, checks)

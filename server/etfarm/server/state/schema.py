@@ -453,3 +453,10 @@ trusted_times = Table(
     Column("name", Text, primary_key=True),
     Column("at", UtcDateTime, nullable=False),
 )  # fmt: skip
+
+# The identity of the farm: one row. Agents recognize their farm by it.
+farm = Table(
+    "farm", metadata,
+    Column("id", Text, primary_key=True),
+    Column("created_at", UtcDateTime, nullable=False),
+)  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Final
 from sqlalchemy import Connection, insert, text
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-from etfarm.server.state import revisions, schema
+from etfarm.server.state import identity, revisions, schema
 
 _CACHES: Final = (("compilation", "compilations"), ("stages", "stage_results"), ("analysis", "analyses"))
 _LATER: Final = (
@@ -33,6 +33,7 @@ def create(connection: Connection) -> None:
         connection.exec_driver_sql(statement)
     project = {"name": "default", "created_at": datetime.now(UTC), "created_by": "farm"}
     connection.execute(insert(schema.projects), project)
+    identity.renew(connection)
     connection.exec_driver_sql("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)")
     connection.execute(text("INSERT INTO alembic_version VALUES (:head)"), {"head": revisions.HEAD})
 

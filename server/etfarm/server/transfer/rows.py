@@ -97,6 +97,8 @@ def begin(target: Connection, database: object, source: str) -> bool:
                 raise CopyUnfinished(database, former)
             return True
         for table in TABLES:
+            if table is schema.farm:  # each database has an id from the start; it gets that of the source
+                continue
             query = select(literal(1)).select_from(table).limit(1)
             if table is schema.projects:
                 query = query.where(schema.projects.c.name != DEFAULT_PROJECT)
@@ -108,6 +110,7 @@ def begin(target: Connection, database: object, source: str) -> bool:
         copying.create(target)
         target.execute(insert(copying), [{"name": table.name, "source": source} for table in TABLES])
         target.execute(delete(schema.projects))
+        target.execute(delete(schema.farm))
     return False
 
 

@@ -23,6 +23,7 @@ from etfarm.server.state import schema
 from etfarm.server.state.copies import CopyUnfinished
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.folder import RESTORING, RestoreUnfinished, require_restored
+from etfarm.server.state.identity import farm_id
 from etfarm.server.state.revisions import HEAD
 from etfarm.server.transfer.database import FarmDatabase
 from etfarm.server.transfer.errors import OtherVersion, TargetNotEmpty
@@ -82,7 +83,7 @@ def test_a_backup_of_each_engine_is_restored_on_both(
     assert blobs_of(backup / "artifacts" / "blobs") == {digest: digest for digest in artifacts}
     for number, target in enumerate((LOCAL, new_place())):
         data = tmp_path / f"restored-{number}"
-        manifest = restore(backup, data, database=target.database, blobs=target.blobs)
+        manifest = restore(backup, data, database=target.database, blobs=target.blobs, keep_identity=True)
         assert manifest.artifacts == len(artifacts)
         restored = FarmDatabase(data / "farm.sqlite", target.database)
         restored.open()
@@ -91,6 +92,21 @@ def test_a_backup_of_each_engine_is_restored_on_both(
         assert stored == {digest: digest for digest in artifacts}
         assert restored.path.exists() == (target.database is None)
         assert not list(data.glob("*.part*"))
+
+
+def test_a_restored_farm_is_another_one_unless_it_keeps_the_identity(
+    farm: FarmDatabase, new_place: Callable[[], Place], tmp_path: Path
+) -> None:
+    before, ids = contents(farm), set[str]()
+    back_up(farm.path.parent, tmp_path / "backup")
+    for number, target in enumerate((LOCAL, new_place())):
+        data = tmp_path / f"restored-{number}"
+        restore(tmp_path / "backup", data, database=target.database)
+        with committed(FarmDatabase(data / "farm.sqlite", target.database)) as connection:
+            ids.add(farm_id(connection))
+        after = contents(FarmDatabase(data / "farm.sqlite", target.database))
+        assert [name for name in before if before[name] != after[name]] == ["farm"]
+    assert len(ids) == 2 and not any(own in str(before["farm"]) for own in ids)
 
 
 def _digests(farm: FarmDatabase, place: Place) -> list[str]:
@@ -109,7 +125,7 @@ def test_a_backup_is_brought_up_to_date(farm: FarmDatabase, place: Place, tmp_pa
     second = back_up(farm.path.parent, backup, database=place.database, blobs=place.blobs)
     assert (first.copied, second.copied) == (5, 0)
     assert len(blobs_of(backup / "artifacts" / "blobs")) == second.manifest.artifacts == 4
-    restore(backup, tmp_path / "restored")
+    restore(backup, tmp_path / "restored", keep_identity=True)
     assert contents(FarmDatabase(tmp_path / "restored" / "farm.sqlite")) == contents(database)
 
 
@@ -135,14 +151,14 @@ def test_an_interrupted_restore_to_postgresql_continues(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        restore(backup, data, database=target.database, on_progress=interrupt)
+        restore(backup, data, database=target.database, on_progress=interrupt, keep_identity=True)
     with pytest.raises(RestoreUnfinished):
         require_restored(data)
     with pytest.raises(CopyUnfinished, match="unfinished copy of the backup"):
         FarmDatabase(data / "farm.sqlite", target.database).open()
     with pytest.raises(CopyUnfinished):
         back_up(farm.path.parent, tmp_path / "other", database=target.database)
-    restore(backup, data, database=target.database)
+    restore(backup, data, database=target.database, keep_identity=True)
     require_restored(data)
     assert contents(FarmDatabase(data / "farm.sqlite", target.database)) == before
 
@@ -161,7 +177,14 @@ def test_no_server_leads_nor_opens_the_database_of_a_restore_from_its_beginning_
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        restore(tmp_path / "backup", tmp_path / "restored", database=target.database, blobs=target.blobs, on_progress=interrupt)
+        restore(
+            tmp_path / "backup",
+            tmp_path / "restored",
+            database=target.database,
+            blobs=target.blobs,
+            on_progress=interrupt,
+            keep_identity=True,
+        )
     assert led == {"artifacts copied": False}, "before any row"
     with pytest.raises(CopyUnfinished, match="unfinished copy of the backup") as refused:
         restored.open()
@@ -170,9 +193,9 @@ def test_no_server_leads_nor_opens_the_database_of_a_restore_from_its_beginning_
 
     token = begin_to_lead(target.database)
     with pytest.raises(ServersRunning, match="farm-a:7433"):
-        restore(tmp_path / "backup", tmp_path / "restored", database=target.database, blobs=target.blobs)
+        restore(tmp_path / "backup", tmp_path / "restored", database=target.database, blobs=target.blobs, keep_identity=True)
     end_in_order(target.database, token)
-    restore(tmp_path / "backup", tmp_path / "restored", database=target.database, blobs=target.blobs)
+    restore(tmp_path / "backup", tmp_path / "restored", database=target.database, blobs=target.blobs, keep_identity=True)
     restored.open()
     assert contents(restored) == contents(farm) and try_to_lead(target.database)
 
@@ -185,9 +208,9 @@ def test_a_damaged_backup_leaves_the_database_for_another_one(
         back_up(farm.path.parent, tmp_path / name)
     next((tmp_path / "damaged" / "artifacts" / "blobs").glob("??/*")).unlink()
     with pytest.raises(BackupDamaged, match="is missing"):
-        restore(tmp_path / "damaged", tmp_path / "first", database=target.database)
+        restore(tmp_path / "damaged", tmp_path / "first", database=target.database, keep_identity=True)
     assert target.database is not None and claim(target.database, "elsewhere") == "elsewhere", "its lease names no place"
-    restore(tmp_path / "whole", tmp_path / "second", database=target.database)
+    restore(tmp_path / "whole", tmp_path / "second", database=target.database, keep_identity=True)
     assert contents(FarmDatabase(farm.path, target.database)) == contents(farm)
 
 
@@ -197,7 +220,7 @@ def test_a_restore_overwrites_no_other_farm(farm: FarmDatabase, new_place: Calla
     move(new_farm(tmp_path / "other"), Place(target.database, None))
     before = contents(FarmDatabase(farm.path, target.database))
     with pytest.raises(TargetNotEmpty, match="is not empty"):
-        restore(tmp_path / "backup", tmp_path / "restored", database=target.database)
+        restore(tmp_path / "backup", tmp_path / "restored", database=target.database, keep_identity=True)
     assert contents(FarmDatabase(farm.path, target.database)) == before
 
 
@@ -207,14 +230,14 @@ def test_a_restore_that_was_killed_late_continues_at_its_own_database_only(
     target, other, data = new_place(), new_place(), tmp_path / "restored"
     done = back_up(farm.path.parent, tmp_path / "backup")
     move(new_farm(tmp_path / "other"), Place(other.database, None))
-    restore(tmp_path / "backup", data, database=target.database)
+    restore(tmp_path / "backup", data, database=target.database, keep_identity=True)
     # What a restore leaves that is killed before its last step.
     (data / RESTORING).write_text(f"{done.manifest.database_sha256} copied to {target.database}")
     with pytest.raises(TargetNotEmpty, match="is not empty"):
-        restore(tmp_path / "backup", data, database=other.database)
+        restore(tmp_path / "backup", data, database=other.database, keep_identity=True)
     with pytest.raises(RestoreUnfinished):
         require_restored(data)
-    restore(tmp_path / "backup", data, database=target.database)
+    restore(tmp_path / "backup", data, database=target.database, keep_identity=True)
     require_restored(data)
     assert contents(FarmDatabase(data / "farm.sqlite", target.database)) == contents(farm)
 
@@ -247,7 +270,7 @@ def test_artifacts_that_a_conversion_stores_go_to_the_bucket(s3_server: S3Server
     database_of_0006(tmp_path / "data", 3)
     location, data = s3_server.new_location(), tmp_path / "restored"
     back_up(tmp_path / "data", tmp_path / "backup")
-    restore(tmp_path / "backup", data, blobs=location)
+    restore(tmp_path / "backup", data, blobs=location, keep_identity=True)
     with committed(FarmDatabase(data / "farm.sqlite")) as connection:
         named = set(connection.execute(select(schema.artifacts.c.digest)).scalars())
     assert len(named) == 6 and objects_of(location) == {digest: digest for digest in named}

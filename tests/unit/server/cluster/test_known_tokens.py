@@ -16,6 +16,7 @@ from etfarm.server.cluster import lease
 from etfarm.server.cluster.known_tokens import KnownTokens, StandbyAuthentication
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.v1.common_pb2 import Principal, Role
+from etfarm.wire.farm_proof import hint_of
 from tests.support.databases import TEMPLATE, PostgresDatabases
 from tests.support.databases import postgres_databases as postgres_databases
 
@@ -159,3 +160,29 @@ async def test_while_the_table_cannot_be_read_no_caller_is_admitted_without_the_
         execute(url, "ALTER TABLE tokens RENAME COLUMN roles TO role")
         await until(known.loaded.is_set)
         assert known.is_empty
+
+
+async def test_a_standby_knows_the_farm_and_finds_agents_own_tokens_by_their_hints(url: str) -> None:
+    async with following(url) as known:
+        await asyncio.wait_for(known.loaded.wait(), WAIT_S)
+        await until(lambda: bool(known.farm_id))
+        with psycopg.connect(url) as connection:
+            assert connection.execute("SELECT id FROM farm").fetchall() == [(known.farm_id,)]
+        insert(url, "of-an-agent", "agent")
+        insert(url, "of-a-user")
+        execute(url, "UPDATE tokens SET agent_id = 'an-agent' WHERE role = 'agent'")
+        await until(lambda: known.key_of_hint(hint_of(key_of("of-an-agent"))) == key_of("of-an-agent"))
+        assert known.key_of_hint(hint_of(key_of("of-a-user"))) is None
+        execute(url, "UPDATE tokens SET revoked_at = now() WHERE role = 'agent'")
+        await until(lambda: known.key_of_hint(hint_of(key_of("of-an-agent"))) is None)
+
+
+async def test_a_standby_proves_nothing_while_an_older_version_leads(url: str) -> None:
+    execute(url, "DROP TABLE farm")
+    async with following(url) as known:
+        insert(url, "of-an-agent", "agent")
+        await until(lambda: known.find(key_of("of-an-agent")) is not None)
+        assert known.farm_id == ""
+        execute(url, "CREATE TABLE farm (id text PRIMARY KEY)")
+        execute(url, "INSERT INTO farm VALUES ('migrated')")
+        await until(lambda: known.farm_id == "migrated")

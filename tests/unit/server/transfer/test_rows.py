@@ -94,7 +94,7 @@ def test_new_rows_of_postgresql_are_numbered_behind_the_copied_ones(farm: FarmDa
 def test_an_empty_farm_is_copied_and_numbers_its_first_row_1(tmp_path: Path, empty: FarmDatabase) -> None:
     source = FarmDatabase(tmp_path / "farm.sqlite")
     source.open()
-    assert copy(source, empty) == 1
+    assert copy(source, empty) == 2, "the project of everybody, and the farm's id"
     take(empty)
     assert contents(empty) == contents(source)
     with committed(empty) as connection:

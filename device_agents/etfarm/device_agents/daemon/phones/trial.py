@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Final
 
@@ -20,9 +21,9 @@ from etfarm.v1 import agent_pb2, device_pb2, farm_pb2
 from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
 from etfarm.v1.common_pb2 import RunnerKind
 from etfarm.v1.farm_pb2_grpc import FarmServiceStub
-from etfarm.wire.channel import open_channel
 from etfarm.wire.errors import FarmError, UserError
-from etfarm.wire.failover import settle
+from etfarm.wire.farm_channel import FarmNotProven, farm_channel
+from etfarm.wire.status import Unreachable
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +58,9 @@ class Trial:
             phone.device.own_runners.append(await self._own_runner(phone))
             return
         try:
-            async with open_channel(self._config.access) as channel:
+            async with AsyncExitStack() as opened:
                 async with asyncio.timeout(self._options.farm_s):
-                    await settle(channel)
+                    channel = await opened.enter_async_context(farm_channel(self._config.access))
                     offered = await _find_bundle(channel, phone.device.arch)
                 if offered is None:
                     return
@@ -69,7 +70,7 @@ class Trial:
                     await phone.install_runner(bundle)
                     await try_out(bundle, offered.artifact.digest, phone, self._config.data)
                     phone.tried.add(offered.artifact.digest)
-        except (grpc.aio.AioRpcError, TimeoutError) as error:
+        except (grpc.aio.AioRpcError, TimeoutError, Unreachable, FarmNotProven) as error:
             log.info("the phone %s tries its runner at the first job: %s", phone.serial, error)
 
     async def _own_runner(self, phone: Phone) -> device_pb2.DeviceRunner:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from datetime import datetime
 from pathlib import Path
 from typing import Final
@@ -11,7 +12,7 @@ import grpc
 import structlog
 
 from etfarm.server.config import Config
-from etfarm.wire.tls import BadTlsFile, expiry_of
+from etfarm.wire.tls import BadTlsFile, expiry_of, first_of
 
 log = structlog.get_logger()
 
@@ -45,6 +46,11 @@ class Certificates:
     def expires_at(self) -> datetime | None:
         """The end of the certificate's validity; None without TLS."""
         return self._current[1]
+
+    @property
+    def sha256(self) -> bytes:
+        """The digest of the certificate that new connections get, in DER; empty without TLS."""
+        return self._current[2]
 
     def credentials(self) -> grpc.ServerCredentials | None:
         """Return gRPC's credentials, which ask for the current certificate at each new connection; None without TLS."""
@@ -82,11 +88,12 @@ class Certificates:
         else:
             log.info("read the TLS files again", expires=str(self.expires_at))
 
-    def _read(self) -> tuple[grpc.ServerCertificateConfiguration | None, datetime | None]:
+    def _read(self) -> tuple[grpc.ServerCertificateConfiguration | None, datetime | None, bytes]:
         if (identity := self._config.identity()) is None:
-            return None, None
+            return None, None, b""
         chain, key = identity
-        return grpc.ssl_server_certificate_configuration([(key, chain)], self._config.client_ca()), expiry_of(chain)
+        shown = grpc.ssl_server_certificate_configuration([(key, chain)], self._config.client_ca())
+        return shown, expiry_of(chain), hashlib.sha256(first_of(chain)).digest()
 
     def _signature(self) -> Signature:
         return tuple(map(signature_of, self._paths))

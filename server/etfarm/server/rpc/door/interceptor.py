@@ -22,6 +22,8 @@ from etfarm.server.rpc.door.calls import Call, Calls, is_read
 from etfarm.server.rpc.door.connections import Connections
 from etfarm.server.rpc.door.failures import Failures, address_of
 from etfarm.server.rpc.door.forwarded import KEY, Forwarded, accept, is_question
+from etfarm.server.rpc.door.proving import Prover
+from etfarm.server.rpc.door.roles import PROOF
 from etfarm.server.workers.fair_slots import FairSlots
 from etfarm.v1.common_pb2 import Principal
 from etfarm.wire.errors import EtfarmError, FarmError, Kind
@@ -65,6 +67,7 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
         clock: Callable[[], float] = time.monotonic,
         forwarded: Forwarded | None = None,
         ask: Ask | None = None,
+        prover: Prover | None = None,
     ) -> None:
         """Initialize the interceptor.
 
@@ -77,6 +80,7 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
             forwarded: recognizes callers of calls that other servers forward.
             ask: asks the farm's leader about a caller whom this server would refuse. All handlers must be of streams, so that
                 nothing is read before the answer.
+            prover: answers GetProof, whoever calls.
         """
         self._tokens = tokens
         self._resolve = resolve
@@ -88,6 +92,7 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
         self._large = FairSlots(admission.AT_ONCE)
         self._forwarded = forwarded or Forwarded()
         self._ask = ask
+        self._prover = prover
 
     async def intercept_service(
         self,
@@ -101,6 +106,8 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
         metadata = handler_call_details.invocation_metadata
         principal: Principal | None = None
         forwarded_peer = self._forwarded.peer(metadata)
+        if method == PROOF and self._prover is not None:
+            return self._proof(self._prover, metadata)
         try:
             credential = self._tokens.authenticate(_text(metadata, "authorization"))
             principal = credential.principal
@@ -117,6 +124,18 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
                 return self._question(self._ask, error, handler, method, forwarded_peer)
             return self._refusal(error, method, principal, forwarded_peer)
         return self._admission(handler, call, forwarded_peer)
+
+    def _proof(self, prover: Prover, metadata: Any) -> grpc.RpcMethodHandler[Any, Any]:
+        """Return the handler of GetProof. It handles streams, as that of a refusal does."""
+
+        async def prove(requests: object, context: ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
+            try:
+                proof = prover.prove(metadata)
+            except EtfarmError as error:
+                await _abort(context, error, PROOF)
+            yield proof.SerializeToString()
+
+        return grpc.stream_stream_rpc_method_handler(prove)
 
     async def _take_turn(self, call: Call) -> None:
         """Let a call that reads wait for its turn; methods with many responses have none of these names."""

@@ -75,6 +75,7 @@ ROLES: Final[dict[str, frozenset[Role.ValueType]]] = {
     "/etfarm.v1.FarmService/AddBundle": _ADMINS,
     "/etfarm.v1.FarmService/ApplyRetention": _ADMINS,
     "/etfarm.v1.FarmService/GetServerStatus": _ADMINS,
+    "/etfarm.v1.FarmService/GetProof": _ALL,
     "/etfarm.v1.TokenService/Create": _ADMINS,
     "/etfarm.v1.TokenService/List": _ADMINS,
     "/etfarm.v1.TokenService/Revoke": _ADMINS,
@@ -103,3 +104,5 @@ ROLES: Final[dict[str, frozenset[Role.ValueType]]] = {
 
 ENROLL: Final = "/etfarm.v1.AgentService/Enroll"
 """The only rpc that an enrolment token may call."""
+PROOF: Final = "/etfarm.v1.FarmService/GetProof"
+"""The only rpc for callers without a token. The interceptor answers it."""

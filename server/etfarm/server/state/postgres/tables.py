@@ -7,7 +7,7 @@ from typing import Final
 
 from sqlalchemy import BigInteger, Column, Connection, DateTime, MetaData, Table, Text, func, insert, text
 
-from etfarm.server.state import copies, revisions, schema
+from etfarm.server.state import copies, identity, revisions, schema
 
 _OWN: Final = MetaData()
 
@@ -45,6 +45,7 @@ def create(connection: Connection) -> None:
         connection.exec_driver_sql(statement)
     project = {"name": "default", "created_at": datetime.now(UTC), "created_by": "farm"}
     connection.execute(insert(schema.projects), project)
+    identity.renew(connection)
     connection.exec_driver_sql("CREATE TABLE alembic_version (version_num VARCHAR(32) PRIMARY KEY)")
     connection.execute(text("INSERT INTO alembic_version VALUES (:head)"), {"head": revisions.HEAD})
 

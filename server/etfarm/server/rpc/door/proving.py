@@ -1,0 +1,78 @@
+"""FarmService.GetProof: the proof that the server knows an agent's token, for a caller who has sent none."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from google.protobuf.message import DecodeError
+
+from etfarm.v1.farm_pb2 import FarmProof, GetProofRequest
+from etfarm.wire.errors import FarmError, Kind, UserError
+from etfarm.wire.farm_proof import HINT_BYTES, METADATA, NONCE_BYTES, mac_of
+
+
+class BadProofRequest(UserError):
+    """A call to GetProof without the metadata that it needs."""
+
+    reason = "BAD_PROOF_REQUEST"
+
+
+class TokensNotRead(FarmError):
+    """A server that has not read the farm's id and tokens yet."""
+
+    reason = "TOKENS_NOT_READ"
+    kind = Kind.UNAVAILABLE
+
+
+class ProvableTokens(Protocol):
+    """The agents' own tokens: `TokenTable`, or what a standby knows of it."""
+
+    @property
+    def farm_id(self) -> str:
+        """The farm's id; empty while it or the tokens are not known."""
+        ...
+
+    def key_of_hint(self, hint: bytes) -> bytes | None:
+        """Return the key of an agent's own token; None if there is no such token."""
+        ...
+
+
+class Prover:
+    """The proofs of one server.
+
+    Only the metadata of a call are read. Tokens of a `--tokens` file are never proven: people may have chosen them, and guesses
+    could be tried on a proof.
+
+    Args:
+        certificate: returns the sha256 of the server's certificate; empty without TLS.
+    """
+
+    def __init__(self, tokens: ProvableTokens, certificate: Callable[[], bytes]) -> None:
+        self._tokens = tokens
+        self._certificate = certificate
+
+    def prove(self, metadata: Any) -> FarmProof:
+        """Return the answer to a call with these metadata.
+
+        Raises:
+            BadProofRequest: they are not those of GetProof.
+            TokensNotRead: this server cannot prove anything yet.
+        """
+        sent = next((value for name, value in metadata or () if name == METADATA), b"")
+        try:
+            request = GetProofRequest.FromString(sent)
+        except (DecodeError, TypeError):
+            request = GetProofRequest()
+        if (len(request.hint), len(request.nonce)) != (HINT_BYTES, NONCE_BYTES):
+            raise BadProofRequest(
+                f"The metadata `{METADATA}` must be a GetProofRequest: {HINT_BYTES} bytes of hint, {NONCE_BYTES} of nonce.",
+                "Use an agent of the server's version.",
+            )
+        if not (farm_id := self._tokens.farm_id):
+            raise TokensNotRead("This server has not read the farm's tokens yet.", "Try again.")
+        unknown, server_nonce = secrets.token_bytes(32), secrets.token_bytes(NONCE_BYTES)
+        key = self._tokens.key_of_hint(request.hint) or unknown
+        mac = mac_of(key, request.nonce, server_nonce, farm_id, self._certificate())
+        return FarmProof(farm_id=farm_id, server_nonce=server_nonce, mac=mac)

@@ -1,0 +1,69 @@
+"""The proof that a server knows an agent's token: whom it convinces, and that it tells nobody which tokens there are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from etfarm.server.rpc.door.proving import BadProofRequest, Prover, TokensNotRead
+from etfarm.v1.farm_pb2 import FarmProof, GetProofRequest
+from etfarm.wire.farm_proof import METADATA, hint_of, is_proof, key_of
+from tests.support.golden import Golden
+
+TOKEN, FARM, CERTIFICATE, NONCE = "etf_of-an-agent", "the-farm", b"c" * 32, b"n" * 32
+
+
+@dataclass
+class Tokens:
+    farm_id: str = FARM
+    hints: dict[bytes, bytes] = field(default_factory=lambda: {hint_of(key_of(TOKEN)): key_of(TOKEN)})
+
+    def key_of_hint(self, hint: bytes) -> bytes | None:
+        return self.hints.get(hint)
+
+
+def metadata(token: str = TOKEN, nonce: bytes = NONCE) -> tuple[tuple[str, bytes], ...]:
+    return ((METADATA, GetProofRequest(hint=hint_of(key_of(token)), nonce=nonce).SerializeToString()),)
+
+
+def convinces(proof: FarmProof, *, token: str = TOKEN, nonce: bytes = NONCE, certificate: bytes = CERTIFICATE) -> bool:
+    return is_proof(proof.mac, key_of(token), nonce, proof.server_nonce, proof.farm_id, certificate)
+
+
+def test_a_proof_convinces_who_sees_the_same_certificate_and_asked_for_it() -> None:
+    proof = Prover(Tokens(), lambda: CERTIFICATE).prove(metadata())
+    assert proof.farm_id == FARM and convinces(proof)
+    assert not convinces(proof, certificate=b"r" * 32)  # a relay's
+    assert not convinces(proof, certificate=b"")
+    assert not convinces(proof, nonce=b"o" * 32)
+    assert not convinces(proof, token="etf_of-another")
+    assert not convinces(FarmProof(farm_id="another", server_nonce=proof.server_nonce, mac=proof.mac))
+    assert not convinces(FarmProof(farm_id=FARM, server_nonce=b"s" * 32, mac=proof.mac))
+
+
+def test_an_unknown_token_gets_an_answer_that_looks_the_same_and_convinces_nobody() -> None:
+    prover = Prover(Tokens(), lambda: CERTIFICATE)
+    known = [prover.prove(metadata()) for _ in range(2)]
+    unknown = [prover.prove(metadata("etf_of-another")) for _ in range(2)]
+    for first, second in (known, unknown):
+        # Nothing repeats, from which one could see whether the key is the same again.
+        assert first.mac != second.mac and first.server_nonce != second.server_nonce
+    assert {(len(proof.mac), len(proof.server_nonce), proof.farm_id) for proof in known + unknown} == {(32, 32, FARM)}
+    assert not any(convinces(proof, token="etf_of-another") for proof in unknown)
+
+
+@pytest.mark.parametrize(
+    "sent", [(), ((METADATA, b""),), ((METADATA, b"\xff" * 40),), ((METADATA, "text"),), metadata(nonce=b"short"),
+             metadata(nonce=b"n" * 1000)],
+)  # fmt: skip
+def test_other_metadata_are_refused(sent: tuple[tuple[str, bytes], ...], golden: Golden) -> None:
+    with pytest.raises(BadProofRequest) as refused:
+        Prover(Tokens(), lambda: CERTIFICATE).prove(sent)
+    golden.check(refused.value)
+
+
+def test_a_server_that_has_not_read_the_tokens_says_so(golden: Golden) -> None:
+    with pytest.raises(TokensNotRead) as refused:
+        Prover(Tokens(farm_id=""), lambda: b"").prove(metadata())
+    golden.check(refused.value)
