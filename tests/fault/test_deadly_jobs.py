@@ -114,7 +114,7 @@ async def end_of(calls: FarmCalls, job_id: str) -> job_pb2.Job:
     """Wait until a job is over, however often the server dies meanwhile."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
-            job: job_pb2.Job = await calls.call(calls.jobs.Get, job_pb2.GetJobRequest(job_id=job_id))
+            job: job_pb2.Job = await calls.call(calls.jobs.Get, job_pb2.GetJobRequest(job_id=job_id), give_up_s=DEADLINE_S)
             if job.state not in LIVE:
                 return job
             await asyncio.sleep(0.2)  # watches break with each server

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 import structlog
-from sqlalchemy import case, select, update
+from sqlalchemy import Connection, Update, select, update
 
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database, retry_until_written
@@ -91,24 +91,31 @@ class Takeups:
             suspects: limits by job id, as of `take_left_in_hand`.
         """
         jobs = schema.jobs.c
-        for job_id, limit in suspects.items():
-            change = update(schema.jobs).where(jobs.id == job_id, jobs.finished_at.is_(None), jobs.takeups < limit)
-            await self._write(change.values(takeups=jobs.takeups + 1), durable=True)
+        changes = [
+            update(schema.jobs)
+            .where(jobs.id == job_id, jobs.finished_at.is_(None), jobs.takeups < limit)
+            .values(takeups=jobs.takeups + 1)
+            for job_id, limit in suspects.items()
+        ]
+        await self._write(*changes, durable=True)
 
     async def uncount(self, job_id: str) -> None:
         """Decrement a job's count, after it was handled."""
-        takeups = schema.jobs.c.takeups
-        await self._write(
-            update(schema.jobs).where(schema.jobs.c.id == job_id).values(takeups=case((takeups > 0, takeups - 1), else_=0))
-        )
+        jobs = schema.jobs.c
+        await self._write(update(schema.jobs).where(jobs.id == job_id, jobs.takeups > 0).values(takeups=jobs.takeups - 1))
 
     async def clear(self) -> None:
         """Reset the counts of all live jobs."""
         jobs = schema.jobs.c
         await self._write(update(schema.jobs).where(jobs.finished_at.is_(None), jobs.takeups > 0).values(takeups=0))
 
-    async def _write(self, change: object, *, durable: bool = False) -> None:
-        await self._database.write(lambda connection: connection.execute(change) and None, durable=durable)  # type: ignore[call-overload]
+    async def _write(self, *changes: Update, durable: bool = False) -> None:
+        def work(connection: Connection) -> None:
+            for change in changes:
+                connection.execute(change)
+
+        if changes:
+            await self._database.write(work, durable=durable)
 
 
 class Hands:
