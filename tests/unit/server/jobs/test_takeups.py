@@ -9,8 +9,9 @@ import pytest
 
 from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs import model
+from etfarm.server.jobs.cells.plausibility import Plan, check_attempt
 from etfarm.server.jobs.takeups import IN_HAND, MOST, Takeups, take_left_in_hand
-from etfarm.v1 import common_pb2, job_pb2
+from etfarm.v1 import agent_pb2, common_pb2, job_pb2
 from tests.support.cells import STATES_TO_SUCCESS, WAIT_S, World
 
 pytestmark = pytest.mark.usefixtures("each_database")
@@ -165,13 +166,12 @@ async def test_a_running_suspect_is_adopted_at_once_and_its_result_is_checked_al
 
 async def test_a_result_that_is_being_checked_is_recorded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     left = []
-    check = world.stages._results.check
 
-    async def look(*arguments: object) -> object:
+    def look(answer: agent_pb2.RunResult, plan: Plan) -> None:
         left.append(take_left_in_hand(world.folder))
-        return await check(*arguments)  # type: ignore[arg-type]
+        check_attempt(answer, plan)
 
-    monkeypatch.setattr(world.stages._results, "check", look)
+    monkeypatch.setattr("etfarm.server.jobs.cells.results.check_attempt", look)
     agent = await world.agent()
     job = await world.submit()
     run = await agent.started()
