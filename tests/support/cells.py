@@ -34,6 +34,7 @@ from etfarm.server.jobs.conductor import Conductor
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.log import JobLog
 from etfarm.server.jobs.records.watch import Announcer
+from etfarm.server.jobs.takeups import Hands, Takeups
 from etfarm.server.reports.verdict import Thresholds
 from etfarm.server.state.engine import Database
 from etfarm.server.workers.measurement_lock import MeasurementLock
@@ -171,6 +172,7 @@ class World:
         self.health = HealthBook(database, self.now, HealthPolicy())
         self.registry = Registry(database, bundles, self.runs, self.now, fill_health=self.health.apply)
         self.compiler, self.analyst = Compiles(), Analyzes()
+        self.hands = Hands(Takeups(database), folder)
         self.conductor = self.conduct(self.compiler)
 
     def conduct(self, compiler: Any) -> Conductor:
@@ -184,6 +186,7 @@ class World:
         self.stages = CellStages(
             self.journal, self.log, self.announcer, compiler, self.requirements, dispatch,
             Results(runs, dispatch, self.store, readers), analysis, MeasurementLock(),
+            self.hands,
             now=self.now, clock=lambda: 0.0, new_id=self.ids, on_device_fault=self.health.record_fault,
         )  # fmt: skip
         return Conductor(self.journal, self.announcer, self.stages)

@@ -23,7 +23,7 @@ def begin_to_lead(url: DatabaseUrl) -> int:
         await lease.create_tables(session)
         taken = await lease.take(session, "a", "farm-a:7433", "1", "")
         assert taken is not None
-        return taken[0].token
+        return taken.token
 
     return _with_session(url, begin)
 

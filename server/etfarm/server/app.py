@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from asyncio import Event
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,6 @@ from etfarm.server.devices.watch import DeviceWatch
 from etfarm.server.jobs.cells.subjects import restore_use
 from etfarm.server.jobs.records.history import History
 from etfarm.server.jobs.records.tags import Tags
-from etfarm.server.jobs.takeups import CleanEnd, Takeups
 from etfarm.server.jobs.waiting_list import WaitingList
 from etfarm.server.notices.notices import Notices
 from etfarm.server.operation.intake import Intake
@@ -92,6 +91,7 @@ async def running(
     children: Children | None = None,
     lead: Lead | None = None,
     page_key: str = "",
+    suspects: Mapping[str, int] | None = None,
 ) -> AsyncIterator[Server]:
     """Run a server until the end of the block.
 
@@ -101,6 +101,7 @@ async def running(
         children: the child processes, if they were started before gRPC; their owner stops them.
         lead: how the server leads a farm of several servers; None for a server that is alone.
         page_key: the secret of the process's web page; empty without one.
+        suspects: the jobs that the death of the data folder's former server counts for, as of `takeups.take_left_in_hand`.
 
     Raises:
         CannotListen: the address cannot be used.
@@ -113,12 +114,11 @@ async def running(
     (config.data / "work").mkdir(exist_ok=True)
     is_local = config.compile_pool == LOCAL  # else each node's jail is required
     jail = await preflight.require_jail(config) if is_local and config.is_jail_required else None
-    storage, clean_end = Storage.create(config, on_damaged), CleanEnd(config.data) if lead is None else lead
+    storage = Storage.create(config, on_damaged)
     started = children or Children.start(config, None if lead is None else lead.tenure)
     workers, measurement_lock = started.workers, started.measurement_lock
     screening, background = Screening(started.inspectors, storage.store.path, config.operators), Background()
     async with AsyncExitStack() as closing:  # calls these in reverse order
-        closing.callback(clean_end.end)
         closing.callback(storage.close)
         if children is None:
             closing.push_async_callback(started.stop)
@@ -180,9 +180,10 @@ async def running(
             background.start(jobs.keeping.relief.tend(), "disk-relief")
 
         # Order matters: jobs that run on devices must be awaited before their agents can connect.
-        was_clean = clean_end.begin()
         await restore_use(jobs.placement, storage.database, now())
-        await jobs.conductor.resume(None if was_clean else Takeups(storage.database))
+        await jobs.hands.begin(suspects or {})
+        await jobs.conductor.resume()
+        background.start(jobs.hands.forgive(), "suspects")
         await server.start()
         await set_serving(checks)
         monitor.is_started = True

@@ -9,6 +9,7 @@ from functools import partial
 from etfarm.server.arguments import config_of, parser
 from etfarm.server.operation import logs, settings, unit
 from etfarm.server.operation.check import check
+from etfarm.server.operation.death import Evidence
 from etfarm.server.serving import Process, restart
 from etfarm.server.state.folder import locked, require_restored
 from etfarm.server.workers.pacing import shorten_thread_switches
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> int:
     close_umask()
     with locked(config.data):
         require_restored(config.data)
-        former_address = asyncio.run(Process(config, sources).run())
+        former_address = asyncio.run(Process(config, sources, Evidence(config.data)).run())
     if former_address is not None:
         restart(former_address)
     return 0

@@ -53,6 +53,7 @@ from etfarm.server.jobs.records.log import JobLog
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.jobs.revision import Revision
 from etfarm.server.jobs.submission import Submission
+from etfarm.server.jobs.takeups import Hands, Takeups
 from etfarm.server.notices.notices import Notices
 from etfarm.server.reports.analyst import Analyst
 from etfarm.server.reports.findings import Findings
@@ -333,6 +334,7 @@ class Jobs:
     sessions: Sessions
     keeping: RetentionParts
     probing: Probing
+    hands: Hands
 
     @classmethod
     def create(
@@ -367,6 +369,7 @@ class Jobs:
         attempts = DeviceAttempts(registry, runs, placement, fleet.bundles, new_id, fleet.reservations)
         dispatch = Dispatch(attempts, requirements)
         results = Results(runs, dispatch, store, readers)
+        hands = Hands(Takeups(database), config.data)
         stages = CellStages(
             journal,
             joblog,
@@ -377,6 +380,7 @@ class Jobs:
             results,
             analysis,
             measurement_lock,
+            hands,
             now=now,
             clock=time.monotonic,
             new_id=new_id,
@@ -428,6 +432,7 @@ class Jobs:
                 now,
             ),
             probing=Probing(registry, fleet.health, fleet.bundles, attempts, health_runs, measurement_lock, now),
+            hands=hands,
         )
 
 

@@ -8,7 +8,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from importlib.metadata import version
@@ -20,6 +20,7 @@ from etfarm.server.app import Server, running
 from etfarm.server.artifacts.blobs import ARTIFACTS
 from etfarm.server.config import LOCAL, Config
 from etfarm.server.operation import web_page
+from etfarm.server.operation.death import Evidence
 from etfarm.server.operation.service_manager import ServiceManager
 from etfarm.server.operation.settings import Setting
 from etfarm.server.parts import Children
@@ -45,11 +46,14 @@ class Process:
 
     Args:
         settings: the options that `config` follows from, for the server's status.
+        evidence: of the death of the data folder's former server.
     """
 
-    def __init__(self, config: Config, settings: Sequence[Setting]) -> None:
+    def __init__(self, config: Config, settings: Sequence[Setting], evidence: Evidence) -> None:
         self._config = config
         self._settings = settings
+        self._evidence = evidence
+        self._suspects = evidence.find_suspects()
         self._page_key = "" if config.web is None else secrets.token_urlsafe(32)
         self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
         self._damage: list[FarmError] = []
@@ -64,12 +68,14 @@ class Process:
         loop.add_signal_handler(signal.SIGHUP, lambda: self._reload())
         if self._config.exit_with_stdin:
             at_end_of_stdin(self._end_now)
+        watching = asyncio.create_task(self._evidence.watch(), name="evidence")
         try:
             if self._config.database is None:
                 await self._serve_alone()
                 return None
             return await self._serve_among_others()
         finally:
+            watching.cancel()
             if self._damage:
                 # Any other error during shutdown is a consequence of the damage.
                 raise self._damage[0] from None
@@ -89,7 +95,7 @@ class Process:
 
     async def _serve_alone(self) -> None:
         async with (
-            running(self._config, self._on_damaged, self._settings, page_key=self._page_key) as server,
+            running(self._config, self._on_damaged, self._settings, page_key=self._page_key, suspects=self._suspects) as server,
             AsyncExitStack() as stack,
         ):
             self._reload = server.reload
@@ -113,7 +119,7 @@ class Process:
         async with AsyncExitStack() as stack:
             if children is not None:
                 stack.push_async_callback(children.stop)
-            member = _member(config)
+            member = _member(config, self._suspects)
             metrics = ClusterMetrics(member)
             standby = await stack.enter_async_context(AsyncExitStack())
             address = await standby.enter_async_context(
@@ -200,7 +206,7 @@ class Process:
         await asyncio.gather(draining, now, return_exceptions=True)
 
 
-def _member(config: Config) -> Member:
+def _member(config: Config, suspects: Mapping[str, int]) -> Member:
     """Return this server among the servers of its farm."""
     from etfarm.server.cluster.member import Member
     from etfarm.server.cluster.shared_blobs import identify_folder
@@ -213,8 +219,9 @@ def _member(config: Config) -> Member:
 
     blobs = identify_folder(config.data / ARTIFACTS) if config.blobs is None else config.blobs.url
     return Member(
-        config.database, version("etfarm"), certificate, blobs, known_revisions(), asks_for_tokens=config.tokens is not None
-    )
+        config.database, version("etfarm"), certificate, blobs, known_revisions(), suspects,
+        asks_for_tokens=config.tokens is not None,
+    )  # fmt: skip
 
 
 def restart(address: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from etfarm.server.cluster.member import Member, Term
+from etfarm.server.cluster.leadership import Leader
+from etfarm.server.cluster.member import Member
 from etfarm.server.cluster.metrics import ClusterMetrics
 from etfarm.server.workers.cluster.tenure import Tenure
 from etfarm.v1.farm_pb2 import FarmServer
@@ -15,28 +16,23 @@ class Lead:
 
     Args:
         member: this server, which has the lease.
+        leader: this server as the leader.
         take_address: ends the forwarding of calls, so that this server itself can listen on the address.
     """
 
-    def __init__(self, member: Member, term: Term, take_address: Callable[[], Awaitable[None]], metrics: ClusterMetrics) -> None:
+    def __init__(
+        self, member: Member, leader: Leader, take_address: Callable[[], Awaitable[None]], metrics: ClusterMetrics
+    ) -> None:
         self._member = member
         self.metrics = metrics
         """The metrics that this server has had since it started."""
-        self._was_clean = term.was_clean
-        self.secret = term.leader.secret
+        self.secret = leader.secret
         """The secret by which calls of other servers are recognized."""
-        self.tenure = Tenure.of_leader(term.leader.secret, term.leader.token)
+        self.tenure = Tenure.of_leader(leader.secret, leader.token)
         """The owner of the children on a compile cluster."""
         self.fence = member.fence()
         """The check of each write transaction."""
         self.take_address = take_address
-
-    def begin(self) -> bool:
-        """Return whether the former leader ended in order. That this one runs is in its lease."""
-        return self._was_clean
-
-    def end(self) -> None:
-        """Leave the end to the lease, which is given up once everything is written."""
 
     def servers(self) -> Sequence[FarmServer]:
         """Return the farm's servers, this one first."""

@@ -8,7 +8,7 @@ not know it yet, such as a process that stood still, writes nothing.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
@@ -104,6 +104,11 @@ SELECT id, address, version, started_at FROM etfarm_cluster.servers
 WHERE seen_at > clock_timestamp() - make_interval(secs => %(present_s)s) ORDER BY started_at, id
 """
 _FORGET: Final = "DELETE FROM etfarm_cluster.servers WHERE seen_at < clock_timestamp() - make_interval(secs => %(present_s)s)"
+_COUNT_DEATH: Final = """
+UPDATE jobs SET takeups = takeups + 1 WHERE id = %(job)s AND finished_at IS NULL AND takeups < %(limit)s
+"""
+"""As `etfarm.server.jobs.takeups.Takeups.count`. No fence refuses it: the server that has died need not lead again."""
+
 Session = psycopg.AsyncConnection[Any]
 
 
@@ -195,8 +200,8 @@ async def _read(session: Session, query: str) -> LeaseRow:
 
 async def take(
     session: Session, holder: str, address: str, version: str, certificate: str, *, asks_for_tokens: bool = False
-) -> tuple[Leader, bool] | None:
-    """Take an expired lease; return the new leader, and whether the former one ended in order.
+) -> Leader | None:
+    """Take an expired lease; return the new leader.
 
     Return None if another server was first, if a command holds the lease, or if a write of the former leader does not end.
 
@@ -223,7 +228,7 @@ async def take(
     except psycopg.errors.LockNotAvailable:
         log.warning("the lease could not be taken: a command such as `etfarm restore` holds it, or a write of the former leader")
         return None
-    return Leader(taken[0], address, version, certificate, taken[1]), former.released
+    return Leader(taken[0], address, version, certificate, taken[1])
 
 
 async def asks_for_tokens(session: Session) -> bool:
@@ -289,6 +294,19 @@ async def revision(session: Session) -> str | None:
         return None
     row = await (await session.execute("SELECT version_num FROM alembic_version")).fetchone()
     return None if row is None else str(row[0])
+
+
+async def count_death(session: Session, suspects: Mapping[str, int]) -> None:
+    """Count a server's death for live jobs that it was handling.
+
+    Args:
+        suspects: by job id, the count beyond which the death does not count.
+    """
+    for job, limit in suspects.items():
+        try:
+            await session.execute(_COUNT_DEATH, {"job": job, "limit": limit})
+        except (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedColumn):  # a newer version has migrated the database
+            return
 
 
 async def claim_blobs(session: Session, blobs: str) -> str:

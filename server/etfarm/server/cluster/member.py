@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, Final
 
 import psycopg
@@ -43,15 +42,6 @@ def answer_s() -> float:
     return 2 * lease.LEASE_S
 
 
-@dataclass(frozen=True)
-class Term:
-    """The time for which this server leads."""
-
-    leader: Leader
-    was_clean: bool
-    """Whether the former leader ended in order."""
-
-
 class Member:
     """This server among the servers of its farm.
 
@@ -61,6 +51,8 @@ class Member:
         certificate: returns this server's certificate chain in PEM; empty without TLS.
         blobs: identifies where this server's blobs are.
         revisions: the revisions of the database that this server knows.
+        suspects: the jobs that the death of this server's former process counts for, each with the count beyond which it does
+            not count.
         asks_for_tokens: whether this server has a token file of its own.
     """
 
@@ -71,6 +63,7 @@ class Member:
         certificate: Callable[[], str],
         blobs: str,
         revisions: Collection[str],
+        suspects: Mapping[str, int] | None = None,
         *,
         asks_for_tokens: bool = False,
     ) -> None:
@@ -89,8 +82,9 @@ class Member:
         self._certificate = certificate
         self._blobs = blobs
         self._revisions = frozenset(revisions)
+        self._suspects = suspects or {}
         self._asks_for_tokens = asks_for_tokens
-        self._term: asyncio.Future[Term] = asyncio.get_running_loop().create_future()
+        self._term: asyncio.Future[Leader] = asyncio.get_running_loop().create_future()
         self._joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._expiry: asyncio.TimerHandle | None = None
         self._leaderless_since: float | None = time.monotonic()
@@ -133,14 +127,14 @@ class Member:
             log.error("the farm's lease is no longer followed", exc_info=error)
             self._lose("because of a bug")
 
-    async def elected(self) -> Term:
-        """Wait until this server leads."""
+    async def elected(self) -> Leader:
+        """Wait until this server leads, and return it."""
         return await asyncio.shield(self._term)
 
     def fence(self) -> Fence:
         """Return the check of the leader's write transactions. Call it in the event loop, once this server leads."""
         loop = asyncio.get_running_loop()
-        token = self._term.result().leader.token
+        token = self._term.result().token
         return Fence(token, lambda: loop.call_soon_threadsafe(self._lose, "a write was refused"))
 
     def has_others(self) -> bool:
@@ -186,13 +180,16 @@ class Member:
             )  # fmt: skip
         await session.execute(f"LISTEN {lease.CHANNEL}")
         try:
+            # Before another server, or this one, takes the lead: it handles these jobs with care.
+            await lease.count_death(session, self._suspects)
+            self._suspects = {}
             if not self._term.done():
                 await self._stand_by(session)
             await self._lead(session)
         except asyncio.CancelledError:
             with contextlib.suppress(psycopg.Error):
                 if self.is_leading and not self._has_failed:
-                    await lease.release(session, self._term.result().leader.token)
+                    await lease.release(session, self._term.result().token)
                 await lease.leave(session, self.id)
             raise
 
@@ -214,7 +211,7 @@ class Member:
                     session, self.id, self.address, self._version, self._certificate(), asks_for_tokens=self._asks_for_tokens
                 )
                 if taken is not None:
-                    self._begin(Term(*taken), sent_s)
+                    self._begin(taken, sent_s)
                     return
             wait_s = _RETRY_S if row.leader is None else min(max(row.remaining_s, 0.0) + _MARGIN_S, _MOST_WAIT_S)
             async for _ in session.notifies(timeout=wait_s, stop_after=1):
@@ -229,16 +226,16 @@ class Member:
         self._is_too_old = is_too_old
         return not is_too_old
 
-    def _begin(self, term: Term, sent_s: float) -> None:
-        log.info("this server leads the farm", token=term.leader.token, address=self.address)
+    def _begin(self, leader: Leader, sent_s: float) -> None:
+        log.info("this server leads the farm", token=leader.token, address=self.address)
         self._extend(sent_s)
         self._end_leaderless()
         self.leadership.set(None)  # calls wait until this server itself answers them
-        self._term.set_result(term)
+        self._term.set_result(leader)
 
     async def _lead(self, session: Session) -> None:
         """Renew the lease until it is lost."""
-        token = self._term.result().leader.token
+        token = self._term.result().token
         while not self.lost.is_set():
             sent_s = asyncio.get_running_loop().time()
             if not await lease.renew(session, token, self._certificate()):

@@ -15,7 +15,7 @@ from etfarm.server.jobs.cells.cell_run import CellRun
 from etfarm.server.jobs.cells.stages import CellStages
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.watch import Announcer
-from etfarm.server.jobs.takeups import CARE_S, HANDLED, IN_SERVER, MOST, STABLE_S, SetAside, Takeups, is_handled
+from etfarm.server.jobs.takeups import SetAside
 from etfarm.server.state.engine import wait_without_limit
 from etfarm.v1.job_pb2 import Job, JobEvent
 from etfarm.wire.errors import EtfarmError, FarmError, Fault
@@ -38,9 +38,6 @@ class Conductor:
         self._live: Counter[str] = Counter()
         """Number of live cells by job id."""
         self._cancelled: set[str] = set()
-        self._held: dict[str, Job] = {}
-        """Live jobs that are resumed one at a time."""
-        self._careful: asyncio.Task[None] | None = None
         self._is_draining = False
         announcer.on_event(self._release_if_draining)
 
@@ -50,9 +47,8 @@ class Conductor:
         return self.count_live(EVERYTHING)
 
     def count_live(self, scope: Scope) -> int:
-        """Return the number of jobs in a scope that have live cells or wait to be resumed."""
-        jobs = (*self._jobs.values(), *self._held.values())
-        return len({job.id for job in jobs if scope.allows(job.project)})
+        """Return the number of jobs in a scope that have live cells."""
+        return sum(scope.allows(job.project) for job in self._jobs.values())
 
     def runs(self) -> Iterable[CellRun]:
         """Return the runs of the live cells."""
@@ -64,8 +60,8 @@ class Conductor:
         return "" if job is None else job.project
 
     def live_by_project(self) -> Counter[str]:
-        """Return the numbers of jobs that have live cells or wait to be resumed, by project."""
-        return Counter(job.project for job in {**self._held, **self._jobs}.values())
+        """Return the numbers of jobs that have live cells, by project."""
+        return Counter(job.project for job in self._jobs.values())
 
     def start(self, job: Job) -> None:
         """Start, or resume, the live cells of a job. While the server drains, they are left to the next server."""
@@ -87,56 +83,19 @@ class Conductor:
         if not self._live[job_id]:
             del self._live[job_id], self._jobs[job_id]
 
-    async def resume(self, takeups: Takeups | None = None) -> None:
-        """Resume the jobs of an earlier server.
+    async def resume(self) -> None:
+        """Resume the jobs of an earlier server. Those that servers have died with three times are set aside.
 
         Call it before agents can connect: an agent that connects earlier would have to stop its attempts, which no cell awaits
         yet.
-
-        Args:
-            takeups: counts of recoveries, after a server that did not end cleanly. Jobs that it was handling are resumed one
-                after the other in the background; jobs that were being handled for the third time are set aside.
         """
-        counts = await takeups.counts() if takeups is not None else {}
         for job in await self._journal.live():
             await self._stages.resume(job)
-            if takeups is None or not is_handled(job):
-                log.info("taking up a job", job=job.id)
-                self.start(job)
-            elif counts.get(job.id, 0) + 1 >= MOST:
+            if self._stages.hands.is_over(job.id):
                 await self._set_aside(job)
             else:
-                self._held[job.id] = job
-        if takeups is not None:
-            self._careful = asyncio.create_task(self._take_up(takeups), name="take-up")
-
-    async def _take_up(self, takeups: Takeups) -> None:
-        """Resume the held jobs one at a time; clear the counts once the server has run for a while."""
-        while self._held:
-            job = self._held[next(iter(self._held))]
-            await takeups.count(job.id)
-            if self._held.pop(job.id, None) is None:
-                continue  # cancelled in the meantime
-            log.info("resuming a job that was being handled when the server died", job=job.id)
-            if await self._comes_to_rest(job):
-                await takeups.uncount(job.id)
-        await asyncio.sleep(STABLE_S)
-        await takeups.clear()
-
-    async def _comes_to_rest(self, job: Job) -> bool:
-        """Start a job and let it run alone for a while; return whether the server is done with it until a device is free."""
-        states = {cell.id: cell.state for cell in job.cells}
-        with self._announcer.subscribe(job.id) as subscription:
-            self.start(job)
-            try:
-                async with asyncio.timeout(CARE_S):
-                    while any(state in IN_SERVER for state in states.values()):
-                        for event in await subscription.take():
-                            if event.WhichOneof("event") == "cell":
-                                states[event.cell.id] = event.cell.state
-            except TimeoutError:
-                return False
-        return not any(state in HANDLED for state in states.values())
+                log.info("taking up a job", job=job.id)
+                self.start(job)
 
     async def _set_aside(self, job: Job) -> None:
         """End a job's live cells without reading any of its data."""
@@ -148,8 +107,6 @@ class Conductor:
 
     async def cancel(self, job: Job) -> None:
         """End the job's live cells; return once they are terminal."""
-        if (held := self._held.pop(job.id, None)) is not None:
-            self.start(held)
         # A newly created task must take its first step before it is cancelled; otherwise it would not run at all.
         await asyncio.sleep(0)
         tasks = [(cell.id, task) for cell in job.cells if (task := self._tasks.get(cell.id)) is not None]
@@ -166,9 +123,9 @@ class Conductor:
         Cells that begin to wait meanwhile are released, too. They stay in the journal, and a new server resumes them.
         """
         self._is_draining = True
-        self._held.clear()
         for cell_id, run in self._runs.items():
-            if run.cell.state in (model.QUEUED, model.WAITING):
+            is_suspect = run.cell.state in (model.COMPILING, model.ANALYZING) and self._stages.hands.is_waiting(run.job.id)
+            if is_suspect or run.cell.state in (model.QUEUED, model.WAITING):
                 self._tasks[cell_id].cancel()
         while self._tasks:
             await asyncio.wait(list(self._tasks.values()))
@@ -181,7 +138,7 @@ class Conductor:
 
     async def stop(self) -> None:
         """Release all cells. They stay in the journal unchanged, and a new server resumes them."""
-        tasks = [*self._tasks.values(), *([self._careful] if self._careful is not None else [])]
+        tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         if tasks:

@@ -1,39 +1,45 @@
-"""Recovery of jobs after a crash: jobs are counted, resumed one at a time, and set aside after the third crash.
+"""Jobs that may crash the server: they are counted, handled one at a time, and set aside after the third crash.
 
-A job itself may crash the server. Therefore, after an unclean end, a new server durably increments the count of each job that was
-being handled, right before it resumes the job. Once the job waits or is finished, the count is decremented, so that only the job
-that causes the crash keeps its count. A server that survives for a while clears all counts, since its predecessors crashed for
-another reason.
+While a server handles a job, a file in its data folder has the job's name (`Hands`). If the server dies and leaves evidence that
+it was not ended from outside (`etfarm.server.operation.death`), its successor in that folder counts the jobs of these files.
+Without evidence, nothing is counted. All jobs are resumed at once, but a job with a count is a suspect: a server handles one
+suspect at a time. After that it decrements the suspect's count, so that only the job that causes the crashes keeps one. A server
+that survives for a while clears all counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final
 
-from sqlalchemy import case, select, update
+import structlog
+from sqlalchemy import Connection, Update, select, update
 
-from etfarm.server.jobs import model
 from etfarm.server.state import schema
-from etfarm.server.state.engine import Database
-from etfarm.v1.job_pb2 import Job
+from etfarm.server.state.engine import Database, retry_until_written
 from etfarm.wire.errors import FarmError
 
+log = structlog.get_logger()
+
 MOST: Final = 3
-"""Number of crashes of the server after which a job is set aside."""
+"""Number of crashes after which a job is set aside. The last one counts only for a job that excluded the other suspects."""
 
 CARE_S: Final = 10.0
-"""Maximum time for which a resumed job runs alone before the next one is resumed, in seconds."""
+"""Maximum time for which a suspect excludes the others, in seconds. One that would be set aside next excludes them to its end."""
 
 STABLE_S: Final = 600.0
 """Time after which a surviving server clears the counts, in seconds."""
 
-IN_SERVER: Final = frozenset({model.QUEUED, model.COMPILING, model.ANALYZING})
-"""States in which the server itself works on a cell."""
+IN_HAND: Final = "in-hand"
+"""Folder in the data folder that has a file for each job that the server handles."""
 
-HANDLED: Final = IN_SERVER | {model.RUNNING}
-"""States in which a cell may have crashed the server: the result of a run may arrive at any time."""
+_ALONE: Final = ".alone"
+"""Suffix of the file of a suspect that excludes all others."""
 
 
 class SetAside(FarmError):
@@ -50,58 +56,190 @@ class SetAside(FarmError):
         )  # fmt: skip
 
 
-def is_handled(job: Job) -> bool:
-    """Return whether a server was working on a job or could receive one of its results."""
-    return any(cell.state in HANDLED for cell in job.cells)
+def take_left_in_hand(data: Path) -> dict[str, int]:
+    """Return the jobs that the former server of a data folder was handling when it ended, and forget them.
+
+    Returns:
+        The count, by job id, beyond which the death of that server does not raise the job's count.
+    """
+    folder = data / IN_HAND
+    folder.mkdir(exist_ok=True, mode=0o700)
+    left = {}
+    for file in folder.iterdir():
+        left[file.name.removesuffix(_ALONE)] = MOST if file.name.endswith(_ALONE) else MOST - 1
+        file.unlink()
+    return left
 
 
 class Takeups:
-    """Numbers of recoveries of live jobs, in the database."""
+    """Counts of the crashes of servers by live jobs, in the database."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def counts(self) -> Mapping[str, int]:
-        """Return the number of recoveries of each live job by job id."""
+    async def counts(self) -> dict[str, int]:
+        """Return the counts of the live jobs that have one, by job id."""
         jobs = schema.jobs.c
-        query = select(jobs.id, jobs.takeups).where(jobs.finished_at.is_(None))
+        query = select(jobs.id, jobs.takeups).where(jobs.finished_at.is_(None), jobs.takeups > 0)
         rows = await self._database.read(lambda connection: connection.execute(query).all())
         return {row.id: row.takeups for row in rows}
 
-    async def count(self, job_id: str) -> None:
-        """Increment a job's count durably."""
-        await self._add(job_id, 1)
+    async def count(self, suspects: Mapping[str, int]) -> None:
+        """Increment the counts of live jobs durably, each up to a limit.
+
+        Args:
+            suspects: limits by job id, as of `take_left_in_hand`.
+        """
+        jobs = schema.jobs.c
+        changes = [
+            update(schema.jobs)
+            .where(jobs.id == job_id, jobs.finished_at.is_(None), jobs.takeups < limit)
+            .values(takeups=jobs.takeups + 1)
+            for job_id, limit in suspects.items()
+        ]
+        await self._write(*changes, durable=True)
 
     async def uncount(self, job_id: str) -> None:
-        """Decrement a job's count, after the job came to rest."""
-        await self._add(job_id, -1)
-
-    async def _add(self, job_id: str, number: int) -> None:
-        takeups = schema.jobs.c.takeups + number
-        change = update(schema.jobs).where(schema.jobs.c.id == job_id).values(takeups=case((takeups < 0, 0), else_=takeups))
-        await self._database.write(lambda connection: connection.execute(change) and None, durable=number > 0)
+        """Decrement a job's count, after it was handled."""
+        jobs = schema.jobs.c
+        await self._write(update(schema.jobs).where(jobs.id == job_id, jobs.takeups > 0).values(takeups=jobs.takeups - 1))
 
     async def clear(self) -> None:
-        """Reset all counts."""
-        change = update(schema.jobs).where(schema.jobs.c.takeups > 0).values(takeups=0)
-        await self._database.write(lambda connection: connection.execute(change) and None)
+        """Reset the counts of all live jobs."""
+        jobs = schema.jobs.c
+        await self._write(update(schema.jobs).where(jobs.finished_at.is_(None), jobs.takeups > 0).values(takeups=0))
+
+    async def _write(self, *changes: Update, durable: bool = False) -> None:
+        def work(connection: Connection) -> None:
+            for change in changes:
+                connection.execute(change)
+
+        if changes:
+            await self._database.write(work, durable=durable)
 
 
-class CleanEnd:
-    """A marker file that exists while a server runs, and afterwards only if the server did not end cleanly."""
+class Hands:
+    """The jobs that the server handles: it compiles them, or checks or analyzes their results.
 
-    def __init__(self, folder: Path) -> None:
-        self._file = folder / "server.running"
-        self._has_begun = False
+    A job's file outlives the process, but need not outlive the machine: files are not synced.
 
-    def begin(self) -> bool:
-        """Record that a server runs; return whether the previous one ended cleanly."""
-        was_clean = not self._file.exists()
-        self._file.touch(mode=0o600)
-        self._has_begun = True
-        return was_clean
+    Args:
+        data: the data folder.
+    """
 
-    def end(self) -> None:
-        """Record that the server ends cleanly. A server that could not start leaves the marker of the previous one."""
-        if self._has_begun:
-            self._file.unlink(missing_ok=True)
+    def __init__(self, takeups: Takeups, data: Path) -> None:
+        self._takeups = takeups
+        self._folder = data / IN_HAND
+        self._folder.mkdir(exist_ok=True, mode=0o700)
+        self._counts: dict[str, int] = {}
+        """Counts of the suspects by job id."""
+        self._held: Counter[str] = Counter()
+        """Number of blocks of `hold` by job id."""
+        self._waiting: Counter[str] = Counter()
+        self._first: str | None = None
+        """The suspect that excludes the others."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._changed = asyncio.Event()
+
+    async def begin(self, suspects: Mapping[str, int]) -> None:
+        """Read the counts, before any job is resumed.
+
+        Args:
+            suspects: the jobs that the death of the former server counts for, as of `take_left_in_hand`.
+        """
+        await self._takeups.count(suspects)
+        self._counts = await self._takeups.counts()
+
+    def is_over(self, job_id: str) -> bool:
+        """Return whether a job is to be set aside."""
+        return self._counts.get(job_id, 0) >= MOST
+
+    def is_waiting(self, job_id: str) -> bool:
+        """Return whether a job waits until the server has handled another suspect."""
+        return self._waiting[job_id] > 0
+
+    @asynccontextmanager
+    async def hold(self, job_id: str) -> AsyncIterator[None]:
+        """Handle a job until the end of the block. A suspect waits for its turn first."""
+        self._waiting[job_id] += 1
+        try:
+            while not self._may_begin(job_id):
+                await self._changed.wait()
+        finally:
+            self._waiting[job_id] -= 1
+            if not self._waiting[job_id]:
+                del self._waiting[job_id]
+        self._take(job_id)
+        try:
+            yield
+        finally:
+            self._lay_down(job_id)
+        if job_id in self._counts and job_id not in self._held:
+            await self._uncount(job_id)
+
+    async def forgive(self) -> None:
+        """Clear the counts whenever the server has survived for a while and no suspect is or waits to be handled."""
+        while True:
+            await asyncio.sleep(STABLE_S)
+            if self._counts.keys() & (self._held.keys() | self._waiting.keys()):
+                continue
+            await retry_until_written(self._takeups.clear)
+            self._counts.clear()
+
+    def _is_last_time(self, job_id: str) -> bool:
+        return self._counts.get(job_id, 0) >= MOST - 1
+
+    def _may_begin(self, job_id: str) -> bool:
+        if job_id not in self._counts or job_id in self._held:
+            return True
+        if self._is_last_time(job_id):
+            return not self._counts.keys() & self._held.keys()
+        return self._first is None
+
+    def _take(self, job_id: str) -> None:
+        self._held[job_id] += 1
+        if self._held[job_id] > 1:
+            return
+        try:
+            self._file(job_id).touch(mode=0o600)
+        except OSError as error:
+            log.warning("a job that is being handled cannot be recorded", job=job_id, why=str(error))
+        if job_id in self._counts:
+            log.info("handling a job that a server died with", job=job_id, times=self._counts[job_id])
+            self._first = job_id
+            if not self._is_last_time(job_id):
+                self._timer = asyncio.get_running_loop().call_later(CARE_S, self._admit_others)
+
+    def _lay_down(self, job_id: str) -> None:
+        self._held[job_id] -= 1
+        if self._held[job_id]:
+            return
+        del self._held[job_id]
+        try:
+            self._file(job_id).unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("a job that is no longer being handled cannot be removed from the record", job=job_id, why=str(error))
+        if self._first == job_id:
+            self._admit_others()
+        elif job_id in self._counts:
+            self._wake()
+
+    def _file(self, job_id: str) -> Path:
+        return self._folder / f"{job_id}{_ALONE if self._is_last_time(job_id) else ''}"
+
+    def _admit_others(self) -> None:
+        self._first = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _uncount(self, job_id: str) -> None:
+        self._counts[job_id] -= 1
+        if not self._counts[job_id]:
+            del self._counts[job_id]
+        await retry_until_written(partial(self._takeups.uncount, job_id))

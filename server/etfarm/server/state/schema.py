@@ -81,7 +81,7 @@ jobs = Table(
     Column("finished_at", UtcDateTime),
     Column("last_sequence", Whole, nullable=False),
     Column("project", Text, nullable=False, server_default="default"),
-    # Number of times that a server resumed the live job after an unclean end.
+    # Number of servers that died of a fault of their own, or of a lack of memory, while they handled the live job.
     Column("takeups", Whole, nullable=False, server_default="0"),
     UniqueConstraint("owner", "request_id"),
     Index("jobs_of_a_project", "project", "number"),

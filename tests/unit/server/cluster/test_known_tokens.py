@@ -120,7 +120,7 @@ async def lead(url: str, *, asks_for_tokens: bool) -> None:
         await lease.create_tables(session)
         taken = await lease.take(session, "a", "farm-a:7433", "1", "", asks_for_tokens=asks_for_tokens)
         assert taken is not None
-        await lease.release(session, taken[0].token)
+        await lease.release(session, taken.token)
 
 
 async def test_a_token_file_of_the_leader_alone_is_known_from_the_start(url: str, tmp_path: Path) -> None:

@@ -1,16 +1,17 @@
-"""Jobs that were being handled when a server died: one at a time, counted, and set aside at the third time."""
+"""Jobs that a server was handling when it died: one at a time after evidence, counted, and set aside at the third time."""
 
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+from collections.abc import Mapping
 
 import pytest
 
 from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs import model
-from etfarm.server.jobs.takeups import CleanEnd, Takeups
-from etfarm.v1 import common_pb2, job_pb2
+from etfarm.server.jobs.cells.plausibility import Plan, check_attempt
+from etfarm.server.jobs.takeups import IN_HAND, MOST, Takeups, take_left_in_hand
+from etfarm.v1 import agent_pb2, common_pb2, job_pb2
 from tests.support.cells import STATES_TO_SUCCESS, WAIT_S, World
 
 pytestmark = pytest.mark.usefixtures("each_database")
@@ -25,107 +26,195 @@ async def compiles(world: World, job: job_pb2.Job) -> None:
     raise AssertionError("the job ended before")
 
 
-async def crashed(world: World, *, gate: bool = True) -> World:
-    """Another server on the same database, whose compiler stands still."""
+async def crashed(world: World, suspects: Mapping[str, int] | None = None, *, gate: bool = True) -> World:
+    """Another server on the same database and folder, whose compiler stands still.
+
+    Args:
+        suspects: what the death counts for; what the dead server was handling, if None.
+    """
+    left = take_left_in_hand(world.folder)
     again = await world.restarted()
     again.compiler.gate = asyncio.Event() if gate else None
+    await again.hands.begin(left if suspects is None else suspects)
+    await again.conductor.resume()
     return again
 
 
-async def test_the_job_that_kills_servers_is_set_aside_at_the_third_time_and_the_others_go_on(world: World) -> None:
+async def compiling(world: World, count: int) -> list[job_pb2.Job]:
+    """Jobs that the compiler has, which stands still."""
     world.compiler.gate = asyncio.Event()
-    guilty, *others = [await world.submit(on_device=False) for _ in range(3)]
-    for job in (guilty, *others):
-        await world.until(job, model.COMPILING)
-    takeups = Takeups(world.database)
+    jobs = [await world.submit(on_device=False) for _ in range(count)]
+    for job in jobs:
+        await compiles(world, job)
+    return jobs
+
+
+async def counts(world: World) -> Mapping[str, int]:
+    return await Takeups(world.database).counts()
+
+
+async def test_the_job_that_kills_servers_is_set_aside_at_the_third_time_and_the_others_go_on(world: World) -> None:
+    guilty, *others = await compiling(world, 3)
     for times in (1, 2):
         world = await crashed(world)
-        await world.conductor.resume(takeups)
         await compiles(world, guilty)
-        assert world.compiler.calls == 1, "the others wait until this one comes to rest"
+        assert world.compiler.calls == 1, "the others wait until this one was handled"
         assert world.conductor.live == 3
-        assert await takeups.counts() == {guilty.id: times} | {job.id: 0 for job in others}
+        assert await counts(world) == {guilty.id: times} | {job.id: 1 for job in others}
     world = await crashed(world, gate=False)
-    await world.conductor.resume(takeups)
     states, (report,) = await world.end(guilty)
     assert states == ["COMPILING", "FAILED"]
     assert (report.error.reason, report.error.fault) == ("SET_ASIDE", common_pb2.FAULT_FARM)
     for job in others:
         assert (await world.end(job))[0] == ["COMPILING", "SUCCEEDED"]
     assert world.compiler.calls == 2
+    assert await counts(world) == {}
 
 
-async def test_a_job_that_does_not_come_to_rest_holds_up_the_others_for_some_seconds_only(
-    world: World,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("etfarm.server.jobs.conductor.CARE_S", 0.1)
-    world.compiler.gate = asyncio.Event()
-    jobs = [await world.submit(on_device=False) for _ in range(2)]
+async def test_deaths_without_evidence_count_for_no_job_and_delay_none(world: World) -> None:
+    jobs = await compiling(world, 8)
+    for _ in range(2 * MOST):
+        world = await crashed(world, {})
+        for job in jobs:
+            await compiles(world, job)
+        assert world.compiler.calls == len(jobs)
+        assert await counts(world) == {}
+    assert world.compiler.gate is not None
+    world.compiler.gate.set()
     for job in jobs:
-        await world.until(job, model.COMPILING)
+        assert (await world.end(job))[0] == ["COMPILING", "SUCCEEDED"]
+
+
+async def test_a_suspect_that_takes_long_holds_up_the_others_for_some_seconds_only(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etfarm.server.jobs.takeups.CARE_S", 0.0)
+    jobs = await compiling(world, 2)
     again = await crashed(world)
-    takeups = Takeups(again.database)
-    await again.conductor.resume(takeups)
-    await compiles(again, jobs[1])
-    assert await takeups.counts() == {job.id: 1 for job in jobs}
+    for job in jobs:
+        await compiles(again, job)
+    assert await counts(again) == {job.id: 1 for job in jobs}
     await again.conductor.stop()
+
+
+async def test_a_job_is_only_set_aside_for_a_death_at_which_no_other_suspect_was_being_handled(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etfarm.server.jobs.takeups.CARE_S", 0.0)
+    slow, guilty = await compiling(world, 2)
+    world = await crashed(world)
+    for job in (slow, guilty):
+        await compiles(world, job)
+    world = await crashed(world)
+    assert await counts(world) == {slow.id: 2, guilty.id: 2}
+    await compiles(world, slow)
+    for _ in range(5):  # the compiler got the first job within fewer iterations
+        await asyncio.sleep(0)
+    assert world.compiler.calls == 1, "a job that the next death may set aside is handled alone to its end"
+    gate, world.compiler.gate = world.compiler.gate, asyncio.Event()
+    assert gate is not None
+    gate.set()
+    assert (await world.end(slow))[0] == ["COMPILING", "SUCCEEDED"]
+    await compiles(world, guilty)
+    world = await crashed(world)
+    assert (await world.end(guilty))[1][0].error.reason == "SET_ASIDE"
+
+
+async def test_what_other_servers_have_counted_does_not_set_a_job_aside_that_was_not_alone(world: World) -> None:
+    (job,) = await compiling(world, 1)
+    limits = take_left_in_hand(world.folder)
+    for times in (1, 2, 2):
+        await Takeups(world.database).count(limits)
+        assert await counts(world) == {job.id: times}
 
 
 async def test_a_job_that_waits_for_a_device_is_not_counted(world: World) -> None:
     job = await world.submit()
     await world.until(job, model.WAITING)
-    takeups = Takeups(world.database)
+    async with asyncio.timeout(WAIT_S):
+        while list((world.folder / IN_HAND).iterdir()):  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0)
     for _ in range(4):
         world = await crashed(world)
-        await world.conductor.resume(takeups)
-    assert await takeups.counts() == {job.id: 0}
+    assert await counts(world) == {}
     agent = await world.agent()
     agent.answer(await agent.started())
     assert (await world.end(job))[0] == STATES_TO_SUCCESS
     await world.conductor.stop()
 
 
-async def test_a_job_can_be_cancelled_before_its_turn_to_be_taken_up(world: World) -> None:
-    world.compiler.gate = asyncio.Event()
-    jobs = [await world.submit(on_device=False) for _ in range(2)]
-    for job in jobs:
-        await world.until(job, model.COMPILING)
+async def test_a_running_suspect_is_adopted_at_once_and_its_result_is_checked_alone(world: World) -> None:
+    agent = await world.agent()
+    running = await world.submit()
+    run = await agent.started()
+    (compiled,) = await compiling(world, 1)
+    again = await crashed(world, {running.id: MOST - 1, compiled.id: MOST - 1})
+    await compiles(again, compiled)
+    agent = type(agent)(again, "pi")
+    await agent.connect(run.attempt_id)
+    assert agent.answer(run)
+    async with asyncio.timeout(WAIT_S):
+        while not again.hands.is_waiting(running.id):  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0)
+    assert await counts(again) == {running.id: 1, compiled.id: 1}
+    assert again.compiler.gate is not None
+    again.compiler.gate.set()
+    assert (await again.end(running))[0] == STATES_TO_SUCCESS
+    assert (await again.end(compiled))[0] == ["COMPILING", "SUCCEEDED"]
+    assert await counts(again) == {}
+
+
+async def test_a_result_that_is_being_checked_is_recorded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = []
+
+    def look(answer: agent_pb2.RunResult, plan: Plan) -> None:
+        left.append(take_left_in_hand(world.folder))
+        check_attempt(answer, plan)
+
+    monkeypatch.setattr("etfarm.server.jobs.cells.results.check_attempt", look)
+    agent = await world.agent()
+    job = await world.submit()
+    run = await agent.started()
+    assert take_left_in_hand(world.folder) == {}, "a job that only runs on its device is not handled"
+    agent.answer(run)
+    assert (await world.end(job))[0] == STATES_TO_SUCCESS
+    assert left == [{job.id: MOST - 1}]
+    assert take_left_in_hand(world.folder) == {}
+
+
+async def test_a_suspect_can_be_cancelled_before_its_turn(world: World) -> None:
+    jobs = await compiling(world, 2)
     again = await crashed(world)
-    await again.conductor.resume(Takeups(again.database))
     await compiles(again, jobs[0])
     await again.conductor.cancel(await again.journal.get(jobs[1].id, EVERYTHING))
     assert (await again.end(jobs[1]))[0] == ["COMPILING", "CANCELLED"]
     await again.conductor.stop()
 
 
+async def test_a_server_that_drains_leaves_suspects_that_wait_to_the_next_one(world: World) -> None:
+    jobs = await compiling(world, 2)
+    again = await crashed(world)
+    await compiles(again, jobs[0])
+    draining = asyncio.create_task(again.conductor.drain())
+    assert again.compiler.gate is not None
+    await asyncio.sleep(0)
+    again.compiler.gate.set()
+    await asyncio.wait_for(draining, WAIT_S)
+    assert again.compiler.calls == 1
+    assert (await again.end(jobs[0]))[0] == ["COMPILING", "SUCCEEDED"]
+    assert await counts(again) == {jobs[1].id: 1}
+
+
 async def test_a_server_that_lives_for_a_while_forgets_the_counts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("etfarm.server.jobs.conductor.STABLE_S", 0.0)
-    monkeypatch.setattr("etfarm.server.jobs.conductor.CARE_S", 0.0)
-    world.compiler.gate = asyncio.Event()
-    job = await world.submit(on_device=False)
-    await world.until(job, model.COMPILING)
-    takeups = Takeups(world.database)
-    for _ in range(4):
-        world = await crashed(world)
-        await world.conductor.resume(takeups)
-        async with asyncio.timeout(WAIT_S):
-            while world.conductor._careful is not None and not world.conductor._careful.done():
-                await asyncio.wait([world.conductor._careful])
-        assert await takeups.counts() == {job.id: 0}
-    await world.conductor.stop()
-
-
-def test_a_server_that_was_killed_leaves_its_mark_and_one_that_ends_does_not(tmp_path: Path) -> None:
-    assert CleanEnd(tmp_path).begin()
-    assert not CleanEnd(tmp_path).begin()
-    last = CleanEnd(tmp_path)
-    assert not last.begin()
-    last.end()
-    assert CleanEnd(tmp_path).begin()
-
-
-def test_a_server_that_could_not_start_leaves_the_mark_of_the_one_that_was_killed(tmp_path: Path) -> None:
-    assert CleanEnd(tmp_path).begin()
-    CleanEnd(tmp_path).end()
-    assert not CleanEnd(tmp_path).begin()
+    monkeypatch.setattr("etfarm.server.jobs.takeups.STABLE_S", 0.0)
+    job = await world.submit()
+    await world.until(job, model.WAITING)
+    await Takeups(world.database).count({job.id: MOST})
+    again = await crashed(world)
+    assert await counts(again) == {job.id: 1}
+    forgiving = asyncio.create_task(again.hands.forgive())
+    async with asyncio.timeout(WAIT_S):
+        while await counts(again):  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0)
+    forgiving.cancel()
+    await again.conductor.stop()

@@ -18,9 +18,10 @@ from etfarm.server.jobs.cells.requirements import Requirements
 from etfarm.server.jobs.cells.results import Results
 from etfarm.server.jobs.cells.transitions import CellTransitions
 from etfarm.server.jobs.records.log import JobLog
+from etfarm.server.jobs.takeups import Hands
 from etfarm.server.reports.assembly import since
 from etfarm.server.workers.measurement_lock import MeasurementLock
-from etfarm.v1 import common_pb2
+from etfarm.v1 import agent_pb2, common_pb2
 from etfarm.v1.common_pb2 import LogSource
 from etfarm.wire.errors import EtfarmError, Fault
 from etfarm.wire.status import from_proto, to_proto
@@ -42,7 +43,7 @@ class OnDeviceFault(Protocol):
 
 
 class Attempts:
-    """The sequence of steps of an attempt: place, send, receive, conclude."""
+    """The sequence of steps of an attempt: place, send, receive, check, conclude."""
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class Attempts:
         measurement_lock: MeasurementLock,
         progress: CellProgress,
         timer: PhaseTimer,
+        hands: Hands,
         *,
         now: Callable[[], datetime],
         on_device_fault: OnDeviceFault,
@@ -67,6 +69,7 @@ class Attempts:
         self._measurement_lock = measurement_lock
         self._progress = progress
         self._timer = timer
+        self._hands = hands
         self._now = now
 
     async def run(self, cell_runs: Sequence[CellRun]) -> dict[str, EtfarmError]:
@@ -91,7 +94,7 @@ class Attempts:
             self._results.release_room(cell_runs)
 
     async def _attempt(self, cell_runs: Sequence[CellRun], *, is_new: bool) -> dict[str, EtfarmError]:
-        """Place, send and receive; return the errors, by cell id, of the cells that do not continue."""
+        """Place, send, receive and check; return the errors, by cell id, of the cells that do not continue."""
         if is_new:
             await self._place(cell_runs)
         else:
@@ -103,7 +106,12 @@ class Attempts:
             async with self._quiet_for(cell_runs):
                 if is_new:
                     errors |= await self._send(cell_runs)
-                errors |= await self._receive(_without(cell_runs, errors))
+                sent = _without(cell_runs, errors)
+                answer = await self._results.receive(sent) if sent else None
+            if answer is not None:
+                # Not within the quiet: a suspect waits until others are compiled, which wait for the quiet to end.
+                async with self._hands.hold(sent[0].job.id):
+                    errors |= await self._check(answer, sent)
         except EtfarmError as raised:
             errors = {run.cell.id: raised for run in cell_runs} | errors
         return await self._conclude(cell_runs, errors)
@@ -183,11 +191,9 @@ class Attempts:
             run.sent_ms = self._timer.since(run.job)
         return errors
 
-    async def _receive(self, cell_runs: Sequence[CellRun]) -> dict[str, EtfarmError]:
+    async def _check(self, answer: agent_pb2.RunResult, cell_runs: Sequence[CellRun]) -> dict[str, EtfarmError]:
         """Set the results of cells; return the errors that the device reports for cells."""
-        if not cell_runs:
-            return {}
-        results, errors = await self._results.receive(cell_runs), {}
+        results, errors = await self._results.check(answer, cell_runs), {}
         for run in cell_runs:
             cell, result = run.cell, results[run.cell.id]
             if isinstance(result, EtfarmError):

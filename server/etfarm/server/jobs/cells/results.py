@@ -93,21 +93,29 @@ class Results:
         """Release the space that was reserved for the results of an attempt, if any."""
         self._store.room.release_results(cell_runs[0].cell.id)
 
-    async def receive(self, cell_runs: Sequence[CellRun]) -> dict[str, agent_pb2.CandidateResult | EtfarmError]:
-        """Wait for the results of the last attempt, which the cells share. A missing result is replaced by ResultMissing.
+    async def receive(self, cell_runs: Sequence[CellRun]) -> agent_pb2.RunResult:
+        """Wait for the agent's answer to the last attempt, which the cells share.
 
         Raises:
             AttemptLost: the device abandoned the attempt, or did not reconnect.
             AttemptOverdue: the agent is alive and does not answer.
-            EtfarmError: the attempt as a whole failed, as the agent reports.
         """
         attempt = cell_runs[0].cell.attempts[-1]
         overdue_s = deadline_s(cell_runs[0].job, len(cell_runs)) + GRACE_S
         try:
             async with asyncio.timeout(overdue_s):
-                answer = await self._runs.result(attempt.id)
+                return await self._runs.result(attempt.id)
         except TimeoutError:
             raise AttemptOverdue(f"The agent sent no result within {overdue_s:g} s.", device=attempt.device_id) from None
+
+    async def check(
+        self, answer: agent_pb2.RunResult, cell_runs: Sequence[CellRun]
+    ) -> dict[str, agent_pb2.CandidateResult | EtfarmError]:
+        """Return the results of the cells by cell id, or the reasons to reject them. ResultMissing replaces a missing result.
+
+        Raises:
+            EtfarmError: the attempt as a whole failed, as the agent reports.
+        """
         if answer.HasField("error"):
             raise from_proto(_cut(answer.error))
         plan = self._plan(cell_runs)
@@ -119,7 +127,7 @@ class Results:
                 if executed.HasField("error"):
                     _cut(executed.error)
         results = {candidate.cell_id: candidate for candidate in answer.candidates}
-        return {run.cell.id: await self._check(results.get(run.cell.id), run, plan) for run in cell_runs}
+        return {run.cell.id: await self._check_cell(results.get(run.cell.id), run, plan) for run in cell_runs}
 
     def _plan(self, cell_runs: Sequence[CellRun]) -> Plan:
         """Return the server's request to the last attempt."""
@@ -138,7 +146,7 @@ class Results:
             generation={run.cell.id: plan for run in cell_runs if (plan := run.generation) is not None},
         )
 
-    async def _check(
+    async def _check_cell(
         self, candidate: agent_pb2.CandidateResult | None, run: CellRun, plan: Plan
     ) -> agent_pb2.CandidateResult | EtfarmError:
         """Return a candidate's result, or the reason to reject it. The job's project holds the files of an accepted result."""

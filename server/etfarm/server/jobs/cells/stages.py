@@ -27,6 +27,7 @@ from etfarm.server.jobs.cells.transitions import CellTransitions, run_to_complet
 from etfarm.server.jobs.records.journal import Journal, StaleVersion
 from etfarm.server.jobs.records.log import JobLog
 from etfarm.server.jobs.records.watch import Announcer
+from etfarm.server.jobs.takeups import Hands
 from etfarm.server.state.engine import retry_until_written
 from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.v1 import agent_pb2, common_pb2
@@ -45,6 +46,7 @@ class CellStages:
 
     Args:
         measurement_lock: keeps the server quiet while a device on its machine measures.
+        hands: the jobs that the server handles.
         clock: returns seconds on a monotonic clock.
     """
 
@@ -59,6 +61,7 @@ class CellStages:
         results: Results,
         analysis: CellAnalysis,
         measurement_lock: MeasurementLock,
+        hands: Hands,
         *,
         now: Callable[[], datetime],
         clock: Callable[[], float],
@@ -78,10 +81,11 @@ class CellStages:
         self._transitions = CellTransitions(journal, now)
         self._compilation = CellCompilation(compiler, joblog, self._progress, self._timer)
         attempts = Attempts(
-            self._transitions, requirements, dispatch, results, joblog, measurement_lock, self._progress, self._timer,
+            self._transitions, requirements, dispatch, results, joblog, measurement_lock, self._progress, self._timer, hands,
             now=now, on_device_fault=on_device_fault,
         )  # fmt: skip
         self.groups = Groups(attempts.run, self._announce_missing)
+        self.hands = hands
         self._turn = asyncio.Lock()
 
     async def resume(self, job: Job) -> None:
@@ -93,6 +97,10 @@ class CellStages:
         """Compile the cell and check that it can run, until it waits for a device. A cell without a device succeeds here."""
         await self._results.wait_for_space(run, self._progress.announce)
         await self._take_turn()
+        async with self.hands.hold(run.job.id):
+            await self._compile(run)
+
+    async def _compile(self, run: CellRun) -> None:
         require_in_time(run.job.spec, self._now())
         if run.cell.state == model.QUEUED:
             await self._transitions.advance([run], model.COMPILING)
@@ -122,6 +130,10 @@ class CellStages:
 
     async def analyze(self, run: CellRun) -> None:
         """Analyze the result and write the report of a cell that succeeded."""
+        async with self.hands.hold(run.job.id):
+            await self._analyze(run)
+
+    async def _analyze(self, run: CellRun) -> None:
         results = await self._results_of_attempt(run)
         if run.result is None:  # an earlier server received the result
             run.result = results[run.cell.id]
