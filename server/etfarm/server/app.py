@@ -36,7 +36,6 @@ from etfarm.server.rpc.door.forwarded import FORWARDED_BYTES, Forwarded
 from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
 from etfarm.server.rpc.door.listening import bind, guarded_server, port_of, write_address
 from etfarm.server.rpc.door.observing import ObservingInterceptor
-from etfarm.server.rpc.door.token_file import Tokens
 from etfarm.server.rpc.services.agents import AgentService
 from etfarm.server.rpc.services.artifacts import ArtifactService
 from etfarm.server.rpc.services.audit import AuditService
@@ -105,13 +104,10 @@ async def running(
         CannotListen: the address cannot be used.
         EtfarmError: a part cannot start.
     """
-    if config.tokens is not None:
-        Tokens.read(config.tokens)  # reject an unusable file before anything is created
+    # A server that leads was ready before: what is away now, such as an S3 server, must not end one leader after another.
+    jail = await preflight.require_ready(config) if lead is None else None
     raise_file_limit()
-    config.data.mkdir(parents=True, exist_ok=True, mode=0o700)
     (config.data / "work").mkdir(exist_ok=True)
-    is_local = config.compile_pool == LOCAL  # else each node's jail is required
-    jail = await preflight.require_jail(config) if is_local and config.is_jail_required else None
     storage, clean_end = Storage.create(config, on_damaged), CleanEnd(config.data) if lead is None else lead
     started = children or Children.start(config, None if lead is None else lead.tenure)
     workers, measurement_lock = started.workers, started.measurement_lock
