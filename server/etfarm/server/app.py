@@ -25,11 +25,12 @@ from etfarm.server.jobs.records.tags import Tags
 from etfarm.server.jobs.takeups import CleanEnd, Takeups
 from etfarm.server.jobs.waiting_list import WaitingList
 from etfarm.server.notices.notices import Notices
-from etfarm.server.operation.intake import Intake
+from etfarm.server.operation.intake import Intake, ServerStopping
 from etfarm.server.operation.monitor import Monitor
 from etfarm.server.operation.settings import Setting
 from etfarm.server.parts import Access, Background, Children, Fleet, Jobs, Storage, now
 from etfarm.server.rpc.contract import Servicers, set_serving
+from etfarm.server.rpc.door import accepting
 from etfarm.server.rpc.door.certificates import Certificates
 from etfarm.server.rpc.door.connections import MAX_METADATA_BYTES, Connections, raise_file_limit
 from etfarm.server.rpc.door.forwarded import FORWARDED_BYTES, Forwarded
@@ -79,7 +80,7 @@ class Server:
     in_progress: Callable[[], str]
     """Returns what it has in progress, such as "2 cells, 1 call of a session"."""
     end_calls: Callable[[], Coroutine[None, None, None]]
-    """Ends all calls at once and accepts no more, since another server leads the farm."""
+    """Ends all calls as UNAVAILABLE, and accepts no more."""
 
 
 @asynccontextmanager
@@ -199,8 +200,10 @@ async def running(
                 or "nothing"
             )
 
+        ended = ServerStopping.of_calls() if lead is None else lead.ended()
+        end_calls = partial(accepting.end_calls, server, interceptor.calls, ended, _GRACE_S)
         try:
-            yield Server(address, monitor.address, certificates.reload, drain, in_progress, partial(server.stop, None))
+            yield Server(address, monitor.address, certificates.reload, drain, in_progress, end_calls)
         finally:
             intake.is_stopping = True
             storage.database.stop_waiting()
@@ -209,7 +212,7 @@ async def running(
             jobs.sessions.stop()
             await jobs.conductor.stop()
             await jobs.joblog.flush()
-            await server.stop(_GRACE_S)
+            await end_calls()
             await access.audit.close()
             await access.authentication.close()
             if config.address_file is not None:

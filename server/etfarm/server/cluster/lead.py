@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
+from etfarm.server.cluster.errors import NoLeader
 from etfarm.server.cluster.member import Member, Term
 from etfarm.server.cluster.metrics import ClusterMetrics
 from etfarm.server.workers.cluster.tenure import Tenure
@@ -37,6 +38,10 @@ class Lead:
 
     def end(self) -> None:
         """Leave the end to the lease, which is given up once everything is written."""
+
+    def ended(self) -> NoLeader:
+        """Return the error of calls that are open when this server's lead ends."""
+        return NoLeader("This server no longer leads the farm.", "Try again; another one takes over within seconds.")
 
     def servers(self) -> Sequence[FarmServer]:
         """Return the farm's servers, this one first."""

@@ -25,6 +25,7 @@ from etfarm.server.cluster.leadership import Leadership
 from etfarm.server.cluster.links import UNREAD, WAIT_S, Links
 from etfarm.server.config import Config
 from etfarm.server.rpc.contract import SERVICES, set_serving
+from etfarm.server.rpc.door.accepting import end_calls
 from etfarm.server.rpc.door.calls import TooManyCalls
 from etfarm.server.rpc.door.certificates import Certificates
 from etfarm.server.rpc.door.connections import Connections
@@ -34,8 +35,7 @@ from etfarm.server.rpc.door.listening import bind, guarded_server, port_of
 from etfarm.v1.farm_pb2 import ServerInfo
 
 _GRACE_S: Final = 1.0
-"""Maximum time that calls have to end as UNAVAILABLE when this server stops forwarding: gRPC cancels them afterwards, as if their
-callers had."""
+"""Time after which calls that wait for their callers are ended when this server stops forwarding."""
 _LOAD_S: Final = 1.0
 """Time for which this server waits for the farm's tokens before it answers calls."""
 _SERVER_INFO: Final = "/etfarm.v1.FarmService/GetServerInfo"
@@ -99,11 +99,14 @@ async def standing_by(
     finally:
         for task in tasks:
             task.cancel()
-        connections.close()
-        stopping = asyncio.ensure_future(server.stop(_GRACE_S))  # closes the port first
         await links.close()
-        await stopping
+        await end_calls(server, interceptor.calls, _no_longer_forwarding(), _GRACE_S)
+        connections.close()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _no_longer_forwarding() -> NoLeader:
+    return NoLeader("This server forwards no more calls: it takes the lead or stops.", "Try again in a moment.")
 
 
 async def _report_health(checks: health.HealthServicer, leadership: Leadership, links: Links, wait_s: float) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -20,7 +21,9 @@ import grpc
 import structlog
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
+from etfarm.server.rpc.door.calls import Calls
 from etfarm.server.rpc.door.connections import STRANGER_S, Connections
+from etfarm.wire.errors import EtfarmError
 
 log = structlog.get_logger()
 
@@ -36,6 +39,10 @@ _END_AT_ONCE: Final = 50
 
 _CLOSE_S: Final = 1.0
 """Time in which the connections of calls that have ended are closed; then their memory is returned."""
+
+_QUIET_S: Final = 0.05
+_WAITING_S: Final = 1.0
+"""Time without a new call after which none waits, and time limit of the wait for that."""
 
 _MOST_DROPPED: Final = 8192
 """Maximum number of dropped calls that are not ended yet; each takes 15 KiB."""
@@ -72,6 +79,8 @@ class _Accepting(cygrpc.AioServer):  # type: ignore[misc]
         super().__init__(*arguments, **named)
         self._own_interceptors = tuple(arguments[3] or ())
         self._own_handlers: dict[str, Any] = {}
+        self._accepted = 0
+        self._is_closing = False
         self._dropped: list[Any] = []
         self._ending: asyncio.Task[None] | None = None
 
@@ -93,7 +102,8 @@ class _Accepting(cygrpc.AioServer):  # type: ignore[misc]
         loop = asyncio.get_running_loop()
         while True:
             call = await method.request()
-            is_flooded = self.connections is not None and self.connections.is_flooded
+            self._accepted += 1
+            is_flooded = self._is_closing or (self.connections is not None and self.connections.is_flooded)
             if self._admits(call, loop):
                 handling = cygrpc._handle_rpc(method.name, method.resolver, method.interceptors, call, loop, False)
                 method.add(loop.create_task(cygrpc._schedule_rpc_coro(handling, call, loop, method.name), name="a call"))
@@ -106,6 +116,14 @@ class _Accepting(cygrpc.AioServer):  # type: ignore[misc]
                 extra = loop.create_task(self._accept(method, is_extra=True), name="more calls")
                 extra.add_done_callback(method.end_extra)
                 method.add(extra)
+
+    async def accept_waiting(self) -> None:
+        """Accept the calls that wait in gRPC, until none has come for a moment, or for a limited time."""
+        self._is_closing = True
+        accepted, ends_s = -1, time.monotonic() + _WAITING_S
+        while accepted != self._accepted and time.monotonic() < ends_s:
+            accepted = self._accepted
+            await asyncio.sleep(_QUIET_S)
 
     def _drop(self, call: Any, loop: asyncio.AbstractEventLoop) -> None:
         """End a call without a status, but not before the waiting ones are taken: to end one takes as long as to take one."""
@@ -170,3 +188,18 @@ def new_server(
     if connections is not None:
         server._server.connections, server._server.has_token = connections, has_token  # type: ignore[attr-defined]
     return server
+
+
+async def end_calls(server: grpc.aio.Server, calls: Calls, error: EtfarmError, grace_s: float) -> None:
+    """End all calls of a server with an error, and then the server.
+
+    gRPC cancels calls that are open when its server ends, and those that it has not handed over yet, as if their callers had done
+    so. They are ended before that, while the port is open.
+
+    Args:
+        grace_s: time in which calls that have a single answer may end by themselves, and statuses are sent.
+    """
+    await calls.finish(error, grace_s)
+    if isinstance(server._server, _Accepting):  # type: ignore[attr-defined]
+        await server._server.accept_waiting()
+    await server.stop(grace_s)
