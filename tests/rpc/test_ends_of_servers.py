@@ -1,4 +1,4 @@
-"""Calls that are open when a server ends, or stops forwarding: their callers learn to call again, and cancel nothing themselves."""
+"""Calls that are open when a server ends or stops forwarding: none looks as if its caller had cancelled it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHANNELS, CALLERS = 4, 30
 
 
 class Callers:
-    """Callers of a server, each of which ends with the first status of its stream; single calls are made until all are told to end."""
+    """Callers of a server. Those of streams call once, the others again and again until the end."""
 
     def __init__(self) -> None:
         self.codes = Counter[tuple[str, str]]()
@@ -91,7 +91,16 @@ class Callers:
 @pytest.fixture
 async def leader(tmp_path: Path) -> AsyncIterator[Daemon]:
     daemon = Daemon(
-        ["serve", "--listen", "127.0.0.1:0", "--data", str(tmp_path / "data"), "--no-bundle", "--no-prewarm", "--exit-with-stdin"],
+        [
+            "serve",
+            "--listen",
+            "127.0.0.1:0",
+            "--data",
+            str(tmp_path / "data"),
+            "--no-bundle",
+            "--no-prewarm",
+            "--exit-with-stdin",
+        ],
         tmp_path / "serve.log",
     )
     daemon.start()

@@ -17,7 +17,6 @@ from etfarm.server.artifacts.s3.blobs import require_no_files
 from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.errors import BlobsAway
 from etfarm.server.config import LOCAL, Config
-from etfarm.server.devices.wheels import AgentWheel
 from etfarm.server.rpc.door.token_file import Tokens
 from etfarm.server.workers.cluster.nodes import Node
 from etfarm.server.workers.cluster.pool import ClusterPool, log_node
@@ -132,8 +131,6 @@ async def require_ready(config: Config) -> JailReport | None:
     """
     if config.tokens is not None:
         Tokens.read(config.tokens)
-    if config.agent_wheel is not None:
-        await asyncio.to_thread(AgentWheel.read, config.agent_wheel)
     config.data.mkdir(parents=True, exist_ok=True, mode=0o700)
     make_private(config.data / ARTIFACTS, MARKS)
     jail, _ = await asyncio.gather(_find_required_jail(config), _require_blobs(config))

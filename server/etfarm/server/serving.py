@@ -155,7 +155,7 @@ class Process:
         return address if member.lost.is_set() else None
 
     async def _is_first(self, event: Coroutine[Any, Any, object]) -> bool:
-        """Wait for an event, or for the signal to stop; return whether it was the event, and raise the error that it may end with."""
+        """Wait for an event, or for the signal to stop; return whether it was the event. Its error is raised."""
         task = asyncio.create_task(event, name="event of the farm")
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)

@@ -502,7 +502,7 @@ class BucketBlobs:
         return self.cache.spare_bytes()
 
     async def tend(self) -> None:
-        """Delete copies while the disk is nearly full, and make up for what the bucket was away for, until the task is cancelled."""
+        """Delete copies while the disk is nearly full, and make up for times without the bucket, until the task is cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keep_room(), name="room for copies")
             group.create_task(self._catch_up(), name="late work in S3")

@@ -14,7 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from etfarm.server.artifacts.s3.errors import DENIED, LOOK, NO_BUCKET, BlobsAway, BlobsUnavailable, BlobsUnusable, Failure, code_of
+from etfarm.server.artifacts.s3.errors import (
+    DENIED,
+    LOOK,
+    NO_BUCKET,
+    BlobsAway,
+    BlobsUnavailable,
+    BlobsUnusable,
+    Failure,
+    code_of,
+)
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.extras import require_extra
 from etfarm.wire.chunks import spans
