@@ -41,7 +41,7 @@ _CLOSE_S: Final = 1.0
 """Time in which the connections of calls that have ended are closed; then their memory is returned."""
 
 _QUIET_S: Final = 0.05
-_WAITING_S: Final = 1.0
+_WAITING_S: Final = 0.5
 """Time without a new call after which none waits, and time limit of the wait for that."""
 
 _MOST_DROPPED: Final = 8192
