@@ -30,12 +30,11 @@ from etfarm.server.operation.monitor import Monitor
 from etfarm.server.operation.settings import Setting
 from etfarm.server.parts import Access, Background, Children, Fleet, Jobs, Storage, now
 from etfarm.server.rpc.contract import Servicers, set_serving
-from etfarm.server.rpc.door import accepting
 from etfarm.server.rpc.door.certificates import Certificates
 from etfarm.server.rpc.door.connections import MAX_METADATA_BYTES, Connections, raise_file_limit
 from etfarm.server.rpc.door.forwarded import FORWARDED_BYTES, Forwarded
 from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
-from etfarm.server.rpc.door.listening import bind, guarded_server, port_of, write_address
+from etfarm.server.rpc.door.listening import bind, end_calls, guarded_server, port_of, write_address
 from etfarm.server.rpc.door.observing import ObservingInterceptor
 from etfarm.server.rpc.services.agents import AgentService
 from etfarm.server.rpc.services.artifacts import ArtifactService
@@ -201,9 +200,9 @@ async def running(
             )
 
         ended = ServerStopping.of_calls() if lead is None else lead.ended()
-        end_calls = partial(accepting.end_calls, server, interceptor.calls, ended, _GRACE_S)
+        end = partial(end_calls, server, interceptor.calls, ended, _GRACE_S)
         try:
-            yield Server(address, monitor.address, certificates.reload, drain, in_progress, end_calls)
+            yield Server(address, monitor.address, certificates.reload, drain, in_progress, end)
         finally:
             intake.is_stopping = True
             storage.database.stop_waiting()
@@ -212,7 +211,7 @@ async def running(
             jobs.sessions.stop()
             await jobs.conductor.stop()
             await jobs.joblog.flush()
-            await end_calls()
+            await end()
             await access.audit.close()
             await access.authentication.close()
             if config.address_file is not None:

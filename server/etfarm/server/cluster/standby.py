@@ -25,13 +25,12 @@ from etfarm.server.cluster.leadership import Leadership
 from etfarm.server.cluster.links import UNREAD, WAIT_S, Links
 from etfarm.server.config import Config
 from etfarm.server.rpc.contract import SERVICES, set_serving
-from etfarm.server.rpc.door.accepting import end_calls
 from etfarm.server.rpc.door.calls import TooManyCalls
 from etfarm.server.rpc.door.certificates import Certificates
 from etfarm.server.rpc.door.connections import Connections
 from etfarm.server.rpc.door.forwarded import Forwarded
 from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
-from etfarm.server.rpc.door.listening import bind, guarded_server, port_of
+from etfarm.server.rpc.door.listening import bind, end_calls, guarded_server, port_of
 from etfarm.v1.farm_pb2 import ServerInfo
 
 _GRACE_S: Final = 1.0

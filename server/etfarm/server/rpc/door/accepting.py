@@ -21,9 +21,7 @@ import grpc
 import structlog
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
-from etfarm.server.rpc.door.calls import Calls
 from etfarm.server.rpc.door.connections import STRANGER_S, Connections
-from etfarm.wire.errors import EtfarmError
 
 log = structlog.get_logger()
 
@@ -118,7 +116,7 @@ class _Accepting(cygrpc.AioServer):  # type: ignore[misc]
                 method.add(extra)
 
     async def accept_waiting(self) -> None:
-        """Accept the calls that wait in gRPC, until none has come for a moment, or for a limited time."""
+        """See the function of this name."""
         self._is_closing = True
         accepted, ends_s = -1, time.monotonic() + _WAITING_S
         while accepted != self._accepted and time.monotonic() < ends_s:
@@ -190,16 +188,7 @@ def new_server(
     return server
 
 
-async def end_calls(server: grpc.aio.Server, calls: Calls, error: EtfarmError, grace_s: float) -> None:
-    """End all calls of a server with an error, and then the server.
-
-    gRPC cancels calls that are open when its server ends, and those that it has not handed over yet, as if their callers had done
-    so. They are ended before that, while the port is open.
-
-    Args:
-        grace_s: time in which calls that have a single answer may end by themselves, and statuses are sent.
-    """
-    await calls.finish(error, grace_s)
+async def accept_waiting(server: grpc.aio.Server) -> None:
+    """Accept the calls of a server that wait in gRPC, until none has come for a moment, or for a limited time."""
     if isinstance(server._server, _Accepting):  # type: ignore[attr-defined]
         await server._server.accept_waiting()
-    await server.stop(grace_s)
