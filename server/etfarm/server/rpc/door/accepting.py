@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -39,8 +38,9 @@ _CLOSE_S: Final = 1.0
 """Time in which the connections of calls that have ended are closed; then their memory is returned."""
 
 _QUIET_S: Final = 0.05
-_WAITING_S: Final = 0.5
-"""Time without a new call after which none waits, and time limit of the wait for that."""
+_LOOKS: Final = 20
+"""Time without a new call after which none waits, and number of looks for that: callers may call again all the time. They are
+counted, since on a busy machine calls are handed over more slowly."""
 
 _MOST_DROPPED: Final = 8192
 """Maximum number of dropped calls that are not ended yet; each takes 15 KiB."""
@@ -118,10 +118,11 @@ class _Accepting(cygrpc.AioServer):  # type: ignore[misc]
     async def accept_waiting(self) -> None:
         """See the function of this name."""
         self._is_closing = True
-        accepted, ends_s = -1, time.monotonic() + _WAITING_S
-        while accepted != self._accepted and time.monotonic() < ends_s:
+        for _ in range(_LOOKS):
             accepted = self._accepted
             await asyncio.sleep(_QUIET_S)
+            if accepted == self._accepted:
+                return
 
     def _drop(self, call: Any, loop: asyncio.AbstractEventLoop) -> None:
         """End a call without a status, but not before the waiting ones are taken: to end one takes as long as to take one."""
