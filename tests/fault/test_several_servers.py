@@ -7,9 +7,7 @@ import re
 import signal
 import time
 import uuid
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,15 +18,15 @@ from etfarm.client import AsyncFarm
 from etfarm.server.cluster import lease
 from etfarm.server.state import revisions
 from etfarm.v1 import farm_pb2, job_pb2
-from tests.support import invariants, next_release, source_tree
+from tests.support import next_release, source_tree
 from tests.support.clock import skewed_by
 from tests.support.databases import PostgresDatabases
+from tests.support.farm import START_S
 from tests.support.farm_calls import FarmCalls, farm_calls
 from tests.support.postgres import QUICK, postgres_server
-from tests.support.programs import program
 from tests.support.proxy import link_to
 from tests.support.servers import Server, Servers
-from tests.support.simulated_agent import SELECTOR, SimulatedAgent
+from tests.support.takeovers import check, lead_job, simulated_agents, trivial_spec, wait_until_back
 
 pytestmark = pytest.mark.slow(reason="kills and stops servers in the middle of jobs, whose leases expire after seconds")
 
@@ -36,7 +34,7 @@ BACK_S = 5.0
 """Time within which a farm whose leader was killed has its agents back."""
 LEFT_S = 9.0
 """Time within which a stopped leader is left for the next one: 6 s on an idle machine; a keepalive of 10 s takes at least 11."""
-JOBS, AGENTS, AT_ONCE = 60, 6, 12
+JOBS, AT_ONCE = 60, 12
 
 
 @pytest.fixture
@@ -53,49 +51,6 @@ def servers(tmp_path: Path, postgres_databases: PostgresDatabases) -> Iterator[S
     finally:
         running.stop()
         server.execute("DROP DATABASE {} WITH (FORCE)", name)
-
-
-@asynccontextmanager
-async def simulated_agents(addresses: str, count: int = AGENTS) -> AsyncIterator[list[SimulatedAgent]]:
-    async with AsyncExitStack() as closing:
-        agents = [SimulatedAgent(addresses, f"sim-{number}", run_s=0.05 * number) for number in range(count)]
-        for agent in agents:
-            await closing.enter_async_context(agent)
-        yield agents
-
-
-async def lead_job(calls: FarmCalls, spec: job_pb2.JobSpec, turns: asyncio.Semaphore) -> tuple[str, list[job_pb2.JobEvent]]:
-    """Submit a job, and watch it to its end."""
-    async with turns:
-        job = await calls.submit(spec)
-        return job.id, await calls.watch(job.id)
-
-
-async def trivial_spec(calls: FarmCalls) -> job_pb2.JobSpec:
-    candidate = await calls.program(program("add").bytes, "add")
-    return job_pb2.JobSpec(candidates=[candidate], devices=[job_pb2.DeviceChoice(selector=SELECTOR)])
-
-
-async def wait_until_back(agents: list[SimulatedAgent], before: list[int]) -> float:
-    """Wait until each agent has been welcomed again; return the seconds that it took."""
-    began = time.monotonic()
-    for agent, connections in zip(agents, before, strict=True):
-        await agent.until(lambda agent=agent, connections=connections: agent.connections > connections)  # type: ignore[misc]
-    return time.monotonic() - began
-
-
-async def check(calls: FarmCalls, followed: dict[str, list[job_pb2.JobEvent]]) -> None:
-    """Require that no job is lost or recorded twice, and that its watcher missed nothing."""
-    known = [job.id for job in await calls.all_jobs()]
-    assert sorted(known) == sorted(followed)
-    wrong, attempts = [], Counter[str]()
-    for job_id, events in followed.items():
-        job = await calls.call(calls.jobs.Get, job_pb2.GetJobRequest(job_id=job_id))
-        wrong += invariants.check_events(job, events) + invariants.check_reports(job, await calls.reports_of(job_id))
-        attempts.update(attempt.id for cell in job.cells for attempt in cell.attempts)
-        assert job.state == job_pb2.JOB_STATE_SUCCEEDED, job
-    assert wrong == []
-    assert set(attempts.values()) == {1}
 
 
 async def test_jobs_agents_and_watchers_go_on_when_the_leader_is_killed(servers: Servers) -> None:
@@ -292,6 +247,17 @@ async def test_servers_of_two_versions_are_one_farm_during_an_upgrade(servers: S
     with pytest.raises(AssertionError):
         await asyncio.to_thread(former.wait_until_leading, 2 * lease.LEASE_S)
     assert re.search("a newer version of etfarm has migrated the database", former.log)
+
+
+async def test_a_server_that_cannot_lead_takes_no_lease(servers: Servers) -> None:
+    servers.add().kill9()
+    assert servers.blobs is not None
+    (servers.blobs / "cache").mkdir()  # as of a farm whose artifacts are in a bucket
+    unable = servers.add()
+    assert unable.daemon is not None and unable.daemon.process is not None
+    assert await asyncio.to_thread(unable.daemon.process.wait, START_S) != 0
+    assert "The farm's artifacts are in a bucket" in unable.log
+    assert servers.query("SELECT token FROM etfarm_cluster.lease") == [(1,)]
 
 
 async def test_a_server_with_other_blobs_is_refused(servers: Servers, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -45,6 +46,8 @@ class FarmCalls:
     """The stubs of a farm."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.repeated = Counter[str]()
+        """Names of the codes for which calls were repeated."""
         self.artifacts = artifact_pb2_grpc.ArtifactServiceStub(channel)
         self.devices = device_pb2_grpc.DeviceServiceStub(channel)
         self.farm = farm_pb2_grpc.FarmServiceStub(channel)
@@ -64,6 +67,7 @@ class FarmCalls:
                 except grpc.aio.AioRpcError as error:
                     if not is_away(error):
                         raise
+                    self.repeated[error.code().name] += 1
                 await asyncio.sleep(PAUSE_S)
 
     async def put(self, data: bytes) -> common_pb2.Artifact:
@@ -101,6 +105,7 @@ class FarmCalls:
             except grpc.aio.AioRpcError as error:
                 if not is_away(error):
                     raise
+                self.repeated[error.code().name] += 1
             await asyncio.sleep(PAUSE_S)
 
     async def all_jobs(self) -> list[job_pb2.Job]:

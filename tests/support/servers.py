@@ -22,11 +22,13 @@ class Server:
         url: of the database, as this server reaches it.
         environment: variables of the process.
         arguments: further options of `etfarm serve`.
+        blobs: folder of the artifacts, which the servers share; None if a bucket has them.
     """
 
-    def __init__(self, folder: Path, blobs: Path, url: str, environment: dict[str, str], arguments: Sequence[str]) -> None:
-        folder.mkdir()
-        (folder / "artifacts").symlink_to(blobs)
+    def __init__(self, folder: Path, blobs: Path | None, url: str, environment: dict[str, str], arguments: Sequence[str]) -> None:
+        folder.mkdir(mode=0o700)
+        if blobs is not None:
+            (folder / "artifacts").symlink_to(blobs)
         self.folder = folder
         self.address = ""
         self._url = url
@@ -76,21 +78,27 @@ class Servers:
 
     Args:
         url: of the database, which is the tests' own.
+        arguments: options of each server, such as those of a bucket, which then has the artifacts instead of one shared folder.
+        environment: variables of each server.
     """
 
-    def __init__(self, folder: Path, url: str) -> None:
+    def __init__(self, folder: Path, url: str, arguments: Sequence[str] = (), environment: dict[str, str] | None = None) -> None:
         self.folder = folder
         self.url = url
-        self.blobs = folder / "blobs"
-        self.blobs.mkdir()
+        self._arguments = arguments
+        self._environment = environment or {}
+        self.blobs = None if "--blobs" in arguments else folder / "blobs"
+        if self.blobs is not None:
+            self.blobs.mkdir()
         self.servers: list[Server] = []
         self._credentials = Credentials.in_use
 
     def add(self, *arguments: str, url: str = "", environment: dict[str, str] | None = None) -> Server:
         """Start another server. The first one leads when this returns."""
         name = f"server-{len(self.servers)}"
+        variables = self._environment | (environment or {})
         secured = () if self._credentials is None else self._credentials.serve
-        server = Server(self.folder / name, self.blobs, url or self.url, environment or {}, [*arguments, *secured])
+        server = Server(self.folder / name, self.blobs, url or self.url, variables, [*self._arguments, *arguments, *secured])
         self.servers.append(server)
         server.start()
         if len(self.servers) == 1:

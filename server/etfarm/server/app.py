@@ -24,7 +24,7 @@ from etfarm.server.jobs.records.history import History
 from etfarm.server.jobs.records.tags import Tags
 from etfarm.server.jobs.waiting_list import WaitingList
 from etfarm.server.notices.notices import Notices
-from etfarm.server.operation.intake import Intake
+from etfarm.server.operation.intake import Intake, ServerStopping
 from etfarm.server.operation.monitor import Monitor
 from etfarm.server.operation.settings import Setting
 from etfarm.server.parts import Access, Background, Children, Fleet, Jobs, Storage, now
@@ -33,10 +33,9 @@ from etfarm.server.rpc.door.certificates import Certificates
 from etfarm.server.rpc.door.connections import MAX_METADATA_BYTES, Connections, raise_file_limit
 from etfarm.server.rpc.door.forwarded import FORWARDED_BYTES, Forwarded
 from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
-from etfarm.server.rpc.door.listening import bind, guarded_server, port_of, write_address
+from etfarm.server.rpc.door.listening import bind, end_calls, guarded_server, port_of, write_address
 from etfarm.server.rpc.door.observing import ObservingInterceptor
 from etfarm.server.rpc.door.proving import Prover
-from etfarm.server.rpc.door.token_file import Tokens
 from etfarm.server.rpc.services.agents import AgentService
 from etfarm.server.rpc.services.artifacts import ArtifactService
 from etfarm.server.rpc.services.audit import AuditService
@@ -80,7 +79,7 @@ class Server:
     in_progress: Callable[[], str]
     """Returns what it has in progress, such as "2 cells, 1 call of a session"."""
     end_calls: Callable[[], Coroutine[None, None, None]]
-    """Ends all calls at once and accepts no more, since another server leads the farm."""
+    """Ends all calls as UNAVAILABLE, and accepts no more."""
 
 
 @asynccontextmanager
@@ -107,13 +106,10 @@ async def running(
         CannotListen: the address cannot be used.
         EtfarmError: a part cannot start.
     """
-    if config.tokens is not None:
-        Tokens.read(config.tokens)  # reject an unusable file before anything is created
+    # A server that leads was ready before: what is away now, such as an S3 server, must not end one leader after another.
+    jail = await preflight.require_ready(config) if lead is None else None
     raise_file_limit()
-    config.data.mkdir(parents=True, exist_ok=True, mode=0o700)
     (config.data / "work").mkdir(exist_ok=True)
-    is_local = config.compile_pool == LOCAL  # else each node's jail is required
-    jail = await preflight.require_jail(config) if is_local and config.is_jail_required else None
     storage = Storage.create(config, on_damaged)
     started = children or Children.start(config, None if lead is None else lead.tenure)
     workers, measurement_lock = started.workers, started.measurement_lock
@@ -206,8 +202,10 @@ async def running(
                 or "nothing"
             )
 
+        ended = ServerStopping.of_calls() if lead is None else lead.ended()
+        end = partial(end_calls, server, interceptor.calls, ended, _GRACE_S)
         try:
-            yield Server(address, monitor.address, certificates.reload, drain, in_progress, partial(server.stop, None))
+            yield Server(address, monitor.address, certificates.reload, drain, in_progress, end)
         finally:
             intake.is_stopping = True
             storage.database.stop_waiting()
@@ -216,7 +214,7 @@ async def running(
             jobs.sessions.stop()
             await jobs.conductor.stop()
             await jobs.joblog.flush()
-            await server.stop(_GRACE_S)
+            await end()
             await access.audit.close()
             await access.authentication.close()
             if config.address_file is not None:

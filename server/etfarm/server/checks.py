@@ -72,6 +72,7 @@ def check_configuration(environment: Mapping[str, str] = os.environ) -> Iterable
     from etfarm.server.arguments import config_of, parser
     from etfarm.server.artifacts.room import Room
     from etfarm.server.artifacts.s3.bucket import Bucket
+    from etfarm.server.artifacts.s3.errors import BlobsAway
     from etfarm.server.operation import settings
     from etfarm.server.operation.check import EXPIRES_SOON
     from etfarm.server.rpc.door.certificates import Certificates
@@ -96,6 +97,8 @@ def check_configuration(environment: Mapping[str, str] = os.environ) -> Iterable
         try:
             asyncio.run(Bucket(config.blobs).check())
             yield Finding("server bucket", Status.OK, config.blobs.place)
+        except BlobsAway as error:
+            yield Finding("server bucket", Status.WARNING, error.message, "uploads, downloads and jobs wait.", error.remedy)
         except EtfarmError as error:
             yield Finding("server bucket", Status.WARNING, error.message, "the server does not start with it.", error.remedy)
     if config.data.is_dir():

@@ -19,7 +19,7 @@ from etfarm.server.access.audit import AuditLog, Entry
 from etfarm.server.access.identities import Identities
 from etfarm.server.access.projects import Projects
 from etfarm.server.access.tokens import TOKENS_CHANGED, TokenTable
-from etfarm.server.artifacts.blobs import ARTIFACTS, MARKS
+from etfarm.server.artifacts.blobs import ARTIFACTS
 from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.compiler import Compiler
@@ -70,7 +70,6 @@ from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.server.workers.pool import Workers
 from etfarm.server.workers.reader_threads import Readers
 from etfarm.wire.errors import FarmError
-from etfarm.wire.private import make_private
 
 log = structlog.get_logger()
 
@@ -195,11 +194,7 @@ class Storage:
 
         Args:
             on_damaged: called with the error if the database turns out to be damaged.
-
-        Raises:
-            FolderNotPrivate: the folder of the artifacts, which may be a mount or a link, belongs to another user.
         """
-        make_private(config.data / ARTIFACTS, MARKS)
         database = create_database(config.data / DATABASE, config.database, config.database_wait_s)
         database.on_damaged = on_damaged
         bucket = None
@@ -211,7 +206,6 @@ class Storage:
         """Open the database, and then the store.
 
         Raises:
-            BlobsUnusable: the bucket cannot be used.
             EtfarmError: the database cannot be used.
         """
         await self.database.open()

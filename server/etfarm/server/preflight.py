@@ -1,4 +1,4 @@
-"""Checks before the server starts: the jail measures that this host allows."""
+"""Checks before the server starts, or applies for the lead of its farm: whether this host and its configuration permit that."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Final
 
-from etfarm.server.config import Config
+import structlog
+
+from etfarm.server.artifacts.blobs import ARTIFACTS, MARKS
+from etfarm.server.artifacts.file_blobs import require_no_copies
+from etfarm.server.artifacts.s3.blobs import require_no_files
+from etfarm.server.artifacts.s3.bucket import Bucket
+from etfarm.server.artifacts.s3.errors import BlobsAway
+from etfarm.server.config import LOCAL, Config
+from etfarm.server.rpc.door.token_file import Tokens
 from etfarm.server.workers.cluster.nodes import Node
 from etfarm.server.workers.cluster.pool import ClusterPool, log_node
 from etfarm.server.workers.cluster.tenure import Tenure
@@ -18,6 +26,9 @@ from etfarm.server.workers.jail.measures import NETWORK, JailIncomplete, JailRep
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
 from etfarm.wire.errors import EtfarmError, UserError
+from etfarm.wire.private import make_private
+
+log = structlog.get_logger()
 
 SETTLE_S: Final = 60.0
 """Time that the nodes of a cluster may take to be checked."""
@@ -106,6 +117,42 @@ async def require_jail(config: Config) -> JailReport:
     if config.is_jail_required and report.missing:
         raise JailIncomplete(report.missing)
     return report
+
+
+async def require_ready(config: Config) -> JailReport | None:
+    """Check what a server cannot do without; return the jail of its child processes, if one has run.
+
+    A server that may come to lead others has run one, on its own machine. The S3 server of the artifacts may be away: what needs
+    bytes waits for it.
+
+    Raises:
+        BlobsUnusable: the artifacts are elsewhere, or the S3 server refuses requests.
+        EtfarmError: another part of the configuration cannot be used.
+    """
+    if config.tokens is not None:
+        Tokens.read(config.tokens)
+    config.data.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_private(config.data / ARTIFACTS, MARKS)
+    jail, _ = await asyncio.gather(_find_required_jail(config), _require_blobs(config))
+    return jail
+
+
+async def _find_required_jail(config: Config) -> JailReport | None:
+    # With a cluster, each node's jail is required.
+    is_needed = config.compile_pool == LOCAL and (config.is_jail_required or config.database is not None)
+    return await require_jail(config) if is_needed else None
+
+
+async def _require_blobs(config: Config) -> None:
+    folder = config.data / ARTIFACTS
+    if config.blobs is None:
+        require_no_copies(folder)
+        return
+    require_no_files(folder, config.blobs)
+    try:
+        await Bucket(config.blobs, patience_s=config.blobs_wait_s).check()
+    except BlobsAway as error:
+        log.warning("starting without the artifacts' S3 server", error=error.message, remedy=error.remedy)
 
 
 class FolderUnusable(UserError):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from etfarm.server import preflight
 from etfarm.server.app import Server, running
 from etfarm.server.artifacts.blobs import ARTIFACTS
 from etfarm.server.config import LOCAL, Config
@@ -107,7 +108,10 @@ class Process:
             await self._drain(server)
 
     async def _serve_among_others(self) -> str | None:
-        """Forward calls until this server leads, then lead; return its address if it is the leader no longer."""
+        """Forward calls until this server leads, then lead; return its address if it is the leader no longer.
+
+        It takes the lead only when nothing keeps it from leading: a leader that ends at once takes the farm from one that can.
+        """
         # Imported only if needed: they need etfarm[scale].
         from etfarm.server.cluster.lead import Lead
         from etfarm.server.cluster.metrics import ClusterMetrics
@@ -140,6 +144,9 @@ class Process:
             stack.callback(asyncio.create_task(self._serve_page(address, stack), name="web page").cancel)
             leader = member.leadership.leader
             print(f"etfarm serve: forwarding calls to {leader.address if leader else 'the server that will lead'}", flush=True)
+            if not await self._is_first(preflight.require_ready(config)):
+                return None
+            member.apply()
             if not await self._is_first(member.elected()):
                 return None
             lead = Lead(member, await member.elected(), standby.aclose, metrics)
@@ -154,7 +161,7 @@ class Process:
         return address if member.lost.is_set() else None
 
     async def _is_first(self, event: Coroutine[Any, Any, object]) -> bool:
-        """Wait for an event, or for the signal to stop; return whether it was the event."""
+        """Wait for an event, or for the signal to stop; return whether it was the event. Its error is raised."""
         task = asyncio.create_task(event, name="event of the farm")
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -162,6 +169,8 @@ class Process:
         for each in (task, stop):
             each.cancel()
         await asyncio.gather(task, stop, return_exceptions=True)
+        if is_first:
+            task.result()
         return is_first
 
     def _report(self, address: str, stack: AsyncExitStack) -> None:

@@ -20,6 +20,19 @@ _BATCH: Final = 20
 """Number of digests that are looked up between two checks of the clock; each takes a system call."""
 
 
+def require_no_copies(folder: Path) -> None:
+    """Check that a store's folder has no copies of artifacts in a bucket.
+
+    Raises:
+        BlobsUnusable: it has some.
+    """
+    if (copies := folder / CACHE).is_dir():
+        raise BlobsUnusable(
+            f"The farm's artifacts are in a bucket: {copies} has copies of them.",
+            "Start the server with --blobs; or delete the folder if they are files again.",
+        )
+
+
 class FileBlobs:
     """Files under a folder. Each server process verifies a file on its first read, and quarantines a damaged one.
 
@@ -51,11 +64,7 @@ class FileBlobs:
         Raises:
             BlobsUnusable: the folder has copies of those of a bucket.
         """
-        if (copies := self._folder.with_name(CACHE)).is_dir():
-            raise BlobsUnusable(
-                f"The farm's artifacts are in a bucket: {copies} has copies of them.",
-                "Start the server with --blobs; or delete the folder if they are files again.",
-            )
+        require_no_copies(self._folder.parent)
 
     async def sizes(self, digests: Sequence[str]) -> dict[str, int]:
         """Return the sizes of the artifacts that are stored completely. Never waits."""

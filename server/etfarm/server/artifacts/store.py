@@ -123,7 +123,7 @@ class Store:
         """Get ready, after the database is open.
 
         Raises:
-            BlobsUnusable: the bucket cannot be used.
+            BlobsUnusable: the folder is that of a store with artifacts at another place.
         """
         await self.blobs.open()
 

@@ -318,11 +318,14 @@ async def _pass_on(context: _Context, call: _Call) -> bool:
 
 
 def _is_from_here(error: grpc.aio.AioRpcError) -> bool:
-    """Return whether gRPC itself ended the call to the leader, whose own statuses have details."""
+    """Return whether gRPC itself ended the call to the leader, whose own statuses have details.
+
+    gRPC's server cancels the calls that are open when it stops.
+    """
     code, details = error.code(), error.details() or ""
     # grpc.aio loses a status that arrives while the first message is sent.
     is_lost = code is grpc.StatusCode.INTERNAL and details.startswith("Internal error from Core")
-    return (is_lost or code is grpc.StatusCode.UNAVAILABLE) and not error.trailing_metadata()
+    return (is_lost or code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)) and not error.trailing_metadata()
 
 
 def _is_cancelled() -> bool:

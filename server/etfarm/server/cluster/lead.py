@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
+from etfarm.server.cluster.errors import NoLeader
 from etfarm.server.cluster.leadership import Leader
 from etfarm.server.cluster.member import Member
 from etfarm.server.cluster.metrics import ClusterMetrics
@@ -33,6 +34,10 @@ class Lead:
         self.fence = member.fence()
         """The check of each write transaction."""
         self.take_address = take_address
+
+    def ended(self) -> NoLeader:
+        """Return the error of calls that are open when this server's lead ends."""
+        return NoLeader("This server no longer leads the farm.", "Try again; another one takes over within seconds.")
 
     def servers(self) -> Sequence[FarmServer]:
         """Return the farm's servers, this one first."""

@@ -88,6 +88,7 @@ class Member:
         self._joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._expiry: asyncio.TimerHandle | None = None
         self._leaderless_since: float | None = time.monotonic()
+        self._applies = asyncio.Event()
         self._is_too_old = False
         self._has_failed = False
         """Whether this server ends because of an error: its lease expires, so that the next one knows."""
@@ -126,6 +127,10 @@ class Member:
         if not task.cancelled() and (error := task.exception()) is not None and self._joined.done():
             log.error("the farm's lease is no longer followed", exc_info=error)
             self._lose("because of a bug")
+
+    def apply(self) -> None:
+        """Take the lease from now on once it has expired. Until then this server only forwards calls."""
+        self._applies.set()
 
     async def elected(self) -> Leader:
         """Wait until this server leads, and return it."""
@@ -205,7 +210,7 @@ class Member:
             self._publish(row.leader if row.address != self.address else None)
             if not self._joined.done():
                 self._joined.set_result(None)
-            if row.leader is None and await self._is_able(session):
+            if row.leader is None and self._applies.is_set() and await self._is_able(session):
                 sent_s = asyncio.get_running_loop().time()
                 taken = await lease.take(
                     session, self.id, self.address, self._version, self._certificate(), asks_for_tokens=self._asks_for_tokens
@@ -218,13 +223,20 @@ class Member:
                 pass
 
     async def _is_able(self, session: Session) -> bool:
-        """Return whether this server knows the database's tables; it only forwards if a newer one has migrated them."""
+        """Return whether this server knows the database's tables and gets a connection to write them.
+
+        It only forwards calls if a newer one has migrated them.
+        """
         revision = await lease.revision(session)
         is_too_old = revision is not None and revision not in self._revisions
         if is_too_old and not self._is_too_old:
             log.warning("a newer version of etfarm has migrated the database: this server only forwards calls", revision=revision)
         self._is_too_old = is_too_old
-        return not is_too_old
+        if is_too_old:
+            return False
+        # A leader without another connection would end, and the next one, too.
+        async with await BoundedAsyncConnection.connect(self._url.text, **CONNECT):
+            return True
 
     def _begin(self, leader: Leader, sent_s: float) -> None:
         log.info("this server leads the farm", token=leader.token, address=self.address)

@@ -30,13 +30,12 @@ from etfarm.server.rpc.door.certificates import Certificates
 from etfarm.server.rpc.door.connections import Connections
 from etfarm.server.rpc.door.forwarded import Forwarded
 from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
-from etfarm.server.rpc.door.listening import bind, guarded_server, port_of
+from etfarm.server.rpc.door.listening import bind, end_calls, guarded_server, port_of
 from etfarm.server.rpc.door.proving import Prover
 from etfarm.v1.farm_pb2 import ServerInfo
 
 _GRACE_S: Final = 1.0
-"""Maximum time that calls have to end as UNAVAILABLE when this server stops forwarding: gRPC cancels them afterwards, as if their
-callers had."""
+"""Time after which calls that wait for their callers are ended when this server stops forwarding."""
 _LOAD_S: Final = 1.0
 """Time for which this server waits for the farm's tokens before it answers calls."""
 _SERVER_INFO: Final = "/etfarm.v1.FarmService/GetServerInfo"
@@ -101,11 +100,14 @@ async def standing_by(
     finally:
         for task in tasks:
             task.cancel()
-        connections.close()
-        stopping = asyncio.ensure_future(server.stop(_GRACE_S))  # closes the port first
         await links.close()
-        await stopping
+        await end_calls(server, interceptor.calls, _no_longer_forwarding(), _GRACE_S)
+        connections.close()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _no_longer_forwarding() -> NoLeader:
+    return NoLeader("This server forwards no more calls: it takes the lead or stops.", "Try again in a moment.")
 
 
 async def _report_health(checks: health.HealthServicer, leadership: Leadership, links: Links, wait_s: float) -> None:

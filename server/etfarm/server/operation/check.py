@@ -14,6 +14,7 @@ from etfarm.server import preflight
 from etfarm.server.artifacts.blobs import ARTIFACTS
 from etfarm.server.artifacts.room import Room
 from etfarm.server.artifacts.s3.bucket import Bucket
+from etfarm.server.artifacts.s3.errors import BlobsAway
 from etfarm.server.config import LOCAL, Config
 from etfarm.server.extras import ExtraMissing
 from etfarm.server.operation.page_confinement import PageConfinement
@@ -174,6 +175,8 @@ def _check_blobs(result: Result, config: Config) -> None:
         result.facts.append(("agents read artifacts at", config.blobs_presign))
     try:
         asyncio.run(Bucket(config.blobs).check())
+    except BlobsAway as error:
+        result.warnings.append(f"{error} Until then uploads, downloads and compilations would wait.")
     except EtfarmError as error:
         result.problems.append(error)
 

@@ -7,10 +7,15 @@ from etfarm.wire.errors import FarmError, Kind
 
 
 class ServerStopping(FarmError):
-    """New work for a server that is about to stop."""
+    """New work for a server that is about to stop, or a call that is open when it stops."""
 
     reason = "SERVER_STOPPING"
     kind = Kind.UNAVAILABLE
+
+    @classmethod
+    def of_calls(cls) -> ServerStopping:
+        """Return the error of calls that are open."""
+        return cls("The server stops.", "Try again once it has started again; jobs are kept.")
 
 
 class Intake:

@@ -20,7 +20,7 @@ from etfarm.server.artifacts.errors import ArtifactDamaged, ArtifactNotFound, Di
 from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.s3.blobs import BucketBlobs, key_of
 from etfarm.server.artifacts.s3.bucket import PIECE_BYTES, Bucket
-from etfarm.server.artifacts.s3.errors import BlobsUnavailable, BlobsUnusable
+from etfarm.server.artifacts.s3.errors import BlobsAway, BlobsUnavailable, BlobsUnusable
 from etfarm.server.artifacts.s3.location import BucketLocation, Credentials
 from etfarm.server.artifacts.store import Store
 from etfarm.server.state.engine import Database, DatabaseUnavailable
@@ -280,7 +280,7 @@ async def test_a_deletion_that_fails_is_made_up_for(world: World) -> None:
     assert await world.object_of(DIGEST) == DATA
     world.proxy.heal()
     tending = asyncio.create_task(world.blobs.tend())
-    await asyncio.to_thread(world.proxy.wait_for, world.proxy.answered, "DELETE", 3)  # after those of the two checks
+    await asyncio.to_thread(world.proxy.wait_for, world.proxy.answered, "DELETE", 1)
     tending.cancel()
     assert await world.object_of(DIGEST) is None
 
@@ -291,12 +291,12 @@ async def test_deletions_go_on_after_the_database_was_away(world: World) -> None
     world.proxy.answer_503("DELETE")
     assert await world.store.remove([DIGEST], unused_since_s=world.store.uses.clock() + 1) == {DIGEST}
     world.proxy.heal()
-    world.blobs.repeat_s = 0.0
+    world.blobs.repeat_s = 0.05
     world.database.guard = guard = Refusal(DatabaseUnavailable("The database is away.", "Try again."))
     tending = asyncio.create_task(world.blobs.tend())
     assert await asyncio.to_thread(guard.has_refused.wait, WAIT_S)
     world.database.guard = None
-    await asyncio.to_thread(world.proxy.wait_for, world.proxy.answered, "DELETE", 3)  # after those of the two checks
+    await asyncio.to_thread(world.proxy.wait_for, world.proxy.answered, "DELETE", 1)
     tending.cancel()
     assert await world.object_of(DIGEST) is None
 
@@ -454,12 +454,14 @@ async def test_a_server_that_does_not_answer_is_given_up(world: World) -> None:
     assert slow.path(DIGEST).read_bytes() == DATA
 
 
-@pytest.mark.parametrize("wrong", ["secret", "key", "endpoint"])
+@pytest.mark.parametrize("wrong", ["bucket", "secret", "key", "endpoint"])
 async def test_a_bucket_that_cannot_be_used_is_refused_at_the_start(
     golden: Golden, world: World, s3_server: S3Server, wrong: str
 ) -> None:
     location = s3_server.location("x")
     match wrong:
+        case "bucket":
+            location = replace(location, bucket="no-such-bucket")
         case "secret":
             location = replace(location, credentials=Credentials("farm", "another-secret"))
         case "key":
@@ -468,8 +470,30 @@ async def test_a_bucket_that_cannot_be_used_is_refused_at_the_start(
             location = replace(location, endpoint="http://127.0.0.1:1")
     with pytest.raises(BlobsUnusable) as refused:
         await Bucket(location, patience_s=0.2).check()
+    assert isinstance(refused.value, BlobsAway) == (wrong == "endpoint")
     golden.check(str(refused.value).replace(location.endpoint, "ENDPOINT"))
     assert "secret" not in str(refused.value)
+
+
+async def test_a_bucket_that_is_gone_takes_no_artifact_with_it(s3_server: S3Server) -> None:
+    """Requests fail at once and say why. An answer to HEAD, which has no code, does not count as one about the object."""
+    bucket = Bucket(replace(s3_server.location("x"), bucket="no-such-bucket"), patience_s=WAIT_S)
+
+    async def pages() -> None:
+        async for _ in bucket.list("k"):
+            pass
+
+    async def pieces() -> None:
+        async for _ in bucket.pieces("k", 10):
+            pass
+
+    calls = (lambda: bucket.size("k"), pages, pieces, lambda: bucket.put("k", b"x"), lambda: bucket.delete("k"))
+    for call in calls:
+        with pytest.raises(BlobsUnavailable) as failed:
+            await call()
+        assert failed.value.metadata["why"] == "there is no bucket 'no-such-bucket'"
+        assert "to create it, or correct --blobs" in failed.value.remedy
+    assert bucket.use.retries == 0
 
 
 async def test_artifacts_of_this_machine_are_not_left_behind(golden: Golden, world: World, tmp_path: Path) -> None:

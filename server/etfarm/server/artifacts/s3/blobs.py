@@ -25,8 +25,9 @@ from etfarm.server.artifacts.integrity import Integrity
 from etfarm.server.artifacts.s3 import cache as caches
 from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.cache import Cache
-from etfarm.server.artifacts.s3.errors import BlobsUnavailable, BlobsUnusable
+from etfarm.server.artifacts.s3.errors import LOOK, BlobsUnavailable, BlobsUnusable, Failure
 from etfarm.server.artifacts.s3.fetch import Fetch, Overtaken
+from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.wire.digest import is_digest
 from etfarm.wire.errors import EtfarmError
@@ -51,6 +52,22 @@ _DELETION_S: Final = 2.0
 """Time after the check of the lease in which objects are deleted, less than another server needs to take the lead and to store
 one of them again. Later, the lease is checked again."""
 _PROGRESS_S: Final = 0.2
+_OPEN_S: Final = 1.0
+"""Time for which a start waits for the bucket."""
+
+
+def require_no_files(folder: Path, location: BucketLocation) -> None:
+    """Check that a store's folder has no artifacts of its own.
+
+    Raises:
+        BlobsUnusable: it has some, which are not in the bucket.
+    """
+    former = folder / BLOBS
+    if next(former.glob("??/*"), None) is not None:
+        raise BlobsUnusable(
+            f"{former} has artifacts, which --blobs {location.url} would leave out.",
+            "Start the server without --blobs, or with another --data; or move the artifacts with `etfarm migrate`.",
+        )
 
 
 def key_of(digest: str) -> str:
@@ -101,7 +118,6 @@ class BucketBlobs:
         self.bucket = bucket
         self.cache = Cache(folder / CACHE, scratch, cache_bytes)
         self.integrity = Integrity(None, self.place, verifiers)
-        self._former = folder / BLOBS
         self._folder = folder
         self._scratch = scratch
         self._holdings = holdings
@@ -110,7 +126,8 @@ class BucketBlobs:
         self.repeat_s = 60.0
         """Interval at which deletions that failed are tried again."""
         self.quarantine_s = 10.0
-        """Time for which a start looks up what is in the quarantine, however much that is."""
+        """Time in which the quarantine is looked up, however much is in it."""
+        self._knows_quarantine = False
         self._free = free
         self._coming_bytes = 0
         self._transfers = asyncio.Semaphore(_TRANSFERS)
@@ -131,25 +148,23 @@ class BucketBlobs:
         return self.cache.place(digest)
 
     async def open(self) -> None:
-        """Check that the bucket can be used, and look up what is in its quarantine.
+        """Look up what is in the bucket's quarantine. A bucket that is away is no obstacle: `tend` does it later.
 
         Raises:
-            BlobsUnusable: it cannot be used, or this machine has artifacts that are not in it.
+            BlobsUnusable: this machine has artifacts that are not in the bucket.
         """
-        if next(self._former.glob("??/*"), None) is not None:
-            raise BlobsUnusable(
-                f"{self._former} has artifacts, which --blobs {self.bucket.location.url} would leave out.",
-                "Start the server without --blobs, or with another --data; or move the artifacts with `etfarm migrate`.",
-            )
-        await self.bucket.check()
+        require_no_files(self._folder, self.bucket.location)
+        await self._look_up_quarantine(min(_OPEN_S, self.quarantine_s))
+
+    async def _look_up_quarantine(self, within_s: float) -> None:
         try:
-            async with asyncio.timeout(self.quarantine_s):
+            async with asyncio.timeout(within_s):
                 await self._read_quarantine()
         except (BlobsUnavailable, TimeoutError) as error:
-            why = (
-                error.metadata["why"] if isinstance(error, BlobsUnavailable) else f"it takes longer than {self.quarantine_s:g} s"
-            )
+            why = error.metadata["why"] if isinstance(error, BlobsUnavailable) else f"it takes longer than {within_s:g} s"
             log.warning("the quarantine in S3 was not read to its end; damaged artifacts count as missing when read", why=why)
+        else:
+            self._knows_quarantine = True
 
     async def _read_quarantine(self) -> None:
         """Record which artifacts are in the quarantine, and not at their places. Others may have filled it with anything."""
@@ -364,8 +379,8 @@ class BucketBlobs:
         async def is_whole() -> bool:
             is_whole = await _wait(flight.task)
             if is_whole and flight.transfer is not transfer:
-                why = "other bytes arrived first"
-                raise BlobsUnavailable(f"Reading {digest[:12]}", self.bucket.location.place, why)
+                failure = Failure("other bytes arrived first", LOOK)
+                raise BlobsUnavailable(f"Reading {digest[:12]}", self.bucket.location.place, failure)
             return is_whole
 
         verified = asyncio.ensure_future(is_whole())
@@ -487,21 +502,29 @@ class BucketBlobs:
         return self.cache.spare_bytes()
 
     async def tend(self) -> None:
-        """Delete copies while the disk is nearly full, and objects whose deletion failed, until the task is cancelled."""
-        loop = asyncio.get_running_loop()
-        due_s = loop.time()
+        """Delete copies while the disk is nearly full, and make up for times without the bucket, until the task is cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._keep_room(), name="room for copies")
+            group.create_task(self._catch_up(), name="late work in S3")
+
+    async def _keep_room(self) -> None:
         while True:
             lacking = self._floor_bytes - self._free(self._folder)
             if lacking > 0:
                 await self._run(caches.delete, self.cache.evict(lacking))
-            if self._orphans and loop.time() > due_s:
-                due_s = loop.time() + self.repeat_s
-                try:
-                    for start in range(0, len(orphans := list(self._orphans)), _FLIGHTS):
-                        await self.delete([digest for digest in orphans[start : start + _FLIGHTS] if self.withdraw(digest)])
-                except EtfarmError as error:  # the database is unavailable, or another server leads
-                    log.warning("artifacts could not be deleted from S3; that is tried again", why=error.message)
             await asyncio.sleep(_ROOM_POLL_S)
+
+    async def _catch_up(self) -> None:
+        """Look up the quarantine, and delete objects whose deletion failed."""
+        while True:
+            if not self._knows_quarantine:
+                await self._look_up_quarantine(self.quarantine_s)
+            try:
+                for start in range(0, len(orphans := list(self._orphans)), _FLIGHTS):
+                    await self.delete([digest for digest in orphans[start : start + _FLIGHTS] if self.withdraw(digest)])
+            except EtfarmError as error:  # the database is unavailable, or another server leads
+                log.warning("artifacts could not be deleted from S3; that is tried again", why=error.message)
+            await asyncio.sleep(self.repeat_s)
 
     async def _run(self, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)

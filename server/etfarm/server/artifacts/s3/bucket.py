@@ -14,11 +14,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from etfarm.server.artifacts.s3.errors import BlobsUnavailable, BlobsUnusable
+from etfarm.server.artifacts.s3.errors import (
+    DENIED,
+    LOOK,
+    NO_BUCKET,
+    BlobsAway,
+    BlobsUnavailable,
+    BlobsUnusable,
+    Failure,
+    code_of,
+)
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.extras import require_extra
 from etfarm.wire.chunks import spans
-from etfarm.wire.escapes import in_a_line
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -44,8 +52,7 @@ PATIENCE_S: Final = 60.0
 SIGNED_S: Final = 300.0
 """Time for which a presigned URL can be used: long enough for clocks that differ by some minutes, since it is used at once."""
 _CHECK_S: Final = 5.0
-"""Time for which a check before the start waits at most for a server that does not answer."""
-_WHY_CHARACTERS: Final = 200
+"""Time limit of a check."""
 
 BOUNDS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, math.inf)
 """Upper bounds by which the durations of operations are counted."""
@@ -259,7 +266,7 @@ class Bucket:
             yield [Stored(each["path"], each["size"], each["last_modified"].astimezone(UTC)) for each in page]
             last = max(each["path"] for each in page)
             if after is not None and last <= after:
-                raise self._unavailable("list", prefix, "the server lists the same objects again")
+                raise self._unavailable("list", prefix, Failure("the server lists the same objects again", LOOK))
             after = last
 
     @property
@@ -276,49 +283,48 @@ class Bucket:
         return str(await obstore.sign_async(self._signer, "GET", key, timedelta(seconds=SIGNED_S)))
 
     async def check(self) -> None:
-        """Write, read and delete a small object.
+        """Write, read and delete a small object, within 5 s.
 
         Raises:
-            BlobsUnusable: that failed.
+            BlobsAway: the server does not answer.
+            BlobsUnusable: it answers, and the bucket cannot be used.
         """
         probing = Bucket(self.location, patience_s=min(_CHECK_S, self._patience_s), timeout_s=_CHECK_S)
         key = f"{PROBE}-{random.randbytes(8).hex()}"
         try:
-            await probing.put(key, PROBE.encode())
-            read = b"".join([piece async for piece in probing.pieces(key, len(PROBE))])
-            await probing.delete(key)
-        except FileNotFoundError:
-            raise BlobsUnusable(
-                f"There is no bucket {self.location.bucket!r} in {self.location.place}.", "Create it, or correct --blobs."
-            ) from None
+            async with asyncio.timeout(_CHECK_S):
+                await probing.put(key, PROBE.encode())
+                read = b"".join([piece async for piece in probing.pieces(key, len(PROBE))])
+                await probing.delete(key)
+        except TimeoutError:
+            raise BlobsAway(self.location.place, Failure(f"it takes longer than {_CHECK_S:g} s", LOOK)) from None
         except BlobsUnavailable as error:
-            raise BlobsUnusable(
-                f"Artifacts cannot be stored in {self.location.place}: {error.metadata['why']}.",
-                "Check --blobs, --blobs-endpoint and the credentials: they must permit to read, write, list and delete there.",
-            ) from None
+            away = BlobsAway(self.location.place, error.failure)
+            raise (BlobsUnusable(away.message, away.remedy) if error.failure.is_lasting else away) from None
+        except FileNotFoundError:
+            read = b""
         if read != PROBE.encode():
             raise BlobsUnusable(f"{self.location.place} does not return what was written there.", "Check the S3 server.")
 
     async def _attempt(self, operation: str, key: str, call: Callable[[], Awaitable[T]]) -> T:
         """Return a request's answer; repeat it while the server fails, with growing pauses, up to the patience."""
-        from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+        from obstore.exceptions import BaseError
 
         loop = asyncio.get_running_loop()
         began_s, pause_s = loop.time(), _FIRST_PAUSE_S
         while True:
             try:
                 answer = await call()
-            except FileNotFoundError:
-                self.use.count(operation, "missing", loop.time() - began_s)
-                raise
-            except (PermissionDeniedError, UnauthenticatedError) as error:
-                self.use.count(operation, "failed", loop.time() - began_s)
-                raise self._unavailable(operation, key, f"the server refuses the credentials ({_why(error)})") from None
             except (BaseError, OSError) as error:
+                cause = await self._cause(error, key)
+                failure = Failure.of(cause, self.location.bucket)
+                if isinstance(cause, FileNotFoundError) and not failure.is_lasting:
+                    self.use.count(operation, "missing", loop.time() - began_s)
+                    raise cause from None
                 wait_s = pause_s * random.uniform(0.5, 1.0)
-                if loop.time() + wait_s > began_s + self._patience_s:
+                if failure.is_lasting or loop.time() + wait_s > began_s + self._patience_s:
                     self.use.count(operation, "failed", loop.time() - began_s)
-                    raise self._unavailable(operation, key, _why(error)) from None
+                    raise self._unavailable(operation, key, failure) from None
             else:
                 self.use.count(operation, "ok", loop.time() - began_s)
                 return answer
@@ -326,13 +332,22 @@ class Bucket:
             await asyncio.sleep(wait_s)
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
-    def _unavailable(self, operation: str, key: str, why: str) -> BlobsUnavailable:
-        return BlobsUnavailable(f"The request {operation} of {key.rpartition('/')[2][:12]}", self.location.place, why)
+    async def _cause(self, error: Exception, key: str) -> Exception:
+        """Return what a GET is answered where an answer does not say enough.
 
+        That to a HEAD has no code: an object may be missing, or the whole bucket. SeaweedFS refuses to write where no bucket is.
+        """
+        import obstore
+        from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 
-def _why(error: Exception) -> str:
-    """Return the gist of an error of obstore, which has neither the signature nor the server's whole answer."""
-    text = str(error).partition("\n\nDebug source")[0]
-    code = text.partition("<Code>")[2].partition("</Code>")[0]
-    gist = code or (text.splitlines()[0].rpartition(" - ")[2].rstrip(". ") if text else type(error).__name__)
-    return in_a_line(gist[:_WHY_CHARACTERS])
+        code = code_of(error)
+        if code not in ("", DENIED) or not isinstance(error, (FileNotFoundError, PermissionDeniedError, UnauthenticatedError)):
+            return error
+        try:
+            await obstore.get_async(self._store, key)
+        except (BaseError, OSError) as of_get:
+            return of_get if not code or code_of(of_get) == NO_BUCKET else error
+        return error
+
+    def _unavailable(self, operation: str, key: str, failure: Failure) -> BlobsUnavailable:
+        return BlobsUnavailable(f"The request {operation} of {key.rpartition('/')[2][:12]}", self.location.place, failure)

@@ -37,6 +37,11 @@ _END_AT_ONCE: Final = 50
 _CLOSE_S: Final = 1.0
 """Time in which the connections of calls that have ended are closed; then their memory is returned."""
 
+_QUIET_S: Final = 0.05
+_LOOKS: Final = 20
+"""Time without a new call after which none waits, and number of looks for that: callers may call again all the time. They are
+counted, since on a busy machine calls are handed over more slowly."""
+
 _MOST_DROPPED: Final = 8192
 """Maximum number of dropped calls that are not ended yet; each takes 15 KiB."""
 
@@ -72,6 +77,8 @@ class _Accepting(cygrpc.AioServer):  # type: ignore[misc]
         super().__init__(*arguments, **named)
         self._own_interceptors = tuple(arguments[3] or ())
         self._own_handlers: dict[str, Any] = {}
+        self._accepted = 0
+        self._is_closing = False
         self._dropped: list[Any] = []
         self._ending: asyncio.Task[None] | None = None
 
@@ -93,7 +100,8 @@ class _Accepting(cygrpc.AioServer):  # type: ignore[misc]
         loop = asyncio.get_running_loop()
         while True:
             call = await method.request()
-            is_flooded = self.connections is not None and self.connections.is_flooded
+            self._accepted += 1
+            is_flooded = self._is_closing or (self.connections is not None and self.connections.is_flooded)
             if self._admits(call, loop):
                 handling = cygrpc._handle_rpc(method.name, method.resolver, method.interceptors, call, loop, False)
                 method.add(loop.create_task(cygrpc._schedule_rpc_coro(handling, call, loop, method.name), name="a call"))
@@ -106,6 +114,15 @@ class _Accepting(cygrpc.AioServer):  # type: ignore[misc]
                 extra = loop.create_task(self._accept(method, is_extra=True), name="more calls")
                 extra.add_done_callback(method.end_extra)
                 method.add(extra)
+
+    async def accept_waiting(self) -> None:
+        """See the function of this name."""
+        self._is_closing = True
+        for _ in range(_LOOKS):
+            accepted = self._accepted
+            await asyncio.sleep(_QUIET_S)
+            if accepted == self._accepted:
+                return
 
     def _drop(self, call: Any, loop: asyncio.AbstractEventLoop) -> None:
         """End a call without a status, but not before the waiting ones are taken: to end one takes as long as to take one."""
@@ -170,3 +187,9 @@ def new_server(
     if connections is not None:
         server._server.connections, server._server.has_token = connections, has_token  # type: ignore[attr-defined]
     return server
+
+
+async def accept_waiting(server: grpc.aio.Server) -> None:
+    """Accept the calls of a server that wait in gRPC, until none has come for a moment, or for a limited time."""
+    if isinstance(server._server, _Accepting):  # type: ignore[attr-defined]
+        await server._server.accept_waiting()

@@ -69,6 +69,8 @@ class Call:
         self.abort_sending: Callable[[EtfarmError], Awaitable[None]] | None = None
         """Function that sends the status of a call whose handler waits for gRPC to send a response that the caller may never
         read."""
+        self.is_stream = False
+        """Whether it has many responses: such a call, as a watch, may last as long as its caller wishes."""
         self.is_handled = False
         """Whether a handler runs, which may be cancelled. Before and after it, gRPC receives the request or sends the response: a
         call that is cancelled then ends without a status, for which its caller waits."""
@@ -81,7 +83,8 @@ class Call:
         self.unread_bytes = 0
         self.unread_since_s: float | None = None
         """Size of the response that gRPC sends, and when that began; None while it sends none."""
-        self._task = task
+        self.task = task
+        """The task that handles it."""
         self._clock = clock
         self._aborting: asyncio.Task[None] | None = None
 
@@ -100,7 +103,7 @@ class Call:
         self.ending = error
         if self.abort_sending is None:
             if self.is_handled:
-                self._task.cancel()
+                self.task.cancel()
         else:
             self._aborting = asyncio.create_task(self._abort(self.abort_sending, error), name="end of a call")
 
@@ -108,13 +111,13 @@ class Call:
         # gRPC takes the status before it is cancelled, and sends it after the responses that are already being sent.
         sending = asyncio.ensure_future(abort(error))
         await asyncio.sleep(0)
-        self._task.cancel()
+        self.task.cancel()
         await sending
 
     def recover(self) -> EtfarmError:
         """Return `ending`, and clear the cancellation of the handler's task so that it can send the error."""
         assert self.ending is not None
-        self._task.uncancel()
+        self.task.uncancel()
         return self.ending
 
 
@@ -141,6 +144,8 @@ class Calls:
         self._most = most
         self._clock = clock
         self._close = close
+        self._refusal: EtfarmError | None = None
+        """Error of calls that begin after the end of all."""
         self._running: set[Call] = set()
         self._of_principal: Counter[str] = Counter()
         self._reads: dict[str, asyncio.Semaphore] = {}
@@ -152,7 +157,10 @@ class Calls:
 
         Raises:
             TooManyCalls: the principal has too many open calls.
+            EtfarmError: that of `finish`.
         """
+        if self._refusal is not None:
+            raise self._refusal
         name = principal.name
         if self._of_principal[name] >= self._most:
             raise TooManyCalls(
@@ -209,6 +217,19 @@ class Calls:
             return data
 
         return noted
+
+    async def finish(self, error: EtfarmError, wait_s: float) -> None:
+        """End all calls: streams at once, others if they do not end by themselves in time. No more begin.
+
+        Their callers get the error. gRPC would cancel what is open at its server's end, as if the callers had done so.
+        """
+        self._refusal = error
+        for only_streams in (True, False):
+            for call in self._running:
+                if call.ending is None and (call.is_stream or not only_streams):
+                    call.end(error)
+            if self._running:
+                await asyncio.wait([call.task for call in self._running], timeout=wait_s)
 
     def look(self) -> None:
         """End the calls that may not continue."""

@@ -147,6 +147,8 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any]:
         """Return a handler that admits a call of a known caller to the given one."""
         method, credential = call.method, call.credential
+        # A call that is forwarded ends with the one to the leader. One that is cancelled while it sends gets no status.
+        call.is_stream = handler.response_streaming and handler.request_deserializer is not None
 
         def admit(context: ServicerContext[Any, Any]) -> Auditor | None:
             peer = context.peer()
@@ -255,13 +257,13 @@ def _forwarding(behavior: Any, admit: Admit, call: Call) -> Callable[..., AsyncI
     """
 
     async def forward(requests: object, context: ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        await _start(context, call)
         admit(context)
         try:
             await behavior(call, context)
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:  # noqa: BLE001 - outermost handler: every error becomes a status
-            await _abort(context, error, call.method)
+        except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001 - outermost handler: every error becomes a status
+            await _fail(context, error, call, None)
+        call.is_handled = False
         return
         yield
 

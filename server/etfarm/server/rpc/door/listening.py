@@ -11,10 +11,11 @@ from typing import Any
 import grpc
 
 from etfarm.server.config import Config
-from etfarm.server.rpc.door.accepting import new_server
+from etfarm.server.rpc.door.accepting import accept_waiting, new_server
+from etfarm.server.rpc.door.calls import Calls
 from etfarm.server.rpc.door.connections import MAX_METADATA_BYTES, Connections, raise_file_limit, server_options
 from etfarm.wire.channel import SERVER_OPTIONS
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import EtfarmError, UserError
 
 
 class CannotListen(UserError):
@@ -41,6 +42,20 @@ def guarded_server(
     """
     limits = dict(SERVER_OPTIONS) | dict(server_options(raise_file_limit(), metadata_bytes)) | dict(options)
     return new_server(interceptors, list(limits.items()), connections, has_token)
+
+
+async def end_calls(server: grpc.aio.Server, calls: Calls, error: EtfarmError, grace_s: float) -> None:
+    """End all calls of a server with an error, and then the server.
+
+    gRPC cancels calls that are open when its server ends, and those that it has not handed over yet, as if their callers had done
+    so. They are ended before that, while the port is open.
+
+    Args:
+        grace_s: time in which calls that have a single answer may end by themselves, and statuses are sent.
+    """
+    await calls.finish(error, grace_s)
+    await accept_waiting(server)
+    await server.stop(grace_s)
 
 
 def bind(server: grpc.aio.Server, config: Config, credentials: grpc.ServerCredentials | None) -> str:
