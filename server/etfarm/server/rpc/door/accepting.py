@@ -191,5 +191,6 @@ def new_server(
 
 async def accept_waiting(server: grpc.aio.Server) -> None:
     """Accept the calls of a server that wait in gRPC, until none has come for a moment, or for a limited time."""
-    if isinstance(server._server, _Accepting):  # type: ignore[attr-defined]
-        await server._server.accept_waiting()
+    own: Any = server
+    if isinstance(own._server, _Accepting):
+        await own._server.accept_waiting()
