@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ from tests.support.takeovers import check, lead_job, simulated_agents, trivial_s
 
 pytestmark = pytest.mark.slow(reason="kills servers, whose leases expire after seconds, and starts an S3 server")
 
-ANN, BOARDS = "secret-of-ann-0123456789", "secret-of-boards-0123456789"
 JOBS, AGENTS, AT_ONCE = 12, 3, 6
 
 
@@ -42,7 +42,7 @@ class Farm:
 
     def list_devices(self) -> str:
         """Return what `etfarm devices list` prints to a user."""
-        environment = {"ETFARM_SERVER": self.servers.addresses, "ETFARM_TOKEN": ANN}
+        environment = {**os.environ, "ETFARM_SERVER": self.servers.addresses}
         done = etfarm("devices", "list", cwd=self.servers.folder, environment=environment)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -54,14 +54,12 @@ class Farm:
 
 @pytest.fixture
 def farm(tmp_path: Path, postgres_databases: PostgresDatabases, s3_server: S3Server) -> Iterator[Farm]:
-    """A farm with tokens, whose servers a test adds."""
-    server, name, tokens = postgres_databases.server, f"farm_{uuid.uuid4().hex}", tmp_path / "tokens"
+    """A farm whose servers a test adds."""
+    server, name = postgres_databases.server, f"farm_{uuid.uuid4().hex}"
     server.execute("CREATE DATABASE {}", name)
-    tokens.touch(mode=0o600)
-    tokens.write_text(f"ann user {ANN}\nboards agent {BOARDS}\n")
     with proxy_to(s3_server.address) as proxy:
         location = s3_server.new_location(proxy.address)
-        options = ["--blobs", location.url, "--blobs-wait", "1", "--tokens", str(tokens)]
+        options = ["--blobs", location.url, "--blobs-wait", "1"]
         servers = Servers(tmp_path, server.url(name), options, environment_of(location))
         try:
             yield Farm(servers, proxy)
@@ -74,9 +72,9 @@ def farm(tmp_path: Path, postgres_databases: PostgresDatabases, s3_server: S3Ser
 async def test_a_standby_takes_the_lead_without_s3_and_no_job_fails(farm: Farm) -> None:
     leader, other = farm.servers.add(), farm.servers.add()
     addresses = farm.servers.addresses
-    async with simulated_agents(addresses, AGENTS, BOARDS) as agents, farm_calls(addresses, ANN) as calls:
+    async with simulated_agents(addresses, AGENTS) as agents, farm_calls(addresses) as calls:
         spec, turns = await trivial_spec(calls), asyncio.Semaphore(AT_ONCE)
-        async with SimulatedAgent(addresses, "gone", token=BOARDS):
+        async with SimulatedAgent(addresses, "gone"):
             pass
         waiting = await calls.submit(
             job_pb2.JobSpec(candidates=spec.candidates, devices=[job_pb2.DeviceChoice(selector="name=gone")])
@@ -109,7 +107,7 @@ async def test_a_farm_starts_without_s3(farm: Farm) -> None:
     leader, other = farm.servers.add(), farm.servers.add()
     assert "starting without the artifacts' S3 server" in leader.log
     addresses = farm.servers.addresses
-    async with simulated_agents(addresses, 1, BOARDS) as agents, farm_calls(addresses, ANN) as calls:
+    async with simulated_agents(addresses, 1) as agents, farm_calls(addresses) as calls:
         assert agents[0].name in await asyncio.to_thread(farm.list_devices)
         farm.proxy.heal()
         job_id, events = await lead_job(calls, await trivial_spec(calls), asyncio.Semaphore(1))

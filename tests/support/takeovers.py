@@ -19,10 +19,10 @@ AGENTS: Final = 6
 
 
 @asynccontextmanager
-async def simulated_agents(addresses: str, count: int = AGENTS, token: str = "") -> AsyncIterator[list[SimulatedAgent]]:
+async def simulated_agents(addresses: str, count: int = AGENTS) -> AsyncIterator[list[SimulatedAgent]]:
     """Agents that have connected, each slower than the one before."""
     async with AsyncExitStack() as closing:
-        agents = [SimulatedAgent(addresses, f"sim-{number}", run_s=0.05 * number, token=token) for number in range(count)]
+        agents = [SimulatedAgent(addresses, f"sim-{number}", run_s=0.05 * number) for number in range(count)]
         for agent in agents:
             await closing.enter_async_context(agent)
         yield agents
