@@ -121,7 +121,7 @@ class JobService(job_pb2_grpc.JobServiceServicer):
         job = await self._journal.get(request.job_id, scope())
         if job.ByteSize() > JOB_BYTES:
             await asyncio.to_thread(fit, job, JOB_BYTES)
-        return self._own(job)
+        return self._present(job)
 
     async def List(self, request: job_pb2.ListJobsRequest, context: object) -> job_pb2.ListJobsResponse:
         size, before = page_size(request.page_size, *PAGE_SIZES), page_start(request.page_token)
@@ -129,7 +129,7 @@ class JobService(job_pb2_grpc.JobServiceServicer):
         chosen = JobFilter(request.name, dict(request.labels), tuple(request.states), request.owner, request.model, since)
         jobs, following = await self._journal.list(size, before if request.page_token else None, scope(), chosen)
         token = "" if following is None else str(following)
-        return job_pb2.ListJobsResponse(jobs=[self._own(job) for job in jobs], next_page_token=token)
+        return job_pb2.ListJobsResponse(jobs=[self._present(job) for job in jobs], next_page_token=token)
 
     async def Watch(self, request: job_pb2.WatchJobRequest, context: object) -> AsyncIterator[job_pb2.JobEvent]:
         job_id = await self._journal.find(request.job_id, scope())
@@ -147,7 +147,7 @@ class JobService(job_pb2_grpc.JobServiceServicer):
         job = await self._journal.get(request.job_id, scope())
         require_owner(job.owner, f"Job {job.id}")
         await self._conductor.cancel(job)
-        return self._own(await self._journal.get(job.id, scope()))
+        return self._present(await self._journal.get(job.id, scope()))
 
     async def ListQueue(self, request: job_pb2.ListQueueRequest, context: object) -> job_pb2.ListQueueResponse:
         return self._queue.page(page_start(request.page_token), page_size(request.page_size, *PAGE_SIZES), scope())
@@ -168,10 +168,11 @@ class JobService(job_pb2_grpc.JobServiceServicer):
 
     def _own(self, job: job_pb2.Job) -> job_pb2.Job:
         job.server_version = self._version
-        for cell in job.cells:
-            if cell.state == model.WAITING and (progress := self._announcer.latest(job.id, cell.id)) is not None:
-                cell.waiting_for = progress.message
         return job
+
+    def _present(self, job: job_pb2.Job) -> job_pb2.Job:
+        """Return a job of the database as it is at this moment."""
+        return self._announcer.add_phases(self._own(job))
 
 
 def _visible(job: job_pb2.Job, request_id: str) -> job_pb2.Job:
