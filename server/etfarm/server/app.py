@@ -112,6 +112,8 @@ async def running(
     (config.data / "work").mkdir(exist_ok=True)
     is_local = config.compile_pool == LOCAL  # else each node's jail is required
     jail = await preflight.require_jail(config) if is_local and config.is_jail_required else None
+    if not config.begin_empty:
+        await asyncio.to_thread(config.require_database)
     storage, clean_end = Storage.create(config, on_damaged), CleanEnd(config.data) if lead is None else lead
     started = children or Children.start(config, None if lead is None else lead.tenure)
     workers, measurement_lock = started.workers, started.measurement_lock

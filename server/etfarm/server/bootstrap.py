@@ -12,11 +12,12 @@ from pathlib import Path
 from etfarm.server.access.audit import AuditLog, Entry
 from etfarm.server.access.tokens import TOKENS_CHANGED, TokenTable
 from etfarm.server.arguments import parse_command
+from etfarm.server.artifacts.left_behind import require_known
 from etfarm.server.config import DATABASE
 from etfarm.server.operation.data_option import add_data_option, data_of
 from etfarm.server.operation.database_option import add_database_option
 from etfarm.server.state.database_url import DatabaseUrl
-from etfarm.server.state.databases import create_database
+from etfarm.server.state.databases import WAIT_S, create_database
 from etfarm.server.state.folder import MARKS
 from etfarm.v1.common_pb2 import ROLE_ADMIN
 from etfarm.wire.errors import Kind, UserError
@@ -30,11 +31,11 @@ class AdminExists(UserError):
     kind = Kind.ALREADY_EXISTS
 
     def __init__(self, admins: Sequence[str]) -> None:
-        one, names = len(admins) == 1, ", ".join(admins)
+        is_one, names = len(admins) == 1, ", ".join(admins)
+        who, whose = ("That admin creates", "the token is") if is_one else ("Each of them creates", "their tokens are")
         super().__init__(
-            f"The farm has {'an admin' if one else f'{len(admins)} admins'} already: {names}.",
-            f"{'That admin creates' if one else 'Each of them creates'} further tokens with `etfarm tokens create NAME --role admin`. If "
-            f"{'the token is' if one else 'their tokens are'} lost, add --another.",
+            f"The farm has {'an admin' if is_one else f'{len(admins)} admins'} already: {names}.",
+            f"{who} further tokens with `etfarm tokens create NAME --role admin`. If {whose} lost, add --another.",
             admins=names,
         )  # fmt: skip
 
@@ -58,6 +59,7 @@ def main(argv: list[str]) -> int:
         make_private(folder, MARKS)
     except OSError as error:
         raise UserError(f"The data folder {folder} cannot be used: {error.strerror}.", "Choose another --data.") from None
+    require_known(folder, folder / DATABASE, url, WAIT_S)
     print(asyncio.run(_create(folder, url, arguments.name, is_another=arguments.another)))
     return 0
 

@@ -35,7 +35,7 @@ def as_json() -> Iterator[TextIO]:
     thread = threading.Thread(target=_copy, args=(read, _original), name="stderr", daemon=True)
     thread.start()
     try:
-        yield open(os.dup(_original), "w", encoding="utf-8", errors="backslashreplace", buffering=1)
+        yield os.fdopen(os.dup(_original), "w", encoding="utf-8", errors="backslashreplace", buffering=1)
     finally:
         sys.stderr.flush()
         restore()

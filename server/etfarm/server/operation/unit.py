@@ -21,7 +21,9 @@ USER: Final = "etfarm"
 STATE: Final = "etfarm-server"
 """Folder below /var/lib with the server's data, unless the command names another one."""
 
-_EXCLUDED_OPTIONS: Final = (("--print-unit", "--pri"), ("--exit-with-stdin", "--e"), ("--check", "--ch"), ("--json", "--j"))
+_EXCLUDED_OPTIONS: Final = (
+    ("--print-unit", "--pri"), ("--exit-with-stdin", "--e"), ("--check", "--ch"), ("--json", "--j"), ("--begin-empty", "--be"),
+)  # fmt: skip
 _READ: Final = {
     "database": re.compile(r"PG[A-Z]+"),
     "blobs": re.compile(r"AWS_(ENDPOINT_URL|ENDPOINT_URL_S3|REGION|DEFAULT_REGION)"),
