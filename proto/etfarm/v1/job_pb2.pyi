@@ -625,7 +625,7 @@ class SubmitJobRequest(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """A unique id among the owner's requests, chosen by the caller, such as a UUID."""
+    """A unique id among the owner's requests, chosen by the caller, such as a UUID. Other owners' ids are never compared with it."""
     validate_only: _builtins.bool
     """Only checks the request, before models are exported: stores nothing, starts nothing, and answers with the job as it would be,
     whose ids name nothing. request_id may be empty. A candidate may lack its source; what depends on the source is then not

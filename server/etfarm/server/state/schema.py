@@ -83,6 +83,8 @@ jobs = Table(
     Column("project", Text, nullable=False, server_default="default"),
     # Number of times that a server resumed the live job after an unclean end.
     Column("takeups", Whole, nullable=False, server_default="0"),
+    # A digest of what was sent with request_id; null for jobs of releases that did not store it.
+    Column("request_digest", LargeBinary),
     UniqueConstraint("owner", "request_id"),
     Index("jobs_of_a_project", "project", "number"),
     Index("jobs_of_a_name", "name", "number"),

@@ -43,7 +43,9 @@ def list_(
     ] = None,
     state: Annotated[
         list[str] | None,
-        typer.Option("--state", metavar="STATE", help="Only jobs in this state, such as FAILED; RUNNING ones may wait; repeatable."),
+        typer.Option(
+            "--state", metavar="STATE", help="Only jobs in this state, such as FAILED; RUNNING ones may wait; repeatable."
+        ),
     ] = None,
     owner: Annotated[str, typer.Option("--owner", metavar="NAME", help="Only jobs that this principal submitted.")] = "",
     model: Annotated[str, typer.Option("--model", metavar="NAME", help="Only jobs with a model of this name.")] = "",

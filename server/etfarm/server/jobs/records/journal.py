@@ -15,6 +15,7 @@ from etfarm.server.jobs.records.farm_watch import FarmWatch
 from etfarm.server.jobs.records.listing import LIST_BYTES, STATES, brief, listed_events, listed_job, state_of
 from etfarm.server.jobs.records.quotas import Quotas
 from etfarm.server.jobs.records.reports import ReportRecords, report_row
+from etfarm.server.jobs.records.requests import Request, RequestIdUsed
 from etfarm.server.jobs.records.rows import find_id, job_not_found, job_row, resolve_job, state_name, to_utc, write_attempt
 from etfarm.server.jobs.records.selection import ALL_JOBS, JobFilter, select_jobs
 from etfarm.server.jobs.records.watch import Announcer
@@ -60,7 +61,7 @@ _END_JOB: Final = (
 _LAST_EVENT: Final = select(schema.jobs.c.last_sequence, STATES.label("states")).where(schema.jobs.c.id == bindparam("job"))
 _ADD_EVENT: Final = schema.events.insert()
 _ADD_REPORT: Final = schema.reports.insert()
-_OF_REQUEST: Final = select(schema.jobs.c.id).where(
+_OF_REQUEST: Final = select(schema.jobs.c.id, schema.jobs.c.request_digest).where(
     schema.jobs.c.owner == bindparam("of_owner"), schema.jobs.c.request_id == bindparam("request")
 )
 _ADD_JOB: Final = schema.jobs.insert().values(
@@ -93,25 +94,26 @@ class Journal:
         self.reports = ReportRecords(database)
         self.farm = FarmWatch(database, announcer)
 
-    async def submit(self, job: Job, request_id: str) -> tuple[Job, bool]:
-        """Write a new job, or return the job that the owner already submitted with this request_id.
+    async def submit(self, job: Job, request: Request) -> tuple[Job, bool]:
+        """Write a new job, or return the job that the owner already submitted with this request.
 
         Returns:
             The job, and whether it is new.
 
         Raises:
+            RequestIdUsed: the owner has sent the request's id with something else.
             QuotaExceeded: the owner or the project exceeds a quota of live jobs.
         """
-        written, event = await self._database.write(lambda connection: self.write_new(connection, job, request_id), durable=True)
+        written, event = await self._database.write(lambda connection: self.write_new(connection, job, request), durable=True)
         if event is not None:
             self.farm.add(written)
             self._announcer.announce(job.id, event)
         return written, event is not None
 
-    def write_new(self, connection: Connection, job: Job, request_id: str) -> tuple[Job, JobEvent | None]:
+    def write_new(self, connection: Connection, job: Job, request: Request) -> tuple[Job, JobEvent | None]:
         """Write a new job in the caller's transaction; see `submit`. Return it and, if it is new, the event to announce."""
-        if (job_id := connection.execute(_OF_REQUEST, {"of_owner": job.owner, "request": request_id}).scalar()) is not None:
-            return job_row(connection, job_id), None
+        if (known := _job_of(connection, job.owner, request)) is not None:
+            return known, None
         self._quotas.check_job(connection, job)
         connection.execute(
             _ADD_JOB,
@@ -119,7 +121,8 @@ class Journal:
                 "id": job.id,
                 "name": job.name,
                 "owner": job.owner,
-                "request_id": request_id,
+                "request_id": request.id,
+                "request_digest": request.digest,
                 "priority": job.spec.priority,
                 "project": job.project or DEFAULT_PROJECT,
                 "spec": job.spec.SerializeToString(),
@@ -153,14 +156,13 @@ class Journal:
         _add_events(connection, job.id, [event])
         return job, event
 
-    async def submitted(self, owner: str, request_id: str) -> Job | None:
-        """Return the job that the owner submitted with this request_id; None if it does not exist."""
+    async def submitted(self, owner: str, request: Request) -> Job | None:
+        """Return the job that the owner submitted with this request; None if it does not exist.
 
-        def read(connection: Connection) -> Job | None:
-            job_id = connection.execute(_OF_REQUEST, {"of_owner": owner, "request": request_id}).scalar()
-            return None if job_id is None else job_row(connection, job_id)
-
-        return await self._database.read(read)
+        Raises:
+            RequestIdUsed: the owner has sent the request's id with something else.
+        """
+        return await self._database.read(partial(_job_of, owner=owner, request=request))
 
     async def change(
         self, after: Cell, *, report: report_pb2.Report | None = None, result: agent_pb2.CandidateResult | None = None
@@ -337,6 +339,15 @@ class Journal:
         )
         rows = await self._database.read(lambda connection: connection.execute(query).all())
         return {row.cell_id: agent_pb2.CandidateResult.FromString(row.result or b"") for row in rows}
+
+
+def _job_of(connection: Connection, owner: str, request: Request) -> Job | None:
+    row = connection.execute(_OF_REQUEST, {"of_owner": owner, "request": request.id}).one_or_none()
+    if row is None:
+        return None
+    if row.request_digest is not None and row.request_digest != request.digest:
+        raise RequestIdUsed(request.id, row.id)
+    return job_row(connection, row.id)
 
 
 def _add_events(connection: Connection, job_id: str, events: Sequence[JobEvent]) -> None:

@@ -15,6 +15,7 @@ from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records import farm_watch
 from etfarm.server.jobs.records.journal import Journal
+from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.v1.job_pb2 import Cell, Job, JobChange, JobEvent, JobSpec, JobState, Progress
 from tests.support.databases import new_database
@@ -42,7 +43,7 @@ class World:
         job.create_time.FromDatetime(NOON)
         for index in range(cells):
             job.cells.add(id=f"{name}-{index}", job_id=name, index=index, state=model.QUEUED, version=1, candidate_name="resnet8")
-        return (await self.journal.submit(job, name))[0]
+        return (await self.journal.submit(job, Request(name, b"")))[0]
 
     async def advance(self, cell: Cell, *states: int) -> Cell:
         for state in states:
