@@ -1,4 +1,4 @@
-"""What a job's request was, so that its id is refused for another one. Earlier jobs have none."""
+"""What a job's request was, so that its id is refused for another one; earlier jobs have none. Jobs are measured again."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -9,3 +9,4 @@ down_revision = "0017"
 
 def upgrade() -> None:
     op.add_column("jobs", sa.Column("request_digest", sa.LargeBinary))
+    op.execute("DELETE FROM referrers WHERE kind = 'job'")
