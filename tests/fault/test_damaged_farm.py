@@ -100,7 +100,7 @@ def test_a_server_does_not_begin_empty_beside_the_artifacts_of_a_lost_database(t
     try:
         farm.restart()
         with farm.client() as client:
-            assert client.retention.collect().count == 0
+            assert client.collect().count == 0
     finally:
         farm.stop()
     assert (data / "artifacts" / "blobs" / digest[:2] / digest).read_bytes() == b"a model"

@@ -7,6 +7,7 @@ from datetime import datetime
 from functools import partial
 from typing import Final
 
+import structlog
 from sqlalchemy import Connection, bindparam, func, select, update
 
 from etfarm.server.access.scope import DEFAULT_PROJECT, Scope
@@ -21,10 +22,14 @@ from etfarm.server.jobs.records.selection import ALL_JOBS, JobFilter, select_job
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.notices.outbox import Outbox
 from etfarm.server.state import schema
+from etfarm.server.state.bodies import ValueDamaged, seal, unseal
 from etfarm.server.state.engine import Database
 from etfarm.v1 import agent_pb2, job_pb2, report_pb2
 from etfarm.v1.job_pb2 import Cell, Job, JobEvent
+from etfarm.wire import status
 from etfarm.wire.errors import FarmError, Kind, UserError
+
+log = structlog.get_logger()
 
 
 class SequenceUnknown(UserError):
@@ -125,7 +130,7 @@ class Journal:
                 "request_digest": request.digest,
                 "priority": job.spec.priority,
                 "project": job.project or DEFAULT_PROJECT,
-                "spec": job.spec.SerializeToString(),
+                "spec": seal(job.spec),
                 "last_sequence": 1,
                 "submitted_at": to_utc(job.create_time),
             },
@@ -139,7 +144,7 @@ class Journal:
                     "index": cell.index,
                     "state": state_name(cell),
                     "version": cell.version,
-                    "body": cell.SerializeToString(),
+                    "body": seal(cell),
                 }
                 for cell in job.cells
             ],
@@ -182,6 +187,14 @@ class Journal:
         )
         return after
 
+    async def fail(self, job: Job, error: FarmError) -> None:
+        """End a job's live cells with an error and without reports, which need what is damaged."""
+        for cell in job.cells:
+            if cell.state not in model.TERMINAL:
+                after = model.advance(cell, model.FAILED, at=self._now())
+                after.error.CopyFrom(status.to_proto(error))
+                await self.change(after)
+
     async def change_together(self, changes: Sequence[tuple[Cell, agent_pb2.CandidateResult | None]]) -> None:
         """Write new versions of several live cells of a job with the results of their last attempts, all or none.
 
@@ -208,7 +221,7 @@ class Journal:
         result: agent_pb2.CandidateResult | None,
     ) -> list[JobEvent]:
         """Write a cell's new version in the caller's transaction; see `change`. Return the events to announce."""
-        values = {"new_state": state_name(after), "new_version": after.version, "new_body": after.SerializeToString()}
+        values = {"new_state": state_name(after), "new_version": after.version, "new_body": seal(after)}
         before = {"cell": after.id, "former": after.version - 1}
         if connection.execute(_CHANGE_CELL, before | values).rowcount != 1:
             raise StaleVersion(f"Cell {after.id} is no longer at version {after.version - 1}.", cell=after.id)
@@ -254,6 +267,10 @@ class Journal:
         """
         return await self._database.read(lambda connection: job_row(connection, resolve_job(connection, key, scope)))
 
+    async def outline(self, key: str, scope: Scope) -> Job:
+        """Return the job of `get` without its spec, which may be damaged; raise as it does."""
+        return await self._database.read(lambda c: job_row(c, resolve_job(c, key, scope), with_spec=False))
+
     async def find(self, key: str, scope: Scope) -> str:
         """Return the id of the job that `get` returns; raise as it does."""
         # Most keys are ids, which take one statement.
@@ -283,11 +300,14 @@ class Journal:
         return await self._database.read(read)
 
     async def live(self) -> Sequence[Job]:
-        """Return the jobs that are not terminal, oldest first; a server resumes them at its start."""
+        """Return the jobs that are not terminal, oldest first; a server resumes them at its start.
+
+        A job whose specification is damaged has none.
+        """
 
         def read(connection: Connection) -> Sequence[Job]:
             query = select(schema.jobs.c.id).where(schema.jobs.c.finished_at.is_(None)).order_by(schema.jobs.c.number)
-            return [job_row(connection, job_id) for job_id in connection.execute(query).scalars()]
+            return [_live_job(connection, job_id) for job_id in connection.execute(query).scalars().all()]
 
         return await self._database.read(read)
 
@@ -332,13 +352,13 @@ class Journal:
     async def results_of(self, attempt_id: str) -> dict[str, agent_pb2.CandidateResult]:
         """Return an attempt's results by cell id, in the order of the job's cells. A missing result is an empty message."""
         query = (
-            select(schema.attempts.c.cell_id, schema.attempts.c.result)
+            select(schema.attempts.c.cell_id, schema.attempts.c.result, schema.cells.c.job_id)
             .join(schema.cells, schema.cells.c.id == schema.attempts.c.cell_id)
             .where(schema.attempts.c.id == attempt_id)
             .order_by(schema.cells.c.index)
         )
         rows = await self._database.read(lambda connection: connection.execute(query).all())
-        return {row.cell_id: agent_pb2.CandidateResult.FromString(row.result or b"") for row in rows}
+        return {row.cell_id: unseal(agent_pb2.CandidateResult, row.result or b"", "a result", row.job_id) for row in rows}
 
 
 def _job_of(connection: Connection, owner: str, request: Request) -> Job | None:
@@ -350,8 +370,16 @@ def _job_of(connection: Connection, owner: str, request: Request) -> Job | None:
     return job_row(connection, row.id)
 
 
+def _live_job(connection: Connection, job_id: str) -> Job:
+    try:
+        return job_row(connection, job_id)
+    except ValueDamaged as damaged:
+        log.error("a stored value is damaged", job=job_id, what=damaged.metadata["what"])
+        return job_row(connection, job_id, with_spec=False)
+
+
 def _add_events(connection: Connection, job_id: str, events: Sequence[JobEvent]) -> None:
-    rows = [{"job_id": job_id, "sequence": event.sequence, "body": event.SerializeToString()} for event in events]
+    rows = [{"job_id": job_id, "sequence": event.sequence, "body": seal(event)} for event in events]
     connection.execute(_ADD_EVENT, rows)
 
 

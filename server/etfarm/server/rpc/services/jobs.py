@@ -168,7 +168,7 @@ class JobService(job_pb2_grpc.JobServiceServicer):
                 yield line
 
     async def Delete(self, request: job_pb2.DeleteJobRequest, context: object) -> job_pb2.DeleteJobResponse:
-        job = await self._journal.get(request.job_id, scope())
+        job = await self._journal.outline(request.job_id, scope())
         require_owner(job.owner, f"Job {job.id}")
         await self._joblog.flush()
         await self._deletion.delete(job.id, with_tags=request.force)
