@@ -186,7 +186,7 @@ class TokenTable:
         query = select(table).order_by(table.c.created_at.desc(), table.c.id).limit(size).offset(offset)
         return [_token(row) for row in await self._database.read(lambda connection: connection.execute(query).all())]
 
-    async def admins(self) -> list[str]:
+    async def admins(self) -> Sequence[str]:
         """Return the names of those who have a valid admin's token, sorted."""
         table = schema.tokens.c
         is_valid = table.revoked_at.is_(None) & (table.expires_at.is_(None) | (table.expires_at > self._now()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
 from pathlib import Path
 
 from etfarm.server.artifacts.blobs import ARTIFACTS, BLOBS
@@ -39,5 +38,4 @@ def require_known(data: Path, path: Path, url: DatabaseUrl | None, wait_s: float
 
 
 async def _has_objects(bucket: Bucket) -> bool:
-    async with aclosing(bucket.list(BLOBS)) as pages:
-        return await anext(pages, None) is not None
+    return await anext(bucket.list(BLOBS), None) is not None

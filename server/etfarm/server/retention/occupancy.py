@@ -87,7 +87,7 @@ def artifact_bytes(connection: Connection) -> dict[str, int]:
         .group_by(refers.digest)
         .subquery()
     )
-    sizes = select(last.c.rank, func.sum(artifacts.c.size_bytes).label("size"))
-    sizes = sizes.select_from(last.join(artifacts, artifacts.c.digest == last.c.digest)).group_by(last.c.rank).subquery()
+    total = select(last.c.rank, func.sum(artifacts.c.size_bytes).label("size"))
+    sizes = total.select_from(last.join(artifacts, artifacts.c.digest == last.c.digest)).group_by(last.c.rank).subquery()
     query = select(jobs.c.id, sizes.c.size).select_from(jobs.join(sizes, jobs.c.number == sizes.c.rank % _KEPT))
     return {row.id: int(row.size) for row in connection.execute(query)}

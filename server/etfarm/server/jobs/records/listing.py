@@ -47,7 +47,9 @@ _JOB: Final = select(
 ).where(schema.jobs.c.id == bindparam("job"))  # fmt: skip
 _SIZES: Final = select(func.count(), func.sum(func.length(schema.cells.c.body))).where(schema.cells.c.job_id == bindparam("job"))
 _CELLS: Final = (
-    select(schema.cells.c.id, schema.cells.c.index, schema.cells.c.state, schema.cells.c.version, schema.cells.c.body)
+    select(
+        schema.cells.c.id, schema.cells.c.index.label("place"), schema.cells.c.state, schema.cells.c.version, schema.cells.c.body
+    )
     .where(schema.cells.c.job_id == bindparam("job"))
     .order_by(schema.cells.c.index)
 )
@@ -127,7 +129,7 @@ def read_cells(connection: Connection, job_id: str) -> Iterator[Cell]:
         except ValueDamaged as damaged:
             log.error("a stored value is damaged", job=job_id, cell=row.id, what=damaged.metadata["what"])
             state = common_pb2.CellState.Value(f"CELL_STATE_{row.state}")
-            cell = Cell(id=row.id, job_id=job_id, index=row.index, state=state, version=row.version)
+            cell = Cell(id=row.id, job_id=job_id, index=row.place, state=state, version=row.version)
             cell.error.CopyFrom(status.to_proto(damaged))
             yield cell
 
