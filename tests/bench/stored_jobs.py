@@ -29,6 +29,7 @@ from sqlalchemy import Connection, delete, insert, select
 from etfarm.server.devices.records import DeviceRecords
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records.journal import Journal
+from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.retention.references import References
 from etfarm.server.state import schema
@@ -114,7 +115,7 @@ async def fill(path: Path, count: int, devices: int) -> None:
         nonlocal now
         for number in range(_WRITTEN):
             now = _START + timedelta(seconds=number)
-            job, _ = journal.write_new(connection, new_job(number), f"request {number}")
+            job, _ = journal.write_new(connection, new_job(number), Request(f"request {number}", b""))
             cell = job.cells[0]
             for state in _STATES:
                 cell = model.advance(cell, state, at=now)

@@ -14,7 +14,7 @@ from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
 from etfarm.wire import status
 from etfarm.wire.channel import Access, open_channel
 from tests.support.credentials import ADMIN
-from tests.support.farm import FarmProcess, etfarm
+from tests.support.farm import Daemon, FarmProcess, etfarm
 
 pytestmark = pytest.mark.slow(reason="starts a server for each damage")
 
@@ -66,6 +66,47 @@ def test_a_server_does_not_start_over_a_damaged_database(tmp_path: Path, damage:
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("etfarm")]
     assert str(path) in line and "aside" in line
     assert damage == "directory" or f"etfarm restore BACKUP --data {path.parent}" in line
+
+
+def test_a_server_does_not_begin_empty_beside_the_artifacts_of_a_lost_database(tmp_path: Path) -> None:
+    farm = FarmProcess(tmp_path, bundle=False)
+    data, backup = tmp_path / "server", tmp_path / "backup"
+    farm.restart()
+    (tmp_path / "file").write_bytes(b"a model")
+    done = etfarm("artifacts", "put", str(tmp_path / "file"), "--server", farm.address, cwd=tmp_path)
+    digest = done.stdout.strip()
+    farm.stop()
+    assert etfarm("backup", str(backup), "--data", str(data), cwd=tmp_path).returncode == 0
+    for path in data.glob("farm.sqlite*"):
+        path.unlink()
+    serve = ("serve", "--listen", "127.0.0.1:0", "--data", str(data), "--no-bundle", "--no-prewarm", "--exit-with-stdin")
+    for command in (serve, (*serve, "--check"), ("tokens", "init", "ann", "--data", str(data))):
+        done = etfarm(*command, cwd=tmp_path)
+        assert done.returncode == 1 and "listening" not in done.stdout
+        (line,) = [line for line in (done.stderr + done.stdout).splitlines() if "is empty, but" in line]
+        assert f"etfarm restore BACKUP --data {data}" in line and "--begin-empty" in line
+        assert not (data / "farm.sqlite").exists()
+    # The remedies.
+    data.rename(tmp_path / "aside")
+    assert etfarm("restore", str(backup), "--data", str(data), cwd=tmp_path).returncode == 0
+    try:
+        farm.restart()
+        with farm.client() as client:
+            assert b"".join(client.artifacts.read(digest)) == b"a model"
+    finally:
+        farm.stop()
+    for path in data.glob("farm.sqlite*"):
+        path.unlink()
+    begun = Daemon([*serve, "--begin-empty"], tmp_path / "begun.log")
+    begun.start()
+    assert begun.stop() == 0
+    try:
+        farm.restart()
+        with farm.client() as client:
+            assert client.collect().count == 0
+    finally:
+        farm.stop()
+    assert (data / "artifacts" / "blobs" / digest[:2] / digest).read_bytes() == b"a model"
 
 
 def test_a_server_reports_a_damaged_database_and_exits(tmp_path: Path) -> None:

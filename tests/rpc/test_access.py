@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import select
+import socket
 import subprocess
 import sys
 import time
@@ -164,6 +166,26 @@ def test_a_command_reports_an_untrusted_server_in_a_single_line(guarded: Guarded
     assert text.count("\n") == 1, text
     # Who asks gRPC for its own words gets them too.
     assert "Handshake failed" in run_command(tmp_path, *asked, GRPC_VERBOSITY="INFO")[1]
+
+
+def test_every_line_of_a_json_log_is_json_also_those_of_grpc(guarded: Guarded, tmp_path: Path) -> None:
+    daemon = Daemon(
+        ["serve", "--listen", "127.0.0.1:0", "--data", str(tmp_path / "data"), *ALONE, "--log-format", "json",
+         "--tls-cert", str(guarded.folder / "cert.pem"), "--tls-key", str(guarded.folder / "key.pem")],
+        tmp_path / "log",
+    )  # fmt: skip
+    daemon.start()
+    try:
+        host, _, port = address_of(daemon).rpartition(":")
+        with socket.create_connection((host, int(port)), WAIT_S) as plain:
+            plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            while plain.recv(4096):
+                """Until the server closes the connection that is not TLS."""
+    finally:
+        assert daemon.stop() == 0
+    lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]
+    (handshake,) = (line for line in lines if "Handshake failed" in line["message"])
+    assert (handshake["logger"], handshake["level"]) == ("grpc", "info") and handshake["timestamp"].endswith("Z")
 
 
 def test_an_agent_reports_an_untrusted_server_in_a_single_line(

@@ -13,6 +13,7 @@ import pytest
 
 from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.store import MAX_CHUNK_BYTES, Store
+from etfarm.server.jobs.records.verification import find_damaged
 from etfarm.server.retention.collection import ArtifactCollection
 from etfarm.server.retention.references import References
 from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
@@ -67,7 +68,7 @@ async def serving(folder: Path, limits: StoreLimits | None = None) -> AsyncItera
     server = grpc.aio.server(interceptors=[AuthErrorInterceptor(Tokens())], options=SERVER_OPTIONS)
     references = References(database, MeasurementLock().work)
     collection = ArtifactCollection(store, database, references, lambda: (), BackupLock(folder))
-    service = ArtifactService(store, needed_by_no_agent, collection)
+    service = ArtifactService(store, needed_by_no_agent, collection, lambda: find_damaged(database))
     artifact_pb2_grpc.add_ArtifactServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -31,6 +31,7 @@ from etfarm.client.models import JobState
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.log import JobLog
+from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.state.sqlite import SqliteDatabase
 from etfarm.v1.common_pb2 import LogSource
@@ -56,7 +57,7 @@ async def store_jobs(path: Path) -> None:
         job = Job(id=f"{number:016x}", name=name, owner="anonymous", project="default", spec=spec, labels=labels)
         job.create_time.FromDatetime(at)
         job.cells.add(id=f"cell-{number}", job_id=job.id, state=model.QUEUED, version=1, candidate_name="resnet8")
-        written, _ = await journal.submit(job, f"request-{number}")
+        written, _ = await journal.submit(job, Request(f"request-{number}", b""))
         cell = await journal.change(model.advance(written.cells[0], model.COMPILING, at=at))
         end = model.FAILED if number == 2 else model.SUCCEEDED
         report = Report(id=f"report-{number}", cell=cell.id)

@@ -88,6 +88,9 @@ def test_a_device_is_labelled_drained_and_undrained(farm: FarmProcess, capsys: p
     with Farm(farm.address, project="waiting") as client:
         job = client.submit_run(_pte(farm), RunOptions(device="name=board-0"))
         assert wait_until(lambda: "board-0 is drained: new cable" in job.refresh().cells[0].waiting_for)
+        capsys.readouterr()
+        assert jobs.main(["list", "--state", "RUNNING", *server, "--project", "waiting"]) == 0
+        assert "WAITING" in (listed := capsys.readouterr().out) and "RUNNING" not in listed
         job.cancel()
     assert devices.main(["drain", "board-0", "board-9", *server]) == 2
     assert "takes nothing new" in capsys.readouterr().out, "what has been done is told"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sqlite3
 import subprocess
 import sys
@@ -12,11 +13,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psycopg
 import pytest
 
 from etfarm.server.config import Config, Exposed
 from etfarm.wire.channel import parse_address
 from tests.support.contract import WAIT_S, address_of
+from tests.support.databases import PostgresDatabases
+from tests.support.databases import postgres_databases as postgres_databases
 from tests.support.farm import Daemon
 
 pytestmark = pytest.mark.slow(reason="starts servers, and each command is a process")
@@ -125,3 +129,49 @@ def test_tokens_in_the_database_suffice_for_a_public_address(tmp_path: Path) -> 
     with pytest.raises(Exposed) as exposed:
         config.check()
     assert "--tokens" not in str(exposed.value)
+
+
+def test_a_second_admin_is_created_on_purpose_only(tmp_path: Path) -> None:
+    init = ("tokens", "init", "--data", str(tmp_path / "data"))
+    assert run(*init, "ann").returncode == 0
+    refused = run(*init, "bob")
+    assert refused.returncode == 1 and refused.stdout == ""
+    assert "The farm has an admin already: ann." in refused.stderr and "--another" in refused.stderr
+    created = run(*init, "bob", "--another")
+    assert created.returncode == 0 and created.stdout.startswith("etf_")
+    assert "2 admins already: ann, bob." in run(*init, "carl").stderr
+    # Tokens that are no longer valid are no obstacle.
+    with sqlite3.connect(tmp_path / "data" / "farm.sqlite") as database:
+        database.execute("UPDATE tokens SET revoked_at = '2026-01-01 00:00:00' WHERE principal = 'ann'")
+        database.execute("UPDATE tokens SET expires_at = '2026-01-01 00:00:00' WHERE principal = 'bob'")
+    database.close()
+    assert run(*init, "carl").returncode == 0
+
+
+@pytest.mark.parametrize("of", ["--database", "--config", "ETFARM_SERVE_DATABASE", "a secret"])
+def test_a_token_by_the_command_of_the_unit_is_in_the_database_that_the_server_reads(
+    tmp_path: Path, postgres_databases: PostgresDatabases, of: str
+) -> None:
+    url = postgres_databases.url(tmp_path / "farm.sqlite").text
+    options, environment = ["--data", str(tmp_path / "data"), "--print-unit"], {}
+    if of == "--database":
+        options += [of, url]
+    elif of == "--config":
+        (tmp_path / "farm.toml").write_text(f'database = "{url}"\n')
+        options += [of, str(tmp_path / "farm.toml")]
+    else:
+        environment["ETFARM_SERVE_DATABASE"] = f"{url}&password=a-secret" if of == "a secret" else url
+    shown = run("serve", *options, **environment)
+    assert shown.returncode == 0 and "a-secret" not in shown.stdout, shown.stderr
+    (line,) = (line for line in shown.stdout.splitlines() if " tokens init ann " in line)
+    words = shlex.split(line.removeprefix("#   "))
+    if of == "a secret":  # which systemd adds to the environment
+        assert words[:2] == ["sudo", "systemd-run"] and "--property=EnvironmentFile=/etc/etfarm/server.env" in words
+    else:
+        assert words[:3] == ["sudo", "-u", "etfarm"]
+        environment = {}
+    created = run(*words[words.index("tokens") :], **environment)
+    assert created.returncode == 0, created.stderr
+    with psycopg.connect(url) as connection:
+        assert connection.execute("SELECT principal, role FROM tokens").fetchall() == [("ann", "admin")]
+    postgres_databases.release()

@@ -33,6 +33,7 @@ from etfarm.server.jobs.cells.stages import CellStages
 from etfarm.server.jobs.conductor import Conductor
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.log import JobLog
+from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.jobs.takeups import Hands, Takeups
 from etfarm.server.reports.verdict import Thresholds
@@ -225,7 +226,7 @@ class World:
                 id=f"{job.id}-{index}", job_id=job.id, index=index, state=model.QUEUED, version=1, method="forward",
                 device_index=0 if on_device else None, threads=threads,
             )  # fmt: skip
-        written, _ = await self.journal.submit(job, job.id)
+        written, _ = await self.journal.submit(job, Request(job.id, b""))
         self.conductor.start(written)
         return written
 

@@ -20,11 +20,11 @@ MODULES: Final = (
     "client.web.visitors",
     "device_agents.adb.errors", "device_agents.errors", "device_agents.native.toolchain",
     "device_agents.runners.emulator", "device_agents.runners.errors", "device_agents.targets.phones.errors",
-    "server.access.projects", "server.artifacts.errors", "server.cluster.errors", "server.compile.errors",
-    "server.compile.inputs", "server.compile.screening.errors", "server.compile.screening.expressions",
-    "server.devices.errors", "server.extras", "server.jobs.cells.plausibility", "server.jobs.takeups", "server.migrate.errors",
-    "server.state.copies", "server.state.damage", "server.transfer.errors", "server.workers.errors",
-    "server.workers.request_files", "wire.bundles", "wire.recipes.errors",
+    "server.access.projects", "server.artifacts.errors", "server.bootstrap", "server.cluster.errors", "server.compile.errors",
+    "server.compile.inputs", "server.compile.screening.errors", "server.compile.screening.expressions", "server.devices.errors",
+    "server.extras", "server.jobs.cells.plausibility", "server.jobs.records.requests", "server.jobs.takeups",
+    "server.migrate.errors", "server.state.bodies", "server.state.copies", "server.state.damage", "server.transfer.errors",
+    "server.workers.errors", "server.workers.request_files", "wire.bundles", "wire.recipes.errors",
 )  # fmt: skip
 """Modules whose error classes build their own sentence."""
 BY_TYPE: Final[dict[str, Any]] = {

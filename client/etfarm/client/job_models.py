@@ -41,6 +41,15 @@ class Cell:
     """Status of the measurement's verdict, such as VALID; None without a measurement."""
     started_at: datetime | None = None
     """When the last placement on a device began; None before the first one."""
+    phase: str = ""
+    """What a live cell did or waited for, as `Progress.phase`; empty if unknown."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the cell waits: for a device, or for its turn at the server."""
+        return self.state in (CellState.QUEUED, CellState.WAITING_FOR_DEVICE) or (
+            not self.state.is_terminal and phases.is_wait(self.phase)
+        )
 
     @property
     def traits(self) -> tuple[str, str, str, str]:

@@ -440,6 +440,7 @@ class VerifyArtifactsProgress(_message.Message):
     TOTAL_FIELD_NUMBER: _builtins.int
     DONE_BYTES_FIELD_NUMBER: _builtins.int
     DAMAGED_FIELD_NUMBER: _builtins.int
+    DAMAGED_VALUES_FIELD_NUMBER: _builtins.int
     done: _builtins.int
     """Number of artifacts that were read, out of `total`."""
     total: _builtins.int
@@ -448,6 +449,10 @@ class VerifyArtifactsProgress(_message.Message):
     def damaged(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Artifact]:
         """Artifacts that were found damaged since the previous message."""
 
+    @_builtins.property
+    def damaged_values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Values of jobs in the database that were found damaged since the previous message, such as "a report of job 1f0c2b7e"."""
+
     def __init__(
         self,
         *,
@@ -455,10 +460,11 @@ class VerifyArtifactsProgress(_message.Message):
         total: _builtins.int = ...,
         done_bytes: _builtins.int = ...,
         damaged: _abc.Iterable[_common_pb2.Artifact] | None = ...,
+        damaged_values: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged", b"damaged", "done", b"done", "done_bytes", b"done_bytes", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged", b"damaged", "damaged_values", b"damaged_values", "done", b"done", "done_bytes", b"done_bytes", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -106,7 +106,8 @@ class ArtifactServiceStub:
     """
     Verify: _grpc.UnaryStreamMultiCallable[_artifact_pb2.VerifyArtifactsRequest, _artifact_pb2.VerifyArtifactsProgress]
     """Reads every stored artifact and compares its sha256. A damaged artifact is moved out of the store, so that the next upload
-    of its bytes repairs it. The last message has `done` equal to `total`.
+    of its bytes repairs it. Then it reads the stored values of all jobs and compares their checksums; damaged ones stay. The last
+    message has `done` equal to `total`.
     """
 
 @_typing.type_check_only
@@ -187,7 +188,8 @@ class ArtifactServiceAsyncStub(ArtifactServiceStub):
     """
     Verify: _aio.UnaryStreamMultiCallable[_artifact_pb2.VerifyArtifactsRequest, _artifact_pb2.VerifyArtifactsProgress]  # type: ignore[assignment]
     """Reads every stored artifact and compares its sha256. A damaged artifact is moved out of the store, so that the next upload
-    of its bytes repairs it. The last message has `done` equal to `total`.
+    of its bytes repairs it. Then it reads the stored values of all jobs and compares their checksums; damaged ones stay. The last
+    message has `done` equal to `total`.
     """
 
 class ArtifactServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -313,7 +315,8 @@ class ArtifactServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_artifact_pb2.VerifyArtifactsProgress], _abc.AsyncIterator[_artifact_pb2.VerifyArtifactsProgress]]:
         """Reads every stored artifact and compares its sha256. A damaged artifact is moved out of the store, so that the next upload
-        of its bytes repairs it. The last message has `done` equal to `total`.
+        of its bytes repairs it. Then it reads the stored values of all jobs and compares their checksums; damaged ones stay. The last
+        message has `done` equal to `total`.
         """
 
 def add_ArtifactServiceServicer_to_server(servicer: ArtifactServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -625,7 +625,7 @@ class SubmitJobRequest(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """A unique id among the owner's requests, chosen by the caller, such as a UUID."""
+    """A unique id among the owner's requests, chosen by the caller, such as a UUID. Other owners' ids are never compared with it."""
     validate_only: _builtins.bool
     """Only checks the request, before models are exported: stores nothing, starts nothing, and answers with the job as it would be,
     whose ids name nothing. request_id may be empty. A candidate may lack its source; what depends on the source is then not
@@ -681,6 +681,7 @@ class Cell(_message.Message):
     P50_NS_FIELD_NUMBER: _builtins.int
     P50_CI95_NS_FIELD_NUMBER: _builtins.int
     VERDICT_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     job_id: _builtins.str
     index: _builtins.int
@@ -712,6 +713,10 @@ class Cell(_message.Message):
     has succeeded with a measurement.
     """
     verdict: _report_pb2.VerdictStatus.ValueType
+    phase: _builtins.str
+    """What a live cell does or waits for at this moment, as Progress.phase, such as WAIT_FOR_WORKER: COMPILING and ANALYZING cells wait
+    for their turn at the server, RUNNING ones for a cool device. Empty if unknown, and in journaled events.
+    """
     @_builtins.property
     def error(self) -> _common_pb2.Error: ...
     @_builtins.property
@@ -764,10 +769,11 @@ class Cell(_message.Message):
         p50_ns: _builtins.float | None = ...,
         p50_ci95_ns: _abc.Iterable[_builtins.float] | None = ...,
         verdict: _report_pb2.VerdictStatus.ValueType = ...,
+        phase: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_device_index", b"_device_index", "_p50_ns", b"_p50_ns", "_threads", b"_threads", "device_index", b"device_index", "error", b"error", "etrecord", b"etrecord", "outputs", b"outputs", "p50_ns", b"p50_ns", "program", b"program", "threads", b"threads", "update_time", b"update_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_index", b"_device_index", "_p50_ns", b"_p50_ns", "_threads", b"_threads", "attempts", b"attempts", "candidate_index", b"candidate_index", "candidate_name", b"candidate_name", "compilation_key", b"compilation_key", "compile_cached", b"compile_cached", "device_index", b"device_index", "error", b"error", "etrecord", b"etrecord", "id", b"id", "index", b"index", "job_id", b"job_id", "method", b"method", "numerics_compilation_key", b"numerics_compilation_key", "outputs", b"outputs", "p50_ci95_ns", b"p50_ci95_ns", "p50_ns", b"p50_ns", "program", b"program", "recipe_name", b"recipe_name", "report_id", b"report_id", "selector", b"selector", "state", b"state", "threads", b"threads", "timeline", b"timeline", "update_time", b"update_time", "verdict", b"verdict", "version", b"version", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_index", b"_device_index", "_p50_ns", b"_p50_ns", "_threads", b"_threads", "attempts", b"attempts", "candidate_index", b"candidate_index", "candidate_name", b"candidate_name", "compilation_key", b"compilation_key", "compile_cached", b"compile_cached", "device_index", b"device_index", "error", b"error", "etrecord", b"etrecord", "id", b"id", "index", b"index", "job_id", b"job_id", "method", b"method", "numerics_compilation_key", b"numerics_compilation_key", "outputs", b"outputs", "p50_ci95_ns", b"p50_ci95_ns", "p50_ns", b"p50_ns", "phase", b"phase", "program", b"program", "recipe_name", b"recipe_name", "report_id", b"report_id", "selector", b"selector", "state", b"state", "threads", b"threads", "timeline", b"timeline", "update_time", b"update_time", "verdict", b"verdict", "version", b"version", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_index: _TypeAlias = _typing.Literal["device_index"]  # noqa: Y015
     _WhichOneofArgType__device_index: _TypeAlias = _typing.Literal["_device_index", b"_device_index"]  # noqa: Y015
@@ -1344,7 +1350,7 @@ Global___WatchAllJobsRequest: _TypeAlias = WatchAllJobsRequest  # noqa: Y015
 
 @_typing.final
 class JobChange(_message.Message):
-    """Exactly one of `job`, `cell`, `snapshot_begins` and `snapshot_complete` is set."""
+    """Exactly one of `job`, `cell`, `progress`, `snapshot_begins` and `snapshot_complete` is set."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1354,6 +1360,7 @@ class JobChange(_message.Message):
     JOB_STATE_FIELD_NUMBER: _builtins.int
     SNAPSHOT_BEGINS_FIELD_NUMBER: _builtins.int
     SNAPSHOT_COMPLETE_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     job_state: Global___JobState.ValueType
     """The job's state after the change."""
@@ -1368,6 +1375,10 @@ class JobChange(_message.Message):
     def cell(self) -> Global___Cell:
         """A cell that has changed. Ignore it if its `version` is not higher than the last received one."""
 
+    @_builtins.property
+    def progress(self) -> Global___Progress:
+        """A cell begins to wait, or to work, without a change of its state: its `phase` has changed."""
+
     def __init__(
         self,
         *,
@@ -1377,10 +1388,11 @@ class JobChange(_message.Message):
         job_state: Global___JobState.ValueType = ...,
         snapshot_begins: _builtins.bool = ...,
         snapshot_complete: _builtins.bool = ...,
+        progress: Global___Progress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cell", b"cell", "job", b"job"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cell", b"cell", "job", b"job", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cell", b"cell", "job", b"job", "job_id", b"job_id", "job_state", b"job_state", "snapshot_begins", b"snapshot_begins", "snapshot_complete", b"snapshot_complete"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cell", b"cell", "job", b"job", "job_id", b"job_id", "job_state", b"job_state", "progress", b"progress", "snapshot_begins", b"snapshot_begins", "snapshot_complete", b"snapshot_complete"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

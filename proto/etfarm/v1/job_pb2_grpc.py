@@ -103,8 +103,8 @@ class JobServiceServicer(object):
 
     def Submit(self, request, context):
         """Stores the job and answers; then the work begins. A request_id that this owner has used before is answered with the job of
-        that request, whatever the spec says now: after a lost response, send the same request again. The artifacts that the spec
-        names must be stored before (ArtifactService.FindMissing).
+        that request: after a lost response, send the same request again, in the same project. The artifacts that the spec names must be
+        stored before (ArtifactService.FindMissing).
 
         Errors:
         INVALID_ARGUMENT     UNKNOWN_RECIPE, UNKNOWN_SELECTOR_KEY, NOT_A_PT2, UNSAFE_MODEL, NOT_A_PTE, TRUNCATED_PROGRAM,
@@ -123,6 +123,8 @@ class JobServiceServicer(object):
         had: install the server's version. RESERVATION_ENDED: `reservation_id` has expired or was released:
         reserve again. DEVICE_NOT_RESERVED: no device of the reservation matches a selector.
         NOT_FOUND            RESERVATION_NOT_FOUND: the job's project has no such reservation.
+        ALREADY_EXISTS       REQUEST_ID_USED: this owner has sent the request_id with another spec, in another project or to Retry; metadata
+        `job` is the job of that request. Send another request_id.
         RESOURCE_EXHAUSTED   DISK_FULL: the server's disk is too full for new work; it accepts work again by itself.
         UNAVAILABLE          SERVER_STOPPING: the server is about to stop. Try again, also with the same request_id.
         """

@@ -41,8 +41,8 @@ class JobServiceStub:
     def __new__(cls, channel: _aio.Channel) -> JobServiceAsyncStub: ...
     Submit: _grpc.UnaryUnaryMultiCallable[_job_pb2.SubmitJobRequest, _job_pb2.Job]
     """Stores the job and answers; then the work begins. A request_id that this owner has used before is answered with the job of
-    that request, whatever the spec says now: after a lost response, send the same request again. The artifacts that the spec
-    names must be stored before (ArtifactService.FindMissing).
+    that request: after a lost response, send the same request again, in the same project. The artifacts that the spec names must be
+    stored before (ArtifactService.FindMissing).
 
     Errors:
       INVALID_ARGUMENT     UNKNOWN_RECIPE, UNKNOWN_SELECTOR_KEY, NOT_A_PT2, UNSAFE_MODEL, NOT_A_PTE, TRUNCATED_PROGRAM,
@@ -61,6 +61,8 @@ class JobServiceStub:
                            had: install the server's version. RESERVATION_ENDED: `reservation_id` has expired or was released:
                            reserve again. DEVICE_NOT_RESERVED: no device of the reservation matches a selector.
       NOT_FOUND            RESERVATION_NOT_FOUND: the job's project has no such reservation.
+      ALREADY_EXISTS       REQUEST_ID_USED: this owner has sent the request_id with another spec, in another project or to Retry; metadata
+                           `job` is the job of that request. Send another request_id.
       RESOURCE_EXHAUSTED   DISK_FULL: the server's disk is too full for new work; it accepts work again by itself.
       UNAVAILABLE          SERVER_STOPPING: the server is about to stop. Try again, also with the same request_id.
     """
@@ -147,8 +149,8 @@ class JobServiceAsyncStub(JobServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Submit: _aio.UnaryUnaryMultiCallable[_job_pb2.SubmitJobRequest, _job_pb2.Job]  # type: ignore[assignment]
     """Stores the job and answers; then the work begins. A request_id that this owner has used before is answered with the job of
-    that request, whatever the spec says now: after a lost response, send the same request again. The artifacts that the spec
-    names must be stored before (ArtifactService.FindMissing).
+    that request: after a lost response, send the same request again, in the same project. The artifacts that the spec names must be
+    stored before (ArtifactService.FindMissing).
 
     Errors:
       INVALID_ARGUMENT     UNKNOWN_RECIPE, UNKNOWN_SELECTOR_KEY, NOT_A_PT2, UNSAFE_MODEL, NOT_A_PTE, TRUNCATED_PROGRAM,
@@ -167,6 +169,8 @@ class JobServiceAsyncStub(JobServiceStub):
                            had: install the server's version. RESERVATION_ENDED: `reservation_id` has expired or was released:
                            reserve again. DEVICE_NOT_RESERVED: no device of the reservation matches a selector.
       NOT_FOUND            RESERVATION_NOT_FOUND: the job's project has no such reservation.
+      ALREADY_EXISTS       REQUEST_ID_USED: this owner has sent the request_id with another spec, in another project or to Retry; metadata
+                           `job` is the job of that request. Send another request_id.
       RESOURCE_EXHAUSTED   DISK_FULL: the server's disk is too full for new work; it accepts work again by itself.
       UNAVAILABLE          SERVER_STOPPING: the server is about to stop. Try again, also with the same request_id.
     """
@@ -256,8 +260,8 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_job_pb2.Job, _abc.Awaitable[_job_pb2.Job]]:
         """Stores the job and answers; then the work begins. A request_id that this owner has used before is answered with the job of
-        that request, whatever the spec says now: after a lost response, send the same request again. The artifacts that the spec
-        names must be stored before (ArtifactService.FindMissing).
+        that request: after a lost response, send the same request again, in the same project. The artifacts that the spec names must be
+        stored before (ArtifactService.FindMissing).
 
         Errors:
           INVALID_ARGUMENT     UNKNOWN_RECIPE, UNKNOWN_SELECTOR_KEY, NOT_A_PT2, UNSAFE_MODEL, NOT_A_PTE, TRUNCATED_PROGRAM,
@@ -276,6 +280,8 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
                                had: install the server's version. RESERVATION_ENDED: `reservation_id` has expired or was released:
                                reserve again. DEVICE_NOT_RESERVED: no device of the reservation matches a selector.
           NOT_FOUND            RESERVATION_NOT_FOUND: the job's project has no such reservation.
+          ALREADY_EXISTS       REQUEST_ID_USED: this owner has sent the request_id with another spec, in another project or to Retry; metadata
+                               `job` is the job of that request. Send another request_id.
           RESOURCE_EXHAUSTED   DISK_FULL: the server's disk is too full for new work; it accepts work again by itself.
           UNAVAILABLE          SERVER_STOPPING: the server is about to stop. Try again, also with the same request_id.
         """

@@ -22,6 +22,7 @@ from etfarm.server.devices.watch import DeviceWatch
 from etfarm.server.jobs.cells.subjects import restore_use
 from etfarm.server.jobs.records.history import History
 from etfarm.server.jobs.records.tags import Tags
+from etfarm.server.jobs.records.verification import find_damaged
 from etfarm.server.jobs.waiting_list import WaitingList
 from etfarm.server.notices.notices import Notices
 from etfarm.server.operation.intake import Intake, ServerStopping
@@ -241,7 +242,9 @@ def _servicers(
     enrolment = Enrolment(access.tokens, fleet.registry.is_agent_known)
     history, tags = History(storage.database, fleet.registry.devices), Tags(storage.database, now)
     return Servicers(
-        artifacts=ArtifactService(storage.store, fleet.is_needed, jobs.keeping.collection),
+        artifacts=ArtifactService(
+            storage.store, fleet.is_needed, jobs.keeping.collection, partial(find_damaged, storage.database)
+        ),
         compile=CompileService(jobs.compiler, screening, storage.store),
         jobs=JobService(
             jobs.journal,

@@ -117,6 +117,9 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--work-free-mib", type=_positive, default=None, metavar="N",
                        help="free disk space below which new jobs are refused and compilations wait (default: one and a half "
                        "times --keep-free-mib)")  # fmt: skip
+    serve.add_argument("--begin-empty", action="store_true",
+                       help="begin with an empty database although there are artifacts of a farm, whose database is lost: they "
+                       "stay, and nothing refers to them")  # fmt: skip
     serve.add_argument("--drain-timeout", type=_drain_seconds, default=30.0, metavar="S",
                        help="how long running attempts and compilations may go on when the server is stopped; a second signal "
                        "stops at once (default %(default)g s)")  # fmt: skip
@@ -291,6 +294,7 @@ def config_of(arguments: argparse.Namespace) -> Config:
         operators=operators.read(arguments.allow_operators),
         keep_free_bytes=arguments.keep_free_mib << 20,
         work_free_bytes=None if arguments.work_free_mib is None else arguments.work_free_mib << 20,
+        begin_empty=arguments.begin_empty,
         drain_timeout_s=arguments.drain_timeout, metrics=arguments.metrics, otlp=arguments.otlp, log_format=arguments.log_format,
         metrics_hosts=tuple(arguments.metrics_host), web=arguments.web, web_public_url=arguments.web_public_url,
         web_trusted_proxies=tuple(arguments.web_trusted_proxy), web_server=arguments.web_server,

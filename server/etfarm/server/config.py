@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from etfarm.server.artifacts.left_behind import require_known
 from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.s3.bucket import PATIENCE_S
 from etfarm.server.artifacts.s3.location import BucketLocation
@@ -117,6 +118,8 @@ class Config:
     work_free_bytes: int | None = None
     """Free disk space below which new jobs, users' uploads and compilations are refused, so that the results of running work
     still fit; None for one and a half times `keep_free_bytes`."""
+    begin_empty: bool = False
+    """Begin with an empty database, even if there are artifacts of a farm."""
     drain_timeout_s: float = 30.0
     """Time for which a server that stops lets running attempts and compilations go on; 0 stops at once."""
     metrics: Address | None = None
@@ -163,6 +166,15 @@ class Config:
     def has_tokens(self) -> bool:
         """Whether the database, which need not be open, has tokens."""
         return has_rows(schema.tokens, self.data / DATABASE, self.database, self.database_wait_s)
+
+    def require_database(self) -> None:
+        """Refuse an empty database beside the artifacts of a farm.
+
+        Raises:
+            DatabaseLost: there are artifacts, which the database does not know.
+            EtfarmError: the database or the bucket cannot be used.
+        """
+        require_known(self.data, self.data / DATABASE, self.database, self.database_wait_s, self.blobs)
 
     @property
     def store_limits(self) -> StoreLimits:

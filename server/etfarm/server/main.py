@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
+from contextlib import nullcontext
 from functools import partial
 
 from etfarm.server.arguments import config_of, parser
-from etfarm.server.operation import logs, settings, unit
+from etfarm.server.operation import logs, settings, stderr_lines, unit
 from etfarm.server.operation.check import check
 from etfarm.server.operation.death import Evidence
 from etfarm.server.serving import Process, restart
@@ -28,17 +30,21 @@ def main(argv: list[str]) -> int:
         unit.refuse_secrets(sources)
         options, engines = vars(serve.parse_args(argv)) | {"data": arguments.data}, unit.engines_of(vars(arguments))
         is_chosen = source["data"] != settings.DEFAULT
-        text = unit.unit_of_this(argv, options, engines=engines, is_data_chosen=is_chosen, drain_s=arguments.drain_timeout)
+        text = unit.unit_of_this(
+            argv, options, engines=engines, is_data_chosen=is_chosen, drain_s=arguments.drain_timeout,
+            database=unit.database_options(sources, arguments.config),
+        )  # fmt: skip
         print(text, end="")
         return 0
     config = config_of(arguments)
     config.check()
-    logs.configure(config.log_format)
-    shorten_thread_switches()
-    close_umask()
-    with locked(config.data):
-        require_restored(config.data)
-        former_address = asyncio.run(Process(config, sources, Evidence(config.data)).run())
+    with stderr_lines.as_json() if config.log_format == "json" else nullcontext(sys.stderr) as stream:
+        logs.configure(config.log_format, stream)
+        shorten_thread_switches()
+        close_umask()
+        with locked(config.data):
+            require_restored(config.data)
+            former_address = asyncio.run(Process(config, sources, Evidence(config.data)).run())
     if former_address is not None:
         restart(former_address)
     return 0

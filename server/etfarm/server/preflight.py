@@ -127,6 +127,7 @@ async def require_ready(config: Config) -> JailReport | None:
 
     Raises:
         BlobsUnusable: the artifacts are elsewhere, or the S3 server refuses requests.
+        DatabaseLost: the database is empty, and there are artifacts of a farm.
         EtfarmError: another part of the configuration cannot be used.
     """
     if config.tokens is not None:
@@ -134,6 +135,8 @@ async def require_ready(config: Config) -> JailReport | None:
     config.data.mkdir(parents=True, exist_ok=True, mode=0o700)
     make_private(config.data / ARTIFACTS, MARKS)
     jail, _ = await asyncio.gather(_find_required_jail(config), _require_blobs(config))
+    if not config.begin_empty:
+        await asyncio.to_thread(config.require_database)
     return jail
 
 

@@ -20,7 +20,7 @@ from etfarm.server import preflight
 from etfarm.server.app import Server, running
 from etfarm.server.artifacts.blobs import ARTIFACTS
 from etfarm.server.config import LOCAL, Config
-from etfarm.server.operation import web_page
+from etfarm.server.operation import stderr_lines, web_page
 from etfarm.server.operation.death import Evidence
 from etfarm.server.operation.service_manager import ServiceManager
 from etfarm.server.operation.settings import Setting
@@ -235,4 +235,5 @@ def _member(config: Config, suspects: Mapping[str, int]) -> Member:
 
 def restart(address: str) -> None:
     """Replace this process by a new one with the same command, which stands by at the same address."""
+    stderr_lines.restore()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], "--listen", address])

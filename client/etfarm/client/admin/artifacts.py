@@ -101,18 +101,19 @@ async def put(stubs: Stubs, path: Path) -> tuple[common_pb2.Artifact, bool]:
 
 async def verify(
     stubs: Stubs, on_progress: Callable[[artifact_pb2.VerifyArtifactsProgress], None]
-) -> tuple[artifact_pb2.VerifyArtifactsProgress, list[common_pb2.Artifact]]:
-    """Have the server verify every artifact. Return the last progress and the damaged artifacts. Admins only.
+) -> tuple[artifact_pb2.VerifyArtifactsProgress, list[common_pb2.Artifact], list[str]]:
+    """Have the server verify all that it stores. Return the last progress, the damaged artifacts and values. Admins only.
 
     Raises:
         EtfarmError: PERMISSION_DENIED.
     """
-    damaged: list[common_pb2.Artifact] = []
+    damaged, values = list[common_pb2.Artifact](), list[str]()
     last = artifact_pb2.VerifyArtifactsProgress()
     try:
         async for last in stubs.artifacts.Verify(artifact_pb2.VerifyArtifactsRequest()):
             damaged += last.damaged
+            values += last.damaged_values
             on_progress(last)
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error, server=stubs.server) from None
-    return last, damaged
+    return last, damaged, values

@@ -69,6 +69,15 @@ class _Known:
         self.info = replace(self.info, cells=cells, state=decode.job_state(state))
         return True
 
+    def take_phase(self, progress: job_pb2.Progress) -> bool:
+        """Update what a cell does; return whether that is new."""
+        for cell in self.cells.values():
+            if cell.id == progress.cell_id and not cell.state.is_terminal and cell.phase != progress.phase:
+                self.cells[cell.index] = replace(cell, phase=progress.phase)
+                self.info = replace(self.info, cells=tuple(self.cells[index] for index in sorted(self.cells)))
+                return True
+        return False
+
 
 async def watch_jobs(stubs: Stubs, owner: str) -> AsyncIterator[JobInfo]:
     """Yield the live jobs, and then each job that has changed; see `AsyncFarm.watch_jobs`."""
@@ -90,6 +99,10 @@ async def watch_jobs(stubs: Stubs, owner: str) -> AsyncIterator[JobInfo]:
                 elif change.HasField("cell"):
                     known = live.get(change.job_id)
                     if known is not None and known.take(change.cell, change.job_state):
+                        yield known.info
+                elif change.HasField("progress"):
+                    known = live.get(change.job_id)
+                    if known is not None and known.take_phase(change.progress):
                         yield known.info
                 elif change.HasField("job"):
                     in_snapshot.add(change.job_id)

@@ -414,10 +414,14 @@ class AsyncJob:
 
     def _note(self, message: job_pb2.JobEvent) -> None:
         """Update `info` from an event."""
+        kind = message.WhichOneof("event")
+        if kind == "progress":
+            for known in self._job.cells:
+                if known.id == message.progress.cell_id and not message.progress.HasField("duration_ms"):
+                    known.phase = message.progress.phase
         if not message.HasField("sequence"):
             return
         self._job.state = message.job_state
-        kind = message.WhichOneof("event")
         if kind == "cell":
             for known in self._job.cells:
                 if known.id == message.cell.id:

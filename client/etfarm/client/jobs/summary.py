@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from etfarm.client.formats import units
-from etfarm.client.models import JobInfo, QueuedRun
+from etfarm.client.formats import phases, units
+from etfarm.client.models import Cell, CellState, JobInfo, JobState, QueuedRun
 
 
 def describe_contents(job: JobInfo) -> str:
@@ -43,10 +43,22 @@ def describe_progress(job: JobInfo) -> str:
     return f"{sum(cell.state.is_terminal for cell in job.cells)} of {len(job.cells)}"
 
 
+def describe_state(job: JobInfo) -> str:
+    """Return the job's state: `WAITING` instead of `RUNNING` for a job whose live cells all wait."""
+    live = [cell for cell in job.cells if not cell.state.is_terminal]
+    is_waiting = job.state is JobState.RUNNING and live and all(cell.is_waiting for cell in live)
+    return "WAITING" if is_waiting else job.state.value
+
+
 def describe_work(job: JobInfo) -> str:
     """Return what the live cells of a job do now: `2 waiting for device, 1 running`; empty for a job that has ended."""
-    states = Counter(cell.state for cell in job.cells if not cell.state.is_terminal)
-    return ", ".join(f"{number} {state.value.replace('_', ' ').lower()}" for state, number in states.items())
+    words = Counter(_describe_cell(cell) for cell in job.cells if not cell.state.is_terminal)
+    return ", ".join(f"{number} {word}" for word, number in words.items())
+
+
+def _describe_cell(cell: Cell) -> str:
+    is_said = cell.state is CellState.WAITING_FOR_DEVICE or not phases.is_wait(cell.phase)
+    return phases.describe_state(cell.state.value) if is_said else phases.describe(cell.phase)
 
 
 def describe_duration(job: JobInfo) -> str:

@@ -109,6 +109,7 @@ def cell(message: job_pb2.Cell) -> Cell:
         attempts=len(message.attempts),
         state=CellState(common_pb2.CellState.Name(message.state).removeprefix("CELL_STATE_")),
         waiting_for=message.waiting_for,
+        phase=message.phase,
         error=status.from_proto(message.error) if message.HasField("error") else None,
         on_device=message.HasField("device_index"),
         p50_ns=message.p50_ns if message.HasField("p50_ns") else None,

@@ -198,6 +198,13 @@ class TokenTable:
         query = select(table).order_by(table.c.created_at.desc(), table.c.id).limit(size).offset(offset)
         return [_token(row) for row in await self._database.read(lambda connection: connection.execute(query).all())]
 
+    async def admins(self) -> Sequence[str]:
+        """Return the names of those who have a valid admin's token, sorted."""
+        table = schema.tokens.c
+        is_valid = table.revoked_at.is_(None) & (table.expires_at.is_(None) | (table.expires_at > self._now()))
+        query = select(table.principal).where(table.role == ROLE_NAMES[Role.ROLE_ADMIN], is_valid).distinct()
+        return sorted(await self._database.read(lambda connection: connection.execute(query).scalars().all()))
+
     async def revoke(self, token_id: str) -> token_pb2.Token:
         """Revoke a token; do nothing if it is already revoked.
 

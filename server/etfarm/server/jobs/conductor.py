@@ -16,6 +16,7 @@ from etfarm.server.jobs.cells.stages import CellStages
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.jobs.takeups import SetAside
+from etfarm.server.state.bodies import ValueDamaged
 from etfarm.server.state.engine import wait_without_limit
 from etfarm.v1.job_pb2 import Job, JobEvent
 from etfarm.wire.errors import EtfarmError, FarmError, Fault
@@ -90,6 +91,9 @@ class Conductor:
         yet.
         """
         for job in await self._journal.live():
+            if (damaged := _damage_of(job)) is not None:
+                await self._journal.fail(job, damaged)
+                continue
             await self._stages.resume(job)
             if self._stages.hands.is_over(job.id):
                 await self._set_aside(job)
@@ -164,3 +168,11 @@ class Conductor:
             failure = FarmError(f"etfarm has a bug: {error!r}.", "The server's log has the traceback.")
             log.exception("a cell failed because of a bug", cell=run.cell.id)
         await self._stages.finish(run, to, failure)
+
+
+def _damage_of(job: Job) -> ValueDamaged | None:
+    """Return why a live job, as the journal has it, cannot go on; None if it can."""
+    if not job.HasField("spec"):
+        return ValueDamaged("the specification", job.id)
+    is_damaged = any(cell.error.reason == ValueDamaged.reason for cell in job.cells if cell.state not in model.TERMINAL)
+    return ValueDamaged("a cell", job.id) if is_damaged else None

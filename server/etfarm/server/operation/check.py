@@ -97,7 +97,8 @@ def _check(result: Result, config: Config) -> None:
         ("tokens", _tokens(config)),
         ("jail required", "yes" if config.is_jail_required else "no"),
     ]
-    for require in (config.check, lambda: config.tokens is not None and Tokens.read(config.tokens)):
+    require_database = (lambda: None) if config.begin_empty else config.require_database
+    for require in (config.check, require_database, lambda: config.tokens is not None and Tokens.read(config.tokens)):
         try:
             require()
         except EtfarmError as error:

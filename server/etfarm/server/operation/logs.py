@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import TextIO
 
 import structlog
 
@@ -13,15 +14,19 @@ from etfarm.wire.escapes import in_a_line, printable
 FORMATS = ("text", "json")
 
 
-def configure(log_format: str = "text") -> None:
+def configure(log_format: str = "text", stream: TextIO | None = None) -> None:
     """Configure the log.
 
     Ids that are bound to the current task (`job`, `cell`, `attempt`, `device`, `request`, `principal`) are part of each line.
+
+    Args:
+        stream: where its lines go; stderr if None.
     """
+    stream = stream or sys.stderr
     renderers: list[structlog.types.Processor]
     if log_format == "json":
         renderers = [structlog.processors.EventRenamer("message"), structlog.processors.JSONRenderer()]
-    elif sys.stderr.isatty():
+    elif stream.isatty():
         # Only the console renderer prints text unescaped.
         renderers = [_without_steering, structlog.dev.ConsoleRenderer()]
     else:
@@ -36,11 +41,11 @@ def configure(log_format: str = "text") -> None:
             *renderers,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(file=stream),
         cache_logger_on_first_use=True,
     )
     if log_format == "json":
-        handler = logging.StreamHandler(sys.stderr)
+        handler = logging.StreamHandler(stream)
         handler.setFormatter(_LibraryLines())
         logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
 

@@ -22,7 +22,7 @@ from etfarm.wire.private import require_secret
 CONFIG: Final = "config"
 """The option that names the file."""
 
-_COMMAND_LINE_ONLY: Final = frozenset({"help", CONFIG, "check", "json", "print-unit", "exit-with-stdin"})
+_COMMAND_LINE_ONLY: Final = frozenset({"help", CONFIG, "check", "json", "print-unit", "exit-with-stdin", "begin-empty"})
 _SECRET: Final = frozenset({"database"})
 """Options whose values may have a password: messages do not show them."""
 _MAX_FILE_BYTES: Final = 1 << 20

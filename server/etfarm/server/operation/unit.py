@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from etfarm.server.config import LOCAL
-from etfarm.server.operation.settings import Setting, has_secret, option_of
+from etfarm.server.operation.settings import Setting, has_secret, option_of, variable_of
 from etfarm.wire.errors import UserError
 from etfarm.wire.names import DATA_VARIABLE, SETTING_PREFIX
 from etfarm.wire.systemd import own_program, quoted, without_options
@@ -20,7 +21,9 @@ USER: Final = "etfarm"
 STATE: Final = "etfarm-server"
 """Folder below /var/lib with the server's data, unless the command names another one."""
 
-_EXCLUDED_OPTIONS: Final = (("--print-unit", "--pri"), ("--exit-with-stdin", "--e"), ("--check", "--ch"), ("--json", "--j"))
+_EXCLUDED_OPTIONS: Final = (
+    ("--print-unit", "--pri"), ("--exit-with-stdin", "--e"), ("--check", "--ch"), ("--json", "--j"), ("--begin-empty", "--be"),
+)  # fmt: skip
 _READ: Final = {
     "database": re.compile(r"PG[A-Z]+"),
     "blobs": re.compile(r"AWS_(ENDPOINT_URL|ENDPOINT_URL_S3|REGION|DEFAULT_REGION)"),
@@ -42,8 +45,8 @@ _TEMPLATE: Final = """\
 #   etfarm serve ... --print-unit | sudo tee /etc/systemd/system/{name}.service
 #   sudo useradd --system --home-dir /var/lib/{state} --shell /usr/sbin/nologin {user}
 #   sudo install -d -m 700 -o {user} -g {user} {data}
-#   sudo -u {user} {program} tokens init ann --data {data}
-{steps}#   sudo systemctl daemon-reload && sudo systemctl enable --now {name}
+{steps}#   {first_token}
+#   sudo systemctl daemon-reload && sudo systemctl enable --now {name}
 #
 # `systemctl reload {name}` reads renewed TLS files, which the server also does by itself. `systemctl stop` lets running work go
 # on for --drain-timeout; a second signal (`systemctl kill {name}`) stops at once. Nothing is lost either way.
@@ -106,6 +109,7 @@ def unit(
     engines: Collection[str] = (),
     data: Path | None = None,
     folder: Path | None = None,
+    database: Sequence[str] = (),
 ) -> str:
     """Return the unit's text. No I/O.
 
@@ -117,6 +121,7 @@ def unit(
         engines: those that the server uses, see `engines_of`.
         data: the data folder, if it is the user's choice and not the default.
         folder: the base of relative paths among the arguments; None if there are none.
+        database: the options by which another command finds the server's database, see `database_options`.
 
     Raises:
         UserError: an argument is not valid text, which a unit cannot hold.
@@ -145,14 +150,32 @@ def unit(
     else:
         # The data may be anywhere.
         protection = ["ProtectSystem=full"]
+    where = str(data or f"/var/lib/{STATE}")
+    first_token = [*program, "tokens", "init", "ann", "--data", where, *database]
     command = [*program, "serve", *without_options(arguments, _EXCLUDED_OPTIONS)]
     return _TEMPLATE.format(
-        name=UNIT_NAME, state=STATE, user=USER, data=data or f"/var/lib/{STATE}", program=" ".join(program),
+        name=UNIT_NAME, state=STATE, user=USER, data=where,
+        first_token=_as_service(first_token, {name: value for name, value in variables.items() if _of_database(name)}, secrets),
         command=" ".join(map(quoted, command)),
         settings="".join(f"{line}\n" for line in settings), steps="".join(f"#   {step}\n" for step in steps),
         protection="".join(f"{line}\n" for line in protection),
         stop_s=math.ceil(drain_s) + _STOP_S,
     )  # fmt: skip
+
+
+def _of_database(name: str) -> bool:
+    """Return whether a variable says where the database is, or how to connect to it."""
+    return name == variable_of("database") or _READ["database"].fullmatch(name) is not None
+
+
+def _as_service(command: Sequence[str], variables: Mapping[str, str], secrets: Collection[str]) -> str:
+    """Return the line of a shell that runs a command as the service's user, with the service's variables."""
+    shown = [f"{name}={value}" for name, value in variables.items() if name not in secrets]
+    if len(shown) < len(variables):
+        # Only systemd reads the file of the secrets for another user.
+        run = ["systemd-run", "--quiet", "--pipe", "--wait", f"--uid={USER}", f"--property=EnvironmentFile={SECRETS}"]
+        return shlex.join(["sudo", *run, *(f"--setenv={each}" for each in shown), *command])
+    return shlex.join(["sudo", "-u", USER, *(["env", *shown] if shown else []), *command])
 
 
 def _is_read(name: str, engines: Collection[str]) -> bool:
@@ -195,8 +218,29 @@ def engines_of(settings: Mapping[str, object]) -> list[str]:
     return used + (["compile_pool"] if settings["compile_pool"] != LOCAL else [])
 
 
+def database_options(settings: Sequence[Setting], config: Path | None) -> list[str]:
+    """Return the options by which another command finds the server's database; none for SQLite, and for a URL with a secret.
+
+    Args:
+        settings: the effective options with their sources.
+        config: the configuration file, if there is one.
+    """
+    setting = next(each for each in settings if each.name == "database")
+    if setting.value is None:
+        return []
+    if setting.source in ("--database", variable_of("database")):
+        return [] if setting.has_secret else ["--database", setting.value.text]
+    return ["--config", str(config.absolute())] if config is not None else []
+
+
 def unit_of_this(
-    arguments: Sequence[str], options: Mapping[str, object], *, engines: Collection[str], is_data_chosen: bool, drain_s: float
+    arguments: Sequence[str],
+    options: Mapping[str, object],
+    *,
+    engines: Collection[str],
+    is_data_chosen: bool,
+    drain_s: float,
+    database: Sequence[str] = (),
 ) -> str:
     """Return the unit for the current command: this program, these arguments, this environment.
 
@@ -206,6 +250,7 @@ def unit_of_this(
         engines: those that the server uses, whatever names them.
         is_data_chosen: whether the command names the data folder.
         drain_s: the time limit of a graceful stop.
+        database: the options by which another command finds the server's database.
     """
     chosen = options.get("data") if is_data_chosen else None
     paths = [each for value in options.values() for each in (value if isinstance(value, list) else [value])]
@@ -217,4 +262,5 @@ def unit_of_this(
         engines=engines,
         data=chosen.absolute() if isinstance(chosen, Path) else None,
         folder=Path.cwd() if any(isinstance(each, Path) and not each.is_absolute() for each in paths) else None,
+        database=database,
     )

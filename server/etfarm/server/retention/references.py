@@ -17,11 +17,11 @@ from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, FromClause, Table, delete, exists, func, select, update
 
+from etfarm.server.retention.occupancy import JOB, LINE_BYTES, database_bytes
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.server.state.sql import insert
 
-JOB: Final = "job"
 CACHES: Final[dict[str, Table]] = {
     "compilation": schema.compilations,
     "stages": schema.stage_results,
@@ -48,6 +48,7 @@ class _Contents:
 
     digests: set[str] = field(default_factory=set)
     size_bytes: int = 0
+    """Of the messages that were read; then what a job occupies."""
     log_bytes: int = 0
 
 
@@ -96,6 +97,12 @@ class References:
         while work:
             async with self.gate():
                 await self._database.read(lambda connection: _read_some(connection, work))
+        if jobs := {key: each for (kind, key), each in contents.items() if kind == JOB}:
+            async with self.gate():
+                counts = {key: len(each.digests) for key, each in jobs.items()}
+                sizes = await self._database.read(partial(database_bytes, references=counts))
+            for key, each in jobs.items():
+                each.size_bytes = sizes[key]
         async with self.gate():
             await self._database.write(lambda connection: _record_all(connection, contents))
 
@@ -171,7 +178,7 @@ def _read_small(connection: Connection, kind: str, contents: Mapping[str, _Conte
             contents[row.key].size_bytes += len(row.body or b"")
     if kind == JOB:
         lines = schema.log_lines.c
-        of_jobs = select(lines.job_id, func.sum(func.length(lines.text)).label("size")).where(lines.job_id.in_(keys))
+        of_jobs = select(lines.job_id, func.sum(_line_size()).label("size")).where(lines.job_id.in_(keys))
         for row in connection.execute(of_jobs.group_by(lines.job_id)):
             contents[row.job_id].log_bytes = row.size
     return True
@@ -205,9 +212,12 @@ def _pages(kind: str, key: str) -> Iterator[Page]:
     yield _log_size(key)
 
 
+def _line_size() -> ColumnElement[int]:
+    return func.length(schema.log_lines.c.text) + LINE_BYTES
+
+
 def _log_size(job_id: str) -> Page:
-    lines = schema.log_lines.c
-    total = select(func.coalesce(func.sum(func.length(lines.text)), 0)).where(lines.job_id == job_id)
+    total = select(func.coalesce(func.sum(_line_size()), 0)).where(schema.log_lines.c.job_id == job_id)
 
     def page(connection: Connection, after: Any, contents: _Contents) -> None:
         contents.log_bytes = int(connection.execute(total).scalar_one())

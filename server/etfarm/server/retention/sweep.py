@@ -15,7 +15,8 @@ from etfarm.server.jobs.records.deletion import JobDeletion, find_expired
 from etfarm.server.retention.clock import ClockImplausible, RetentionClock
 from etfarm.server.retention.collection import ArtifactCollection
 from etfarm.server.retention.limits import MIN_AUDIT_DAYS, Limit, Limits
-from etfarm.server.retention.references import CACHES, JOB, References
+from etfarm.server.retention.occupancy import JOB, artifact_bytes, is_kept
+from etfarm.server.retention.references import CACHES, References
 from etfarm.server.state import schema
 from etfarm.server.state.backup_lock import BackupRunning
 from etfarm.server.state.engine import Database
@@ -119,7 +120,7 @@ class Retention:
         return results
 
     async def _sweep_jobs(self, limit: Limit, at: datetime, dry_run: bool) -> tuple[int, int]:
-        sizes = await self._database.read(lambda connection: _sizes_of_jobs(connection, schema.referrers.c.size_bytes))
+        sizes = await self._database.read(_occupied_by_jobs)
         chosen = await self._over_limit(limit, at, sizes)
         return await self._each(chosen, sizes, self._jobs.delete, dry_run)
 
@@ -223,14 +224,20 @@ def _sizes_of_jobs(connection: Connection, column: ColumnElement[int]) -> dict[s
     return {row.id: row.size for row in rows}
 
 
+def _occupied_by_jobs(connection: Connection) -> dict[str, int]:
+    """Return what each job occupies: its rows, its log, and the artifacts that go with it."""
+    referrers = schema.referrers.c
+    sizes = _sizes_of_jobs(connection, referrers.size_bytes + func.coalesce(referrers.log_bytes, 0))
+    for job_id, size_bytes in artifact_bytes(connection).items():
+        sizes[job_id] = sizes.get(job_id, 0) + size_bytes
+    return sizes
+
+
 def _kept_jobs(connection: Connection) -> tuple[int, int]:
     """Return the number and the size of the jobs that no limit deletes."""
-    jobs, referrers, tags = schema.jobs, schema.referrers, schema.tags
-    joined = jobs.outerjoin(referrers, and_(referrers.c.kind == JOB, referrers.c.id == jobs.c.id))
-    query = select(func.count(), func.coalesce(func.sum(referrers.c.size_bytes), 0)).select_from(joined)
-    is_kept = jobs.c.finished_at.is_(None) | exists().where(tags.c.job_id == jobs.c.id)
-    count, size_bytes = connection.execute(query.where(is_kept)).one()
-    return int(count), int(size_bytes)
+    sizes = _occupied_by_jobs(connection)
+    kept = connection.execute(select(schema.jobs.c.id).where(is_kept())).scalars().all()
+    return len(kept), sum(sizes.get(job_id, 0) for job_id in kept)
 
 
 _TIMES: Final = {"compilation": "compiled_at", "stages": "made_at", "analysis": "made_at"}

@@ -68,6 +68,21 @@ def backing_up(url: DatabaseUrl | None, wait_s: float = WAIT_S) -> AbstractConte
     return backups.backing_up(url, wait_s)
 
 
+def is_new(path: Path, url: DatabaseUrl | None, wait_s: float) -> bool:
+    """Return whether a database has nothing of a farm, without opening it.
+
+    Raises:
+        ExtraMissing: the driver of PostgreSQL is not installed.
+        DatabaseUnusable, DatabaseUnavailable: the PostgreSQL server refuses the connection, or cannot be reached.
+    """
+    if url is None:
+        return sqlite.is_new(path)
+    require_driver()
+    from etfarm.server.state.postgres import opening
+
+    return opening.is_new(url, wait_s)
+
+
 def has_rows(table: Table, path: Path, url: DatabaseUrl | None, wait_s: float) -> bool:
     """Return whether a table has rows, without opening the database. One that is new or damaged has none.
 

@@ -10,7 +10,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import GenericFunction, ReturnTypeFromArgs
 
-__all__ = ["Insert", "among", "greatest", "insert", "position_of"]
+__all__ = ["Insert", "among", "greatest", "insert", "position_of", "stored_size"]
 
 # PostgreSQL's `INSERT ... ON CONFLICT` is what SQLite has copied: one construct compiles for both.
 
@@ -27,6 +27,18 @@ class position_of(GenericFunction[int]):
 
     inherit_cache = True
     name = "strpos"
+
+
+class stored_size(GenericFunction[int]):
+    """The number of bytes that a value takes, which PostgreSQL compresses if it is large."""
+
+    inherit_cache = True
+    name = "pg_column_size"
+
+
+@compiles(stored_size, "sqlite")
+def _stored_size(element: stored_size, compiler: SQLCompiler, **options: Any) -> str:
+    return f"length{compiler.process(element.clause_expr, **options)}"
 
 
 @compiles(greatest, "sqlite")

@@ -270,6 +270,12 @@ def _configure(connection: object, _record: object) -> None:
     cursor.close()
 
 
+def is_new(path: Path) -> bool:
+    """Return whether a database would begin empty: there is no file, nor one that `etfarm migrate` has moved."""
+    names = (path.name, f"{path.name}-wal", f"{path.name}{MOVED}")
+    return not any(each.exists() and each.stat().st_size for each in map(path.with_name, names))
+
+
 def has_rows(path: Path, table: str) -> bool:
     """Return whether a table of a file has rows, without opening it as a database."""
     if not path.is_file():

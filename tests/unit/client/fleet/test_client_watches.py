@@ -12,13 +12,14 @@ import pytest
 from etfarm.client.errors import EtfarmError
 from etfarm.client.fleet import watches
 from etfarm.client.fleet.reservation import AsyncReservation, ReservationNotOpen
+from etfarm.client.jobs import summary
 from etfarm.client.models import CellState, DeviceChange, JobInfo, JobState
 from etfarm.client.transport.retry import Patience
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import device_pb2, device_pb2_grpc, job_pb2, job_pb2_grpc
 from etfarm.v1.common_pb2 import CellState as CellStates
 from etfarm.v1.device_pb2 import Device, DeviceEvent
-from etfarm.v1.job_pb2 import Cell, Job, JobChange
+from etfarm.v1.job_pb2 import Cell, Job, JobChange, Progress
 from etfarm.wire import status
 from etfarm.wire.errors import Fault, Kind, error_of
 
@@ -130,6 +131,31 @@ async def test_jobs_that_ended_in_the_meantime_are_asked_for(farm: tuple[Farm, S
     assert [cell.state for cell in received[2].cells] == [CellState.COMPILING, CellState.RUNNING]
     assert len(received[3].cells) == 2, "the end of a job comes without its cells, which are known"
     assert received[-1].state is JobState.SUCCEEDED
+
+
+async def test_a_job_waits_while_none_of_its_live_cells_works(farm: tuple[Farm, Stubs]) -> None:
+    served, stubs = farm
+    cells = [
+        Cell(id="c0", index=0, version=2, state=CellStates.CELL_STATE_COMPILING, phase="WAIT_FOR_WORKER"),
+        Cell(id="c1", index=1, version=2, state=CellStates.CELL_STATE_WAITING_FOR_DEVICE),
+        Cell(id="c2", index=2, version=9, state=CellStates.CELL_STATE_SUCCEEDED),
+    ]
+    running = Cell(id="c1", index=1, version=3, state=CellStates.CELL_STATE_RUNNING)
+    served.jobs = [
+        [
+            JobChange(snapshot_begins=True), JobChange(job_id="j", job=Job(id="j", state=LIVE, cells=cells)),
+            JobChange(snapshot_complete=True),
+            JobChange(job_id="j", progress=Progress(cell_id="c0", phase="COMPILE")),
+            JobChange(job_id="j", progress=Progress(cell_id="c0", phase="WAIT_FOR_ROOM")),
+            JobChange(job_id="j", progress=Progress(cell_id="c0", phase="WAIT_FOR_ROOM")),
+            JobChange(job_id="j", cell=running, job_state=LIVE),
+            JobChange(job_id="j", job=Job(id="j", state=DONE), job_state=DONE),
+        ]
+    ]  # fmt: skip
+    received = await jobs(stubs)
+    assert [summary.describe_state(job) for job in received] == ["WAITING", "RUNNING", "WAITING", "RUNNING", "SUCCEEDED"]
+    assert summary.describe_work(received[0]) == "1 waiting for a compile worker, 1 waiting for device"
+    assert summary.describe_work(received[1]) == "1 compiling, 1 waiting for device"
 
 
 async def test_a_reservation_is_renewed_until_it_is_released(farm: tuple[Farm, Stubs]) -> None:

@@ -17,6 +17,7 @@ from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records.history import History
 from etfarm.server.jobs.records.journal import Journal
+from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.tags import Tags
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
@@ -57,7 +58,7 @@ async def finished(tmp_path: Path) -> AsyncIterator[Finished]:
     job.create_time.FromDatetime(AT)
     for index in range(len(NAME_LENGTHS)):
         job.cells.add(id=f"c{index}", job_id=job.id, index=index, state=model.QUEUED, version=1)
-    job, _ = await journal.submit(job, "once")
+    job, _ = await journal.submit(job, Request("once", b""))
     for cell, length in zip(job.cells, NAME_LENGTHS, strict=True):
         report = Report(id=f"r{cell.index}", cell=cell.id)
         report.model.name = "net"

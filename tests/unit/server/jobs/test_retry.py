@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import pytest
+from sqlalchemy import update
 
 from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.devices.selection import NoSuchDevice
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records.deletion import JobDeletion
 from etfarm.server.jobs.records.journal import Journal
+from etfarm.server.jobs.records.requests import RequestIdUsed
 from etfarm.server.jobs.records.rows import JobLive, JobNotFound
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.jobs.retry import NothingToRetry, cells_to_retry, spec_of_retry
 from etfarm.server.rpc.door import caller
 from etfarm.server.rpc.door.token_file import LOCAL
 from etfarm.server.rpc.services.jobs import JobService
+from etfarm.server.state import schema
 from etfarm.v1.common_pb2 import CellState, Principal, Role
 from etfarm.v1.job_pb2 import Attempt, DeviceChoice, Job, JobSpec, JobState, Measurement, RetryJobRequest, SubmitJobRequest
 from tests.support.submissions import AT, World, world
@@ -71,8 +74,36 @@ async def test_the_failed_cells_become_a_job_with_the_label_of_the_former_one(wo
     assert {cell.state for cell in again.cells} == {model.QUEUED}
     assert not {cell.id for cell in again.cells} & {cell.id for cell in job.cells}
     assert service.started[-1] == again.id != job.id
-    same = await service.rpcs.Retry(RetryJobRequest(job_id="whatever", request_id="again"), None)
+    same = await service.rpcs.Retry(RetryJobRequest(job_id=job.id, request_id="again"), None)
     assert same.id == again.id and service.started.count(again.id) == 1, "a request that is sent again"
+
+
+async def test_an_id_of_a_request_is_refused_for_another_one_whatever_is_wrong_with_that(world: World) -> None:
+    service = Service(world)
+    spec, other = await spec_of(world), JobSpec(name="without a candidate")
+    job = await service.rpcs.Submit(SubmitJobRequest(request_id="r", spec=spec), None)
+    assert (await service.rpcs.Submit(SubmitJobRequest(request_id="r", spec=spec), None)).id == job.id
+    renamed = JobSpec(name="another")
+    renamed.MergeFrom(spec)
+    renamed.name = "another"
+    for request in (SubmitJobRequest(request_id="r", spec=renamed), SubmitJobRequest(request_id="r", spec=other)):
+        with pytest.raises(RequestIdUsed, match=job.id):
+            await service.rpcs.Submit(request, None)
+    with pytest.raises(RequestIdUsed, match="Send another id"):
+        await service.rpcs.Retry(RetryJobRequest(job_id=job.id, request_id="r"), None)
+    assert service.started == [job.id]
+    # The id belongs to its owner, and to the project.
+    bob, method = Principal(name="bob", role=Role.ROLE_USER), "/etfarm.v1.JobService/Submit"
+    caller.authorize(caller.with_projects(bob, ["default"], "default"), method)
+    assert (await service.rpcs.Submit(SubmitJobRequest(request_id="r", spec=renamed), None)).name == "another"
+
+
+async def test_a_job_of_an_earlier_release_is_returned_whatever_the_spec(world: World) -> None:
+    service = Service(world)
+    job = await service.rpcs.Submit(SubmitJobRequest(request_id="r", spec=await spec_of(world)), None)
+    await world.database.write(lambda connection: connection.execute(update(schema.jobs).values(request_digest=None)))
+    again = await service.rpcs.Submit(SubmitJobRequest(request_id="r", spec=JobSpec(name="other")), None)
+    assert again.id == job.id
 
 
 async def test_interleaved_cells_run_again_together(world: World) -> None:

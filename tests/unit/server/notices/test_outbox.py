@@ -15,6 +15,7 @@ from sqlalchemy import Connection
 
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records.journal import Journal
+from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.notices import events, outbox
 from etfarm.server.notices.addresses import AllowList
@@ -119,7 +120,7 @@ async def test_the_end_of_a_job_is_news_though_another_ended_right_before(tmp_pa
             new = Job(id=name * 16, owner="ann", project="default")
             new.create_time.FromDatetime(Clock().now)
             new.cells.add(id=name, job_id=new.id, state=model.QUEUED, version=1)
-            written, _ = await journal.submit(new, name)
+            written, _ = await journal.submit(new, Request(name, b""))
             ends.append(journal.change(model.advance(written.cells[0], model.CANCELLED, at=Clock().now)))
         first = asyncio.create_task(ends[0])
         await asyncio.to_thread(held.began["a"].wait, 20)

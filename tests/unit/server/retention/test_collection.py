@@ -22,6 +22,7 @@ from etfarm.server.compile.cache import Cache
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records.deletion import JobDeletion, JobTagged
 from etfarm.server.jobs.records.journal import Journal
+from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.rows import JobLive
 from etfarm.server.jobs.records.tags import Tags
 from etfarm.server.jobs.records.watch import Announcer
@@ -93,7 +94,7 @@ class World:
         job.cells.add(id=f"{job.id}-0", job_id=job.id, state=model.QUEUED, version=1)
         if cell is not None:
             job.cells[0].MergeFrom(cell)
-        written, _ = await self.journal.submit(job, f"r{self.number}")
+        written, _ = await self.journal.submit(job, Request(f"r{self.number}", b""))
         return written
 
     async def end(self, job: Job, report: Report | None = None) -> None:

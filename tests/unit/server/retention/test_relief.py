@@ -16,6 +16,7 @@ from etfarm.server.artifacts.room import Room
 from etfarm.server.artifacts.store import Store
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records.journal import Journal
+from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.retention.collection import ArtifactCollection
 from etfarm.server.retention.references import References
@@ -98,7 +99,7 @@ async def test_only_as_much_goes_as_new_work_needs_and_nothing_that_a_job_names(
     job.spec.candidates.append(Candidate(name="m", model=source))
     job.create_time.FromDatetime(datetime.now(UTC))
     job.cells.add(id="c", job_id=job.id, state=model.QUEUED, version=1)
-    await Journal(disk.database, Announcer(), lambda: datetime.now(UTC)).submit(job, "r")
+    await Journal(disk.database, Announcer(), lambda: datetime.now(UTC)).submit(job, Request("r", b""))
     disk.others_bytes = 90 * KIB
     assert disk.free_bytes == 110 * KIB
     assert await disk.relief.relieve()

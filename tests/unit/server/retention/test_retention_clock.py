@@ -10,6 +10,7 @@ import pytest
 
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records.journal import Journal
+from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.retention.clock import ClockImplausible, RetentionClock
 from etfarm.server.state.engine import Database
@@ -43,7 +44,7 @@ class World:
         job = Job(id=f"{self.elapsed.total_seconds():016.0f}", owner="ann", project="default")
         job.create_time.FromDatetime(self.now)
         job.cells.add(id=f"{job.id}-cell", job_id=job.id, state=model.QUEUED, version=1)
-        await Journal(self.database, Announcer(), lambda: self.now).submit(job, job.id)
+        await Journal(self.database, Announcer(), lambda: self.now).submit(job, Request(job.id, b""))
 
     async def clock(self) -> RetentionClock:
         """Start a server."""

@@ -17,11 +17,13 @@ from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.cache import Cache
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records.journal import Journal
+from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.tags import Tags
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.retention.clock import ClockImplausible, RetentionClock
 from etfarm.server.retention.collection import ArtifactCollection
 from etfarm.server.retention.limits import Limits
+from etfarm.server.retention.occupancy import LINE_BYTES
 from etfarm.server.retention.references import References
 from etfarm.server.retention.sweep import Retention, Swept
 from etfarm.server.state import schema
@@ -61,7 +63,7 @@ class World:
         job.spec.labels["filler"] = "x" * 1000
         job.create_time.FromDatetime(self.now)
         job.cells.add(id=f"{name}-cell", job_id=job.id, state=model.QUEUED, version=1, compilation_key=compilation)
-        written, _ = await self.journal.submit(job, name)
+        written, _ = await self.journal.submit(job, Request(name, b""))
         await self.journal.change(model.advance(written.cells[0], model.CANCELLED, at=self.now))
         if log:
             row = {"job_id": job.id, "number": 1, "at": self.now, "cell_id": "", "source": "FARM", "text": log}
@@ -102,7 +104,7 @@ async def test_old_jobs_without_tags_go(world: World) -> None:
     live = Job(id="e" * 16, owner="ann")
     live.create_time.FromDatetime(START - 100 * DAY)
     live.cells.add(id="live", job_id=live.id, state=model.QUEUED, version=1)
-    await world.journal.submit(live, "live")
+    await world.journal.submit(live, Request("live", b""))
     assert (await world.sweep())["jobs"].count == 0
     assert (await world.sweep("jobs=48h"))["jobs"].count == 1
     assert await world.jobs() == "bcde"
@@ -154,7 +156,7 @@ async def test_old_logs_go_and_their_jobs_stay(world: World) -> None:
     for name in "abc":
         await world.job(name, log=f"line of {name}")
     swept = (await world.sweep("logs=48h"))["logs"]
-    assert (swept.count, swept.size_bytes) == (1, len("line of a"))
+    assert (swept.count, swept.size_bytes) == (1, len("line of a") + LINE_BYTES)
     assert await world.logs() == ["line of b", "line of c"] and await world.jobs() == "abc"
     assert (await world.sweep("logs=48h"))["logs"].count == 0
 

@@ -173,7 +173,7 @@ def verify(
 ) -> int:
     """Verify every stored artifact. A damaged one leaves the store; the next upload of its bytes restores it. Admins only.
 
-    The exit code is 1 if any artifact is damaged.
+    It also verifies what the database stores of jobs, and names those with damage. The exit code is 1 if anything is damaged.
     """
     import sys
 
@@ -184,13 +184,15 @@ def verify(
         if sys.stderr.isatty():
             print(f"\r{progress.done} of {progress.total} ", end="", file=sys.stderr, flush=True)
 
-    last, damaged = _connected(lambda stubs: artifacts.verify(stubs, show), server, tls_ca)
+    last, damaged, values = _connected(lambda stubs: artifacts.verify(stubs, show), server, tls_ca)
     if sys.stderr.isatty():
         print("\r", end="", file=sys.stderr, flush=True)
     for artifact in damaged:
         print(f"damaged: {in_a_line(artifact.digest)} ({units.size(artifact.size_bytes)})")
-    print(f"Verified {last.total} artifacts ({units.size(last.done_bytes)}); {len(damaged)} damaged.")
-    return 1 if damaged else 0
+    for value in values:
+        print(f"damaged in the database: {in_a_line(value)}")
+    print(f"Verified {last.total} artifacts ({units.size(last.done_bytes)}); {len(damaged) + len(values)} damaged.")
+    return 1 if damaged or values else 0
 
 
 def _connected(work: Callable[[Stubs], Awaitable[T]], server: str | None, tls_ca: str | None) -> T:

@@ -43,7 +43,9 @@ def list_(
     ] = None,
     state: Annotated[
         list[str] | None,
-        typer.Option("--state", metavar="STATE", help="Only jobs in this state, such as FAILED; repeatable."),
+        typer.Option(
+            "--state", metavar="STATE", help="Only jobs in this state, such as FAILED; RUNNING ones may wait; repeatable."
+        ),
     ] = None,
     owner: Annotated[str, typer.Option("--owner", metavar="NAME", help="Only jobs that this principal submitted.")] = "",
     model: Annotated[str, typer.Option("--model", metavar="NAME", help="Only jobs with a model of this name.")] = "",
@@ -93,7 +95,7 @@ def list_(
             *((", ".join(job.tags),) if tagged else ()),
             job.name,
             summary.describe_contents(job),
-            job.state.value,
+            summary.describe_state(job),
             *((summary.describe_measurements(job),) if measured else ()),
             *((job.project,) if several else ()),
             job.owner,
@@ -152,7 +154,7 @@ def show(
         ("labels", labels),
         ("project", info.project if info.project != "default" else ""),
         ("owner", info.owner),
-        ("state", info.state.value),
+        ("state", summary.describe_state(info)),
         ("submitted", units.ago(info.submitted_at, now)),
         ("took", summary.describe_duration(info)),
     ]
@@ -342,7 +344,7 @@ def _live_table(console: Console, jobs: Sequence[JobInfo]) -> Table:
     now = datetime.now(UTC)
     rows = [
         (
-            job.id, job.name, summary.describe_contents(job), job.state.value, summary.describe_progress(job),
+            job.id, job.name, summary.describe_contents(job), summary.describe_state(job), summary.describe_progress(job),
             summary.describe_measurements(job), job.owner,
             summary.describe_duration(job) or units.clock(max(0.0, (now - job.submitted_at).total_seconds())),
         )
@@ -362,7 +364,7 @@ def _progress(job: JobInfo) -> str:
     failed = [cell for cell in job.cells if cell.error is not None]
     why = f": {failed[0].label}: {failed[0].error}" if failed else ""
     parts = (
-        f"{job.id}{name}: {job.state.value}",
+        f"{job.id}{name}: {summary.describe_state(job)}",
         f"{summary.describe_progress(job)} cells done",
         summary.describe_measurements(job),
     )

@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from etfarm.client.aio import AsyncFarm
 from etfarm.client.errors import EtfarmError
+from etfarm.client.formats.phases import is_wait
 from etfarm.client.jobs.job import AsyncJob
 from etfarm.client.models import Cell, CellChanged, JobChanged, JobInfo, LogLine, Progress
 from etfarm.client.web import cell_values
@@ -165,8 +166,11 @@ async def _watch(client: AsyncFarm, job_id: str) -> AsyncIterator[tuple[str, Job
     if not info.state.is_terminal:
         async for event in handle.watch():
             if isinstance(event, Progress) and event.cell_id in current:
+                before = current[event.cell_id].progress
                 current[event.cell_id] = replace(current[event.cell_id], progress=event)
                 yield event.cell_id, current[event.cell_id]
+                if is_wait(event.phase) or (before is not None and is_wait(before.phase)):
+                    yield JOB_KEY, JobPart(handle.info)
             elif isinstance(event, CellChanged):
                 current[event.cell.id] = await _changed(client, current[event.cell.id], event.cell, names)
                 yield event.cell.id, current[event.cell.id]

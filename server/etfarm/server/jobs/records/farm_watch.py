@@ -16,11 +16,13 @@ from etfarm.server.jobs.records.listing import list_job, listed_job
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
-from etfarm.v1.job_pb2 import Job, JobChange, JobEvent
+from etfarm.v1.job_pb2 import Job, JobChange, JobEvent, Progress
 
 MAX_CHANGES: Final = 5_000
 MAX_BYTES: Final = 4 << 20
 """Maximum number and size of the changes that a watcher has not read; beyond them, it gets a new snapshot instead."""
+WAIT: Final = "WAIT_FOR_"
+"""What the phases begin with in which a cell waits."""
 
 
 class _Origin(NamedTuple):
@@ -91,6 +93,9 @@ class FarmWatch:
         self._origins: dict[str, _Origin] = {}
         """Of live jobs, by id."""
         self._knows_earlier = False
+        self._waiting: set[str] = set()
+        """Ids of the cells whose last phase was a wait."""
+        self._announcer = announcer
         announcer.on_event(self._note)
 
     async def changes(self, scope: Scope, owner: str = "") -> AsyncGenerator[JobChange]:
@@ -111,7 +116,7 @@ class FarmWatch:
                         # It ended while the live jobs were read.
                         self._origins.pop(job_id, None)
                     if job is not None:
-                        yield JobChange(job_id=job_id, job=job, job_state=job.state)
+                        yield JobChange(job_id=job_id, job=self._announcer.add_phases(job), job_state=job.state)
                 yield JobChange(snapshot_complete=True)
                 while (changes := await watcher.take()) is not None:
                     for change in changes:
@@ -126,15 +131,31 @@ class FarmWatch:
             _deliver(watchers, job.id, JobChange(job_id=job.id, job=list_job(job), job_state=job.state))
 
     def _note(self, job_id: str, event: JobEvent) -> None:
-        """Pass a journaled change of a cell, or the end of a job, to the watchers that may see its job."""
+        """Pass a change of a cell, its first wait or work after another, or the end of a job to who may see the job."""
         kind = event.WhichOneof("event")
+        if kind == "progress":
+            self._note_phase(job_id, event.progress)
+            return
         if kind == "job" and model.is_terminal(event.job_state):
             self._origins.pop(job_id, None)
             origin = _Origin(event.job.project or DEFAULT_PROJECT, event.job.owner)
             if watchers := self._watchers_of(origin):
                 _deliver(watchers, job_id, JobChange(job_id=job_id, job=event.job, job_state=event.job_state))
-        elif kind == "cell" and (known := self._origins.get(job_id)) is not None and (watchers := self._watchers_of(known)):
-            _deliver(watchers, event.cell.id, JobChange(job_id=job_id, cell=event.cell, job_state=event.job_state))
+        elif kind == "cell":
+            self._waiting.discard(event.cell.id)
+            self._pass(job_id, event.cell.id, JobChange(job_id=job_id, cell=event.cell, job_state=event.job_state))
+
+    def _note_phase(self, job_id: str, progress: Progress) -> None:
+        is_wait = progress.phase.startswith(WAIT) and not progress.HasField("duration_ms")
+        if is_wait == (progress.cell_id in self._waiting):
+            return
+        (self._waiting.add if is_wait else self._waiting.discard)(progress.cell_id)
+        self._pass(job_id, f"phase of {progress.cell_id}", JobChange(job_id=job_id, progress=progress))
+
+    def _pass(self, job_id: str, key: str, change: JobChange) -> None:
+        """Pass a change of a live job to the watchers that may see it."""
+        if (known := self._origins.get(job_id)) is not None and (watchers := self._watchers_of(known)):
+            _deliver(watchers, key, change)
 
     def _watchers_of(self, origin: _Origin) -> list[JobWatcher]:
         return [watcher for watcher in self._watchers if watcher.wants(origin)]

@@ -7,18 +7,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
+import structlog
 from sqlalchemy import ColumnElement, Connection, and_, exists, func, or_, select, true
 
 from etfarm.server.access.scope import Scope
 from etfarm.server.jobs.records.reports import PAGE_BYTES
 from etfarm.server.jobs.records.tags import tags_of
 from etfarm.server.state import schema
+from etfarm.server.state.bodies import ValueDamaged, unseal
 from etfarm.server.state.engine import Database
 from etfarm.server.state.paging import BadPageToken
 from etfarm.v1 import report_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire import selectors
 from etfarm.wire.errors import Kind, UserError
+
+log = structlog.get_logger()
 
 LEAST_DIGEST = 4
 """Minimum number of leading characters of a digest that select a model."""
@@ -103,7 +107,11 @@ class History:
                 read_bytes += len(body)
                 if answer.entries and read_bytes > _MAX_READ_BYTES:
                     break
-                report = _without_rows(report_pb2.Report.FromString(body))
+                try:
+                    report = _without_rows(unseal(report_pb2.Report, body, "a report", row.job_id))
+                except ValueDamaged as damaged:
+                    log.error("a stored value is damaged", job=row.job_id, what=damaged.metadata["what"])
+                    report = report_pb2.Report(id=row.id)  # one row, so that the others are shown
                 size_bytes = report.ByteSize()
                 if answer.entries and size_bytes > bytes_left:
                     break
@@ -178,9 +186,12 @@ def _devices(
     for device_id in connection.execute(select(table.c.device_id).where(of_model, table.c.device_id != "").distinct()).scalars():
         device = known.get(device_id)
         if device is None:
-            of_device = select(table.c.body).where(table.c.device_id == device_id, _in_scope(scope))
-            newest = connection.execute(of_device.order_by(table.c.created_at.desc()).limit(1)).scalar_one()
-            device = _device_of(report_pb2.Report.FromString(newest).device)
+            of_device = select(table.c.body, table.c.job_id).where(table.c.device_id == device_id, _in_scope(scope))
+            newest = connection.execute(of_device.order_by(table.c.created_at.desc()).limit(1)).one()
+            try:
+                device = _device_of(unseal(report_pb2.Report, newest.body, "a report", newest.job_id).device)
+            except ValueDamaged:
+                device = Device(id=device_id)
         if selector.matches(device):
             matching.append(device_id)
     return matching

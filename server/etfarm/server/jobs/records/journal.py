@@ -7,6 +7,7 @@ from datetime import datetime
 from functools import partial
 from typing import Final
 
+import structlog
 from sqlalchemy import Connection, bindparam, func, select, update
 
 from etfarm.server.access.scope import DEFAULT_PROJECT, Scope
@@ -15,15 +16,20 @@ from etfarm.server.jobs.records.farm_watch import FarmWatch
 from etfarm.server.jobs.records.listing import LIST_BYTES, STATES, brief, listed_events, listed_job, state_of
 from etfarm.server.jobs.records.quotas import Quotas
 from etfarm.server.jobs.records.reports import ReportRecords, report_row
+from etfarm.server.jobs.records.requests import Request, RequestIdUsed
 from etfarm.server.jobs.records.rows import find_id, job_not_found, job_row, resolve_job, state_name, to_utc, write_attempt
 from etfarm.server.jobs.records.selection import ALL_JOBS, JobFilter, select_jobs
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.notices.outbox import Outbox
 from etfarm.server.state import schema
+from etfarm.server.state.bodies import ValueDamaged, seal, unseal
 from etfarm.server.state.engine import Database
 from etfarm.v1 import agent_pb2, job_pb2, report_pb2
 from etfarm.v1.job_pb2 import Cell, Job, JobEvent
+from etfarm.wire import status
 from etfarm.wire.errors import FarmError, Kind, UserError
+
+log = structlog.get_logger()
 
 
 class SequenceUnknown(UserError):
@@ -60,7 +66,7 @@ _END_JOB: Final = (
 _LAST_EVENT: Final = select(schema.jobs.c.last_sequence, STATES.label("states")).where(schema.jobs.c.id == bindparam("job"))
 _ADD_EVENT: Final = schema.events.insert()
 _ADD_REPORT: Final = schema.reports.insert()
-_OF_REQUEST: Final = select(schema.jobs.c.id).where(
+_OF_REQUEST: Final = select(schema.jobs.c.id, schema.jobs.c.request_digest).where(
     schema.jobs.c.owner == bindparam("of_owner"), schema.jobs.c.request_id == bindparam("request")
 )
 _ADD_JOB: Final = schema.jobs.insert().values(
@@ -93,25 +99,26 @@ class Journal:
         self.reports = ReportRecords(database)
         self.farm = FarmWatch(database, announcer)
 
-    async def submit(self, job: Job, request_id: str) -> tuple[Job, bool]:
-        """Write a new job, or return the job that the owner already submitted with this request_id.
+    async def submit(self, job: Job, request: Request) -> tuple[Job, bool]:
+        """Write a new job, or return the job that the owner already submitted with this request.
 
         Returns:
             The job, and whether it is new.
 
         Raises:
+            RequestIdUsed: the owner has sent the request's id with something else.
             QuotaExceeded: the owner or the project exceeds a quota of live jobs.
         """
-        written, event = await self._database.write(lambda connection: self.write_new(connection, job, request_id), durable=True)
+        written, event = await self._database.write(lambda connection: self.write_new(connection, job, request), durable=True)
         if event is not None:
             self.farm.add(written)
             self._announcer.announce(job.id, event)
         return written, event is not None
 
-    def write_new(self, connection: Connection, job: Job, request_id: str) -> tuple[Job, JobEvent | None]:
+    def write_new(self, connection: Connection, job: Job, request: Request) -> tuple[Job, JobEvent | None]:
         """Write a new job in the caller's transaction; see `submit`. Return it and, if it is new, the event to announce."""
-        if (job_id := connection.execute(_OF_REQUEST, {"of_owner": job.owner, "request": request_id}).scalar()) is not None:
-            return job_row(connection, job_id), None
+        if (known := _job_of(connection, job.owner, request)) is not None:
+            return known, None
         self._quotas.check_job(connection, job)
         connection.execute(
             _ADD_JOB,
@@ -119,10 +126,11 @@ class Journal:
                 "id": job.id,
                 "name": job.name,
                 "owner": job.owner,
-                "request_id": request_id,
+                "request_id": request.id,
+                "request_digest": request.digest,
                 "priority": job.spec.priority,
                 "project": job.project or DEFAULT_PROJECT,
-                "spec": job.spec.SerializeToString(),
+                "spec": seal(job.spec),
                 "last_sequence": 1,
                 "submitted_at": to_utc(job.create_time),
             },
@@ -136,7 +144,7 @@ class Journal:
                     "index": cell.index,
                     "state": state_name(cell),
                     "version": cell.version,
-                    "body": cell.SerializeToString(),
+                    "body": seal(cell),
                 }
                 for cell in job.cells
             ],
@@ -153,14 +161,13 @@ class Journal:
         _add_events(connection, job.id, [event])
         return job, event
 
-    async def submitted(self, owner: str, request_id: str) -> Job | None:
-        """Return the job that the owner submitted with this request_id; None if it does not exist."""
+    async def submitted(self, owner: str, request: Request) -> Job | None:
+        """Return the job that the owner submitted with this request; None if it does not exist.
 
-        def read(connection: Connection) -> Job | None:
-            job_id = connection.execute(_OF_REQUEST, {"of_owner": owner, "request": request_id}).scalar()
-            return None if job_id is None else job_row(connection, job_id)
-
-        return await self._database.read(read)
+        Raises:
+            RequestIdUsed: the owner has sent the request's id with something else.
+        """
+        return await self._database.read(partial(_job_of, owner=owner, request=request))
 
     async def change(
         self, after: Cell, *, report: report_pb2.Report | None = None, result: agent_pb2.CandidateResult | None = None
@@ -179,6 +186,14 @@ class Journal:
             after.job_id, lambda c: self.write_change(c, after, report, result), durable=final or result is not None
         )
         return after
+
+    async def fail(self, job: Job, error: FarmError) -> None:
+        """End a job's live cells with an error and without reports, which need what is damaged."""
+        for cell in job.cells:
+            if cell.state not in model.TERMINAL:
+                after = model.advance(cell, model.FAILED, at=self._now())
+                after.error.CopyFrom(status.to_proto(error))
+                await self.change(after)
 
     async def change_together(self, changes: Sequence[tuple[Cell, agent_pb2.CandidateResult | None]]) -> None:
         """Write new versions of several live cells of a job with the results of their last attempts, all or none.
@@ -206,7 +221,7 @@ class Journal:
         result: agent_pb2.CandidateResult | None,
     ) -> list[JobEvent]:
         """Write a cell's new version in the caller's transaction; see `change`. Return the events to announce."""
-        values = {"new_state": state_name(after), "new_version": after.version, "new_body": after.SerializeToString()}
+        values = {"new_state": state_name(after), "new_version": after.version, "new_body": seal(after)}
         before = {"cell": after.id, "former": after.version - 1}
         if connection.execute(_CHANGE_CELL, before | values).rowcount != 1:
             raise StaleVersion(f"Cell {after.id} is no longer at version {after.version - 1}.", cell=after.id)
@@ -252,6 +267,10 @@ class Journal:
         """
         return await self._database.read(lambda connection: job_row(connection, resolve_job(connection, key, scope)))
 
+    async def outline(self, key: str, scope: Scope) -> Job:
+        """Return the job of `get` without its spec, which may be damaged; raise as it does."""
+        return await self._database.read(lambda c: job_row(c, resolve_job(c, key, scope), with_spec=False))
+
     async def find(self, key: str, scope: Scope) -> str:
         """Return the id of the job that `get` returns; raise as it does."""
         # Most keys are ids, which take one statement.
@@ -281,11 +300,14 @@ class Journal:
         return await self._database.read(read)
 
     async def live(self) -> Sequence[Job]:
-        """Return the jobs that are not terminal, oldest first; a server resumes them at its start."""
+        """Return the jobs that are not terminal, oldest first; a server resumes them at its start.
+
+        A job whose specification is damaged has none.
+        """
 
         def read(connection: Connection) -> Sequence[Job]:
             query = select(schema.jobs.c.id).where(schema.jobs.c.finished_at.is_(None)).order_by(schema.jobs.c.number)
-            return [job_row(connection, job_id) for job_id in connection.execute(query).scalars()]
+            return [_live_job(connection, job_id) for job_id in connection.execute(query).scalars().all()]
 
         return await self._database.read(read)
 
@@ -330,17 +352,34 @@ class Journal:
     async def results_of(self, attempt_id: str) -> dict[str, agent_pb2.CandidateResult]:
         """Return an attempt's results by cell id, in the order of the job's cells. A missing result is an empty message."""
         query = (
-            select(schema.attempts.c.cell_id, schema.attempts.c.result)
+            select(schema.attempts.c.cell_id, schema.attempts.c.result, schema.cells.c.job_id)
             .join(schema.cells, schema.cells.c.id == schema.attempts.c.cell_id)
             .where(schema.attempts.c.id == attempt_id)
             .order_by(schema.cells.c.index)
         )
         rows = await self._database.read(lambda connection: connection.execute(query).all())
-        return {row.cell_id: agent_pb2.CandidateResult.FromString(row.result or b"") for row in rows}
+        return {row.cell_id: unseal(agent_pb2.CandidateResult, row.result or b"", "a result", row.job_id) for row in rows}
+
+
+def _job_of(connection: Connection, owner: str, request: Request) -> Job | None:
+    row = connection.execute(_OF_REQUEST, {"of_owner": owner, "request": request.id}).one_or_none()
+    if row is None:
+        return None
+    if row.request_digest is not None and row.request_digest != request.digest:
+        raise RequestIdUsed(request.id, row.id)
+    return job_row(connection, row.id)
+
+
+def _live_job(connection: Connection, job_id: str) -> Job:
+    try:
+        return job_row(connection, job_id)
+    except ValueDamaged as damaged:
+        log.error("a stored value is damaged", job=job_id, what=damaged.metadata["what"])
+        return job_row(connection, job_id, with_spec=False)
 
 
 def _add_events(connection: Connection, job_id: str, events: Sequence[JobEvent]) -> None:
-    rows = [{"job_id": job_id, "sequence": event.sequence, "body": event.SerializeToString()} for event in events]
+    rows = [{"job_id": job_id, "sequence": event.sequence, "body": seal(event)} for event in events]
     connection.execute(_ADD_EVENT, rows)
 
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
+import structlog
+from google.protobuf.message import DecodeError
 from sqlalchemy import Connection, bindparam, func, select
 
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records.tags import tags_of
 from etfarm.server.state import schema
+from etfarm.server.state.bodies import ValueDamaged, unseal
 from etfarm.server.state.cut import fit, shorten
 from etfarm.server.state.varint import encode_varint, read_varint
 from etfarm.v1 import common_pb2, job_pb2
 from etfarm.v1.job_pb2 import Cell, Job, JobEvent
+from etfarm.wire import status
+
+log = structlog.get_logger()
 
 LIST_BYTES: Final = 4 << 20
 """Maximum size of a page of jobs, unless a single job is larger: serializing a page blocks the event loop."""
@@ -40,7 +46,13 @@ _JOB: Final = select(
     func.substr(schema.jobs.c.name, 1, _NAME + 1).label("name"), func.substr(schema.jobs.c.spec, 1, LABELS_BYTES).label("spec"),
 ).where(schema.jobs.c.id == bindparam("job"))  # fmt: skip
 _SIZES: Final = select(func.count(), func.sum(func.length(schema.cells.c.body))).where(schema.cells.c.job_id == bindparam("job"))
-_CELLS: Final = select(schema.cells.c.body).where(schema.cells.c.job_id == bindparam("job")).order_by(schema.cells.c.index)
+_CELLS: Final = (
+    select(
+        schema.cells.c.id, schema.cells.c.index.label("place"), schema.cells.c.state, schema.cells.c.version, schema.cells.c.body
+    )
+    .where(schema.cells.c.job_id == bindparam("job"))
+    .order_by(schema.cells.c.index)
+)
 _DISTINCT: Final = select(schema.cells.c.state).where(schema.cells.c.job_id == bindparam("job")).distinct().subquery()
 STATES: Final = select(func.aggregate_strings(_DISTINCT.c.state, ",")).scalar_subquery()
 """The states of the cells of the job `job`, for `state_of`."""
@@ -102,12 +114,24 @@ def _listed_cells(connection: Connection, job_id: str) -> Sequence[Cell]:
     count, total = connection.execute(_SIZES, {"job": job_id}).one()
     most = _CELLS_BYTES if (total or 0) <= _CELLS_BYTES else _CELLS_BYTES // count
     listed = []
-    for body in connection.execute(_CELLS, {"job": job_id}).scalars():
-        cell = Cell.FromString(body)
-        if len(body) > most:
+    for cell in read_cells(connection, job_id):
+        if cell.ByteSize() > most:
             fit(cell, most)
         listed.append(cell)
     return listed
+
+
+def read_cells(connection: Connection, job_id: str) -> Iterator[Cell]:
+    """Yield a job's cells. One that is damaged has its state, and the damage as its error."""
+    for row in connection.execute(_CELLS, {"job": job_id}):
+        try:
+            yield unseal(Cell, row.body, "a cell", job_id)
+        except ValueDamaged as damaged:
+            log.error("a stored value is damaged", job=job_id, cell=row.id, what=damaged.metadata["what"])
+            state = common_pb2.CellState.Value(f"CELL_STATE_{row.state}")
+            cell = Cell(id=row.id, job_id=job_id, index=row.place, state=state, version=row.version)
+            cell.error.CopyFrom(status.to_proto(damaged))
+            yield cell
 
 
 def labels_of(spec: bytes) -> dict[str, str]:
@@ -123,7 +147,10 @@ def labels_of(spec: bytes) -> dict[str, str]:
         if tag >> 3 > number or at == end or at + size > end:
             break
         if tag >> 3 == number:
-            entry = job_pb2.JobSpec.FromString(b"\x12" + encode_varint(size) + spec[at : at + size])
+            try:
+                entry = job_pb2.JobSpec.FromString(b"\x12" + encode_varint(size) + spec[at : at + size])
+            except DecodeError:
+                break  # damage, which is reported where the whole value is read
             labels.update(entry.labels)
         at += size
     return labels
@@ -134,7 +161,7 @@ def listed_events(connection: Connection, job_id: str, after: int) -> Sequence[J
     events: list[JobEvent] = []
     bytes_left = _EVENTS_BYTES
     for body in connection.execute(_EVENTS_AFTER, {"job": job_id, "after": after}).scalars():
-        event = JobEvent.FromString(body)
+        event = unseal(JobEvent, body, "an event", job_id)
         if len(body) > _EVENT_BYTES:
             fit(event, _EVENT_BYTES)
         events.append(event)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
@@ -10,6 +11,7 @@ from typing import Final
 from sqlalchemy import Connection, func, select
 
 from etfarm.server.state import schema
+from etfarm.server.state.bodies import ValueDamaged, unseal
 from etfarm.server.state.engine import Database
 from etfarm.v1.job_pb2 import Cell, JobSpec, Measurement
 
@@ -61,7 +63,7 @@ def _read(connection: Connection, since: datetime) -> list[PastAttempt]:
     measurements = _measurements(connection, {row.job_id for row in rows})
     shared: dict[str, list[Cell]] = {}
     for row in rows:
-        shared.setdefault(row.id, []).append(Cell.FromString(row.body))
+        shared.setdefault(row.id, []).append(_cell(row.body, row.job_id))
     past: dict[str, PastAttempt] = {}
     for row in rows:
         is_complete = all(cell.attempts and cell.attempts[-1].id == row.id for cell in shared[row.id])
@@ -77,6 +79,14 @@ def _read(connection: Connection, since: datetime) -> list[PastAttempt]:
     return list(reversed(past.values()))
 
 
+def _cell(body: bytes, job_id: str) -> Cell:
+    """Return a cell; an empty one, which counts as incomplete, if it is damaged."""
+    try:
+        return unseal(Cell, body, "a cell", job_id)
+    except ValueDamaged:
+        return Cell()
+
+
 def _measurements(connection: Connection, job_ids: set[str]) -> dict[str, Measurement]:
     """Return what jobs measure, by job id."""
     jobs, known = schema.jobs.c, dict[str, Measurement]()
@@ -85,5 +95,6 @@ def _measurements(connection: Connection, job_ids: set[str]) -> dict[str, Measur
         few = jobs.id.in_(ids[start : start + 500])
         query = select(jobs.id, jobs.spec).where(few, func.length(jobs.spec) <= _SPEC_BYTES)
         for row in connection.execute(query):
-            known[row.id] = JobSpec.FromString(row.spec).measurement
+            with suppress(ValueDamaged):  # the others' durations do
+                known[row.id] = unseal(JobSpec, row.spec, "the specification", row.id).measurement
     return known

@@ -15,6 +15,7 @@ from etfarm.server.jobs import model
 from etfarm.server.reports.latency.between_runs import MAX_HISTORY, Earlier
 from etfarm.server.reports.runs import valid_runs
 from etfarm.server.state import schema
+from etfarm.server.state.bodies import seal, unseal
 from etfarm.server.state.engine import Database
 from etfarm.server.state.paging import PAGE_SIZES
 from etfarm.v1 import report_pb2
@@ -51,7 +52,7 @@ class ReportRecords:
             .order_by(schema.cells.c.index)
         )
         bodies = await self._database.read(lambda connection: connection.execute(query).scalars().all())
-        return await asyncio.to_thread(lambda: [report_pb2.Report.FromString(body) for body in bodies])
+        return await asyncio.to_thread(lambda: [_report(body, job_id) for body in bodies])
 
     async def page(
         self, job_id: str, *, start: int, size: int = PAGE_SIZES[1], most_bytes: int = PAGE_BYTES, cell_id: str = ""
@@ -80,7 +81,7 @@ class ReportRecords:
             return bodies, None
 
         bodies, following = await self._database.read(read)
-        return await asyncio.to_thread(lambda: [report_pb2.Report.FromString(body) for body in bodies]), following
+        return await asyncio.to_thread(lambda: [_report(body, job_id) for body in bodies]), following
 
     async def get(self, report_id: str, scope: Scope) -> report_pb2.Report:
         """Return a report of a job that the caller sees.
@@ -150,17 +151,21 @@ def _update_cell(connection: Connection, report: report_pb2.Report, at: datetime
     """Write a new version of the report's cell if the cell's result differs from the report's."""
     stored = schema.cells.c.id == report.cell
     # As stored: an analysis that ended since the job was read may have changed it.
-    body = connection.execute(select(schema.cells.c.body).where(stored)).scalar()
-    if body is None:
+    row = connection.execute(select(schema.cells.c.body, schema.cells.c.job_id).where(stored)).one_or_none()
+    if row is None:
         return  # the job was deleted in the meantime
-    before = Cell.FromString(body)
+    before = unseal(Cell, row.body, "a cell", row.job_id)
     after = Cell()
     after.CopyFrom(before)
     model.copy_result(report, after)
     if after != before:
         after = model.amend(after, at=at)
-        values = {"version": after.version, "body": after.SerializeToString()}
+        values = {"version": after.version, "body": seal(after)}
         connection.execute(update(schema.cells).where(stored).values(values))
+
+
+def _report(body: bytes, job_id: str) -> report_pb2.Report:
+    return unseal(report_pb2.Report, body, "a report", job_id)
 
 
 def execution_of(report: report_pb2.Report) -> str:
@@ -212,5 +217,5 @@ def report_row(cell: Cell, report: report_pb2.Report) -> dict[str, object]:
         "device_id": report.device.id,
         "p50_ns": report.latency.p50_ns if report.latency.HasField("p50_ns") else None,
         "created_at": report.create_time.ToDatetime(UTC),
-        "body": report.SerializeToString(),
+        "body": seal(report),
     }

@@ -10,11 +10,12 @@ from sqlalchemy import Connection, Executable, select
 
 from etfarm.server.access.scope import Scope
 from etfarm.server.jobs import model
-from etfarm.server.jobs.records.listing import listed_job
+from etfarm.server.jobs.records.listing import listed_job, read_cells
 from etfarm.server.jobs.records.tags import LATEST, find_tag, tags_of
 from etfarm.server.state import schema
+from etfarm.server.state.bodies import seal, unseal
 from etfarm.server.state.sql import Insert, insert
-from etfarm.v1 import agent_pb2, common_pb2
+from etfarm.v1 import agent_pb2, common_pb2, job_pb2
 from etfarm.v1.job_pb2 import Cell, Job
 from etfarm.wire.errors import Kind, UserError
 
@@ -57,11 +58,10 @@ def _whole_job(connection: Connection, job_id: str) -> Job | None:
     row = connection.execute(select(schema.jobs).where(schema.jobs.c.id == job_id)).one_or_none()
     if row is None:
         return None
-    bodies = select(schema.cells.c.body).where(schema.cells.c.job_id == job_id).order_by(schema.cells.c.index)
     job = Job(id=row.id, name=row.name, owner=row.owner, project=row.project, tags=tags_of(connection, row.id))
-    job.spec.ParseFromString(row.spec)
+    job.spec.CopyFrom(unseal(job_pb2.JobSpec, row.spec, "the specification", job_id))
     job.labels.update(job.spec.labels)
-    job.cells.extend(Cell.FromString(body) for body in connection.execute(bodies).scalars())
+    job.cells.extend(read_cells(connection, job_id))
     job.state = model.job_state(job.cells)
     job.create_time.FromDatetime(row.submitted_at)
     if row.finished_at is not None:
@@ -134,7 +134,7 @@ def write_attempt(connection: Connection, cell: Cell, result: agent_pb2.Candidat
     if result is None:
         connection.execute(_ATTEMPT, known | changes)
     else:
-        connection.execute(_ATTEMPT_WITH_RESULT, known | changes | {"result": result.SerializeToString()})
+        connection.execute(_ATTEMPT_WITH_RESULT, known | changes | {"result": seal(result)})
 
 
 def state_name(cell: Cell) -> str:

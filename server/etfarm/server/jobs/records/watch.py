@@ -9,7 +9,8 @@ from typing import Final
 
 import structlog
 
-from etfarm.v1.job_pb2 import JobEvent, Progress
+from etfarm.server.jobs import model
+from etfarm.v1.job_pb2 import Job, JobEvent
 
 log = structlog.get_logger()
 
@@ -115,10 +116,16 @@ class Announcer:
                 # The event is written; neither its watchers nor the cell may suffer from a faulty counter.
                 log.exception("a listener to events failed", job=job_id)
 
-    def latest(self, job_id: str, cell_id: str) -> Progress | None:
-        """Return the latest progress of a live cell; None after its last change."""
-        event = self._latest.get(job_id, {}).get(cell_id)
-        return None if event is None else event.progress
+    def add_phases(self, job: Job) -> Job:
+        """Fill in what the live cells of a job, as the database has it, do or wait for; return the job."""
+        latest = self._latest.get(job.id, {})
+        for cell in job.cells:
+            if cell.state not in model.TERMINAL and (event := latest.get(cell.id)) is not None:
+                if not event.progress.HasField("duration_ms"):
+                    cell.phase = event.progress.phase
+                if cell.state == model.WAITING:
+                    cell.waiting_for = event.progress.message
+        return job
 
     @contextmanager
     def subscribe(self, job_id: str) -> Iterator[Subscription]:

@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Final
 
+import structlog
+
 from etfarm.server.access.projects import require_active
 from etfarm.server.access.scope import FARM_HOLDER, agent_holder
 from etfarm.server.artifacts.errors import ArtifactNotFound, ArtifactNotOfAttempt, BadUpload
@@ -22,6 +24,8 @@ from etfarm.server.rpc.door.roles import ADMIN, AGENT
 from etfarm.server.state.paging import BadPageToken, page_size
 from etfarm.v1 import artifact_pb2, artifact_pb2_grpc, common_pb2
 from etfarm.v1.common_pb2 import Principal
+
+log = structlog.get_logger()
 
 _MAX_DIGESTS: Final = 10_000
 _PAGE: Final = 100, 1000
@@ -51,9 +55,17 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
 
     Args:
         needed_by_agent: returns whether an agent may download an artifact besides its own uploads and the farm's runners.
+        find_damaged_values: yields the names of values in the database that are damaged.
     """
 
-    def __init__(self, store: Store, needed_by_agent: NeededByAgent, collection: ArtifactCollection) -> None:
+    def __init__(
+        self,
+        store: Store,
+        needed_by_agent: NeededByAgent,
+        collection: ArtifactCollection,
+        find_damaged_values: Callable[[], AsyncIterator[list[str]]],
+    ) -> None:
+        self._find_damaged_values = find_damaged_values
         self._store = store
         self._collection = collection
         self._needed_by_agent = needed_by_agent
@@ -156,6 +168,13 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
         async with self._verifying:
             async for done, total, done_bytes, damaged in self._store.verify():
                 yield artifact_pb2.VerifyArtifactsProgress(done=done, total=total, done_bytes=done_bytes, damaged=damaged)
+                last = artifact_pb2.VerifyArtifactsProgress(done=done, total=total, done_bytes=done_bytes)
+            async for values in self._find_damaged_values():
+                if values:
+                    log.error("stored values of jobs are damaged", values=values)
+                    yield artifact_pb2.VerifyArtifactsProgress(
+                        done=last.done, total=last.total, done_bytes=last.done_bytes, damaged_values=values
+                    )
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.listing import JOB_BYTES
 from etfarm.server.jobs.records.log import JobLog
 from etfarm.server.jobs.records.quotas import Counted, Quotas
+from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.rows import job_not_found
 from etfarm.server.jobs.records.selection import JobFilter
 from etfarm.server.jobs.records.watch import Announcer
@@ -73,46 +74,53 @@ class JobService(job_pb2_grpc.JobServiceServicer):
                 request.spec, owner=caller().name, project=project, at=self._now(), validate_only=True
             )
             return self._own(job)
-        return await self._once(request.request_id, lambda: self._submit(request.spec, request.request_id, active_project()))
+        project = active_project()
+        # Before the spec is checked, which completes it. A large one takes some milliseconds.
+        sent = await asyncio.to_thread(Request.to_submit, request.request_id, request.spec, project)
+        return await self._once(sent, lambda: self._submit(request.spec, sent, project))
 
     async def Retry(self, request: job_pb2.RetryJobRequest, context: object) -> job_pb2.Job:
+        sent = Request.to_retry(request)
 
         async def retry() -> job_pb2.Job:
             job = await self._journal.get(request.job_id, scope())
-            return await self._submit(spec_of_retry(job), request.request_id, job.project, cells_to_retry(job))
+            return await self._submit(spec_of_retry(job), sent, job.project, cells_to_retry(job))
 
-        return await self._once(request.request_id, retry)
+        return await self._once(sent, retry)
 
-    async def _once(self, request_id: str, submit: Callable[[], Awaitable[job_pb2.Job]]) -> job_pb2.Job:
+    async def _once(self, request: Request, submit: Callable[[], Awaitable[job_pb2.Job]]) -> job_pb2.Job:
         """Return the job that the caller's same request created before; submit it if the request is new.
 
         Nearly all are new. The journal looks for an earlier one when it writes the job; it is looked for here only if the
         request would be refused now.
+
+        Raises:
+            RequestIdUsed: the caller has sent the id with something else.
         """
-        if not request_id:
+        if not request.id:
             raise BadJob("The request has no request_id.", "Send a UUID, the same one when you send it again.")
         try:
             return await submit()
         except EtfarmError:
-            known = await self._journal.submitted(caller().name, request_id)
+            known = await self._journal.submitted(caller().name, request)
             if known is None:
                 raise
-            return self._own(_visible(known, request_id))
+            return self._own(_visible(known, request.id))
 
     async def _submit(
-        self, spec: job_pb2.JobSpec, request_id: str, project: str, cells: Sequence[job_pb2.Cell] = ()
+        self, spec: job_pb2.JobSpec, request: Request, project: str, cells: Sequence[job_pb2.Cell] = ()
     ) -> job_pb2.Job:
         self._require_open()
         await self._submission.require_quota(project)
         accepted = await self._submission.make(spec, owner=caller().name, project=project, at=self._now(), cells=cells)
         # A caller that disconnects in the meantime must not leave a job that is written but has no task.
-        accepting = asyncio.create_task(self._accept(accepted, request_id), name=f"accept-{accepted.id}")
+        accepting = asyncio.create_task(self._accept(accepted, request), name=f"accept-{accepted.id}")
         self._accepting.add(accepting)
         accepting.add_done_callback(self._accepting.discard)
-        return self._own(_visible(await asyncio.shield(accepting), request_id))
+        return self._own(_visible(await asyncio.shield(accepting), request.id))
 
-    async def _accept(self, accepted: job_pb2.Job, request_id: str) -> job_pb2.Job:
-        job, is_new = await self._journal.submit(accepted, request_id)
+    async def _accept(self, accepted: job_pb2.Job, request: Request) -> job_pb2.Job:
+        job, is_new = await self._journal.submit(accepted, request)
         if is_new:
             self._conductor.start(job)
         return job
@@ -121,7 +129,7 @@ class JobService(job_pb2_grpc.JobServiceServicer):
         job = await self._journal.get(request.job_id, scope())
         if job.ByteSize() > JOB_BYTES:
             await asyncio.to_thread(fit, job, JOB_BYTES)
-        return self._own(job)
+        return self._present(job)
 
     async def List(self, request: job_pb2.ListJobsRequest, context: object) -> job_pb2.ListJobsResponse:
         size, before = page_size(request.page_size, *PAGE_SIZES), page_start(request.page_token)
@@ -129,7 +137,7 @@ class JobService(job_pb2_grpc.JobServiceServicer):
         chosen = JobFilter(request.name, dict(request.labels), tuple(request.states), request.owner, request.model, since)
         jobs, following = await self._journal.list(size, before if request.page_token else None, scope(), chosen)
         token = "" if following is None else str(following)
-        return job_pb2.ListJobsResponse(jobs=[self._own(job) for job in jobs], next_page_token=token)
+        return job_pb2.ListJobsResponse(jobs=[self._present(job) for job in jobs], next_page_token=token)
 
     async def Watch(self, request: job_pb2.WatchJobRequest, context: object) -> AsyncIterator[job_pb2.JobEvent]:
         job_id = await self._journal.find(request.job_id, scope())
@@ -147,7 +155,7 @@ class JobService(job_pb2_grpc.JobServiceServicer):
         job = await self._journal.get(request.job_id, scope())
         require_owner(job.owner, f"Job {job.id}")
         await self._conductor.cancel(job)
-        return self._own(await self._journal.get(job.id, scope()))
+        return self._present(await self._journal.get(job.id, scope()))
 
     async def ListQueue(self, request: job_pb2.ListQueueRequest, context: object) -> job_pb2.ListQueueResponse:
         return self._queue.page(page_start(request.page_token), page_size(request.page_size, *PAGE_SIZES), scope())
@@ -160,7 +168,7 @@ class JobService(job_pb2_grpc.JobServiceServicer):
                 yield line
 
     async def Delete(self, request: job_pb2.DeleteJobRequest, context: object) -> job_pb2.DeleteJobResponse:
-        job = await self._journal.get(request.job_id, scope())
+        job = await self._journal.outline(request.job_id, scope())
         require_owner(job.owner, f"Job {job.id}")
         await self._joblog.flush()
         await self._deletion.delete(job.id, with_tags=request.force)
@@ -168,10 +176,11 @@ class JobService(job_pb2_grpc.JobServiceServicer):
 
     def _own(self, job: job_pb2.Job) -> job_pb2.Job:
         job.server_version = self._version
-        for cell in job.cells:
-            if cell.state == model.WAITING and (progress := self._announcer.latest(job.id, cell.id)) is not None:
-                cell.waiting_for = progress.message
         return job
+
+    def _present(self, job: job_pb2.Job) -> job_pb2.Job:
+        """Return a job of the database as it is at this moment."""
+        return self._announcer.add_phases(self._own(job))
 
 
 def _visible(job: job_pb2.Job, request_id: str) -> job_pb2.Job:

@@ -65,6 +65,17 @@ def _foreign(url: DatabaseUrl, why: str) -> DatabaseUnusable:
     return DatabaseUnusable(f"{url} is not a database of etfarm: {why}.", "Choose another --database.", url=url)
 
 
+def is_new(url: DatabaseUrl, wait_s: float) -> bool:
+    """Return whether a database has no tables of etfarm."""
+    connections = Connections(url, wait_s)
+    connection = connections.connect(time.monotonic() + wait_s)
+    try:
+        return "alembic_version" not in inspect(connection).get_table_names()
+    finally:
+        connections.discard(connection)
+        connections.close()
+
+
 def has_rows(url: DatabaseUrl, table: str, wait_s: float) -> bool:
     """Return whether a table has rows, without opening the database."""
     connections = Connections(url, wait_s)

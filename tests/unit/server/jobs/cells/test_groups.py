@@ -14,6 +14,7 @@ from etfarm.server.compile.cache import Outcome
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells import groups
 from etfarm.server.jobs.cells.cell_run import CellRun
+from etfarm.server.jobs.records.requests import Request
 from etfarm.v1 import agent_pb2, common_pb2, job_pb2, report_pb2
 from etfarm.v1.artifact_pb2 import Chunk
 from etfarm.wire.chunks import artifact_of
@@ -69,7 +70,7 @@ async def submit(farm: World, candidates: str = "ab") -> job_pb2.Job:
             id=f"{job.id}-{name}", job_id=job.id, index=index, candidate_index=index, state=model.QUEUED, version=1,
             method="forward", device_index=0, candidate_name=name,
         )  # fmt: skip
-    written, _ = await farm.journal.submit(job, job.id)
+    written, _ = await farm.journal.submit(job, Request(job.id, b""))
     farm.conductor.start(written)
     return written
 

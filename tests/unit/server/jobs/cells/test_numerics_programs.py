@@ -12,6 +12,7 @@ from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.compile.cache import CompilationNotFound, Outcome
 from etfarm.server.compile.single_flight import Listener
 from etfarm.server.jobs import model
+from etfarm.server.jobs.records.requests import Request
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
 from etfarm.wire import recipes
 from etfarm.wire.chunks import artifact_of
@@ -80,7 +81,7 @@ async def submit(world: World, recipe: recipes.Recipe = FP32, method: str = "for
     candidate = job.spec.candidates.add(name="net", recipe=recipe.json)
     candidate.model.methods["forward"].exported_program.CopyFrom(artifact_of(b"pt2"))
     job.cells.add(id=f"{job.id}-0", job_id=job.id, state=model.QUEUED, version=1, method=method, device_index=0)
-    written, _ = await world.journal.submit(job, job.id)
+    written, _ = await world.journal.submit(job, Request(job.id, b""))
     world.conductor.start(written)
     return written
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from etfarm.server.jobs.records.requests import Request
 from etfarm.v1 import agent_pb2, common_pb2, job_pb2, report_pb2
 from etfarm.wire.chunks import artifact_of
 from tests.support.cells import AT, BUNDLE, Agent, World, opened_world
@@ -29,7 +30,7 @@ async def measure(world: World, agent: Agent, p50_ns: float, project: str) -> re
     job.cells.add(
         id=f"{job.id}-0", job_id=job.id, state=common_pb2.CELL_STATE_QUEUED, version=1, method="forward", device_index=0
     )
-    written, _ = await world.journal.submit(job, job.id)
+    written, _ = await world.journal.submit(job, Request(job.id, b""))
     world.conductor.start(written)
     run = await agent.started()
     result = agent_pb2.CandidateResult(

@@ -10,6 +10,7 @@ import pytest
 
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records.journal import Journal
+from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.reports.latency.between_runs import MAX_HISTORY, Earlier
 from etfarm.server.state.engine import Database
@@ -48,7 +49,7 @@ class World:
         job = Job(id=f"job-{report.id}", owner="ann", project=project)
         job.create_time.FromDatetime(START)
         job.cells.add(id=f"cell-{report.id}", job_id=job.id, state=model.QUEUED, version=1)
-        written, _ = await self.journal.submit(job, job.id)
+        written, _ = await self.journal.submit(job, Request(job.id, b""))
         after = model.advance(written.cells[0], model.CANCELLED, at=START)
         after.report_id, report.cell = report.id, after.id
         await self.journal.change(after, report=report)

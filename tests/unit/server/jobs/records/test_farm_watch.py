@@ -15,8 +15,9 @@ from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records import farm_watch
 from etfarm.server.jobs.records.journal import Journal
+from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.watch import Announcer
-from etfarm.v1.job_pb2 import Cell, Job, JobChange, JobSpec, JobState
+from etfarm.v1.job_pb2 import Cell, Job, JobChange, JobEvent, JobSpec, JobState, Progress
 from tests.support.databases import new_database
 
 pytestmark = pytest.mark.usefixtures("each_database")
@@ -34,14 +35,15 @@ class World:
         self.journal = self.new_journal()
 
     def new_journal(self) -> Journal:
-        return Journal(self.database, Announcer(), lambda: NOON)
+        self.announcer = Announcer()
+        return Journal(self.database, self.announcer, lambda: NOON)
 
     async def submit(self, name: str, *, project: str = "default", owner: str = "ann", cells: int = 1) -> Job:
         job = Job(id=name, name=name, owner=owner, project=project, spec=JobSpec(name=name))
         job.create_time.FromDatetime(NOON)
         for index in range(cells):
             job.cells.add(id=f"{name}-{index}", job_id=name, index=index, state=model.QUEUED, version=1, candidate_name="resnet8")
-        return (await self.journal.submit(job, name))[0]
+        return (await self.journal.submit(job, Request(name, b"")))[0]
 
     async def advance(self, cell: Cell, *states: int) -> Cell:
         for state in states:
@@ -92,6 +94,21 @@ async def test_the_live_jobs_come_first_and_then_each_change(world: World) -> No
     assert (await following(changes)).cell.state == model.SUCCEEDED
     change = await following(changes)
     assert (change.job.id, change.job_state) == ("live", JobState.JOB_STATE_SUCCEEDED)
+
+
+async def test_a_wait_at_the_server_is_a_change_and_in_the_next_snapshot(world: World) -> None:
+    cell = await world.advance((await world.submit("a")).cells[0], model.COMPILING)
+    changes = world.journal.farm.changes(EVERYTHING)
+    await snapshot(changes)
+    for phase in ("WAIT_FOR_WORKER", "WAIT_FOR_OTHERS", "COMPILE", "TORCH_EXPORT", "WAIT_FOR_ROOM"):
+        world.announcer.announce("a", JobEvent(progress=Progress(cell_id=cell.id, phase=phase)))
+        if phase not in ("WAIT_FOR_OTHERS", "TORCH_EXPORT"):
+            assert (await following(changes)).progress.phase == phase
+    late = world.journal.farm.changes(EVERYTHING)
+    assert (await following(late)).snapshot_begins
+    assert (await following(late)).job.cells[0].phase == "WAIT_FOR_ROOM"
+    await world.advance(cell, model.FAILED)
+    assert (await following(changes)).cell.state == model.FAILED
 
 
 async def test_changes_reach_many_watchers_without_a_read_of_the_database(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

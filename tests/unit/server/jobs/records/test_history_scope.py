@@ -14,6 +14,7 @@ from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records.history import History, NoHistory, Wanted
 from etfarm.server.jobs.records.journal import Journal
+from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.state.engine import Database
 from etfarm.v1.device_pb2 import Device
@@ -37,7 +38,7 @@ async def database(tmp_path: Path) -> AsyncIterator[Database]:
         job = Job(id=f"job-{index}", owner="ann", project=project)
         job.create_time.FromDatetime(AT)
         job.cells.add(id=f"c{index}", job_id=job.id, state=model.QUEUED, version=1)
-        job, _ = await journal.submit(job, job.id)
+        job, _ = await journal.submit(job, Request(job.id, b""))
         report = Report(id=f"r{index}", cell=f"c{index}")
         report.model.name, report.model.digest, report.device.id = name, "abcd" * 16, device
         report.device.name = f"board-{device}"

@@ -16,6 +16,7 @@ from etfarm.server.jobs import model
 from etfarm.server.jobs.records import selection
 from etfarm.server.jobs.records.journal import Journal, SequenceUnknown, StaleVersion
 from etfarm.server.jobs.records.reports import ReportNotFound
+from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.rows import JobNotFound, resolve_job
 from etfarm.server.jobs.records.selection import JobFilter
 from etfarm.server.jobs.records.tags import TagAmbiguous, Tags
@@ -70,7 +71,7 @@ class World:
         job.create_time.FromDatetime(START)
         for index in range(cells):
             job.cells.add(id=f"{name}-{index}", job_id=name, index=index, state=model.QUEUED, version=1)
-        written, _ = await self.journal.submit(job, request or name)
+        written, _ = await self.journal.submit(job, Request(request or name, b""))
         return written
 
     async def step(self, cell: Cell, *states: int, report: Report | None = None) -> Cell:
@@ -445,7 +446,7 @@ async def test_jobs_that_were_stored_with_endless_names_can_be_listed_and_watche
         job = Job(id=f"job-{number}", name=huge, owner="ann", spec=spec, labels=spec.labels)
         job.create_time.FromDatetime(START)
         job.cells.add(id=f"c-{number}", job_id=job.id, state=model.QUEUED, version=1, candidate_name=huge)
-        await world.journal.submit(job, job.id)
+        await world.journal.submit(job, Request(job.id, b""))
     jobs, following = await world.journal.list(50, None, EVERYTHING)
     assert [job.id for job in jobs] == ["job-2", "job-1", "job-0"]
     assert following is None
@@ -465,7 +466,7 @@ async def test_labels_are_listed_whatever_follows_them(world: World) -> None:
     job = Job(id="job-0", name="n", owner="ann", spec=spec)
     job.create_time.FromDatetime(START)
     job.cells.add(id="c", job_id=job.id, state=model.QUEUED, version=1)
-    await world.journal.submit(job, "r")
+    await world.journal.submit(job, Request("r", b""))
     (listed,), _ = await world.journal.list(50, None, EVERYTHING)
     assert dict(listed.labels) == dict(spec.labels)
 
@@ -478,7 +479,7 @@ async def test_a_page_of_jobs_ends_before_it_is_too_large(world: World) -> None:
         for index in range(100):
             name = f"{index}" * 20_000
             job.cells.add(id=f"{job.id}-{index}", job_id=job.id, index=index, state=model.QUEUED, version=1, method=name)
-        await world.journal.submit(job, job.id)
+        await world.journal.submit(job, Request(job.id, b""))
     listed: list[str] = []
     before: int | None = None
     pages = 0

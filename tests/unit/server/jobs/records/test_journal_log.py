@@ -13,6 +13,7 @@ import pytest
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.log import JobLog
+from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.state.engine import Database
 from etfarm.v1.common_pb2 import LogSource
@@ -52,7 +53,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     job.create_time.FromDatetime(AT)
     job.cells.add(id="c", job_id="j", state=model.QUEUED, version=1)
     created = World(database, job)
-    await created.journal.submit(job, "r")
+    await created.journal.submit(job, Request("r", b""))
     yield created
     await created.log.flush()
     database.close()

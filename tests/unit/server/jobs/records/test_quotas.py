@@ -14,6 +14,7 @@ from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.quotas import Counted, QuotaExceeded, Quotas, UnknownQuota
+from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.v1.job_pb2 import Job
 from etfarm.wire.errors import Kind
@@ -38,7 +39,7 @@ async def submit(journal: Journal, name: str, *, owner: str = "ann", cells: int 
     job.create_time.FromDatetime(AT)
     for index in range(cells):
         job.cells.add(id=f"{name}-{index}", job_id=name, index=index, state=model.QUEUED, version=1)
-    written, _ = await journal.submit(job, name)
+    written, _ = await journal.submit(job, Request(name, b""))
     return written
 
 
@@ -100,11 +101,11 @@ async def test_the_specs_of_live_jobs_are_counted_in_bytes(tmp_path: Path) -> No
         job = Job(id=name, owner="ann", spec={"name": "n" * 400})  # type: ignore[arg-type]
         job.create_time.FromDatetime(AT)
         job.cells.add(id=f"{name}-0", job_id=name, state=model.QUEUED, version=1)
-        await journal.submit(job, name)
+        await journal.submit(job, Request(name, b""))
     job.id = "job-2"
     job.cells[0].id = "c"
     with pytest.raises(QuotaExceeded, match="bytes of live jobs' specs"):
-        await journal.submit(job, "job-2")
+        await journal.submit(job, Request("job-2", b""))
     database.close()
 
 

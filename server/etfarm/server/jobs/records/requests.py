@@ -1,0 +1,52 @@
+"""Requests that create jobs, each of which creates a single one however often it is sent."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Final
+
+from etfarm.v1.job_pb2 import JobSpec, RetryJobRequest
+from etfarm.wire.errors import Kind, UserError
+
+_SHOWN: Final = 80
+
+
+class RequestIdUsed(UserError):
+    """A request_id that the owner has sent with something else before."""
+
+    reason = "REQUEST_ID_USED"
+    kind = Kind.ALREADY_EXISTS
+
+    def __init__(self, request_id: str, job: str) -> None:
+        super().__init__(
+            f"The request_id {request_id[:_SHOWN]!r} is that of another request, which created job {job}.",
+            "Send another id with each new job, such as a UUID, and the same one only with the same request.", job=job,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request of one owner."""
+
+    id: str
+    digest: bytes
+    """What was sent, as far as the job depends on it."""
+
+    @classmethod
+    def to_submit(cls, request_id: str, spec: JobSpec, project: str) -> Request:
+        """Return the request for a job with a spec, as it was received."""
+        return cls(request_id, _digest(b"submit", project.encode(), spec.SerializeToString(deterministic=True)))
+
+    @classmethod
+    def to_retry(cls, request: RetryJobRequest) -> Request:
+        """Return the request for the failed cells of a job."""
+        return cls(request.request_id, _digest(b"retry", request.job_id.encode()))
+
+
+def _digest(*parts: bytes) -> bytes:
+    hasher = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        hasher.update(len(part).to_bytes(8, "big"))
+        hasher.update(part)
+    return hasher.digest()

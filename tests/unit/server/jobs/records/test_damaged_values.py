@@ -1,0 +1,154 @@
+"""Damage to what the database stores of jobs: it is named with its job, and the other jobs go on."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Column, Table, select, update
+
+from etfarm.server.access.scope import EVERYTHING
+from etfarm.server.jobs import model
+from etfarm.server.jobs.conductor import Conductor
+from etfarm.server.jobs.records.deletion import JobDeletion
+from etfarm.server.jobs.records.journal import Journal
+from etfarm.server.jobs.records.requests import Request
+from etfarm.server.jobs.records.verification import find_damaged
+from etfarm.server.jobs.records.watch import Announcer
+from etfarm.server.state import schema
+from etfarm.server.state.bodies import ValueDamaged, is_whole, seal, unseal
+from etfarm.v1.job_pb2 import Cell, Job, JobState
+from etfarm.v1.report_pb2 import Report
+from tests.support.databases import new_database
+
+pytestmark = pytest.mark.usefixtures("each_database")
+
+NOW = datetime(2026, 6, 1, 12, tzinfo=UTC)
+
+
+class World:
+    """A journal with the jobs `a` and `b`, of which `a` will be damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        self.database = new_database(folder / "farm.sqlite")
+        self.announcer = Announcer()
+        self.journal = Journal(self.database, self.announcer, lambda: NOW)
+
+    async def submit(self, name: str) -> Job:
+        job = Job(id=name, name=f"job {name}", owner="ann", project="default")
+        job.spec.labels["k"] = "v"
+        job.spec.candidates.add(name="resnet8")
+        job.create_time.FromDatetime(NOW)
+        for index in range(2):
+            job.cells.add(id=f"{name}{index}", job_id=name, index=index, state=model.QUEUED, version=1, candidate_name="resnet8")
+        return (await self.journal.submit(job, Request(name, b"")))[0]
+
+    async def end(self, job: Job) -> None:
+        for cell in job.cells:
+            report = Report(id=f"r{cell.id}", cell=cell.id)
+            report.create_time.FromDatetime(NOW)
+            await self.journal.change(model.advance(cell, model.FAILED, at=NOW), report=report)
+
+    async def damage(self, table: Table, column: Column[Any], key: Column[Any], value: str) -> None:
+        """Flip a bit in the middle of a stored value."""
+        body = bytearray(await self.database.read(lambda c: c.execute(select(column).where(key == value).limit(1)).scalar_one()))
+        body[len(body) // 3] ^= 1
+        change = update(table).where(key == value).values({column: bytes(body)})
+        await self.database.write(lambda connection: connection.execute(change))
+
+    async def damaged(self) -> list[str]:
+        return [name for part in [part async for part in find_damaged(self.database)] for name in part]
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    created = World(tmp_path)
+    await created.database.open()
+    yield created
+    created.database.close()
+
+
+async def test_a_damaged_cell_is_its_error_in_its_job_and_in_lists(world: World) -> None:
+    for name in "ab":
+        await world.end(await world.submit(name))
+    assert await world.damaged() == []
+    await world.damage(schema.cells, schema.cells.c.body, schema.cells.c.id, "a0")
+    for job in (await world.journal.get("a", EVERYTHING), (await world.journal.list(10, None, EVERYTHING))[0][1]):
+        assert (job.id, job.state) == ("a", JobState.JOB_STATE_FAILED)
+        assert (job.cells[0].id, job.cells[0].state, job.cells[0].error.reason) == ("a0", model.FAILED, "VALUE_DAMAGED")
+        assert "etfarm jobs delete a" in job.cells[0].error.remedy and job.cells[1].candidate_name == "resnet8"
+    assert (await world.journal.get("b", EVERYTHING)).cells[0].error.reason == ""
+    assert await world.damaged() == ["a cell of job a"]
+
+
+async def test_a_damaged_specification_or_report_is_refused_and_its_job_can_be_deleted(world: World) -> None:
+    for name in "ab":
+        await world.end(await world.submit(name))
+    await world.damage(schema.jobs, schema.jobs.c.spec, schema.jobs.c.id, "a")
+    await world.damage(schema.reports, schema.reports.c.body, schema.reports.c.id, "ra1")
+    with pytest.raises(ValueDamaged, match="The specification of job a is damaged"):
+        await world.journal.get("a", EVERYTHING)
+    with pytest.raises(ValueDamaged, match="A report of job a is damaged"):
+        await world.journal.reports.of_job("a")
+    assert len(await world.journal.reports.of_job("b")) == 2
+    assert [job.id for job in (await world.journal.list(10, None, EVERYTHING))[0]] == ["b", "a"]
+    assert await world.damaged() == ["the specification of job a", "a report of job a"]
+    # The remedy.
+    assert (await world.journal.outline("a", EVERYTHING)).owner == "ann"
+    await JobDeletion(world.database).delete("a")
+    assert await world.damaged() == []
+
+
+async def test_a_damaged_event_ends_the_watch_of_its_job_alone(world: World) -> None:
+    for name in "ab":
+        await world.end(await world.submit(name))
+    await world.damage(schema.events, schema.events.c.body, schema.events.c.job_id, "a")
+    with pytest.raises(ValueDamaged, match="An event of job a"):
+        assert [event async for event in world.journal.watch("a", 0)]
+    assert [event async for event in world.journal.watch("b", 0)]
+
+
+@pytest.mark.parametrize("what", ["cell", "spec"])
+async def test_a_live_job_that_is_damaged_fails_at_the_next_start_and_the_others_go_on(world: World, what: str) -> None:
+    await world.submit("a")
+    await world.submit("b")
+    if what == "cell":
+        await world.damage(schema.cells, schema.cells.c.body, schema.cells.c.id, "a0")
+    else:
+        await world.damage(schema.jobs, schema.jobs.c.spec, schema.jobs.c.id, "a")
+    conductor = Conductor(world.journal, world.announcer, Stages())  # type: ignore[arg-type]
+    started: list[str] = []
+    conductor.start = lambda job: started.append(job.id)  # type: ignore[method-assign,assignment]
+    await conductor.resume()
+    assert started == ["b"]
+    job = await world.journal.outline("a", EVERYTHING)
+    assert job.state == JobState.JOB_STATE_FAILED and {cell.error.reason for cell in job.cells} == {"VALUE_DAMAGED"}
+    assert [job.id for job in await world.journal.live()] == ["b"]
+
+
+class Stages:
+    """Stages of a server to which no agent has connected."""
+
+    async def resume(self, job: Job) -> None: ...
+
+
+def test_a_value_is_read_as_it_was_written_also_by_releases_without_checksums() -> None:
+    cell = Cell(id="a", candidate_name="é" * 100)
+    for body in (seal(cell), cell.SerializeToString()):
+        assert is_whole(body) and unseal(Cell, body, "a cell", "a") == cell
+    assert Cell.FromString(seal(cell)).candidate_name == cell.candidate_name
+    sealed = seal(cell)
+    undetected = []
+    for index in range(len(sealed)):
+        changed = bytearray(sealed)
+        changed[index] ^= 0x10
+        try:
+            if unseal(Cell, bytes(changed), "a cell", "a").candidate_name != cell.candidate_name:
+                undetected.append(index)
+        except ValueDamaged as damaged:
+            assert "of job a is damaged" in damaged.message
+    assert undetected == []
+    assert unseal(Cell, seal(Cell()), "a cell", "a") == Cell()
