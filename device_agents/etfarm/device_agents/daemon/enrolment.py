@@ -13,6 +13,7 @@ from typing import Final
 
 import grpc
 
+from etfarm.device_agents.daemon.device_choice import DeviceChoice
 from etfarm.device_agents.errors import FolderUnusable
 from etfarm.v1 import agent_pb2
 from etfarm.v1.agent_pb2_grpc import AgentServiceStub
@@ -29,13 +30,18 @@ TOKEN_FILE: Final = "token"
 """Name of the file in the agent's data folder that holds the token, with mode 0600."""
 
 
-async def enroll(access: Access, folder: Path, agent_id: str, pauses: Iterable[float]) -> Access:
+async def enroll(
+    access: Access, folder: Path, agent_id: str, pauses: Iterable[float], choice: DeviceChoice | None, boot: str
+) -> Access:
     """Return the access with the agent's own token: kept from an earlier enrolment, or obtained for an enrolment token.
 
     A token that is not for enrolment is used as it is. Without a token, that of an earlier enrolment at the same server is used.
+    A refusal leaves the enrolment token as it is.
 
     Args:
         folder: the agent's data folder.
+        choice: the id of the device, which a refusal may change; None if the agent does not serve its machine.
+        boot: the id of this machine's boot.
         pauses: seconds to wait before each retry while the server does not answer.
 
     Raises:
@@ -50,23 +56,26 @@ async def enroll(access: Access, folder: Path, agent_id: str, pauses: Iterable[f
         return dataclasses.replace(access, token=kept)
     if not is_enrolment:
         return access
-    token = await _exchange(access, agent_id, pauses)
+    token = await _exchange(access, agent_id, pauses, choice, boot)
     _keep(path, access, token)
     log.info("enrolled as agent %s; its token is in %s", agent_id, path)
     return dataclasses.replace(access, token=token)
 
 
-async def _exchange(access: Access, agent_id: str, pauses: Iterable[float]) -> str:
+async def _exchange(access: Access, agent_id: str, pauses: Iterable[float], choice: DeviceChoice | None, boot: str) -> str:
     """Exchange the enrolment token for the agent's own token and return that one."""
     for pause in pauses:
+        request = agent_pb2.EnrollAgentRequest(agent_id=agent_id, device_ids=[] if choice is None else [choice.id], boot_id=boot)
         async with open_channel(access) as channel:
             await settle(channel)
             try:
-                answer = await AgentServiceStub(channel).Enroll(agent_pb2.EnrollAgentRequest(agent_id=agent_id))
+                answer = await AgentServiceStub(channel).Enroll(request)
             except grpc.aio.AioRpcError as error:
                 refusal: EtfarmError = from_rpc_error(error, server=access.server)
             else:
                 return answer.token
+        if choice is not None and choice.give_way(refusal):
+            continue
         if refusal.kind is not Kind.UNAVAILABLE:
             raise refusal
         log.warning("%s Trying again.", refusal.message)
