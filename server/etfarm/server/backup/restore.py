@@ -7,6 +7,7 @@ import os
 import shutil
 import sqlite3
 from contextlib import closing
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
@@ -17,6 +18,7 @@ from etfarm.server.backup import manifest as manifests
 from etfarm.server.backup.backup import BackupFailed
 from etfarm.server.backup.errors import BackupDamaged, BackupRefused
 from etfarm.server.backup.manifest import Manifest
+from etfarm.server.backup.revived import revoke_tokens
 from etfarm.server.cluster.shared_blobs import identify_folder
 from etfarm.server.config import DATABASE
 from etfarm.server.state import damage
@@ -40,6 +42,7 @@ def restore(
     *,
     database: DatabaseUrl | None = None,
     blobs: BucketLocation | None = None,
+    without_tokens: bool = False,
     on_progress: OnProgress = lambda what, done, total: None,
 ) -> Manifest:
     """Make a data folder from a backup, and migrate its database to this version. Return the backup's manifest.
@@ -51,6 +54,7 @@ def restore(
         data: a folder that does not exist, is empty, or has an interrupted restore of the same backup.
         database: the PostgreSQL database that the rows are for, which is empty; None to restore them as a SQLite file.
         blobs: the bucket that the artifacts are for; None to restore them as files.
+        without_tokens: whether to revoke all tokens of the backup.
 
     Raises:
         TargetNotEmpty, CopyUnfinished: the PostgreSQL database has something else.
@@ -71,12 +75,12 @@ def restore(
     try:
         _prepare(data, manifest)
         if target is None:
-            part = _convert(backup, data, manifest, blobs, on_progress)
+            part = _convert(backup, data, manifest, blobs, without_tokens, on_progress)
             _sync(part)
             _remove_logs(data)
             part.replace(data / DATABASE)
         elif not (_marker_of(data).endswith(f"{_COPIED}{database}") and target.is_complete()):
-            _restore_rows(target, backup, data, manifest, blobs, on_progress)
+            _restore_rows(target, backup, data, manifest, blobs, without_tokens, on_progress)
         FarmDatabase(_part_of(data)).clear()
         sync_folder(data)
         (data / RESTORING).unlink()
@@ -89,7 +93,13 @@ def restore(
 
 
 def _restore_rows(
-    target: FarmDatabase, backup: Path, data: Path, manifest: Manifest, blobs: BucketLocation | None, on_progress: OnProgress
+    target: FarmDatabase,
+    backup: Path,
+    data: Path,
+    manifest: Manifest,
+    blobs: BucketLocation | None,
+    without_tokens: bool,
+    on_progress: OnProgress,
 ) -> None:
     """Restore to a PostgreSQL database, of which no server runs."""
     assert target.url is not None
@@ -99,7 +109,7 @@ def _restore_rows(
         begin_copy(target, name)
         hold.name_blobs(identify_folder(data / ARTIFACTS) if blobs is None else blobs.url)
         try:
-            source = FarmDatabase(_convert(backup, data, manifest, blobs, on_progress))
+            source = FarmDatabase(_convert(backup, data, manifest, blobs, without_tokens, on_progress))
         except (BackupDamaged, damage.DatabaseDamaged):
             target.clear()  # so that another backup can be restored to it
             hold.name_blobs("")
@@ -113,7 +123,9 @@ def _restore_rows(
             rows.finish(connection)
 
 
-def _convert(backup: Path, data: Path, manifest: Manifest, blobs: BucketLocation | None, on_progress: OnProgress) -> Path:
+def _convert(
+    backup: Path, data: Path, manifest: Manifest, blobs: BucketLocation | None, without_tokens: bool, on_progress: OnProgress
+) -> Path:
     """Restore the artifacts, and return a copy of the backup's database with the tables of this version."""
     source, part, copy = backup / manifest.database, _part_of(data), data / f"{DATABASE}.backup"
     for each in (part, copy):
@@ -135,6 +147,9 @@ def _convert(backup: Path, data: Path, manifest: Manifest, blobs: BucketLocation
     asyncio.run(_copy_artifacts(backup, data, part, manifest, blobs, on_progress))
     # It may store artifacts as files of the data folder.
     FarmDatabase(part).open()
+    if without_tokens:
+        with FarmDatabase(part).connected() as connection, connection.begin():
+            revoke_tokens(connection, datetime.now(UTC))
     merge_log(part)
     part.chmod(0o600)
     asyncio.run(_move_artifacts(data, blobs))
