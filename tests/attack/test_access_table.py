@@ -220,6 +220,7 @@ TABLE: Final[dict[str, tuple[Request, Row]]] = {
     "DeviceService.Label": (lambda w, c: device_pb2.LabelDeviceRequest(device_id="nothing"), ADMINS),
     "DeviceService.Drain": (lambda w, c: device_pb2.DrainDeviceRequest(device_id="nothing"), ADMINS),
     "DeviceService.Forget": (lambda w, c: device_pb2.ForgetDeviceRequest(device_id="nothing"), ADMINS),
+    "DeviceService.Retire": (lambda w, c: device_pb2.RetireDeviceRequest(device_id="nothing"), ADMINS),
     "DeviceService.Restrict": (lambda w, c: device_pb2.RestrictDeviceRequest(device_id=w.device), ADMINS | {"admin": OK}),
     "SessionService.Open": (open_session, people(PRECONDITION, OK, OK, PRECONDITION, DENIED, DENIED)),
     # The call is empty, which is the answer to permitted callers.
@@ -245,6 +246,7 @@ TABLE: Final[dict[str, tuple[Request, Row]]] = {
     ),
     "AgentService.ListAgents": (fixed(agent_pb2.ListAgentsRequest()), ADMINS),
     "AgentService.BindAgent": (fixed(agent_pb2.BindAgentRequest(agent_id="nobody", principal="nobody")), ADMINS),
+    "AgentService.RemoveAgent": (fixed(agent_pb2.RemoveAgentRequest(agent_id="nobody")), ADMINS),
     "AgentService.UpgradeAgent": (
         fixed(agent_pb2.UpgradeAgentRequest(agent_id="nobody", digest=ABSENT)), ADMINS | {"admin": PRECONDITION},
     ),

@@ -207,7 +207,7 @@ REFUSED: dict[str, tuple[Forge, str]] = {
     "a statement beside the schema": (
         run("UPDATE sqlite_master SET sql = 'CREATE /**/ TABLE jobs (id)' WHERE name = 'jobs'"), "no table|cannot be read"
     ),
-    "another revision": (run("UPDATE alembic_version SET version_num = '0017'"), "its revision is not 0019"),
+    "another revision": (run("UPDATE alembic_version SET version_num = '0017'"), "its revision is not 0020"),
     "a path for a digest": (run("UPDATE artifacts SET digest = '../../../../etc/cron.d/x'"), "'artifacts' has a 'digest'"),
     "a negative size": (run("UPDATE artifacts SET size_bytes = -5"), "'artifacts' has a 'size_bytes'"),
     "a text for a number": (run("UPDATE jobs SET last_sequence = 'many'"), "'jobs' has a 'last_sequence'"),

@@ -13,10 +13,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import psycopg
 import pytest
 
 from etfarm.server.config import Config, Exposed
+from etfarm.v1 import agent_pb2, agent_pb2_grpc
 from etfarm.wire.channel import parse_address
 from tests.support.contract import WAIT_S, address_of
 from tests.support.databases import PostgresDatabases
@@ -96,6 +98,28 @@ def test_from_the_first_admin_to_a_revoked_user(farm: Farm, tmp_path: Path) -> N
     assert "UNAUTHENTICATED" in {entry["outcome"] for entry in entries}
     only = farm(ann, "audit", "--principal", "bob", "--action", "TokenService.Rotate")
     assert only.stdout.count("TokenService.Rotate") == 1 and ann not in only.stdout
+
+
+def test_used_one_time_tokens_are_listed_on_request_and_a_name_is_revoked(farm: Farm, tmp_path: Path) -> None:
+    ann = run("tokens", "init", "ann", "--data", str(farm.data)).stdout.strip()
+    until = time.monotonic() + WAIT_S
+    while farm("", "devices", "list").returncode == 0:  # until the running server has seen it
+        assert time.monotonic() < until
+    one_time = farm(ann, "tokens", "create", "rack", "--agent").stdout.strip()
+    with grpc.insecure_channel(address_of(farm.daemon)) as channel:
+        request = agent_pb2.EnrollAgentRequest(agent_id="a1")
+        agent_pb2_grpc.AgentServiceStub(channel).Enroll(request, metadata=[("authorization", f"Bearer {one_time}")])
+    listed = farm(ann, "tokens", "list")
+    assert "enrolment" not in listed.stdout and "1 used one-time token: --all lists it, too." in listed.stdout
+    assert "used" in farm(ann, "tokens", "list", "--all").stdout.split()
+    tokens = json.loads(farm(ann, "tokens", "list", "--json", "-").stdout)["tokens"]
+    own = next(token for token in tokens if token["principal"] == "rack")
+    assert farm(ann, "tokens", "revoke", "rack").stdout == f"Revoked: {own['id']} of rack (agent).\n"
+    ids = [json.loads(farm(ann, "tokens", "create", "bob", "--json", "-").stdout)["id"] for _ in range(2)]
+    refused = farm(ann, "tokens", "revoke", "bob")
+    assert refused.returncode == 2
+    assert refused.stderr == f"etfarm: bob has 2 usable tokens: {', '.join(sorted(ids))}. Give the id of one.\n"
+    assert farm(ann, "tokens", "revoke", ids[0]).returncode == farm(ann, "tokens", "revoke", "bob").returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,32 @@ class Agent:
     """The name of its machine; empty if it is offline."""
     allows_upgrade: bool = False
     """Whether it is connected, and installs wheels that the farm offers."""
+    retired: bool = False
+    """Whether its last device was retired: it is refused until it is bound again or enrols."""
+
+
+@dataclass(frozen=True)
+class RemovedAgent:
+    """An agent that was removed."""
+
+    agent: Agent
+    """The agent as it was."""
+    revoked_tokens: tuple[str, ...]
+    """Ids of the tokens that were the agent's alone."""
+
+
+@dataclass(frozen=True)
+class RetiredDevice:
+    """A device that was retired."""
+
+    device: Device
+    """The device as it was."""
+    revoked_tokens: tuple[str, ...]
+    """Ids of the tokens that were its agent's alone."""
+    other_devices: tuple[str, ...]
+    """Ids of its agent's other devices, because of which the agent stays admitted."""
+    ended_attempts: tuple[str, ...]
+    """The attempts that were ended instead of waited for."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from etfarm.device_agents.config import (
 from etfarm.device_agents.daemon.agent import Agent
 from etfarm.device_agents.daemon.connection import Outgoing, ServerConnection
 from etfarm.device_agents.daemon.data_folder import MARKS, DataFolder
+from etfarm.device_agents.daemon.device_choice import DeviceChoice
 from etfarm.device_agents.daemon.enrolment import enroll
 from etfarm.device_agents.daemon.launcher import RESTART, base_version, become, is_launched
 from etfarm.device_agents.daemon.own_runners import own_runners
@@ -124,7 +125,9 @@ async def _serve(config: AgentConfig, device: device_pb2.Device | None, folder: 
     if exit_with_stdin:
         at_end_of_stdin(stop.set)
     agent_id = folder.agent_id()
-    enrolment = await enroll(config.access, config.data, agent_id, config.pauses())
+    choice = None if device is None else DeviceChoice(folder, _device_ids(config, agent_id))
+    boot = "" if device is None else boot_id()
+    enrolment = await enroll(config.access, config.data, agent_id, config.pauses(), choice, boot)
     config = dataclasses.replace(config, access=enrolment.access)
     outgoing = Outgoing()
     # A process that was killed during a measurement has left the governors changed.
@@ -139,15 +142,14 @@ async def _serve(config: AgentConfig, device: device_pb2.Device | None, folder: 
 
     upgrader = Upgrader(config, cache, Versions(config.data, base_version()), outgoing, lambda: agent.active, restart)
     connection = ServerConnection(
-        config, agent, upgrader, agent_id, outgoing, _print_line,
-        version=version("etfarm"), host=socket.gethostname(), boot="" if device is None else boot_id(),
-        withheld=enrolment.withheld,
+        config, agent, upgrader, agent_id, choice, outgoing, _print_line,
+        version=version("etfarm"), host=socket.gethostname(), boot=boot, withheld=enrolment.withheld,
     )  # fmt: skip
     fleet = None if device is not None else await _fleet(config, agent, agent_id, cache)
     jail = Jail(config.jail)
     _print_line(f"etfarm agent: connecting to {config.access.server}")
-    if device is not None:
-        device.id, device.agent_id = _device_id(config, agent_id), agent_id
+    if device is not None and choice is not None:
+        device.id, device.agent_id = choice.id, agent_id
         measures = await jail.measures()
         if not measures.is_complete:
             log.warning("%s", measures)
@@ -209,16 +211,18 @@ def _device(config: AgentConfig) -> device_pb2.Device:
     return device
 
 
-def _device_id(config: AgentConfig, agent_id: str) -> str:
+def _device_ids(config: AgentConfig, agent_id: str) -> list[str]:
+    """Return the ids that the agent may have for this machine, or for the processor that it emulates; the preferred one first."""
     if config.emulator is not None:
-        return emulated_id(agent_id, config.emulator.arch, config.emulator.cpu)
+        return [emulated_id(agent_id, config.emulator.arch, config.emulator.cpu)]
     try:
         machine_id = Path("/etc/machine-id").read_text(errors="replace").strip()
     except OSError:
         machine_id = ""
     # Agents of any kind may get their folder from $ETFARM_DATA, so such a folder is not *the* default.
     is_default = not os.environ.get(DATA_VARIABLE) and config.data.resolve() == default_data_folder().resolve()
-    return device_id(machine_id, agent_id, is_default_folder=is_default)
+    own = device_id(machine_id, agent_id, is_default_folder=False)
+    return [device_id(machine_id, agent_id, is_default_folder=True), own] if is_default else [own]
 
 
 def _config(options: argparse.Namespace) -> AgentConfig:

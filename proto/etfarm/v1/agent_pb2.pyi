@@ -1592,16 +1592,28 @@ class EnrollAgentRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     AGENT_ID_FIELD_NUMBER: _builtins.int
+    DEVICE_IDS_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
     agent_id: _builtins.str
     """A UUID, as in Hello."""
+    boot_id: _builtins.str
+    """As in Hello."""
+    @_builtins.property
+    def device_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The devices that the agent will announce, as far as it knows them: the exchange is refused if Connect would refuse them all.
+        Agents that do not know this leave it empty, and are refused when they connect.
+        """
+
     def __init__(
         self,
         *,
         agent_id: _builtins.str = ...,
+        device_ids: _abc.Iterable[_builtins.str] | None = ...,
+        boot_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "boot_id", b"boot_id", "device_ids", b"device_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1642,6 +1654,7 @@ class Agent(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     ALLOWS_UPGRADE_FIELD_NUMBER: _builtins.int
+    RETIRED_FIELD_NUMBER: _builtins.int
     agent_id: _builtins.str
     principal: _builtins.str
     """The principal whose tokens may use the identity; empty if it is not bound."""
@@ -1653,6 +1666,8 @@ class Agent(_message.Message):
     host: _builtins.str
     allows_upgrade: _builtins.bool
     """Whether it is connected and installs wheels that the server offers."""
+    retired: _builtins.bool
+    """Whether its last device was retired: it is refused until it is bound again or enrols."""
     @_builtins.property
     def device_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -1666,10 +1681,11 @@ class Agent(_message.Message):
         version: _builtins.str = ...,
         host: _builtins.str = ...,
         allows_upgrade: _builtins.bool = ...,
+        retired: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "allows_upgrade", b"allows_upgrade", "connected", b"connected", "device_ids", b"device_ids", "host", b"host", "principal", b"principal", "refused_principal", b"refused_principal", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "allows_upgrade", b"allows_upgrade", "connected", b"connected", "device_ids", b"device_ids", "host", b"host", "principal", b"principal", "refused_principal", b"refused_principal", "retired", b"retired", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1790,6 +1806,54 @@ class ListAgentsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListAgentsResponse: _TypeAlias = ListAgentsResponse  # noqa: Y015
+
+@_typing.final
+class RemoveAgentRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_ID_FIELD_NUMBER: _builtins.int
+    agent_id: _builtins.str
+    """The agent's identity, or the principal that has this agent only."""
+    def __init__(
+        self,
+        *,
+        agent_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveAgentRequest: _TypeAlias = RemoveAgentRequest  # noqa: Y015
+
+@_typing.final
+class RemoveAgentResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_FIELD_NUMBER: _builtins.int
+    REVOKED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def agent(self) -> Global___Agent:
+        """The agent as it was."""
+
+    @_builtins.property
+    def revoked_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Token.id of each token that was the agent's alone."""
+
+    def __init__(
+        self,
+        *,
+        agent: Global___Agent | None = ...,
+        revoked_token_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "revoked_token_ids", b"revoked_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveAgentResponse: _TypeAlias = RemoveAgentResponse  # noqa: Y015
 
 @_typing.final
 class BindAgentRequest(_message.Message):

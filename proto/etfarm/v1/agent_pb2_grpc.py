@@ -61,6 +61,11 @@ class AgentServiceStub(object):
                 request_serializer=etfarm_dot_v1_dot_agent__pb2.BindAgentRequest.SerializeToString,
                 response_deserializer=etfarm_dot_v1_dot_agent__pb2.Agent.FromString,
                 _registered_method=True)
+        self.RemoveAgent = channel.unary_unary(
+                '/etfarm.v1.AgentService/RemoveAgent',
+                request_serializer=etfarm_dot_v1_dot_agent__pb2.RemoveAgentRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_agent__pb2.RemoveAgentResponse.FromString,
+                _registered_method=True)
         self.UpgradeAgent = channel.unary_stream(
                 '/etfarm.v1.AgentService/UpgradeAgent',
                 request_serializer=etfarm_dot_v1_dot_agent__pb2.UpgradeAgentRequest.SerializeToString,
@@ -77,8 +82,9 @@ class AgentServiceServicer(object):
         """One stream for the lifetime of a connection. The agent sends Hello first, and nothing else before it receives the server's
         Welcome.
 
-        An agent is identified by Hello.agent_id, never by the peer's address. A second stream with the same id replaces the first
-        if the first one's heartbeats have stopped, and is refused if it is alive. If the two streams differ in Hello.boot_id, the
+        An agent is identified by Hello.agent_id, never by the peer's address. A second stream with the same id, or with the devices
+        of another agent, replaces the first if the first one's heartbeats have stopped, and is refused if it is alive: what has moved
+        is then served from its new place, and of a copy and its original only one. If the two streams differ in Hello.boot_id, the
         server sends the Welcome or the refusal only once the first stream has sent a message or is considered dead, because a
         machine that lost power could not close its stream. Every message about a run names its attempt and its device.
 
@@ -93,13 +99,15 @@ class AgentServiceServicer(object):
         server's version of etfarm on the device; metadata `supported` is the newest protocol that the server
         speaks, `oldest` the oldest, and `version` the server's version.
         ALREADY_EXISTS       AGENT_CONNECTED: another process serves this agent's data folder or a copy of it.
-        DEVICE_SERVED: another live agent serves all devices of this agent. If it serves only some of them,
-        these are left out.
+        DEVICE_SERVED: another live agent, of whichever token, serves all devices of this agent. If it serves
+        only some of them, these are left out. An agent with a new data folder then announces its machine
+        under an id of its own.
         RESOURCE_EXHAUSTED   TOO_MANY_AGENTS: the token's principal has 1,000 identities. TOO_MANY_DEVICES.
         PERMISSION_DENIED    AGENT_NOT_YOURS: the identity is bound to another token.
         AGENT_UNBOUND: the identity is known from before identities were bound; an admin binds it (BindAgent).
-        DEVICE_NOT_YOURS: the agent's devices belong to another agent; an admin removes them
-        (DeviceService.Forget).
+        AGENT_RETIRED: an admin retired the agent's device; BindAgent or an enrolment admits the agent again.
+        DEVICE_NOT_YOURS: the agent's devices belong to an agent of another token, which is not connected. If
+        they have moved, an admin binds that agent to this one's token (BindAgent).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,11 +132,13 @@ class AgentServiceServicer(object):
 
     def Enroll(self, request, context):
         """Exchanges a one-time enrolment token for a token of the agent, which is bound to `agent_id`. The enrolment token becomes
-        invalid.
+        invalid, unless the exchange is refused. An agent that was retired is admitted again.
 
         Errors:
         FAILED_PRECONDITION  NOT_AN_ENROLMENT_TOKEN: the caller's token is not an enrolment token, or was used before.
         ALREADY_EXISTS       AGENT_BOUND: the identity belongs to another token; metadata has `agent_id`.
+        AGENT_CONNECTED, DEVICE_SERVED: as Connect would answer.
+        PERMISSION_DENIED    DEVICE_NOT_YOURS: as Connect would answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -149,6 +159,19 @@ class AgentServiceServicer(object):
 
         Errors:
         NOT_FOUND            AGENT_NOT_FOUND: no agent with this id has ever connected or tried to connect.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveAgent(self, request, context):
+        """Removes an agent without devices: ends its connection, revokes its tokens, and forgets its identity. A token that is not this
+        agent's alone stays valid; with it the agent can connect again, as a new one.
+
+        Errors:
+        NOT_FOUND            AGENT_NOT_FOUND: there is no agent with this id or principal.
+        FAILED_PRECONDITION  AGENT_AMBIGUOUS: the principal has several agents; metadata `agents` has their ids.
+        AGENT_HAS_DEVICES: retire its devices first (DeviceService.Retire).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -200,6 +223,11 @@ def add_AgentServiceServicer_to_server(servicer, server):
                     servicer.BindAgent,
                     request_deserializer=etfarm_dot_v1_dot_agent__pb2.BindAgentRequest.FromString,
                     response_serializer=etfarm_dot_v1_dot_agent__pb2.Agent.SerializeToString,
+            ),
+            'RemoveAgent': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveAgent,
+                    request_deserializer=etfarm_dot_v1_dot_agent__pb2.RemoveAgentRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_agent__pb2.RemoveAgentResponse.SerializeToString,
             ),
             'UpgradeAgent': grpc.unary_stream_rpc_method_handler(
                     servicer.UpgradeAgent,
@@ -344,6 +372,33 @@ class AgentService(object):
             '/etfarm.v1.AgentService/BindAgent',
             etfarm_dot_v1_dot_agent__pb2.BindAgentRequest.SerializeToString,
             etfarm_dot_v1_dot_agent__pb2.Agent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveAgent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etfarm.v1.AgentService/RemoveAgent',
+            etfarm_dot_v1_dot_agent__pb2.RemoveAgentRequest.SerializeToString,
+            etfarm_dot_v1_dot_agent__pb2.RemoveAgentResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,8 +39,9 @@ class AgentServiceStub:
     """One stream for the lifetime of a connection. The agent sends Hello first, and nothing else before it receives the server's
     Welcome.
 
-    An agent is identified by Hello.agent_id, never by the peer's address. A second stream with the same id replaces the first
-    if the first one's heartbeats have stopped, and is refused if it is alive. If the two streams differ in Hello.boot_id, the
+    An agent is identified by Hello.agent_id, never by the peer's address. A second stream with the same id, or with the devices
+    of another agent, replaces the first if the first one's heartbeats have stopped, and is refused if it is alive: what has moved
+    is then served from its new place, and of a copy and its original only one. If the two streams differ in Hello.boot_id, the
     server sends the Welcome or the refusal only once the first stream has sent a message or is considered dead, because a
     machine that lost power could not close its stream. Every message about a run names its attempt and its device.
 
@@ -55,13 +56,15 @@ class AgentServiceStub:
                            server's version of etfarm on the device; metadata `supported` is the newest protocol that the server
                            speaks, `oldest` the oldest, and `version` the server's version.
       ALREADY_EXISTS       AGENT_CONNECTED: another process serves this agent's data folder or a copy of it.
-                           DEVICE_SERVED: another live agent serves all devices of this agent. If it serves only some of them,
-                           these are left out.
+                           DEVICE_SERVED: another live agent, of whichever token, serves all devices of this agent. If it serves
+                           only some of them, these are left out. An agent with a new data folder then announces its machine
+                           under an id of its own.
       RESOURCE_EXHAUSTED   TOO_MANY_AGENTS: the token's principal has 1,000 identities. TOO_MANY_DEVICES.
       PERMISSION_DENIED    AGENT_NOT_YOURS: the identity is bound to another token.
                            AGENT_UNBOUND: the identity is known from before identities were bound; an admin binds it (BindAgent).
-                           DEVICE_NOT_YOURS: the agent's devices belong to another agent; an admin removes them
-                           (DeviceService.Forget).
+                           AGENT_RETIRED: an admin retired the agent's device; BindAgent or an enrolment admits the agent again.
+                           DEVICE_NOT_YOURS: the agent's devices belong to an agent of another token, which is not connected. If
+                           they have moved, an admin binds that agent to this one's token (BindAgent).
     """
     ServeSession: _grpc.StreamStreamMultiCallable[_agent_pb2.SessionReply, _agent_pb2.SessionCall]
     """The calls of a session, on a stream separate from Connect so that tensors never delay a heartbeat. The agent opens it once
@@ -78,11 +81,13 @@ class AgentServiceStub:
     """
     Enroll: _grpc.UnaryUnaryMultiCallable[_agent_pb2.EnrollAgentRequest, _agent_pb2.EnrollAgentResponse]
     """Exchanges a one-time enrolment token for a token of the agent, which is bound to `agent_id`. The enrolment token becomes
-    invalid.
+    invalid, unless the exchange is refused. An agent that was retired is admitted again.
 
     Errors:
       FAILED_PRECONDITION  NOT_AN_ENROLMENT_TOKEN: the caller's token is not an enrolment token, or was used before.
       ALREADY_EXISTS       AGENT_BOUND: the identity belongs to another token; metadata has `agent_id`.
+                           AGENT_CONNECTED, DEVICE_SERVED: as Connect would answer.
+      PERMISSION_DENIED    DEVICE_NOT_YOURS: as Connect would answer.
     """
     ListAgents: _grpc.UnaryUnaryMultiCallable[_agent_pb2.ListAgentsRequest, _agent_pb2.ListAgentsResponse]
     """Lists the known agent identities, and those whose connection was refused because they are not bound, sorted by id.
@@ -95,6 +100,15 @@ class AgentServiceStub:
 
     Errors:
       NOT_FOUND            AGENT_NOT_FOUND: no agent with this id has ever connected or tried to connect.
+    """
+    RemoveAgent: _grpc.UnaryUnaryMultiCallable[_agent_pb2.RemoveAgentRequest, _agent_pb2.RemoveAgentResponse]
+    """Removes an agent without devices: ends its connection, revokes its tokens, and forgets its identity. A token that is not this
+    agent's alone stays valid; with it the agent can connect again, as a new one.
+
+    Errors:
+      NOT_FOUND            AGENT_NOT_FOUND: there is no agent with this id or principal.
+      FAILED_PRECONDITION  AGENT_AMBIGUOUS: the principal has several agents; metadata `agents` has their ids.
+                           AGENT_HAS_DEVICES: retire its devices first (DeviceService.Retire).
     """
     UpgradeAgent: _grpc.UnaryStreamMultiCallable[_agent_pb2.UpgradeAgentRequest, _agent_pb2.UpgradeAgentProgress]
     """Upgrades a connected agent to the etfarm of an uploaded wheel, or of the server's own (ServerInfo.agent_wheel): drains its
@@ -123,8 +137,9 @@ class AgentServiceAsyncStub(AgentServiceStub):
     """One stream for the lifetime of a connection. The agent sends Hello first, and nothing else before it receives the server's
     Welcome.
 
-    An agent is identified by Hello.agent_id, never by the peer's address. A second stream with the same id replaces the first
-    if the first one's heartbeats have stopped, and is refused if it is alive. If the two streams differ in Hello.boot_id, the
+    An agent is identified by Hello.agent_id, never by the peer's address. A second stream with the same id, or with the devices
+    of another agent, replaces the first if the first one's heartbeats have stopped, and is refused if it is alive: what has moved
+    is then served from its new place, and of a copy and its original only one. If the two streams differ in Hello.boot_id, the
     server sends the Welcome or the refusal only once the first stream has sent a message or is considered dead, because a
     machine that lost power could not close its stream. Every message about a run names its attempt and its device.
 
@@ -139,13 +154,15 @@ class AgentServiceAsyncStub(AgentServiceStub):
                            server's version of etfarm on the device; metadata `supported` is the newest protocol that the server
                            speaks, `oldest` the oldest, and `version` the server's version.
       ALREADY_EXISTS       AGENT_CONNECTED: another process serves this agent's data folder or a copy of it.
-                           DEVICE_SERVED: another live agent serves all devices of this agent. If it serves only some of them,
-                           these are left out.
+                           DEVICE_SERVED: another live agent, of whichever token, serves all devices of this agent. If it serves
+                           only some of them, these are left out. An agent with a new data folder then announces its machine
+                           under an id of its own.
       RESOURCE_EXHAUSTED   TOO_MANY_AGENTS: the token's principal has 1,000 identities. TOO_MANY_DEVICES.
       PERMISSION_DENIED    AGENT_NOT_YOURS: the identity is bound to another token.
                            AGENT_UNBOUND: the identity is known from before identities were bound; an admin binds it (BindAgent).
-                           DEVICE_NOT_YOURS: the agent's devices belong to another agent; an admin removes them
-                           (DeviceService.Forget).
+                           AGENT_RETIRED: an admin retired the agent's device; BindAgent or an enrolment admits the agent again.
+                           DEVICE_NOT_YOURS: the agent's devices belong to an agent of another token, which is not connected. If
+                           they have moved, an admin binds that agent to this one's token (BindAgent).
     """
     ServeSession: _aio.StreamStreamMultiCallable[_agent_pb2.SessionReply, _agent_pb2.SessionCall]  # type: ignore[assignment]
     """The calls of a session, on a stream separate from Connect so that tensors never delay a heartbeat. The agent opens it once
@@ -162,11 +179,13 @@ class AgentServiceAsyncStub(AgentServiceStub):
     """
     Enroll: _aio.UnaryUnaryMultiCallable[_agent_pb2.EnrollAgentRequest, _agent_pb2.EnrollAgentResponse]  # type: ignore[assignment]
     """Exchanges a one-time enrolment token for a token of the agent, which is bound to `agent_id`. The enrolment token becomes
-    invalid.
+    invalid, unless the exchange is refused. An agent that was retired is admitted again.
 
     Errors:
       FAILED_PRECONDITION  NOT_AN_ENROLMENT_TOKEN: the caller's token is not an enrolment token, or was used before.
       ALREADY_EXISTS       AGENT_BOUND: the identity belongs to another token; metadata has `agent_id`.
+                           AGENT_CONNECTED, DEVICE_SERVED: as Connect would answer.
+      PERMISSION_DENIED    DEVICE_NOT_YOURS: as Connect would answer.
     """
     ListAgents: _aio.UnaryUnaryMultiCallable[_agent_pb2.ListAgentsRequest, _agent_pb2.ListAgentsResponse]  # type: ignore[assignment]
     """Lists the known agent identities, and those whose connection was refused because they are not bound, sorted by id.
@@ -179,6 +198,15 @@ class AgentServiceAsyncStub(AgentServiceStub):
 
     Errors:
       NOT_FOUND            AGENT_NOT_FOUND: no agent with this id has ever connected or tried to connect.
+    """
+    RemoveAgent: _aio.UnaryUnaryMultiCallable[_agent_pb2.RemoveAgentRequest, _agent_pb2.RemoveAgentResponse]  # type: ignore[assignment]
+    """Removes an agent without devices: ends its connection, revokes its tokens, and forgets its identity. A token that is not this
+    agent's alone stays valid; with it the agent can connect again, as a new one.
+
+    Errors:
+      NOT_FOUND            AGENT_NOT_FOUND: there is no agent with this id or principal.
+      FAILED_PRECONDITION  AGENT_AMBIGUOUS: the principal has several agents; metadata `agents` has their ids.
+                           AGENT_HAS_DEVICES: retire its devices first (DeviceService.Retire).
     """
     UpgradeAgent: _aio.UnaryStreamMultiCallable[_agent_pb2.UpgradeAgentRequest, _agent_pb2.UpgradeAgentProgress]  # type: ignore[assignment]
     """Upgrades a connected agent to the etfarm of an uploaded wheel, or of the server's own (ServerInfo.agent_wheel): drains its
@@ -210,8 +238,9 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         """One stream for the lifetime of a connection. The agent sends Hello first, and nothing else before it receives the server's
         Welcome.
 
-        An agent is identified by Hello.agent_id, never by the peer's address. A second stream with the same id replaces the first
-        if the first one's heartbeats have stopped, and is refused if it is alive. If the two streams differ in Hello.boot_id, the
+        An agent is identified by Hello.agent_id, never by the peer's address. A second stream with the same id, or with the devices
+        of another agent, replaces the first if the first one's heartbeats have stopped, and is refused if it is alive: what has moved
+        is then served from its new place, and of a copy and its original only one. If the two streams differ in Hello.boot_id, the
         server sends the Welcome or the refusal only once the first stream has sent a message or is considered dead, because a
         machine that lost power could not close its stream. Every message about a run names its attempt and its device.
 
@@ -226,13 +255,15 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
                                server's version of etfarm on the device; metadata `supported` is the newest protocol that the server
                                speaks, `oldest` the oldest, and `version` the server's version.
           ALREADY_EXISTS       AGENT_CONNECTED: another process serves this agent's data folder or a copy of it.
-                               DEVICE_SERVED: another live agent serves all devices of this agent. If it serves only some of them,
-                               these are left out.
+                               DEVICE_SERVED: another live agent, of whichever token, serves all devices of this agent. If it serves
+                               only some of them, these are left out. An agent with a new data folder then announces its machine
+                               under an id of its own.
           RESOURCE_EXHAUSTED   TOO_MANY_AGENTS: the token's principal has 1,000 identities. TOO_MANY_DEVICES.
           PERMISSION_DENIED    AGENT_NOT_YOURS: the identity is bound to another token.
                                AGENT_UNBOUND: the identity is known from before identities were bound; an admin binds it (BindAgent).
-                               DEVICE_NOT_YOURS: the agent's devices belong to another agent; an admin removes them
-                               (DeviceService.Forget).
+                               AGENT_RETIRED: an admin retired the agent's device; BindAgent or an enrolment admits the agent again.
+                               DEVICE_NOT_YOURS: the agent's devices belong to an agent of another token, which is not connected. If
+                               they have moved, an admin binds that agent to this one's token (BindAgent).
         """
 
     @_abc_1.abstractmethod
@@ -261,11 +292,13 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_agent_pb2.EnrollAgentResponse, _abc.Awaitable[_agent_pb2.EnrollAgentResponse]]:
         """Exchanges a one-time enrolment token for a token of the agent, which is bound to `agent_id`. The enrolment token becomes
-        invalid.
+        invalid, unless the exchange is refused. An agent that was retired is admitted again.
 
         Errors:
           FAILED_PRECONDITION  NOT_AN_ENROLMENT_TOKEN: the caller's token is not an enrolment token, or was used before.
           ALREADY_EXISTS       AGENT_BOUND: the identity belongs to another token; metadata has `agent_id`.
+                               AGENT_CONNECTED, DEVICE_SERVED: as Connect would answer.
+          PERMISSION_DENIED    DEVICE_NOT_YOURS: as Connect would answer.
         """
 
     @_abc_1.abstractmethod
@@ -290,6 +323,21 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
           NOT_FOUND            AGENT_NOT_FOUND: no agent with this id has ever connected or tried to connect.
+        """
+
+    @_abc_1.abstractmethod
+    def RemoveAgent(
+        self,
+        request: _agent_pb2.RemoveAgentRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_agent_pb2.RemoveAgentResponse, _abc.Awaitable[_agent_pb2.RemoveAgentResponse]]:
+        """Removes an agent without devices: ends its connection, revokes its tokens, and forgets its identity. A token that is not this
+        agent's alone stays valid; with it the agent can connect again, as a new one.
+
+        Errors:
+          NOT_FOUND            AGENT_NOT_FOUND: there is no agent with this id or principal.
+          FAILED_PRECONDITION  AGENT_AMBIGUOUS: the principal has several agents; metadata `agents` has their ids.
+                               AGENT_HAS_DEVICES: retire its devices first (DeviceService.Retire).
         """
 
     @_abc_1.abstractmethod

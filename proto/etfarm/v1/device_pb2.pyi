@@ -1149,6 +1149,75 @@ class ForgetDeviceResponse(_message.Message):
 Global___ForgetDeviceResponse: _TypeAlias = ForgetDeviceResponse  # noqa: Y015
 
 @_typing.final
+class RetireDeviceRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_ID_FIELD_NUMBER: _builtins.int
+    NOW_FIELD_NUMBER: _builtins.int
+    DRAIN_S_FIELD_NUMBER: _builtins.int
+    device_id: _builtins.str
+    now: _builtins.bool
+    """Whether to end what the device runs instead of waiting for it. Its runs are placed on other devices; its sessions end."""
+    drain_s: _builtins.float
+    """How long what it runs may take, in seconds: 3,600 when absent, at most a day."""
+    def __init__(
+        self,
+        *,
+        device_id: _builtins.str = ...,
+        now: _builtins.bool = ...,
+        drain_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drain_s", b"_drain_s", "drain_s", b"drain_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain_s", b"_drain_s", "device_id", b"device_id", "drain_s", b"drain_s", "now", b"now"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__drain_s: _TypeAlias = _typing.Literal["drain_s"]  # noqa: Y015
+    _WhichOneofArgType__drain_s: _TypeAlias = _typing.Literal["_drain_s", b"_drain_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__drain_s) -> _WhichOneofReturnType__drain_s | None: ...
+
+Global___RetireDeviceRequest: _TypeAlias = RetireDeviceRequest  # noqa: Y015
+
+@_typing.final
+class RetireDeviceResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_FIELD_NUMBER: _builtins.int
+    REVOKED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    OTHER_DEVICE_IDS_FIELD_NUMBER: _builtins.int
+    ENDED_ATTEMPT_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def device(self) -> Global___Device:
+        """The device as it was."""
+
+    @_builtins.property
+    def revoked_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Token.id of each token that was the agent's alone."""
+
+    @_builtins.property
+    def other_device_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The agent's other devices, because of which it stays admitted."""
+
+    @_builtins.property
+    def ended_attempt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The attempts that were ended, if `now` was set."""
+
+    def __init__(
+        self,
+        *,
+        device: Global___Device | None = ...,
+        revoked_token_ids: _abc.Iterable[_builtins.str] | None = ...,
+        other_device_ids: _abc.Iterable[_builtins.str] | None = ...,
+        ended_attempt_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "ended_attempt_ids", b"ended_attempt_ids", "other_device_ids", b"other_device_ids", "revoked_token_ids", b"revoked_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetireDeviceResponse: _TypeAlias = RetireDeviceResponse  # noqa: Y015
+
+@_typing.final
 class RestrictDeviceRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

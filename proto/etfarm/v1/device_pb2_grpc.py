@@ -90,6 +90,11 @@ class DeviceServiceStub(object):
                 request_serializer=etfarm_dot_v1_dot_device__pb2.ForgetDeviceRequest.SerializeToString,
                 response_deserializer=etfarm_dot_v1_dot_device__pb2.ForgetDeviceResponse.FromString,
                 _registered_method=True)
+        self.Retire = channel.unary_unary(
+                '/etfarm.v1.DeviceService/Retire',
+                request_serializer=etfarm_dot_v1_dot_device__pb2.RetireDeviceRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_device__pb2.RetireDeviceResponse.FromString,
+                _registered_method=True)
         self.Restrict = channel.unary_unary(
                 '/etfarm.v1.DeviceService/Restrict',
                 request_serializer=etfarm_dot_v1_dot_device__pb2.RestrictDeviceRequest.SerializeToString,
@@ -234,11 +239,26 @@ class DeviceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Forget(self, request, context):
-        """Removes an offline device; its reports stay. The farm knows it again as soon as an agent announces it.
+        """Removes an offline device; its reports stay. The farm knows it again as soon as an agent announces it; Retire keeps it away.
 
         Errors:
         NOT_FOUND            DEVICE_NOT_FOUND
         FAILED_PRECONDITION  DEVICE_CONNECTED: the device is connected: stop its agent first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Retire(self, request, context):
+        """Retires a device, connected or offline: drains it, waits until what it runs has ended, revokes the tokens that are its agent's
+        alone, refuses the agent from then on (AGENT_RETIRED), and forgets the device; its reports and its place in histories stay.
+        If the agent has other devices, it stays admitted with its token, and only the device is forgotten. A call that ends early
+        leaves the device drained; the next one continues.
+
+        Errors:
+        NOT_FOUND            DEVICE_NOT_FOUND
+        INVALID_ARGUMENT     BAD_RETIREMENT: `drain_s` is out of range.
+        DEADLINE_EXCEEDED    DEVICES_BUSY: what the device runs did not end in time. It stays drained.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -351,6 +371,11 @@ def add_DeviceServiceServicer_to_server(servicer, server):
                     servicer.Forget,
                     request_deserializer=etfarm_dot_v1_dot_device__pb2.ForgetDeviceRequest.FromString,
                     response_serializer=etfarm_dot_v1_dot_device__pb2.ForgetDeviceResponse.SerializeToString,
+            ),
+            'Retire': grpc.unary_unary_rpc_method_handler(
+                    servicer.Retire,
+                    request_deserializer=etfarm_dot_v1_dot_device__pb2.RetireDeviceRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_device__pb2.RetireDeviceResponse.SerializeToString,
             ),
             'Restrict': grpc.unary_unary_rpc_method_handler(
                     servicer.Restrict,
@@ -671,6 +696,33 @@ class DeviceService(object):
             '/etfarm.v1.DeviceService/Forget',
             etfarm_dot_v1_dot_device__pb2.ForgetDeviceRequest.SerializeToString,
             etfarm_dot_v1_dot_device__pb2.ForgetDeviceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Retire(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etfarm.v1.DeviceService/Retire',
+            etfarm_dot_v1_dot_device__pb2.RetireDeviceRequest.SerializeToString,
+            etfarm_dot_v1_dot_device__pb2.RetireDeviceResponse.FromString,
             options,
             channel_credentials,
             insecure,

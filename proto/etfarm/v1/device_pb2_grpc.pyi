@@ -111,11 +111,22 @@ class DeviceServiceStub:
       NOT_FOUND            DEVICE_NOT_FOUND
     """
     Forget: _grpc.UnaryUnaryMultiCallable[_device_pb2.ForgetDeviceRequest, _device_pb2.ForgetDeviceResponse]
-    """Removes an offline device; its reports stay. The farm knows it again as soon as an agent announces it.
+    """Removes an offline device; its reports stay. The farm knows it again as soon as an agent announces it; Retire keeps it away.
 
     Errors:
       NOT_FOUND            DEVICE_NOT_FOUND
       FAILED_PRECONDITION  DEVICE_CONNECTED: the device is connected: stop its agent first.
+    """
+    Retire: _grpc.UnaryUnaryMultiCallable[_device_pb2.RetireDeviceRequest, _device_pb2.RetireDeviceResponse]
+    """Retires a device, connected or offline: drains it, waits until what it runs has ended, revokes the tokens that are its agent's
+    alone, refuses the agent from then on (AGENT_RETIRED), and forgets the device; its reports and its place in histories stay.
+    If the agent has other devices, it stays admitted with its token, and only the device is forgotten. A call that ends early
+    leaves the device drained; the next one continues.
+
+    Errors:
+      NOT_FOUND            DEVICE_NOT_FOUND
+      INVALID_ARGUMENT     BAD_RETIREMENT: `drain_s` is out of range.
+      DEADLINE_EXCEEDED    DEVICES_BUSY: what the device runs did not end in time. It stays drained.
     """
     Restrict: _grpc.UnaryUnaryMultiCallable[_device_pb2.RestrictDeviceRequest, _device_pb2.Device]
     """Restricts a device to the jobs and sessions of some projects; an empty list of projects removes the restriction.
@@ -235,11 +246,22 @@ class DeviceServiceAsyncStub(DeviceServiceStub):
       NOT_FOUND            DEVICE_NOT_FOUND
     """
     Forget: _aio.UnaryUnaryMultiCallable[_device_pb2.ForgetDeviceRequest, _device_pb2.ForgetDeviceResponse]  # type: ignore[assignment]
-    """Removes an offline device; its reports stay. The farm knows it again as soon as an agent announces it.
+    """Removes an offline device; its reports stay. The farm knows it again as soon as an agent announces it; Retire keeps it away.
 
     Errors:
       NOT_FOUND            DEVICE_NOT_FOUND
       FAILED_PRECONDITION  DEVICE_CONNECTED: the device is connected: stop its agent first.
+    """
+    Retire: _aio.UnaryUnaryMultiCallable[_device_pb2.RetireDeviceRequest, _device_pb2.RetireDeviceResponse]  # type: ignore[assignment]
+    """Retires a device, connected or offline: drains it, waits until what it runs has ended, revokes the tokens that are its agent's
+    alone, refuses the agent from then on (AGENT_RETIRED), and forgets the device; its reports and its place in histories stay.
+    If the agent has other devices, it stays admitted with its token, and only the device is forgotten. A call that ends early
+    leaves the device drained; the next one continues.
+
+    Errors:
+      NOT_FOUND            DEVICE_NOT_FOUND
+      INVALID_ARGUMENT     BAD_RETIREMENT: `drain_s` is out of range.
+      DEADLINE_EXCEEDED    DEVICES_BUSY: what the device runs did not end in time. It stays drained.
     """
     Restrict: _aio.UnaryUnaryMultiCallable[_device_pb2.RestrictDeviceRequest, _device_pb2.Device]  # type: ignore[assignment]
     """Restricts a device to the jobs and sessions of some projects; an empty list of projects removes the restriction.
@@ -422,11 +444,28 @@ class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _device_pb2.ForgetDeviceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_device_pb2.ForgetDeviceResponse, _abc.Awaitable[_device_pb2.ForgetDeviceResponse]]:
-        """Removes an offline device; its reports stay. The farm knows it again as soon as an agent announces it.
+        """Removes an offline device; its reports stay. The farm knows it again as soon as an agent announces it; Retire keeps it away.
 
         Errors:
           NOT_FOUND            DEVICE_NOT_FOUND
           FAILED_PRECONDITION  DEVICE_CONNECTED: the device is connected: stop its agent first.
+        """
+
+    @_abc_1.abstractmethod
+    def Retire(
+        self,
+        request: _device_pb2.RetireDeviceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_device_pb2.RetireDeviceResponse, _abc.Awaitable[_device_pb2.RetireDeviceResponse]]:
+        """Retires a device, connected or offline: drains it, waits until what it runs has ended, revokes the tokens that are its agent's
+        alone, refuses the agent from then on (AGENT_RETIRED), and forgets the device; its reports and its place in histories stay.
+        If the agent has other devices, it stays admitted with its token, and only the device is forgotten. A call that ends early
+        leaves the device drained; the next one continues.
+
+        Errors:
+          NOT_FOUND            DEVICE_NOT_FOUND
+          INVALID_ARGUMENT     BAD_RETIREMENT: `drain_s` is out of range.
+          DEADLINE_EXCEEDED    DEVICES_BUSY: what the device runs did not end in time. It stays drained.
         """
 
     @_abc_1.abstractmethod

@@ -199,7 +199,7 @@ class RevokeTokenRequest(_message.Message):
 
     ID_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """Token.id."""
+    """Token.id, or the name of a principal with a single token that is neither revoked, expired nor used up."""
     def __init__(
         self,
         *,

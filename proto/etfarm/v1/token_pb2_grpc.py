@@ -90,7 +90,8 @@ class TokenServiceServicer(object):
         """Revokes a token at once. Calls that use it end, too.
 
         Errors:
-        NOT_FOUND            TOKEN_NOT_FOUND
+        NOT_FOUND            TOKEN_NOT_FOUND: no token has this id, and no usable one this name.
+        FAILED_PRECONDITION  TOKEN_AMBIGUOUS: several usable tokens have this name; metadata `tokens` has their ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -53,7 +53,8 @@ class TokenServiceStub:
     """Revokes a token at once. Calls that use it end, too.
 
     Errors:
-      NOT_FOUND            TOKEN_NOT_FOUND
+      NOT_FOUND            TOKEN_NOT_FOUND: no token has this id, and no usable one this name.
+      FAILED_PRECONDITION  TOKEN_AMBIGUOUS: several usable tokens have this name; metadata `tokens` has their ids.
     """
     Rotate: _grpc.UnaryUnaryMultiCallable[_token_pb2.RotateTokenRequest, _token_pb2.CreateTokenResponse]
     """Replaces a token's secret at once; role, projects and agent identity stay. Every caller may rotate the token of its call.
@@ -87,7 +88,8 @@ class TokenServiceAsyncStub(TokenServiceStub):
     """Revokes a token at once. Calls that use it end, too.
 
     Errors:
-      NOT_FOUND            TOKEN_NOT_FOUND
+      NOT_FOUND            TOKEN_NOT_FOUND: no token has this id, and no usable one this name.
+      FAILED_PRECONDITION  TOKEN_AMBIGUOUS: several usable tokens have this name; metadata `tokens` has their ids.
     """
     Rotate: _aio.UnaryUnaryMultiCallable[_token_pb2.RotateTokenRequest, _token_pb2.CreateTokenResponse]  # type: ignore[assignment]
     """Replaces a token's secret at once; role, projects and agent identity stay. Every caller may rotate the token of its call.
@@ -136,7 +138,8 @@ class TokenServiceServicer(metaclass=_abc_1.ABCMeta):
         """Revokes a token at once. Calls that use it end, too.
 
         Errors:
-          NOT_FOUND            TOKEN_NOT_FOUND
+          NOT_FOUND            TOKEN_NOT_FOUND: no token has this id, and no usable one this name.
+          FAILED_PRECONDITION  TOKEN_AMBIGUOUS: several usable tokens have this name; metadata `tokens` has their ids.
         """
 
     @_abc_1.abstractmethod

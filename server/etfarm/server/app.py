@@ -18,6 +18,7 @@ from etfarm.server import preflight
 from etfarm.server.compile.upload_screening import Screening
 from etfarm.server.config import LOCAL, Config
 from etfarm.server.devices.health.power import PowerCycles
+from etfarm.server.devices.retirement import Retirement
 from etfarm.server.devices.watch import DeviceWatch
 from etfarm.server.jobs.cells.subjects import restore_use
 from etfarm.server.jobs.records.history import History
@@ -239,7 +240,8 @@ def _servicers(
 ) -> Servicers:
     """Return the servicers of the contract, connected to the parts."""
     own_version = version("etfarm")
-    enrolment = Enrolment(access.tokens, fleet.registry.is_agent_known)
+    enrolment = Enrolment(access.tokens, fleet.registry, fleet.identities, time.monotonic)
+    retirement = Retirement(fleet.registry, fleet.runs, fleet.identities, access.tokens)
     history, tags = History(storage.database, fleet.registry.devices), Tags(storage.database, now)
     return Servicers(
         artifacts=ArtifactService(
@@ -268,6 +270,7 @@ def _servicers(
             config.quotas,
             fleet.health,
             jobs.probing,
+            retirement,
         ),
         sessions=SessionService(jobs.sessions, intake.require_running),
         agents=AgentService(
@@ -277,6 +280,7 @@ def _servicers(
             jobs.sessions,
             enrolment,
             fleet.upgrades,
+            retirement,
             storage.store,
             fleet.agent_wheel,
             fleet.wheel_version,

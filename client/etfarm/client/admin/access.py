@@ -83,9 +83,16 @@ class AccessControl:
             tokens += map(_token, page.tokens)
         return tokens
 
-    async def revoke_token(self, token_id: str) -> Token:
-        """Revoke a token and end the calls that use it."""
-        return _token(await self._stubs.tokens.Revoke(token_pb2.RevokeTokenRequest(id=token_id)))
+    async def revoke_token(self, token: str) -> Token:
+        """Revoke a token and end the calls that use it.
+
+        Args:
+            token: its id, or the name of a principal with a single usable token.
+
+        Raises:
+            EtfarmError: TOKEN_NOT_FOUND, TOKEN_AMBIGUOUS.
+        """
+        return _token(await self._stubs.tokens.Revoke(token_pb2.RevokeTokenRequest(id=token)))
 
     async def rotate_token(self, token_id: str = "") -> tuple[Token, str]:
         """Replace a token's secret; without an id, that of the caller's own token. Return the token and its new secret."""

@@ -23,7 +23,9 @@ from etfarm.client.models import (
     HealthEvent,
     Project,
     RecipeInfo,
+    RemovedAgent,
     ReservationInfo,
+    RetiredDevice,
     ServerInfo,
     ServerStatus,
     Telemetry,
@@ -77,6 +79,22 @@ class AsyncInventory(AsyncConnected):
         request = device_pb2.ForgetDeviceRequest(device_id=device_id)
         await self._open.devices.Forget(request)
 
+    async def retire_device(self, device_id: str, *, now: bool = False, drain_s: float | None = None) -> RetiredDevice:
+        """Remove a device, connected or offline, and keep it away; its reports stay. Admins only.
+
+        The farm waits until what the device runs has ended, then revokes the tokens that are its agent's alone and refuses the
+        agent. An agent with other devices keeps its token.
+
+        Args:
+            now: whether to end what the device runs instead of waiting for it.
+            drain_s: how long what it runs may take; an hour when None.
+
+        Raises:
+            EtfarmError: DEVICE_NOT_FOUND, DEVICES_BUSY, BAD_RETIREMENT, PERMISSION_DENIED.
+        """
+        request = device_pb2.RetireDeviceRequest(device_id=device_id, now=now, drain_s=drain_s)
+        return decode_devices.retired_device(await self._open.devices.Retire(request))
+
     async def agents(self) -> list[Agent]:
         """Return the known agent identities and the principals whose tokens may use them. Admins only."""
         request = agent_pb2.ListAgentsRequest(page_size=PAGE_SIZE)
@@ -93,6 +111,17 @@ class AsyncInventory(AsyncConnected):
         """
         request = agent_pb2.BindAgentRequest(agent_id=agent_id, principal=principal)
         return decode.agent(await self._open.agents.BindAgent(request))
+
+    async def remove_agent(self, agent: str) -> RemovedAgent:
+        """Remove an agent without devices: revoke the tokens that are its alone, and forget its identity. Admins only.
+
+        Args:
+            agent: its id, or the name of a principal with this agent only.
+
+        Raises:
+            EtfarmError: AGENT_NOT_FOUND, AGENT_AMBIGUOUS, AGENT_HAS_DEVICES, PERMISSION_DENIED.
+        """
+        return decode.removed_agent(await self._open.agents.RemoveAgent(agent_pb2.RemoveAgentRequest(agent_id=agent)))
 
     async def upload_wheel(self, path: str | Path) -> str:
         """Upload a wheel of etfarm for `upgrade_agent`, and return its digest.

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
         HealthEvent,
         Project,
         RecipeInfo,
+        RemovedAgent,
         ReservationInfo,
+        RetiredDevice,
         ServerInfo,
         ServerStatus,
         Telemetry,
@@ -62,6 +64,21 @@ class Inventory(Blocking):
         """
         self._run(self._async.forget_device(device_id))
 
+    def retire_device(self, device_id: str, *, now: bool = False, drain_s: float | None = None) -> RetiredDevice:
+        """Remove a device, connected or offline, and keep it away; its reports stay. Admins only.
+
+        The farm waits until what the device runs has ended, then revokes the tokens that are its agent's alone and refuses the
+        agent. An agent with other devices keeps its token.
+
+        Args:
+            now: whether to end what the device runs instead of waiting for it.
+            drain_s: how long what it runs may take; an hour when None.
+
+        Raises:
+            EtfarmError: DEVICE_NOT_FOUND, DEVICES_BUSY, BAD_RETIREMENT, PERMISSION_DENIED.
+        """
+        return self._run(self._async.retire_device(device_id, now=now, drain_s=drain_s))
+
     def agents(self) -> list[Agent]:
         """Return the known agent identities and the principals whose tokens may use them. Admins only."""
         return self._run(self._async.agents())
@@ -73,6 +90,17 @@ class Inventory(Blocking):
             EtfarmError: AGENT_NOT_FOUND, PERMISSION_DENIED.
         """
         return self._run(self._async.bind_agent(agent_id, principal))
+
+    def remove_agent(self, agent: str) -> RemovedAgent:
+        """Remove an agent without devices: revoke the tokens that are its alone, and forget its identity. Admins only.
+
+        Args:
+            agent: its id, or the name of a principal with this agent only.
+
+        Raises:
+            EtfarmError: AGENT_NOT_FOUND, AGENT_AMBIGUOUS, AGENT_HAS_DEVICES, PERMISSION_DENIED.
+        """
+        return self._run(self._async.remove_agent(agent))
 
     def upload_wheel(self, path: str | Path) -> str:
         """Upload a wheel of etfarm for `upgrade_agent`, and return its digest.

@@ -24,6 +24,7 @@ from etfarm.client.models import (
     Project,
     QueuedRun,
     RecipeInfo,
+    RemovedAgent,
     ServerInfo,
     ServerSetting,
     ServerStatus,
@@ -208,7 +209,13 @@ def agent(message: agent_pb2.Agent) -> Agent:
         version=message.version,
         host=message.host,
         allows_upgrade=message.allows_upgrade,
+        retired=message.retired,
     )
+
+
+def removed_agent(message: agent_pb2.RemoveAgentResponse) -> RemovedAgent:
+    """Return a RemovedAgent."""
+    return RemovedAgent(agent(message.agent), tuple(message.revoked_token_ids))
 
 
 def upgrade_progress(message: agent_pb2.UpgradeAgentProgress) -> UpgradeProgress:

@@ -12,6 +12,7 @@ from etfarm.client.models import (
     HealthRun,
     HealthState,
     ReservationInfo,
+    RetiredDevice,
     Telemetry,
 )
 from etfarm.client.transport.timestamps import from_timestamp
@@ -148,3 +149,11 @@ def _readings(message: device_pb2.DeviceTelemetry) -> dict[str, float | bool]:
 
 def _drain(message: device_pb2.DeviceDrain) -> Drain:
     return Drain(message.reason, message.principal, from_timestamp(message.start_time))
+
+
+def retired_device(message: device_pb2.RetireDeviceResponse) -> RetiredDevice:
+    """Return a RetiredDevice."""
+    return RetiredDevice(
+        device(message.device), tuple(message.revoked_token_ids), tuple(message.other_device_ids),
+        tuple(message.ended_attempt_ids),
+    )  # fmt: skip

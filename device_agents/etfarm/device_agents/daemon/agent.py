@@ -86,6 +86,12 @@ class Agent:
         self._problems.pop(device.id, None)
         self._send(agent_pb2.AgentMessage(device_update=agent_pb2.DeviceUpdate(device=device)))
 
+    def rename(self, device_id: str, new_id: str) -> None:
+        """Give a device another id before the first connection."""
+        target = self._targets.pop(device_id)
+        target.device.id = new_id
+        self._targets[new_id] = target
+
     async def mark_unusable(self, device: device_pb2.Device) -> None:
         """Announce a device that is present but cannot take runs, and end its run; see `detach`.
 

@@ -12,6 +12,7 @@ import grpc
 
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.daemon.agent import Agent
+from etfarm.device_agents.daemon.device_choice import DeviceChoice
 from etfarm.device_agents.daemon.upgrade import Upgrader, report_connected
 from etfarm.v1 import agent_pb2, device_pb2
 from etfarm.v1.agent_pb2_grpc import AgentServiceStub
@@ -72,6 +73,7 @@ class ServerConnection:
         agent: receives the server's messages.
         upgrader: receives the server's offers of new versions.
         agent_id: the agent's UUID.
+        choice: the id of the device, which a refusal may change; None if the agent does not serve its machine.
         outgoing: receives the agent's messages.
         print_line: prints a line for people when a connection is established.
         version: the agent's version.
@@ -86,6 +88,7 @@ class ServerConnection:
         agent: Agent,
         upgrader: Upgrader,
         agent_id: str,
+        choice: DeviceChoice | None,
         outgoing: Outgoing,
         print_line: PrintLine,
         *,
@@ -101,6 +104,7 @@ class ServerConnection:
         self._offered = PROTOCOL_VERSION
         """The version of the protocol that the next Hello has: an older one after the server has refused the newest."""
         self._agent_id = agent_id
+        self._choice = choice
         self._outgoing = outgoing
         self._print_line = print_line
         self._version = version
@@ -129,6 +133,8 @@ class ServerConnection:
             if refusal is not None and self._can_speak_older(refusal):
                 continue
             self._offered = PROTOCOL_VERSION  # the server may be another one by the next try
+            if refusal is not None and self._gives_way(refusal):
+                continue
             if refusal is not None and self._is_final(refusal):
                 raise await self._cause_of(refusal)
             why = refusal.message if refusal is not None else f"The server at {server} closed the stream."
@@ -164,6 +170,16 @@ class ServerConnection:
         if refusal.kind is not Kind.UNAUTHENTICATED:
             return refusal
         return self._withheld or await refused_by_farm(self._config.access, refusal)
+
+    def _gives_way(self, refusal: EtfarmError) -> bool:
+        """Return whether the device has another id now, under which the server may accept it."""
+        if self._choice is None:
+            return False
+        former = self._choice.id
+        if not self._choice.give_way(refusal):
+            return False
+        self._agent.rename(former, self._choice.id)
+        return True
 
     def _is_final(self, error: EtfarmError) -> bool:
         if error.kind in _FINAL_KINDS or error.reason == PROTOCOL_UNSUPPORTED:
@@ -264,6 +280,8 @@ class ServerConnection:
         if connection.welcomed:
             return
         connection.welcomed = self._was_welcome = True
+        if self._choice is not None:
+            self._choice.keep()
         report_connected()
         names = ", ".join(f"{device.name} ({device.id})" for device in self._agent.devices)
         self._print_line(

@@ -77,6 +77,26 @@ class DataFolder:
             raise FolderUnusable(self.path, error.strerror or str(error)) from None
         return agent_id
 
+    def device_id(self) -> str:
+        """Return the id under which the agent served its machine last; empty if it has not yet."""
+        try:
+            return (self.path / "device_id").read_text(errors="replace").strip()
+        except FileNotFoundError:
+            return ""
+        except OSError as error:
+            raise FolderUnusable(self.path, error.strerror or str(error)) from None
+
+    def keep_device_id(self, device_id: str) -> None:
+        """Write the id under which the agent serves its machine.
+
+        Raises:
+            FolderUnusable: it cannot be written.
+        """
+        try:
+            write_atomically(self.path / "device_id", f"{device_id}\n".encode(), durable=True)
+        except OSError as error:
+            raise FolderUnusable(self.path, error.strerror or str(error)) from None
+
     def close(self) -> None:
         """Release the lock."""
         self._lock.close()

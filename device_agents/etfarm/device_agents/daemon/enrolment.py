@@ -17,6 +17,7 @@ from typing import Final
 
 import grpc
 
+from etfarm.device_agents.daemon.device_choice import DeviceChoice
 from etfarm.device_agents.errors import FolderUnusable
 from etfarm.v1 import agent_pb2
 from etfarm.v1.agent_pb2_grpc import AgentServiceStub
@@ -85,14 +86,19 @@ class Enrolment:
     """Why its own token is not used, if it has one for another address."""
 
 
-async def enroll(access: Access, folder: Path, agent_id: str, pauses: Iterable[float]) -> Enrolment:
+async def enroll(
+    access: Access, folder: Path, agent_id: str, pauses: Iterable[float], choice: DeviceChoice | None, boot: str
+) -> Enrolment:
     """Return the access with the agent's own token: kept from an earlier enrolment, or obtained for an enrolment token.
 
     A token that is not for enrolment is used as it is. Without a token, that of an earlier enrolment is used, if `access` is for
     the same address, or if its servers can prove that they are of the same farm.
+    A refusal leaves the enrolment token as it is.
 
     Args:
         folder: the agent's data folder.
+        choice: the id of the device, which a refusal may change; None if the agent does not serve its machine.
+        boot: the id of this machine's boot.
         pauses: seconds to wait before each retry while the server does not answer.
 
     Raises:
@@ -117,7 +123,7 @@ async def enroll(access: Access, folder: Path, agent_id: str, pauses: Iterable[f
         return Enrolment(access, withheld)
     if not is_enrolment:
         return Enrolment(access)
-    token = await _exchange(access, agent_id, pauses)
+    token = await _exchange(access, agent_id, pauses, choice, boot)
     kept = _Kept(access.server, token, _sha256(access.token))
     kept.write(path)
     log.info("enrolled as agent %s; its token is in %s", agent_id, path)
@@ -140,16 +146,19 @@ def _own_access(access: Access, path: Path, kept: _Kept) -> Access:
     return dataclasses.replace(access, token=kept.token, proofs=Proofs(kept.farm_id, proven))
 
 
-async def _exchange(access: Access, agent_id: str, pauses: Iterable[float]) -> str:
+async def _exchange(access: Access, agent_id: str, pauses: Iterable[float], choice: DeviceChoice | None, boot: str) -> str:
     """Exchange the enrolment token for the agent's own token and return that one."""
     for pause in pauses:
+        request = agent_pb2.EnrollAgentRequest(agent_id=agent_id, device_ids=[] if choice is None else [choice.id], boot_id=boot)
         async with farm_channel(access) as channel:
             try:
-                answer = await AgentServiceStub(channel).Enroll(agent_pb2.EnrollAgentRequest(agent_id=agent_id))
+                answer = await AgentServiceStub(channel).Enroll(request)
             except grpc.aio.AioRpcError as error:
                 refusal: EtfarmError = from_rpc_error(error, server=access.server)
             else:
                 return answer.token
+        if choice is not None and choice.give_way(refusal):
+            continue
         if refusal.kind is not Kind.UNAVAILABLE:
             raise refusal
         log.warning("%s Trying again.", refusal.message)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, delete, func, select
 
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
@@ -37,6 +37,20 @@ class AgentUnbound(UserError):
     kind = Kind.PERMISSION_DENIED
 
 
+class AgentRetired(UserError):
+    """An agent identity whose last device an admin has retired."""
+
+    reason = "AGENT_RETIRED"
+    kind = Kind.PERMISSION_DENIED
+
+
+class AgentAmbiguous(UserError):
+    """A principal with several agent identities, where one is wanted."""
+
+    reason = "AGENT_AMBIGUOUS"
+    kind = Kind.FAILED_PRECONDITION
+
+
 class TooManyAgents(UserError):
     """A principal with more identities than the maximum."""
 
@@ -60,6 +74,7 @@ class Identity:
     """The principal's name; empty if the identity is not bound."""
     refused: str = ""
     """The last principal that was refused this unbound identity."""
+    is_retired: bool = False
 
 
 class Identities:
@@ -76,12 +91,14 @@ class Identities:
         self._now = now
         self._bound: dict[str, str] = {}
         self._refused: OrderedDict[str, str] = OrderedDict()
+        self._retired: set[str] = set()
 
     async def load(self) -> None:
         """Load the bindings from the database."""
         table = schema.agents
-        rows = await self._database.read(lambda connection: connection.execute(select(table.c.id, table.c.principal)).all())
+        rows = await self._database.read(lambda connection: connection.execute(select(table)).all())
         self._bound = {row.id: row.principal for row in rows}
+        self._retired = {row.id for row in rows if row.retired_at is not None}
 
     def principal_of(self, agent_id: str) -> str:
         """Return the principal that the identity is bound to; empty if it is not bound."""
@@ -93,10 +110,17 @@ class Identities:
         Admins, including every caller of a server without tokens, may connect as any agent and bind no identity.
 
         Raises:
+            AgentRetired: the agent's last device was retired.
             AgentNotYours: the identity is bound to another principal, or the caller's token to another identity.
             AgentUnbound: the identity has devices from before it was bound.
             TooManyAgents: the caller has the maximum number of identities.
         """
+        if agent_id in self._retired:
+            raise AgentRetired(
+                f"An admin has retired agent {agent_id} with its device.",
+                "If it shall serve again, start it with a new one-time token, or ask an admin to run "
+                f"`etfarm agents bind {agent_id} {caller.name}`.", agent_id=agent_id,
+            )  # fmt: skip
         if caller.role == Role.ROLE_ADMIN:
             return
         if caller.agent_id not in ("", agent_id):
@@ -121,20 +145,72 @@ class Identities:
         await self._claim(agent_id, caller.name)
 
     async def bind(self, agent_id: str, principal: str, *, by: str) -> Identity:
-        """Bind a known or refused identity to a principal, replacing an earlier binding.
+        """Bind a known or refused identity to a principal, replacing an earlier binding, and admit it if it was retired.
 
         Raises:
             AgentNotFound: no agent with this id ever connected or tried to.
         """
         if agent_id not in self._bound and agent_id not in self._refused and not self._is_known(agent_id):
-            raise AgentNotFound(f"There is no agent {agent_id[:80]!r}.", "See `etfarm agents list`.", agent_id=agent_id[:80])
+            raise _not_found(agent_id)
         await self._bind(agent_id, principal, by=by)
         return Identity(agent_id, principal)
 
     def list(self, known: Mapping[str, object]) -> list[Identity]:
         """Return all identities sorted by id: bound ones, refused ones, and those of the agents in `known`."""
-        ids = {*self._bound, *self._refused, *known}
-        return [Identity(agent_id, self.principal_of(agent_id), self._refused.get(agent_id, "")) for agent_id in sorted(ids)]
+        return [self._identity(agent_id) for agent_id in sorted({*self._bound, *self._refused, *known})]
+
+    def find(self, key: str, known: Collection[str]) -> Identity:
+        """Return the identity with an id, or the only one of a principal.
+
+        Args:
+            known: ids of agents that are not bound, but have devices.
+
+        Raises:
+            AgentNotFound: there is none.
+            AgentAmbiguous: the principal has several.
+        """
+        if key in self._bound or key in self._refused or key in known:
+            return self._identity(key)
+        of_principal = sorted(agent_id for agent_id, principal in self._bound.items() if principal == key != "")
+        if not of_principal:
+            raise _not_found(key)
+        if len(of_principal) > 1:
+            shown = ", ".join(of_principal[:20]) + (f" and {len(of_principal) - 20} more" if len(of_principal) > 20 else "")
+            raise AgentAmbiguous(
+                f"{key} has {len(of_principal)} agents: {shown}.", "Give the id of one.", agents=" ".join(of_principal[:20])
+            )
+        return self._identity(of_principal[0])
+
+    def enrolled(self, agent_id: str, principal: str) -> None:
+        """Record that the database binds an identity to the principal with whose token it enrolled."""
+        self._bound[agent_id] = principal
+        self._refused.pop(agent_id, None)
+        self._retired.discard(agent_id)
+
+    async def retire(self, agent_id: str, *, by: str) -> None:
+        """Refuse an identity until it is bound again or enrols."""
+        table, at = schema.agents, self._now()
+        row = {"id": agent_id, "principal": self.principal_of(agent_id), "bound_at": at, "bound_by": by, "retired_at": at}
+
+        def write(connection: Connection) -> None:
+            new = insert(table).values(**row)
+            connection.execute(new.on_conflict_do_update(index_elements=["id"], set_={"retired_at": at}))
+
+        await self._database.write(write, durable=True)
+        self._bound.setdefault(agent_id, "")
+        self._retired.add(agent_id)
+
+    async def remove(self, agent_id: str) -> None:
+        """Forget an identity; an agent that has it is new the next time."""
+        await self._database.write(
+            lambda connection: connection.execute(delete(schema.agents).where(schema.agents.c.id == agent_id)), durable=True
+        )
+        self._bound.pop(agent_id, None)
+        self._refused.pop(agent_id, None)
+        self._retired.discard(agent_id)
+
+    def _identity(self, agent_id: str) -> Identity:
+        return Identity(agent_id, self.principal_of(agent_id), self._refused.get(agent_id, ""), agent_id in self._retired)
 
     async def _claim(self, agent_id: str, principal: str) -> None:
         """Bind an unbound identity. An identity that was bound in the meantime keeps its principal.
@@ -167,15 +243,18 @@ class Identities:
         self._refused.pop(agent_id, None)
 
     async def _bind(self, agent_id: str, principal: str, *, by: str) -> None:
-        row = {"principal": principal, "bound_at": self._now(), "bound_by": by}
+        row = {"principal": principal, "bound_at": self._now(), "bound_by": by, "retired_at": None}
 
         def write(connection: Connection) -> None:
             new = insert(schema.agents).values(id=agent_id, **row)
             connection.execute(new.on_conflict_do_update(index_elements=["id"], set_=row))
 
         await self._database.write(write, durable=True)
-        self._bound[agent_id] = principal
-        self._refused.pop(agent_id, None)
+        self.enrolled(agent_id, principal)
+
+
+def _not_found(key: str) -> AgentNotFound:
+    return AgentNotFound(f"There is no agent {key[:80]!r}.", "See `etfarm agents list`.", agent_id=key[:80])
 
 
 def _bound_to_another(agent_id: str) -> AgentNotYours:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Final
 
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import Connection, Row, func, insert, or_, select, update
 
 from etfarm.server.access.projects import ProjectNotFound
 from etfarm.server.state import schema
@@ -46,6 +46,13 @@ class TokenNotFound(UserError):
 
     reason = "TOKEN_NOT_FOUND"
     kind = Kind.NOT_FOUND
+
+
+class TokenAmbiguous(UserError):
+    """A name with several tokens, where one is wanted."""
+
+    reason = "TOKEN_AMBIGUOUS"
+    kind = Kind.FAILED_PRECONDITION
 
 
 class Unauthenticated(UserError):
@@ -205,15 +212,20 @@ class TokenTable:
         query = select(table.principal).where(table.role == ROLE_NAMES[Role.ROLE_ADMIN], is_valid).distinct()
         return sorted(await self._database.read(lambda connection: connection.execute(query).scalars().all()))
 
-    async def revoke(self, token_id: str) -> token_pb2.Token:
+    async def revoke(self, key: str) -> token_pb2.Token:
         """Revoke a token; do nothing if it is already revoked.
 
+        Args:
+            key: the token's id, or the name of a principal with a single usable token.
+
         Raises:
-            TokenNotFound: no token has the id.
+            TokenNotFound: no token has the id, and no usable one the name.
+            TokenAmbiguous: several usable tokens have the name.
         """
         table, at = schema.tokens, self._now()
 
         def write(connection: Connection) -> Row[Any]:
+            token_id = _find_id(connection, key, at)
             is_valid = (table.c.id == token_id) & table.c.revoked_at.is_(None)
             connection.execute(update(table).where(is_valid).values(revoked_at=at))
             return _row(connection, token_id)
@@ -221,6 +233,21 @@ class TokenTable:
         row = await self._database.write(write, durable=True)
         await self.load()
         return _token(row)
+
+    async def revoke_of_agent(self, agent_id: str) -> Sequence[str]:
+        """Revoke the tokens that only this agent may use; return their ids."""
+        table, at = schema.tokens, self._now()
+        of_agent = (table.c.agent_id == agent_id) & table.c.enrolment.is_(False) & table.c.revoked_at.is_(None)
+
+        def write(connection: Connection) -> list[str]:
+            ids = connection.execute(select(table.c.id).where(of_agent).order_by(table.c.id)).scalars().all()
+            connection.execute(update(table).where(of_agent).values(revoked_at=at))
+            return [str(each) for each in ids]
+
+        revoked = await self._database.write(write, durable=True)
+        if revoked:
+            await self.load()
+        return revoked
 
     async def rotate(self, token_id: str, *, key: bytes | None = None) -> tuple[token_pb2.Token, str]:
         """Replace a token's secret; return the token with its new secret.
@@ -274,8 +301,11 @@ class TokenTable:
                     "The token is not an enrolment token, or was used already.",
                     "Ask an admin for `etfarm tokens create NAME --agent`.",
                 )
-            owner = connection.execute(select(agents.c.principal).where(agents.c.id == agent_id)).scalar()
-            if owner != principal and (owner is not None or is_known):
+            bound = connection.execute(
+                select(agents.c.principal, agents.c.retired_at).where(agents.c.id == agent_id)
+            ).one_or_none()
+            is_free = not is_known if bound is None else bound.retired_at is not None or bound.principal == principal
+            if not is_free:
                 raise AgentBound(
                     f"Agent {agent_id} is registered and does not belong to {principal}.",
                     f"Ask an admin to run `etfarm agents bind {agent_id} {principal}`, or give the agent a new data folder.",
@@ -290,8 +320,9 @@ class TokenTable:
                     agent_id=agent_id, created_at=at, created_by=principal,
                 )
             )  # fmt: skip
-            bound = insert_or_ignore(agents).values(id=agent_id, principal=principal, bound_at=at, bound_by=row.created_by)
-            connection.execute(bound.on_conflict_do_nothing())
+            binding = {"principal": principal, "bound_at": at, "bound_by": row.created_by, "retired_at": None}
+            new = insert_or_ignore(agents).values(id=agent_id, **binding)
+            connection.execute(new.on_conflict_do_update(index_elements=["id"], set_=binding))
 
         await self._database.write(write, durable=True)
         await self.load()
@@ -330,6 +361,34 @@ def _row(connection: Connection, token_id: str) -> Row[Any]:
     if row is None:
         raise TokenNotFound(f"There is no token {token_id[:80]!r}.", "See `etfarm tokens list`.", id=token_id[:80])
     return row
+
+
+def _find_id(connection: Connection, key: str, now: datetime) -> str:
+    """Return the id of the token with an id, or of the only usable one of a principal.
+
+    Raises:
+        TokenNotFound, TokenAmbiguous: see `TokenTable.revoke`.
+    """
+    table = schema.tokens
+    if connection.execute(select(table.c.id).where(table.c.id == key)).first() is not None:
+        return key
+    is_usable = (
+        (table.c.principal == key)
+        & table.c.revoked_at.is_(None)
+        & or_(table.c.expires_at.is_(None), table.c.expires_at > now)
+        & or_(table.c.enrolment.is_(False), table.c.agent_id.is_(None))
+    )
+    ids = [str(each) for each in connection.execute(select(table.c.id).where(is_usable).order_by(table.c.id)).scalars()]
+    if not ids:
+        raise TokenNotFound(
+            f"There is no token with the id {key[:80]!r}, and no usable one of that name.",
+            "See `etfarm tokens list`.",
+            id=key[:80],
+        )
+    if len(ids) > 1:
+        shown = ", ".join(ids[:20]) + (f" and {len(ids) - 20} more" if len(ids) > 20 else "")
+        raise TokenAmbiguous(f"{key} has {len(ids)} usable tokens: {shown}.", "Give the id of one.", tokens=" ".join(ids[:20]))
+    return ids[0]
 
 
 def _role(name: str) -> Role.ValueType:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
@@ -12,6 +13,8 @@ from etfarm.server.arguments import parse_command
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.backup.backup import back_up
 from etfarm.server.backup.restore import restore
+from etfarm.server.backup.revived import describe_revived
+from etfarm.server.config import DATABASE
 from etfarm.server.operation.blob_options import add_blob_options, location_of
 from etfarm.server.operation.data_option import add_data_option, data_of, require_owner
 from etfarm.server.operation.database_option import add_database_option
@@ -19,6 +22,8 @@ from etfarm.server.operation.progress import Progress, size_text
 from etfarm.server.operation.settings import Setting
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.folder import locked
+from etfarm.server.transfer.database import FarmDatabase
+from etfarm.wire.escapes import printable
 from etfarm.wire.private import close_umask
 
 _OTHER_FARM: Final = (
@@ -76,6 +81,9 @@ def restore_main(argv: list[str]) -> int:
         help="the farm replaces the one that was backed up, which does not run any more: its agents follow. By default, it is "
         "another farm, and they stay with theirs",
     )
+    parser.add_argument("--without-tokens", action="store_true",
+                        help="revoke all tokens of the backup, such as those that were revoked since: people and agents need new "
+                        "ones")  # fmt: skip
     arguments, sources = parse_command(parser, argv)
     folder, database, blobs = data_of(arguments), arguments.database, location_of(arguments)
     close_umask()
@@ -84,18 +92,21 @@ def restore_main(argv: list[str]) -> int:
         restore(arguments.backup, folder, blobs=blobs)  # refuses before anything is created
     with locked(folder), Progress() as progress:
         manifest = restore(
-            arguments.backup,
-            folder,
-            database=database,
-            blobs=blobs,
-            keep_identity=arguments.keep_identity,
-            on_progress=progress.show,
-        )
+            arguments.backup, folder, database=database, blobs=blobs, keep_identity=arguments.keep_identity,
+            without_tokens=arguments.without_tokens, on_progress=progress.show,
+        )  # fmt: skip
+        with FarmDatabase(folder / DATABASE, database).connected() as connection, connection.begin():
+            revived = list(describe_revived(connection, datetime.now(UTC)))
     options = _options(folder, database, blobs, arguments.blobs_ca, arguments.config, sources)
     print(
         f"{folder}: restored the backup of {manifest.created_at} by etfarm {manifest.version}, {manifest.artifacts} artifacts. "
         f"{'' if arguments.keep_identity else _OTHER_FARM}Start it: etfarm serve{options}"
     )
+    for line in revived:
+        print(printable(line))
+    if arguments.without_tokens:
+        places = _options(folder, database, None, None, None, ())
+        print(f"Its tokens are revoked. Create an admin's: etfarm tokens init NAME{places}")
     return 0
 
 

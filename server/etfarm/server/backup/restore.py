@@ -7,6 +7,7 @@ import os
 import shutil
 import sqlite3
 from contextlib import closing
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
@@ -17,6 +18,7 @@ from etfarm.server.backup import manifest as manifests
 from etfarm.server.backup.backup import BackupFailed
 from etfarm.server.backup.errors import BackupDamaged, BackupRefused
 from etfarm.server.backup.manifest import Manifest
+from etfarm.server.backup.revived import revoke_tokens
 from etfarm.server.cluster.shared_blobs import identify_folder
 from etfarm.server.config import DATABASE
 from etfarm.server.state import damage, identity
@@ -41,6 +43,7 @@ def restore(
     database: DatabaseUrl | None = None,
     blobs: BucketLocation | None = None,
     keep_identity: bool = False,
+    without_tokens: bool = False,
     on_progress: OnProgress = lambda what, done, total: None,
 ) -> Manifest:
     """Make a data folder from a backup, and migrate its database to this version. Return the backup's manifest.
@@ -54,6 +57,7 @@ def restore(
         blobs: the bucket that the artifacts are for; None to restore them as files.
         keep_identity: whether the farm replaces the one that was backed up, so that its agents follow. Otherwise it is another
             farm, to which they do not send their tokens.
+        without_tokens: whether to revoke all tokens of the backup.
 
     Raises:
         TargetNotEmpty, CopyUnfinished: the PostgreSQL database has something else.
@@ -74,7 +78,7 @@ def restore(
     try:
         _prepare(data, manifest)
         if target is None:
-            part = _convert(backup, data, manifest, blobs, on_progress)
+            part = _convert(backup, data, manifest, blobs, on_progress, without_tokens=without_tokens)
             if not keep_identity:
                 _renew_identity(FarmDatabase(part))
                 merge_log(part)
@@ -82,7 +86,9 @@ def restore(
             _remove_logs(data)
             part.replace(data / DATABASE)
         elif not (_marker_of(data).endswith(f"{_COPIED}{database}") and target.is_complete()):
-            _restore_rows(target, backup, data, manifest, blobs, on_progress, keep_identity=keep_identity)
+            _restore_rows(
+                target, backup, data, manifest, blobs, on_progress, keep_identity=keep_identity, without_tokens=without_tokens
+            )
         FarmDatabase(_part_of(data)).clear()
         sync_folder(data)
         (data / RESTORING).unlink()
@@ -103,6 +109,7 @@ def _restore_rows(
     on_progress: OnProgress,
     *,
     keep_identity: bool,
+    without_tokens: bool,
 ) -> None:
     """Restore to a PostgreSQL database, of which no server runs."""
     assert target.url is not None
@@ -112,7 +119,7 @@ def _restore_rows(
         begin_copy(target, name)
         hold.name_blobs(identify_folder(data / ARTIFACTS) if blobs is None else blobs.url)
         try:
-            source = FarmDatabase(_convert(backup, data, manifest, blobs, on_progress))
+            source = FarmDatabase(_convert(backup, data, manifest, blobs, on_progress, without_tokens=without_tokens))
         except (BackupDamaged, damage.DatabaseDamaged):
             target.clear()  # so that another backup can be restored to it
             hold.name_blobs("")
@@ -128,7 +135,9 @@ def _restore_rows(
             rows.finish(connection)
 
 
-def _convert(backup: Path, data: Path, manifest: Manifest, blobs: BucketLocation | None, on_progress: OnProgress) -> Path:
+def _convert(
+    backup: Path, data: Path, manifest: Manifest, blobs: BucketLocation | None, on_progress: OnProgress, *, without_tokens: bool
+) -> Path:
     """Restore the artifacts, and return a copy of the backup's database with the tables of this version."""
     source, part, copy = backup / manifest.database, _part_of(data), data / f"{DATABASE}.backup"
     for each in (part, copy):
@@ -150,6 +159,9 @@ def _convert(backup: Path, data: Path, manifest: Manifest, blobs: BucketLocation
     asyncio.run(_copy_artifacts(backup, data, part, manifest, blobs, on_progress))
     # It may store artifacts as files of the data folder.
     FarmDatabase(part).open()
+    if without_tokens:
+        with FarmDatabase(part).connected() as connection, connection.begin():
+            revoke_tokens(connection, datetime.now(UTC))
     merge_log(part)
     part.chmod(0o600)
     asyncio.run(_move_artifacts(data, blobs))

@@ -79,16 +79,16 @@ class DeviceAdmission:
             return True
         return self._principal_of(known.agent_id) == session.principal
 
-    def is_served_by_another(self, device: Device, agent_id: str) -> bool:
-        """Return whether another live agent serves the device.
+    def rival(self, device: Device, agent_id: str) -> AgentSession | None:
+        """Return the connection of another live agent that serves the device and continues to; None without one.
 
-        Cloned disks share the machine id from which device ids are derived. If two agents see the same phone, the one that can
-        serve it takes precedence, since a phone may only authorize one of them.
+        Copies of a disk share the machine id from which device ids are derived. If two agents see the same phone, the one that
+        can serve it takes precedence, since a phone may only authorize one of them.
         """
         serving = self._serving.get(device.id)
         if serving is None or serving.agent_id == agent_id or not serving.is_alive():
-            return False
-        return device.HasField("problem") or not self._known[device.id].HasField("problem")
+            return None
+        return serving if device.HasField("problem") or not self._known[device.id].HasField("problem") else None
 
     def require_room(self, session: AgentSession, devices: Sequence[Device]) -> None:
         """Raise an error if new devices would exceed a limit.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from etfarm.wire.errors import DeviceError, Kind, UserError
 
 
@@ -35,24 +37,29 @@ class DeviceServed(AgentConnected):
 
     reason = "DEVICE_SERVED"
 
-    def __init__(self, device_id: str, agent_id: str) -> None:
+    def __init__(self, device_id: str, agent_id: str, host: str) -> None:
+        where = f" on {host}" if host else ""
         super().__init__(
-            f"Device {device_id} is already served by agent {agent_id}.",
-            "Give each machine its own id (systemd-machine-id-setup), or start this agent with another --data.",
+            f"Device {device_id} is served by agent {agent_id}{where}, which is connected: this is a second agent on its machine "
+            "or on a copy of its disk.",
+            "To serve both, delete `device_id` in this agent's data folder and start it again, or give it another --data: it "
+            "then has a device of its own. If the device has moved here, stop the other agent.",
             device=device_id, agent_id=agent_id,
         )  # fmt: skip
 
 
 class DeviceNotYours(UserError):
-    """A device that belongs to an agent with another principal's token."""
+    """A device that belongs to an agent with another principal's token, which is not connected."""
 
     reason = "DEVICE_NOT_YOURS"
     kind = Kind.PERMISSION_DENIED
 
-    def __init__(self, device_id: str) -> None:
+    def __init__(self, device_id: str, agent_id: str, principal: str) -> None:
         super().__init__(
-            f"Device {device_id} belongs to an agent with another token.",
-            f"Ask an admin to run `etfarm devices forget {device_id}`, then start this agent again.", device=device_id,
+            f"Device {device_id} belongs to agent {agent_id} of another token, which is not connected.",
+            f"If the device is this one, ask an admin to run `etfarm agents bind {agent_id} {principal}`. If this is a copy of "
+            "its disk, start this agent with another --data: it then has a device of its own.",
+            device=device_id, agent_id=agent_id,
         )  # fmt: skip
 
 
@@ -61,6 +68,34 @@ class DeviceConnected(UserError):
 
     reason = "DEVICE_CONNECTED"
     kind = Kind.FAILED_PRECONDITION
+
+
+class BadRetirement(UserError):
+    """A retirement with a time that is out of range."""
+
+    reason = "BAD_RETIREMENT"
+
+
+class DevicesBusy(UserError):
+    """Devices whose runs did not end in time."""
+
+    reason = "DEVICES_BUSY"
+    kind = Kind.DEADLINE_EXCEEDED
+
+
+class AgentHasDevices(UserError):
+    """An agent that cannot be removed because the farm knows devices of it."""
+
+    reason = "AGENT_HAS_DEVICES"
+    kind = Kind.FAILED_PRECONDITION
+
+    def __init__(self, agent_id: str, devices: Sequence[str]) -> None:
+        shown = ", ".join(devices[:20])
+        super().__init__(
+            f"Agent {agent_id} has {len(devices)} device{'s' if len(devices) > 1 else ''}: {shown}.",
+            f"Retire {'them' if len(devices) > 1 else 'it'} first: `etfarm devices retire {devices[0]}`.",
+            agent_id=agent_id, devices=" ".join(devices[:20]),
+        )  # fmt: skip
 
 
 class DeviceOffline(DeviceError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 
@@ -129,29 +130,13 @@ class Registry(DeviceDirectory):
     async def connect(self, session: AgentSession, hello: agent_pb2.Hello) -> None:
         """Register a new connection of an agent.
 
-        If the agent's machine was rebooted since its former connection, wait for a message on the former one: a machine that lost
-        power could not close its connection, whereas two copies of one data folder are both alive.
-
         Raises:
-            AgentConnected: another connection of the same agent is alive, or one of another agent with the same device.
-            DeviceNotYours: all devices belong to agents with another principal's token.
+            AgentConnected, DeviceServed, DeviceNotYours: as `accept`.
             TooManyDevices: the new devices would exceed a limit.
         """
-        while (former := self._sessions.get(hello.agent_id)) is not None and former.is_alive():
-            if "" != former.boot_id != session.boot_id != "" and not await former.is_alive_again():
-                session.mark_alive()
-                continue
-            raise AgentConnected(
-                f"Another process serves as agent {hello.agent_id}.",
-                "Stop it, or give this one its own data folder (--data).", agent_id=hello.agent_id,
-            )  # fmt: skip
-        permitted = [device for device in hello.devices if self._admission.may_serve(session, device.id)]
-        if hello.devices and not permitted:
-            raise DeviceNotYours(hello.devices[0].id)
-        accepted = [device for device in permitted if not self._admission.is_served_by_another(device, hello.agent_id)]
+        accepted = await self.accept(session, hello.devices)
         self._admission.require_room(session, accepted)
-        if hello.devices and not accepted and not any(device.HasField("problem") for device in hello.devices):
-            raise DeviceServed(hello.devices[0].id, self._serving[hello.devices[0].id].agent_id)
+        former = self._sessions.get(hello.agent_id)
         self._sessions[hello.agent_id] = session
         if former is not None:
             former.end()
@@ -164,11 +149,65 @@ class Registry(DeviceDirectory):
         if accepted:
             self.changed(*(device.id for device in accepted))
 
+    async def accept(self, session: AgentSession, devices: Sequence[Device]) -> list[Device]:
+        """Return those of an agent's devices that it may serve; its connection need not be registered.
+
+        An agent or a device that has moved is accepted, whereas two copies are both alive. A machine that lost power could not
+        close its connection: wait for a message on one from another boot.
+
+        Raises:
+            AgentConnected: another connection of the same agent is alive.
+            DeviceServed: a live agent serves each of the devices.
+            DeviceNotYours: all devices belong to agents with another principal's token.
+        """
+        rivals = {former} if (former := self._sessions.get(session.agent_id)) is not None and former.is_alive() else set()
+        others = {self._admission.rival(device, session.agent_id) for device in devices}
+        rivals |= {other for other in others if other is not None and None not in others}
+        if waited := [rival for rival in rivals if "" != rival.boot_id != session.boot_id != ""]:
+            await asyncio.gather(*(rival.is_alive_again() for rival in waited))
+            session.mark_alive()
+        former = self._sessions.get(session.agent_id)
+        if former is not None and former.is_alive():
+            raise _connected(former, session)
+        permitted = [device for device in devices if self._admission.may_serve(session, device.id)]
+        accepted = [device for device in permitted if self._admission.rival(device, session.agent_id) is None]
+        if devices and not accepted and not any(device.HasField("problem") for device in devices):
+            for device in devices:
+                if (other := self._admission.rival(device, session.agent_id)) is not None:
+                    raise DeviceServed(device.id, other.agent_id, other.host)
+        if devices and not permitted:
+            raise self._not_yours(session, devices[0].id)
+        return accepted
+
+    def _not_yours(self, session: AgentSession, device_id: str) -> DeviceNotYours:
+        return DeviceNotYours(device_id, self._known[device_id].agent_id, session.principal)
+
     def end_foreign_session(self, agent_id: str, principal: str) -> None:
         """End the connection of an agent whose token is not this principal's, after its identity was bound to the principal."""
         session = self._sessions.get(agent_id)
         if session is not None and not session.is_admin and session.principal != principal:
             session.end()
+
+    async def end_agent(self, agent_id: str) -> None:
+        """End the connection of an agent, whose devices go offline."""
+        if (session := self._sessions.get(agent_id)) is not None:
+            session.end()
+            await self.disconnect(session)
+
+    def end_runs(self, device_id: str, why: str) -> list[str]:
+        """End what a device runs, which its agent is asked to cancel; return the attempts."""
+        attempts = self._runs.on_device(device_id)
+        if (session := self._serving.get(device_id)) is not None:
+            for attempt_id in attempts:
+                cancel = agent_pb2.CancelRun(attempt_id=attempt_id, reason=why)
+                session.send(agent_pb2.ServerMessage(cancel_run=cancel))
+        self._runs.reconcile({device_id}, set(), why, cause="gone")
+        return attempts
+
+    def detach(self, device_id: str) -> None:
+        """End a device's service by its agent, whose other devices stay, until the agent announces it again."""
+        if self._serving.pop(device_id, None) is not None:
+            self.changed(device_id)
 
     async def forget(self, key: str) -> Device:
         """Remove an offline device from the registry; its reports stay.
@@ -198,11 +237,11 @@ class Registry(DeviceDirectory):
             TooManyDevices: a further device would exceed a limit.
         """
         if not self._admission.may_serve(session, device.id):
-            raise DeviceNotYours(device.id)
-        if self._admission.is_served_by_another(device, session.agent_id):
+            raise self._not_yours(session, device.id)
+        if (other := self._admission.rival(device, session.agent_id)) is not None:
             if device.HasField("problem"):
                 return
-            raise DeviceServed(device.id, self._serving[device.id].agent_id)
+            raise DeviceServed(device.id, other.agent_id, other.host)
         self._admission.require_room(session, [device])
         projects = frozenset[str]() if device.id in self._known else self._admission.projects_of_new(session)
         await self._serve(session, device, projects)
@@ -284,3 +323,18 @@ class Registry(DeviceDirectory):
             if projects:
                 raise
             log.warning("descriptions of devices could not be written", devices=len(known), error=error.message)
+
+
+def _connected(former: AgentSession, session: AgentSession) -> AgentConnected:
+    """Return the error of an agent that is connected already, from this boot of this machine or from another one."""
+    if "" != former.boot_id != session.boot_id != "":
+        return AgentConnected(
+            f"Agent {session.agent_id} is connected from another machine{f' ({former.host})' if former.host else ''}: this data "
+            "folder is a copy.",
+            "To serve both, delete `agent_id`, `device_id` and `token` in this data folder, and start the agent with a one-time "
+            "token of its own. If the folder has moved here, stop the other agent.", agent_id=session.agent_id,
+        )  # fmt: skip
+    return AgentConnected(
+        f"Another process serves as agent {session.agent_id}.", "Stop it, or give this one its own data folder (--data).",
+        agent_id=session.agent_id,
+    )  # fmt: skip

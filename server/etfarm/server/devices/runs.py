@@ -215,6 +215,11 @@ class Runs:
         while others := [run for run in self._on_devices.get(device_id, {}).values() if run.attempt_id != attempt_id]:
             await others[0].over.wait()
 
+    async def wait_idle(self, device_id: str) -> None:
+        """Wait until no attempt occupies a device."""
+        while runs := self._on_devices.get(device_id):
+            await next(iter(runs.values())).over.wait()
+
     def knows(self, attempt_id: str) -> bool:
         """Return whether the attempt is live."""
         return attempt_id in self._runs

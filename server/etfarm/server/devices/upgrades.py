@@ -10,7 +10,7 @@ from typing import Final
 
 import structlog
 
-from etfarm.server.devices.errors import AgentOffline
+from etfarm.server.devices.errors import AgentOffline, DevicesBusy
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import AgentSession
@@ -46,13 +46,6 @@ class UpgradeRunning(UserError):
 
     reason = "UPGRADE_RUNNING"
     kind = Kind.ALREADY_EXISTS
-
-
-class DevicesBusy(UserError):
-    """Devices whose runs did not end in time."""
-
-    reason = "DEVICES_BUSY"
-    kind = Kind.DEADLINE_EXCEEDED
 
 
 class UpgradeFailed(DeviceError):

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, inspect, text
 
 log = structlog.get_logger()
 
-HEAD: Final = "0019"
+HEAD: Final = "0020"
 """The newest migration, to which older databases are upgraded when they are opened."""
 
 _MIGRATIONS: Final = Path(__file__).parent / "migrations"

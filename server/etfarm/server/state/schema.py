@@ -329,6 +329,8 @@ agents = Table(
     Column("principal", Text, nullable=False),
     Column("bound_at", UtcDateTime, nullable=False),
     Column("bound_by", Text, nullable=False),
+    # When the last device of the agent was retired; the identity is refused since.
+    Column("retired_at", UtcDateTime),
 )  # fmt: skip
 
 device_projects = Table(

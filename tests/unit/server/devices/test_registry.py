@@ -16,7 +16,15 @@ from etfarm.server.access.scope import Scope
 from etfarm.server.artifacts.store import Store
 from etfarm.server.devices import admission
 from etfarm.server.devices.bundles import Bundles
-from etfarm.server.devices.errors import AgentConnected, DeviceNotFound, DeviceOffline, DeviceTooLarge, TooManyDevices
+from etfarm.server.devices.errors import (
+    AgentConnected,
+    DeviceNotFound,
+    DeviceNotYours,
+    DeviceOffline,
+    DeviceServed,
+    DeviceTooLarge,
+    TooManyDevices,
+)
 from etfarm.server.devices.records import DeviceRecords
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import AttemptLost, Runs
@@ -237,7 +245,7 @@ async def test_a_copy_of_a_data_folder_on_another_machine_is_refused_once_the_or
     done, _ = await asyncio.wait([waiting], timeout=0.2)
     assert not done
     first.mark_alive()
-    with pytest.raises(AgentConnected, match="--data"):
+    with pytest.raises(AgentConnected, match="from another machine: this data folder is a copy"):
         await waiting
     assert world.registry.session_of("pi") is first
 
@@ -371,6 +379,41 @@ async def test_a_device_of_a_live_agent_is_not_given_to_another(world: World) ->
     assert refused.value.reason == "DEVICE_SERVED"
     assert world.registry.serves(session, "pi")
     assert not world.runs._runs["a1"].result.done()
+
+
+async def test_a_copy_of_a_disk_is_refused_once_the_original_responds_and_a_machine_that_lost_power_is_replaced(
+    golden: Golden, world: World
+) -> None:
+    first = await world.connect("pi", boot="here")
+    waiting = asyncio.create_task(world.connect("pi", agent="clone", boot="there"))
+    done, _ = await asyncio.wait([waiting], timeout=0.2)
+    assert not done
+    first.mark_alive()
+    with pytest.raises(DeviceServed) as refused:
+        await waiting
+    golden.check(refused.value)
+    waiting = asyncio.create_task(world.connect("pi", agent="reinstalled", boot="there"))
+    done, _ = await asyncio.wait([waiting], timeout=0.2)
+    assert not done
+    world.seconds += 3 * HEARTBEAT_INTERVAL_S
+    first.end()
+    assert world.registry.serves(await waiting, "pi")
+
+
+async def test_a_device_of_another_token_is_a_copy_while_it_is_served_and_has_moved_when_it_left(
+    golden: Golden, world: World
+) -> None:
+    farm = Registry(world.database, world.bundles, world.runs, world.now, lambda agent: f"owner-of-{agent}")
+    pi = Device(id="pi", name="pi")
+    session = AgentSession("a1", "", lambda: world.seconds, principal="owner-of-a1")
+    await farm.connect(session, Hello(agent_id="a1", devices=[pi]))
+    other = AgentSession("a2", "", lambda: world.seconds, principal="owner-of-a2")
+    with pytest.raises(DeviceServed):
+        await farm.accept(other, [pi])
+    await farm.disconnect(session)
+    with pytest.raises(DeviceNotYours) as refused:
+        await farm.accept(other, [pi])
+    golden.check(refused.value)
 
 
 async def test_a_farewell_loses_what_runs_at_once(world: World) -> None:

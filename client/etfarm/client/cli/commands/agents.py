@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from etfarm.client.aio import AsyncFarm
-    from etfarm.client.models import Agent
+    from etfarm.client.models import Agent, RemovedAgent
 
 MAX_PARALLEL = 64
 """Maximum number of agents that are upgraded at the same time: each is a stream to the server."""
@@ -36,8 +36,8 @@ _STEPS = {
 
 def main(argv: list[str]) -> int:
     """Run `etfarm agents`."""
-    commands: dict[str, Command] = {"list": list_, "bind": bind, "upgrade": upgrade}
-    return execute(commands, argv, "agents", "List agents, bind them to tokens, and upgrade them. Admins only.")
+    commands: dict[str, Command] = {"list": list_, "bind": bind, "remove": remove, "upgrade": upgrade}
+    return execute(commands, argv, "agents", "List agents, bind them to tokens, upgrade and remove them. Admins only.")
 
 
 def list_(
@@ -68,7 +68,7 @@ def list_(
         (
             agent.agent_id,
             agent.principal or (f"not bound; {agent.refused_principal} was refused" if agent.refused_principal else "not bound"),
-            "connected" if agent.connected else "offline",
+            "connected" if agent.connected else "retired" if agent.retired else "offline",
             agent.version or "-",
             ", ".join(agent.device_ids) or "-",
         )
@@ -85,7 +85,10 @@ def bind(
     server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
-    """Bind an agent identity to a principal, and end a connection that uses another principal's token."""
+    """Bind an agent identity to a principal, and end a connection that uses another principal's token.
+
+    A retired agent is admitted again.
+    """
     from etfarm.client.aio import AsyncFarm
 
     async def change() -> Agent:
@@ -94,6 +97,25 @@ def bind(
 
     agent = run_async(change)
     tell(f"Agent {agent.agent_id} belongs to {agent.principal}.")
+
+
+def remove(
+    agent: Annotated[str, typer.Argument(metavar="ID|NAME", help="The agent's id, or the principal that has this agent only.")],
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
+    project: options.Project = None,
+) -> None:
+    """Remove an agent without devices: revoke its token, end its connection, and forget its identity."""
+    from etfarm.client.aio import AsyncFarm
+    from etfarm.client.cli.views.retirement import describe_removal
+
+    async def change() -> RemovedAgent:
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            return await farm.remove_agent(agent)
+
+    for line in describe_removal(run_async(change)):
+        tell(line)
 
 
 def upgrade(

@@ -21,12 +21,13 @@ from etfarm.client.cli.views.devices import (
     facts,
     list_labels,
 )
+from etfarm.client.cli.views.retirement import describe_retirement
 from etfarm.client.cli.workflows import reserving, telemetry, watching
 from etfarm.client.fleet.runners import describe_runner
 from etfarm.wire.errors import EtfarmError
 
 if TYPE_CHECKING:
-    from etfarm.client.models import Device, HealthEvent
+    from etfarm.client.models import Device, HealthEvent, RetiredDevice
 
 
 def main(argv: list[str]) -> int:
@@ -35,9 +36,9 @@ def main(argv: list[str]) -> int:
         "list": list_, "show": show, "health": health, "check": check, "clear": clear, "telemetry": telemetry.telemetry,
         "reserve": reserving.reserve, "renew": reserving.renew, "release": reserving.release,
         "reservations": reserving.reservations, "label": label, "drain": drain, "undrain": undrain, "restrict": restrict,
-        "forget": forget,
+        "forget": forget, "retire": retire,
     }  # fmt: skip
-    about = "List, watch, check, reserve, label, drain, restrict and forget the devices of the farm."
+    about = "List, watch, check, reserve, label, drain, restrict and retire the devices of the farm."
     return execute(commands, argv, "devices", about)
 
 
@@ -273,7 +274,10 @@ def forget(
     server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
-    """Remove an offline device from the farm. Its reports stay; it comes back when an agent announces it. Admins only."""
+    """Remove an offline device from the farm. Its reports stay; it comes back when an agent announces it: `retire` keeps it away.
+
+    Admins only.
+    """
     from etfarm.client.aio import AsyncFarm
 
     async def remove() -> Device:
@@ -284,6 +288,38 @@ def forget(
 
     removed = run_async(remove)
     tell(f"Device {removed.name} ({removed.id}) is forgotten.")
+
+
+def retire(
+    device: Annotated[str, typer.Argument(metavar="DEVICE", help="A device's id, its first characters, or its name.")],
+    now: Annotated[bool, typer.Option("--now", help="End what it runs; other devices take its runs over.")] = False,
+    drain: Annotated[
+        float,
+        typer.Option(
+            "--drain-timeout", metavar="S", min=0, max=86_400, callback=options.finite, help="How long what it runs may take."
+        ),
+    ] = 3600.0,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+    server_wait: options.ServerWait = None,
+    project: options.Project = None,
+) -> None:
+    """Remove a device for good, offline or not: drain it, let what it runs end, revoke its agent's token, forget it. Admins only.
+
+    Its reports and its place in histories stay. If its agent has other devices, the agent keeps its token.
+    """
+    from etfarm.client.aio import AsyncFarm
+
+    async def remove() -> RetiredDevice:
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            known = await farm.device(device)
+            if running := 0 if now else len(known.attempt_ids):
+                what = f"{running} run{'s' if running > 1 else ''}"
+                tell(f"{known.name} takes nothing new, and still has {what}. Ctrl-C leaves it drained; --now ends the rest.")
+            return await farm.retire_device(known.id, now=now, drain_s=drain)
+
+    for line in describe_retirement(run_async(remove)):
+        tell(line)
 
 
 def restrict(

@@ -15,7 +15,7 @@ from etfarm.client.cli.app import Command, execute
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.outcome import STDOUT
-from etfarm.client.cli.terminal.capabilities import in_a_line, put
+from etfarm.client.cli.terminal.capabilities import in_a_line, put, tell
 from etfarm.client.cli.usage import Usage
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ _ABOUT = (
 _ENROLMENT_LIFETIME = "1d"
 
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the result there as JSON; - is stdout.")]
-TokenId = Annotated[str, typer.Argument(metavar="ID", help="The token's id, as `etfarm tokens list` shows it.")]
 
 
 def main(argv: list[str]) -> int:
@@ -81,13 +80,14 @@ def create(
 
 def list_(
     context: typer.Context,
+    all_: Annotated[bool, typer.Option("--all", help="One-time tokens that were used, too.")] = False,
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
     server_wait: options.ServerWait = None,
     project: options.Project = None,
 ) -> None:
-    """List all tokens without their secrets, newest first; those of the server's --tokens file come last."""
+    """List the tokens without their secrets, newest first; those of the server's --tokens file come last."""
     from etfarm.client.admin.access import open_access
     from etfarm.client.cli.terminal import output
     from etfarm.client.formats import units
@@ -98,7 +98,8 @@ def list_(
         async with open_access(server, tls_ca=tls_ca) as access:
             return await access.tokens()
 
-    tokens = listing.record(run_async(fetch))
+    known = run_async(fetch)
+    tokens = listing.record([token for token in known if all_ or token.state != "used"])
     if listing.is_on_stdout:
         return
     now = datetime.now(UTC)
@@ -118,10 +119,14 @@ def list_(
     ]
     heads = ("ID", "NAME", "ROLE", "KIND", "STATE", "CREATED", "EXPIRES", "LAST USED", "AGENT")
     output.show_table(heads, rows, shrink=("NAME", "AGENT"))
+    if used := len(known) - len(tokens):
+        tell(f"{used} used one-time token{'s' if used > 1 else ''}: --all lists {'them' if used > 1 else 'it'}, too.")
 
 
 def revoke(
-    token: TokenId,
+    token: Annotated[
+        str, typer.Argument(metavar="ID|NAME", help="The token's id, or the name that it alone has; see `etfarm tokens list`.")
+    ],
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
     server_wait: options.ServerWait = None,

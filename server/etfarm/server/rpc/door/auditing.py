@@ -24,6 +24,7 @@ CHANGES: Final[dict[str, tuple[str, str]]] = {
     "DeviceService.Label": ("device_id", ""),
     "DeviceService.Drain": ("device_id", ""),
     "DeviceService.Forget": ("device_id", ""),
+    "DeviceService.Retire": ("device_id", "device.id device.agent_id"),
     "DeviceService.Restrict": ("device_id", ""),
     "DeviceService.CheckHealth": ("device_id", ""),
     "DeviceService.ClearHealth": ("device_id", ""),
@@ -31,13 +32,14 @@ CHANGES: Final[dict[str, tuple[str, str]]] = {
     "AgentService.Connect": ("", ""),
     "AgentService.Enroll": ("agent_id", ""),
     "AgentService.BindAgent": ("agent_id", ""),
+    "AgentService.RemoveAgent": ("agent_id", "agent.agent_id"),
     "AgentService.UpgradeAgent": ("agent_id", ""),
     "ReportService.Tag": ("job_id", ""),
     "ReportService.Analyze": ("job_id", ""),
     "FarmService.AddBundle": ("digest", ""),
     "FarmService.ApplyRetention": ("keep", ""),
     "TokenService.Create": ("principal", "token.id"),
-    "TokenService.Revoke": ("id", "principal"),
+    "TokenService.Revoke": ("id", "id principal"),
     "TokenService.Rotate": ("id", "token.id"),
     "ProjectService.Create": ("name", ""),
     "ProjectService.Update": ("name", ""),
@@ -85,7 +87,8 @@ class Auditor:
         """
         if not self._done and not self._is_check:
             in_request, in_answer = CHANGES[self._rpc]
-            self._write("OK", [*_value(self._request, in_request), *_value(answer, in_answer)])
+            answered = [text for path in in_answer.split() for text in _value(answer, path)]
+            self._write("OK", list(dict.fromkeys([*_value(self._request, in_request), *answered])))
 
     def failed(self, reason: str) -> None:
         """Record the reason why the call failed."""

@@ -117,6 +117,8 @@ LIMITS: Final[dict[str, Limit]] = {
     "LabelDeviceRequest.SetEntry.value": _VALUE,
     # Descriptions that agents send of themselves and of their devices.
     "Hello.agent_id": _KEY,
+    "EnrollAgentRequest.device_ids": Limit(1_000),
+    "EnrollAgentRequest.device_ids[]": _VALUE,
     "Hello.devices": Limit(1_000, remedy="Serve them with several agents."),
     "Hello.active_attempts[]": _KEY,
     "Hello.unacknowledged_attempts": Limit(10_000),

@@ -14,6 +14,7 @@ from etfarm.server.access.scope import agent_holder
 from etfarm.server.artifacts.store import ArtifactMissing, Store
 from etfarm.server.devices.errors import AgentConnected, DeviceNotYours, DeviceTooLarge, TooManyDevices
 from etfarm.server.devices.registry import Registry
+from etfarm.server.devices.retirement import Retirement
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import HEARTBEAT_INTERVAL_S, AgentSession
 from etfarm.server.devices.upgrades import Upgrades
@@ -78,6 +79,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         sessions: Sessions,
         enrolment: Enrolment,
         upgrades: Upgrades,
+        retirement: Retirement,
         store: Store,
         agent_wheel: AgentWheel | None,
         read_version: Callable[[Path], Awaitable[str]],
@@ -87,6 +89,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
     ) -> None:
         self._enrolment = enrolment
         self._upgrades = upgrades
+        self._retirement = retirement
         self._store = store
         self._agent_wheel = agent_wheel
         self._read_version = read_version
@@ -166,6 +169,10 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         self._registry.end_foreign_session(request.agent_id, request.principal)
         return self._agent(identity, self._registry.agents())
 
+    async def RemoveAgent(self, request: agent_pb2.RemoveAgentRequest, context: object) -> agent_pb2.RemoveAgentResponse:
+        identity, revoked = await self._retirement.remove_agent(request.agent_id)
+        return agent_pb2.RemoveAgentResponse(agent=self._agent(identity, {}), revoked_token_ids=revoked)
+
     async def UpgradeAgent(
         self, request: agent_pb2.UpgradeAgentRequest, context: object
     ) -> AsyncIterator[agent_pb2.UpgradeAgentProgress]:
@@ -197,6 +204,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             version=self._registry.version_of_agent(identity.agent_id),
             host="" if session is None else session.host,
             allows_upgrade=session is not None and session.allows_upgrade,
+            retired=identity.is_retired,
         )
 
     async def _listen(self, session: AgentSession, messages: AsyncIterator[agent_pb2.AgentMessage]) -> None:

@@ -9,9 +9,11 @@ from typing import Final
 
 from etfarm.server.access.projects import Projects
 from etfarm.server.devices import telemetry
+from etfarm.server.devices.errors import BadRetirement
 from etfarm.server.devices.health.book import HealthBook
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.reservations import Holder, Request, Reservations
+from etfarm.server.devices.retirement import Retirement
 from etfarm.server.devices.watch import DeviceWatch
 from etfarm.server.jobs.health.probing import Probing
 from etfarm.server.jobs.records.quotas import Counted, Quotas
@@ -24,6 +26,11 @@ from etfarm.wire import selectors
 
 _PAGE_BYTES: Final = 4 << 20
 """Maximum total size of the devices of a page; a single device may exceed it."""
+
+
+_DRAIN_S: Final = 3600.0
+_MAX_DRAIN_S: Final = 86_400.0
+"""How long what a device runs may take before it is retired, by default and at most."""
 
 
 class DeviceService(device_pb2_grpc.DeviceServiceServicer):
@@ -39,7 +46,9 @@ class DeviceService(device_pb2_grpc.DeviceServiceServicer):
         quotas: Quotas,
         health: HealthBook,
         probing: Probing,
+        retirement: Retirement,
     ) -> None:
+        self._retirement = retirement
         self._health = health
         self._probing = probing
         self._registry = registry
@@ -111,9 +120,23 @@ class DeviceService(device_pb2_grpc.DeviceServiceServicer):
 
     async def Forget(self, request: device_pb2.ForgetDeviceRequest, context: object) -> device_pb2.ForgetDeviceResponse:
         forgotten = await self._registry.forget(request.device_id)
-        await self._log.forget(forgotten.id)
-        await self._health.forget(forgotten.id)
+        await self._forget(forgotten.id)
         return device_pb2.ForgetDeviceResponse()
+
+    async def Retire(self, request: device_pb2.RetireDeviceRequest, context: object) -> device_pb2.RetireDeviceResponse:
+        drain_s = request.drain_s if request.HasField("drain_s") else _DRAIN_S
+        if not 0 <= drain_s <= _MAX_DRAIN_S:
+            raise BadRetirement(
+                f"`drain_s` must be 0 to {_MAX_DRAIN_S:g} seconds, got {drain_s:g}.", field="drain_s", got=drain_s
+            )
+        retired = await self._retirement.retire(
+            request.device_id, at_once=request.now, drain_s=drain_s, principal=caller().name
+        )  # fmt: skip
+        await self._forget(retired.device.id)
+        return device_pb2.RetireDeviceResponse(
+            device=retired.device, revoked_token_ids=retired.revoked, other_device_ids=retired.others,
+            ended_attempt_ids=retired.ended,
+        )  # fmt: skip
 
     async def ListHealthEvents(
         self, request: device_pb2.ListHealthEventsRequest, context: object
@@ -132,6 +155,11 @@ class DeviceService(device_pb2_grpc.DeviceServiceServicer):
         device = self._registry.get(request.device_id)
         await self._health.clear(device.id, caller().name)
         return self._registry.describe(self._registry.get(device.id))
+
+    async def _forget(self, device_id: str) -> None:
+        """Delete the readings and the health of a device that the registry has forgotten."""
+        await self._log.forget(device_id)
+        await self._health.forget(device_id)
 
     async def Restrict(self, request: device_pb2.RestrictDeviceRequest, context: object) -> device_pb2.Device:
         projects = {self._projects.require(name) for name in request.projects}

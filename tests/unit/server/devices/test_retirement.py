@@ -1,0 +1,177 @@
+"""A retired device does not come back, and what it runs ends first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from etfarm.server.access.identities import AgentAmbiguous, AgentNotFound, AgentRetired, Identities
+from etfarm.server.access.tokens import TokenTable, key_of
+from etfarm.server.artifacts.store import Store
+from etfarm.server.devices.bundles import Bundles
+from etfarm.server.devices.errors import AgentHasDevices, DeviceNotFound, DevicesBusy
+from etfarm.server.devices.registry import Registry
+from etfarm.server.devices.retirement import Retired, Retirement
+from etfarm.server.devices.runs import AttemptLost, Runs
+from etfarm.server.devices.session import AgentSession
+from etfarm.v1.agent_pb2 import Hello
+from etfarm.v1.common_pb2 import ROLE_ADMIN, ROLE_AGENT, Principal
+from etfarm.v1.device_pb2 import Device
+from tests.support.databases import new_database
+from tests.support.golden import Golden
+
+pytestmark = pytest.mark.usefixtures("each_database")
+
+RACK = Principal(name="rack", role=ROLE_AGENT)
+SOON_S = 10.0
+
+
+class World:
+    """The parts of a server that a retirement changes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.database = new_database(folder / "farm.sqlite")
+        self.runs = Runs(3600)
+        bundles = Bundles(Store(folder, self.database), self.database, folder)
+        self.tokens = TokenTable(self.database, now)
+        self.identities = Identities(self.database, lambda agent_id: self.registry.is_agent_known(agent_id), now)
+        self.registry = Registry(self.database, bundles, self.runs, now, self.identities.principal_of)
+        self.retirement = Retirement(self.registry, self.runs, self.identities, self.tokens)
+
+    async def enrol(self, agent: str, *, is_known: bool = False) -> bytes:
+        """Exchange a one-time token of the rack; return the key of the agent's own token."""
+        _, secret = await self.tokens.create("rack", ROLE_AGENT, by="root", enrolment=True)
+        enrolment = self.tokens.find(key_of(secret))
+        assert enrolment is not None
+        own = await self.tokens.enroll(enrolment, agent, is_known=is_known)
+        self.identities.enrolled(agent, "rack")
+        return key_of(own)
+
+    async def connect(self, agent: str, *devices: str) -> AgentSession:
+        await self.identities.admit(agent, RACK)
+        session = AgentSession(agent, "", lambda: 0.0, principal="rack")
+        await self.registry.connect(session, Hello(agent_id=agent, devices=[Device(id=each, name=each) for each in devices]))
+        return session
+
+    async def retire(self, key: str, *, at_once: bool = False, drain_s: float = 60.0) -> Retired:
+        return await self.retirement.retire(key, at_once=at_once, drain_s=drain_s, principal="root")
+
+
+def now() -> datetime:
+    return datetime(2026, 6, 1, tzinfo=UTC)
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    created = World(tmp_path)
+    await created.database.open()
+    yield created
+    created.database.close()
+
+
+async def test_a_retirement_waits_for_the_runs_then_refuses_the_agent_with_its_token(golden: Golden, world: World) -> None:
+    own = await world.enrol("a1")
+    session = await world.connect("a1", "pi")
+    world.runs.begin("run", "pi", lambda _: None, sent=True)
+    retiring = asyncio.create_task(world.retire("pi"))
+    done, _ = await asyncio.wait([retiring], timeout=0.2)
+    assert not done and world.registry.get("pi").drain.principal == "root"
+    assert world.tokens.find(own) is not None and session.is_alive()
+    world.runs.end("run")
+    async with asyncio.timeout(SOON_S):
+        retired = await retiring
+    assert (retired.device.id, len(retired.revoked), retired.others, retired.ended) == ("pi", 1, [], [])
+    assert world.tokens.find(own) is None and not session.is_alive()
+    with pytest.raises(DeviceNotFound):
+        world.registry.get("pi")
+    for farm in (world.identities, Identities(world.database, lambda _: False, now)):
+        await farm.load()  # also after a restart
+        for caller in (RACK, Principal(name="root", role=ROLE_ADMIN)):
+            with pytest.raises(AgentRetired) as refused:
+                await farm.admit("a1", caller)
+    golden.check(refused.value)
+
+
+@pytest.mark.parametrize("how", ["bound", "enrolled"])
+async def test_a_retired_agent_is_admitted_again_once_an_admin_wants_it(world: World, how: str) -> None:
+    await world.enrol("a1")
+    await world.connect("a1", "pi")
+    await world.retire("pi")
+    if how == "bound":
+        await world.identities.bind("a1", "rack", by="root")
+    else:
+        await world.enrol("a1")
+    await world.identities.load()
+    await world.connect("a1", "pi")
+    assert not world.registry.get("pi").HasField("drain")
+
+
+async def test_at_once_ends_the_runs_and_asks_the_agent_to_cancel_them(world: World) -> None:
+    await world.enrol("a1")
+    session = await world.connect("a1", "pi")
+    world.runs.begin("run", "pi", lambda _: None, sent=True)
+    retiring = asyncio.create_task(world.retire("pi", at_once=True))
+    async with asyncio.timeout(SOON_S):
+        with pytest.raises(AttemptLost, match="was retired"):
+            await world.runs.result("run")
+        world.runs.end("run")
+        assert (await retiring).ended == ["run"]
+        sent = [message async for message in session.outgoing()]
+    assert [message.cancel_run.attempt_id for message in sent] == ["run"]
+
+
+async def test_a_device_whose_runs_do_not_end_stays_drained(golden: Golden, world: World) -> None:
+    own = await world.enrol("a1")
+    await world.connect("a1", "pi")
+    world.runs.begin("run", "pi", lambda _: None, sent=True)
+    with pytest.raises(DevicesBusy) as refused:
+        await world.retire("pi", drain_s=0.0)
+    golden.check(refused.value)
+    assert world.registry.get("pi").HasField("drain") and world.tokens.find(own) is not None
+
+
+async def test_an_agent_with_other_devices_keeps_them_and_its_token(world: World) -> None:
+    own = await world.enrol("a1")
+    session = await world.connect("a1", "pi", "xl")
+    retired = await world.retire("pi")
+    assert (retired.revoked, retired.others) == ([], ["xl"])
+    assert world.tokens.find(own) is not None and session.is_alive()
+    assert [device.id for device in world.registry.devices()] == ["xl"]
+
+
+async def test_an_offline_device_of_an_unbound_agent_is_retired(world: World) -> None:
+    session = AgentSession("a1", "", lambda: 0.0, is_admin=True)
+    await world.registry.connect(session, Hello(agent_id="a1", devices=[Device(id="pi", name="pi")]))
+    await world.registry.disconnect(session)
+    assert (await world.retire("pi")).revoked == []
+    with pytest.raises(AgentRetired):
+        await world.identities.admit("a1", RACK)
+
+
+async def test_only_an_agent_without_devices_is_removed(golden: Golden, world: World) -> None:
+    own = await world.enrol("a1")
+    await world.connect("a1", "pi")
+    with pytest.raises(AgentHasDevices) as refused:
+        await world.retirement.remove_agent("rack")
+    golden.check(refused.value)
+    await world.registry.end_agent("a1")
+    await world.registry.forget("pi")
+    identity, revoked = await world.retirement.remove_agent("rack")
+    assert (identity.agent_id, len(revoked)) == ("a1", 1)
+    assert world.tokens.find(own) is None and world.identities.list({}) == []
+    with pytest.raises(AgentNotFound):
+        await world.retirement.remove_agent("rack")
+
+
+async def test_a_principal_with_several_agents_names_none(golden: Golden, world: World) -> None:
+    for agent in ("a1", "a2"):
+        await world.connect(agent)
+    with pytest.raises(AgentAmbiguous) as refused:
+        await world.retirement.remove_agent("rack")
+    golden.check(refused.value)
+    assert (await world.retirement.remove_agent("a2"))[0].agent_id == "a2"
+    assert [identity.agent_id for identity in world.identities.list({})] == ["a1"]
