@@ -97,15 +97,18 @@ def _check(result: Result, config: Config) -> None:
         ("tokens", _tokens(config)),
         ("jail required", "yes" if config.is_jail_required else "no"),
     ]
-    require_database = (lambda: None) if config.begin_empty else config.require_database
-    for require in (config.check, require_database, lambda: config.tokens is not None and Tokens.read(config.tokens)):
+    for require in (config.check, lambda: config.tokens is not None and Tokens.read(config.tokens)):
         try:
             require()
         except EtfarmError as error:
             result.problems.append(error)
     _check_folder(result, config)
     _check_certificate(result, config)
-    _check_blobs(result, config)
+    if _check_blobs(result, config) and not config.begin_empty:
+        try:
+            config.require_database()
+        except EtfarmError as error:
+            result.problems.append(error)
     if config.metrics is not None and not config.metrics.is_local:
         result.warnings.append(f"Everybody who reaches {config.metrics.text} can read the metrics, which name projects.")
     if config.web is not None:
@@ -168,9 +171,10 @@ def _check_folder(result: Result, config: Config) -> None:
         result.warnings.append("The disk is too full: the server would refuse new work.")
 
 
-def _check_blobs(result: Result, config: Config) -> None:
+def _check_blobs(result: Result, config: Config) -> bool:
+    """Check the bucket, if there is one; return whether it can be read."""
     if config.blobs is None:
-        return
+        return True
     result.facts.append(("artifacts", config.blobs.place))
     if config.blobs_presign:
         result.facts.append(("agents read artifacts at", config.blobs_presign))
@@ -180,6 +184,9 @@ def _check_blobs(result: Result, config: Config) -> None:
         result.warnings.append(f"{error} Until then uploads, downloads and compilations would wait.")
     except EtfarmError as error:
         result.problems.append(error)
+    else:
+        return True
+    return False
 
 
 def _check_certificate(result: Result, config: Config) -> None:
