@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import os
 import signal
-from collections.abc import Callable
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,17 +13,16 @@ import pytest
 from etfarm.server.jobs.takeups import IN_HAND
 from etfarm.server.operation.death import KILLS, Evidence
 
-
-def segfault() -> None:
-    ctypes.string_at(0)
-
-
-def killed() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def in_order() -> None:
-    """End without an error."""
+SEGFAULT, ABORT = "ctypes.string_at(0)", "os.abort()"
+KILLED, IN_ORDER = "os.kill(os.getpid(), signal.SIGKILL)", ""
+SERVER = """
+import ctypes, os, signal, sys
+from pathlib import Path
+from etfarm.server.operation.death import Evidence
+data, vmstat, boot_id, in_hand = map(Path, sys.argv[1:])
+print(*Evidence(data, vmstat=vmstat, boot_id=boot_id).find_suspects(), flush=True)
+(in_hand / "job").touch()
+"""
 
 
 class Machine:
@@ -40,19 +38,13 @@ class Machine:
     def oom_kills(self, number: int) -> None:
         self.vmstat.write_text(f"pgfault 7\noom_kill {number}\nzswpin 0\n")
 
-    def server(self, end: Callable[[], None]) -> tuple[list[str], int]:
-        """Run a server; return the jobs that its predecessor's death counts for, and how it ended itself."""
-        reading, writing = os.pipe()
-        if (pid := os.fork()) == 0:
-            evidence = Evidence(self.data, vmstat=self.vmstat, boot_id=self.boot_id)
-            os.write(writing, " ".join(evidence.find_suspects()).encode())
-            (self.data / IN_HAND / "job").touch()
-            end()
-            os._exit(0)
-        os.close(writing)
-        with os.fdopen(reading) as pipe:
-            suspects = pipe.read().split()
-        return suspects, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    def server(self, end: str) -> tuple[list[str], int]:
+        """Run a server up to a statement; return the jobs that its predecessor's death counts for, and how it ended itself."""
+        paths = [self.data, self.vmstat, self.boot_id, self.data / IN_HAND]
+        done = subprocess.run(
+            [sys.executable, "-c", f"{SERVER}{end}", *map(str, paths)], stdout=subprocess.PIPE, text=True, check=False, timeout=60
+        )
+        return done.stdout.splitlines()[-1].split(), done.returncode  # its log comes first
 
 
 @pytest.fixture
@@ -61,35 +53,35 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def test_a_fault_of_the_process_is_evidence_once(machine: Machine) -> None:
-    assert machine.server(segfault) == ([], -signal.SIGSEGV)
-    assert machine.server(os.abort) == (["job"], -signal.SIGABRT)
-    assert machine.server(in_order) == (["job"], 0)
-    assert machine.server(in_order) == ([], 0)
+    assert machine.server(SEGFAULT) == ([], -signal.SIGSEGV)
+    assert machine.server(ABORT) == (["job"], -signal.SIGABRT)
+    assert machine.server(IN_ORDER) == (["job"], 0)
+    assert machine.server(IN_ORDER) == ([], 0)
 
 
 def test_a_kill_from_outside_is_none(machine: Machine) -> None:
-    assert machine.server(killed) == ([], -signal.SIGKILL)
-    assert machine.server(in_order) == ([], 0)
+    assert machine.server(KILLED) == ([], -signal.SIGKILL)
+    assert machine.server(IN_ORDER) == ([], 0)
 
 
 def test_a_kill_by_the_kernel_without_memory_is_evidence(machine: Machine) -> None:
-    machine.server(killed)
+    machine.server(KILLED)
     machine.oom_kills(28)
-    assert machine.server(killed)[0] == ["job"]
-    assert machine.server(killed)[0] == []
+    assert machine.server(KILLED)[0] == ["job"]
+    assert machine.server(KILLED)[0] == []
 
 
 def test_kills_before_the_machine_started_again_are_none(machine: Machine) -> None:
-    machine.server(killed)
+    machine.server(KILLED)
     machine.oom_kills(28)
     machine.boot_id.write_text("b\n")
-    assert machine.server(in_order)[0] == []
+    assert machine.server(IN_ORDER)[0] == []
 
 
 def test_a_kernel_that_does_not_count_gives_no_evidence(machine: Machine) -> None:
     machine.vmstat.unlink()
-    machine.server(killed)
-    assert machine.server(in_order)[0] == []
+    machine.server(KILLED)
+    assert machine.server(IN_ORDER)[0] == []
 
 
 async def test_what_the_kernel_killed_while_the_server_lived_on_is_none(
@@ -102,4 +94,4 @@ async def test_what_the_kernel_killed_while_the_server_lived_on_is_none(
     while not kills.exists() or kills.read_text() != "a 28":  # noqa: ASYNC110 - nothing tells of it
         await asyncio.sleep(0)
     watching.cancel()
-    assert machine.server(in_order)[0] == []
+    assert machine.server(IN_ORDER)[0] == []
