@@ -73,7 +73,8 @@ class PostgresDatabases:
 def _empty() -> Iterator[str]:
     """Yield the statements that leave a database as etfarm makes it."""
     for table in schema.metadata.tables.values():
-        yield f"DELETE FROM {table.name}" + (" WHERE name <> 'default'" if table is schema.projects else "")
+        if table is not schema.farm:
+            yield f"DELETE FROM {table.name}" + (" WHERE name <> 'default'" if table is schema.projects else "")
         if (counted := table.autoincrement_column) is not None and counted.name == "number":
             yield f"ALTER SEQUENCE {table.name}_number_seq RESTART"
     yield "UPDATE projects SET storage_limit_bytes = NULL"

@@ -124,7 +124,7 @@ def test_every_option_can_be_set_in_a_file(tmp_path: Path) -> None:
     lines = []
     for action in parser()._actions:
         name = next(o for o in action.option_strings if o.startswith("--")).removeprefix("--")
-        if name in ("help", "config", "check", "json", "print-unit", "exit-with-stdin"):
+        if name in ("help", "config", "check", "json", "print-unit", "exit-with-stdin", "begin-empty"):
             continue
         if isinstance(action, argparse.BooleanOptionalAction) or action.nargs == 0:
             lines.append(f"{name} = true")

@@ -18,6 +18,7 @@ from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.verification import find_damaged
 from etfarm.server.jobs.records.watch import Announcer
+from etfarm.server.jobs.takeups import Hands, Takeups
 from etfarm.server.state import schema
 from etfarm.server.state.bodies import ValueDamaged, is_whole, seal, unseal
 from etfarm.v1.job_pb2 import Cell, Job, JobState
@@ -112,14 +113,16 @@ async def test_a_damaged_event_ends_the_watch_of_its_job_alone(world: World) -> 
 
 
 @pytest.mark.parametrize("what", ["cell", "spec"])
-async def test_a_live_job_that_is_damaged_fails_at_the_next_start_and_the_others_go_on(world: World, what: str) -> None:
+async def test_a_live_job_that_is_damaged_fails_at_the_next_start_and_the_others_go_on(
+    world: World, what: str, tmp_path: Path
+) -> None:
     await world.submit("a")
     await world.submit("b")
     if what == "cell":
         await world.damage(schema.cells, schema.cells.c.body, schema.cells.c.id, "a0")
     else:
         await world.damage(schema.jobs, schema.jobs.c.spec, schema.jobs.c.id, "a")
-    conductor = Conductor(world.journal, world.announcer, Stages())  # type: ignore[arg-type]
+    conductor = Conductor(world.journal, world.announcer, Stages(Hands(Takeups(world.database), tmp_path)))  # type: ignore[arg-type]
     started: list[str] = []
     conductor.start = lambda job: started.append(job.id)  # type: ignore[method-assign,assignment]
     await conductor.resume()
@@ -131,6 +134,9 @@ async def test_a_live_job_that_is_damaged_fails_at_the_next_start_and_the_others
 
 class Stages:
     """Stages of a server to which no agent has connected."""
+
+    def __init__(self, hands: Hands) -> None:
+        self.hands = hands
 
     async def resume(self, job: Job) -> None: ...
 
