@@ -36,7 +36,8 @@ def describe(program: Any, method: str) -> str:
     """Return which conditions on a method's values the device does not check; empty if there are none.
 
     Lowering drops all of them: those that the model asserts, and those under which operators are right, such as a start of
-    `narrow` that lies inside. Sizes that cannot be otherwise, which torch asserts too, are left out.
+    `narrow` that lies inside. Sizes that cannot be otherwise, which torch asserts too, are left out. Some operators look at their
+    values in PyTorch and not in ExecuTorch, such as `one_hot`.
     """
     conditions: dict[str, list[str]] = {}
     names = _names(program)
@@ -45,6 +46,8 @@ def describe(program: Any, method: str) -> str:
         if name in _ON_TENSORS or (name in _ON_NUMBERS and not _always_holds(program, node.args[0])):
             place, condition = _describe(node, names)
             conditions.setdefault(place, []).append(condition)
+        elif condition := _demand_of(program, node, name):
+            conditions.setdefault(_place_of(node), []).append(condition)
     if not conditions:
         return ""
     texts = [" at ".join(filter(None, (_joined(each), place))) for place, each in conditions.items()]
@@ -83,15 +86,46 @@ def _readable(condition: str, names: Mapping[str, str]) -> str:
     return _SYMBOL.sub(lambda symbol: names.get(symbol[0], symbol[0]), condition)
 
 
+def _demand_of(program: Any, node: Any, name: str | None) -> str:
+    """Return what an operator demands of a tensor's values, which only PyTorch looks at; empty if nothing, or of a constant."""
+    value = node.meta.get("val")
+    if name == "one_hot":
+        text = "{} from 0 to " + str(node.args[1] - 1) if isinstance(node.args[1], int) and node.args[1] > 0 else ""
+        return _of_values(program, node.args[0], text)
+    if name == "index_add":
+        size = value.shape[node.args[1]]
+        return _of_values(program, node.args[2], f"{{}} from 0 to {size - 1}" if isinstance(size, int) else "{} within the dim")
+    if name == "fmod" and isinstance(value, torch.Tensor) and not value.is_floating_point():
+        return _of_values(program, node.args[1], "{} other than 0")
+    return ""
+
+
+def _of_values(program: Any, values: Any, text: str) -> str:
+    signature = program.graph_signature
+    constants = {*signature.inputs_to_lifted_tensor_constants, *signature.inputs_to_parameters}
+    if not isinstance(values, torch.fx.Node) or values.name in constants:
+        return ""
+    is_input = values.op == "placeholder" and values.graph is program.graph
+    return text.format(values.name if is_input else "values")
+
+
+def _place_of(node: Any) -> str:
+    source = source_of(node.meta.get("stack_trace"))
+    return "" if source is None else f"{source.file}:{source.line} ({source.code})"
+
+
+def _is_stated(node: Any) -> bool:
+    """Return whether the line of an assertion states its condition."""
+    source = source_of(node.meta.get("stack_trace"))
+    return source is not None and any(call in source.code for call in _CALLS)
+
+
 def _describe(node: Any, names: Mapping[str, str]) -> tuple[str, str]:
     """Return the line of an assertion, and its condition if the line does not state it."""
     condition = str(node.args[1]).removeprefix(_PREFIX).partition(" on node ")[0] if len(node.args) > 1 else ""
     condition = _readable(condition, names)
-    source = source_of(node.meta.get("stack_trace"))
-    if source is None:
-        return "", condition or "a value"
-    place = f"{source.file}:{source.line} ({source.code})"
-    return place, "" if any(call in source.code for call in _CALLS) else condition
+    place = _place_of(node)
+    return place, "" if _is_stated(node) else condition if place else condition or "a value"
 
 
 def _always_holds(program: Any, condition: Any) -> bool:

@@ -109,3 +109,21 @@ def test_all_conditions_of_a_line_are_named_in_readable_form() -> None:
 @pytest.mark.parametrize("kind", ["none", "found", "shape", "unique", "where"])
 def test_what_torch_asserts_of_sizes_by_itself_is_not_named(kind: str) -> None:
     assert described(kind) == ""
+
+
+class LooksNowhere(nn.Module):
+    """Operators whose values only PyTorch looks at."""
+
+    def forward(self, x: Tensor, i: Tensor, y: Tensor, d: Tensor) -> tuple[Tensor, ...]:
+        constant = torch.nn.functional.one_hot(torch.tensor([0, 1]), 2)
+        return torch.nn.functional.one_hot(x % 5, 5), y.index_add(0, i, y[:3]), torch.fmod(x, d), torch.fmod(x, 2), constant
+
+
+def test_indices_and_divisors_that_only_pytorch_looks_at_are_named_with_their_lines() -> None:
+    inputs = (torch.tensor([1, 2, 3]), torch.tensor([0, 1, 2]), torch.rand(4, 3), torch.tensor([1, 2, 3]))
+    text = assertions.describe(torch.export.export(LooksNowhere().eval(), inputs), "forward")
+    assert re.search(
+        r"values from 0 to 4 and i from 0 to 3 and d other than 0 at [^(]+:\d+ \(return torch.nn.functional", text
+    ), text
+    with pytest.raises((RuntimeError, IndexError, ZeroDivisionError)):
+        LooksNowhere()(inputs[0], torch.tensor([-1, 0, 0]), *inputs[2:])
