@@ -149,9 +149,11 @@ async def require_database(config: Config) -> None:
     def look() -> None:
         looked.set_running_or_notify_cancel()
         try:
-            looked.set_result(config.require_database())
+            config.require_database()
         except BaseException as error:  # noqa: BLE001 - it is raised in the event loop
             looked.set_exception(error)
+        else:
+            looked.set_result(None)
 
     # The event loop's own threads would be waited for.
     threading.Thread(target=look, name="database", daemon=True).start()

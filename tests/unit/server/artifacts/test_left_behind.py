@@ -18,7 +18,7 @@ from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.databases import create_database
 from tests.support.databases import new_postgres as new_postgres
 from tests.support.databases import postgres_databases as postgres_databases
-from tests.support.s3 import S3Server
+from tests.support.s3 import S3Server, environment_of
 
 WAIT_S = 30.0
 
@@ -61,10 +61,10 @@ def test_the_first_token_is_refused_beside_a_bucket_of_a_farm(
 ) -> None:
     location, data = s3_server.new_location(), tmp_path / "data"
     asyncio.run(Bucket(location).put(key_of("ab" * 32), b"of the farm"))
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", location.key_id)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", location.secret)
+    for name, value in environment_of(location).items():
+        monkeypatch.setenv(name, value)
     config = tmp_path / "farm.toml"
-    config.write_text(f'blobs = "{location.url}"\nblobs-endpoint = "{location.endpoint}"\n')
+    config.write_text(f'blobs = "{location.url}"\n')
     with pytest.raises(DatabaseLost) as refused:
         main(["ann", "--config", str(config), "--data", str(data)])
     assert location.place in refused.value.message

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import func, insert, select
@@ -296,7 +297,7 @@ def test_the_command_says_how_to_start_the_restored_farm(
 
 @pytest.mark.parametrize("options", [{"keep_identity": True}, {}, {"keep_identity": True, "without_tokens": True}])
 def test_an_interrupted_restore_does_not_continue_with_other_options(
-    farm: FarmDatabase, tmp_path: Path, options: dict[str, bool]
+    farm: FarmDatabase, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     backup, data = tmp_path / "backup", tmp_path / "restored"
     back_up(farm.path.parent, backup)

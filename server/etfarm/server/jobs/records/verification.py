@@ -47,7 +47,7 @@ async def find_damaged(database: Database) -> AsyncIterator[list[str]]:
         while True:
             page, page_lengths = query, lengths
             if after is not None:
-                page, page_lengths = (each.where(tuple_(*key) > tuple_(*after)) for each in (query, lengths))
+                page, page_lengths = (query.where(is_later := tuple_(*key) > tuple_(*after)), lengths.where(is_later))
 
             def read(
                 connection: Connection, page: Any = page, page_lengths: Any = page_lengths, kind: type[Message] = kind
