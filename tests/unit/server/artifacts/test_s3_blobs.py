@@ -540,11 +540,11 @@ async def test_an_artifact_that_is_sent_while_the_quarantine_is_looked_up_is_not
     looked, size = asyncio.Event(), world.blobs.bucket.size
 
     async def size_before(key: str) -> int | None:
-        found = await size(key)
+        size_bytes = await size(key)
         if not looked.is_set():
             looked.set()
             assert await send(world.store, DATA)
-        return found
+        return size_bytes
 
     world.blobs._lost.clear()
     monkeypatch.setattr(world.blobs.bucket, "size", size_before)

@@ -36,7 +36,7 @@ def test_lines_are_json_until_the_end_of_the_block() -> None:
     assert last == "as it is"
 
 
-def test_a_stderr_on_a_full_disk_stops_nobody() -> None:
+def test_a_stderr_on_a_full_disk_stops_no_thread() -> None:
     with Path("/dev/full").open("wb") as full, run(full.fileno()) as process:
         try:
             assert process.communicate(timeout=60)[0] == b"ended\n"
