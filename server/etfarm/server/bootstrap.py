@@ -14,6 +14,7 @@ from etfarm.server.access.tokens import TOKENS_CHANGED, TokenTable
 from etfarm.server.arguments import parse_command
 from etfarm.server.artifacts.left_behind import require_known
 from etfarm.server.config import DATABASE
+from etfarm.server.operation.blob_options import add_blob_options, location_of
 from etfarm.server.operation.data_option import add_data_option, data_of
 from etfarm.server.operation.database_option import add_database_option
 from etfarm.server.state.database_url import DatabaseUrl
@@ -52,6 +53,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--another", action="store_true", help="create the token although there are admins already")
     add_data_option(parser)
     add_database_option(parser)
+    add_blob_options(parser, "bucket that has the artifacts, as for `etfarm serve`")
     arguments, _ = parse_command(parser, argv)
     url, folder = arguments.database, data_of(arguments)
     close_umask()
@@ -59,7 +61,7 @@ def main(argv: list[str]) -> int:
         make_private(folder, MARKS)
     except OSError as error:
         raise UserError(f"The data folder {folder} cannot be used: {error.strerror}.", "Choose another --data.") from None
-    require_known(folder, folder / DATABASE, url, WAIT_S)
+    require_known(folder, folder / DATABASE, url, WAIT_S, location_of(arguments))
     print(asyncio.run(_create(folder, url, arguments.name, is_another=arguments.another)))
     return 0
 

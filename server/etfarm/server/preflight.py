@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
@@ -136,8 +138,26 @@ async def require_ready(config: Config) -> JailReport | None:
     make_private(config.data / ARTIFACTS, MARKS)
     jail, _ = await asyncio.gather(_find_required_jail(config), _require_blobs(config))
     if not config.begin_empty:
-        await asyncio.to_thread(config.require_database)
+        await require_database(config)
     return jail
+
+
+async def require_database(config: Config) -> None:
+    """Check as `Config.require_database`; a process that is told to end meanwhile does not wait for the database."""
+    looked = concurrent.futures.Future[None]()
+
+    def look() -> None:
+        looked.set_running_or_notify_cancel()
+        try:
+            config.require_database()
+        except BaseException as error:  # noqa: BLE001 - it is raised in the event loop
+            looked.set_exception(error)
+        else:
+            looked.set_result(None)
+
+    # The event loop's own threads would be waited for.
+    threading.Thread(target=look, name="database", daemon=True).start()
+    await asyncio.wrap_future(looked)
 
 
 async def _find_required_jail(config: Config) -> JailReport | None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,6 +21,7 @@ from etfarm.server import preflight
 from etfarm.server.app import Server, running
 from etfarm.server.artifacts.blobs import ARTIFACTS
 from etfarm.server.config import LOCAL, Config
+from etfarm.server.jobs.takeups import forget_uncounted
 from etfarm.server.operation import stderr_lines, web_page
 from etfarm.server.operation.death import Evidence
 from etfarm.server.operation.service_manager import ServiceManager
@@ -229,7 +231,7 @@ def _member(config: Config, suspects: Mapping[str, int]) -> Member:
     blobs = identify_folder(config.data / ARTIFACTS) if config.blobs is None else config.blobs.url
     return Member(
         config.database, version("etfarm"), certificate, blobs, known_revisions(), suspects,
-        asks_for_tokens=config.tokens is not None,
+        on_counted=partial(forget_uncounted, config.data), asks_for_tokens=config.tokens is not None,
     )  # fmt: skip
 
 

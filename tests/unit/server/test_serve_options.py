@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -88,3 +91,21 @@ def test_the_page_is_started_with_what_reaches_this_server(tmp_path: Path) -> No
     )
     assert exposed[2] == "farm.example:7433"
     assert exposed[-4:] == ["--tls-cert", "/proc/self/fd/8", "--tls-key", "/proc/self/fd/9"]
+
+
+def test_a_server_that_is_to_end_does_not_wait_for_a_database_that_is_away(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.setblocking(False)
+        url = f"postgresql://farm@127.0.0.1:{silent.getsockname()[1]}/farm"
+        created = config("--data", str(tmp_path), "--database", url, "--database-wait", "300")
+
+        async def begin_and_end() -> None:
+            looking = asyncio.create_task(preflight.require_database(created))
+            await asyncio.get_running_loop().sock_accept(silent)
+            looking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await looking
+
+        began_s = time.monotonic()
+        asyncio.run(begin_and_end())
+        assert time.monotonic() - began_s < 150

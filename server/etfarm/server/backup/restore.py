@@ -32,6 +32,7 @@ from etfarm.server.transfer.database import FarmDatabase, begin_copy, copy_rows,
 from etfarm.server.transfer.files import Differs, copy_verified, open_plain, sync_folder
 from etfarm.server.transfer.rows import OnProgress
 
+_WITH: Final = " with "
 _COPIED: Final = " copied to "
 """In the marker of a restore whose rows are all in a PostgreSQL database, which follows."""
 
@@ -75,8 +76,9 @@ def restore(
             f"Install etfarm {manifest.version} or newer: pip install 'etfarm[server]>={manifest.version}'.",
         )
     target = None if database is None else FarmDatabase(data / DATABASE, database)
+    mark = _mark(manifest, keep_identity=keep_identity, without_tokens=without_tokens)
     try:
-        _prepare(data, manifest)
+        _prepare(data, mark)
         if target is None:
             part = _convert(backup, data, manifest, blobs, on_progress, without_tokens=without_tokens)
             if not keep_identity:
@@ -129,7 +131,8 @@ def _restore_rows(
         hold.require_held()
         if not keep_identity:
             _renew_identity(target)  # of the whole copy: one that continues is compared with the backup's rows
-        (data / RESTORING).write_text(f"{manifest.database_sha256}{_COPIED}{target.url}")
+        mark = _mark(manifest, keep_identity=keep_identity, without_tokens=without_tokens)
+        (data / RESTORING).write_text(f"{mark}{_COPIED}{target.url}")
         _sync(data / RESTORING)
         with target.connected() as connection:
             rows.finish(connection)
@@ -195,8 +198,14 @@ def _marker_of(data: Path) -> str:
     return (data / RESTORING).read_text()
 
 
-def _prepare(data: Path, manifest: Manifest) -> None:
-    """Create the data folder with a marker, without which no server starts on it before the restore has ended."""
+def _mark(manifest: Manifest, *, keep_identity: bool, without_tokens: bool) -> str:
+    """Return what the marker of an unfinished restore has: the backup, and the options that the farm depends on."""
+    options = [*["--keep-identity"] * keep_identity, *["--without-tokens"] * without_tokens]
+    return f"{manifest.database_sha256}{_WITH}{' '.join(options) or 'no option'}"
+
+
+def _prepare(data: Path, mark: str) -> None:
+    """Create the data folder with a marker, with which no server starts on it before the restore has ended."""
     marker = data / RESTORING
     if marker.is_symlink():
         raise BackupRefused(f"{marker} is a link, which no restore leaves.", "Delete it, or choose another --data.")
@@ -207,10 +216,16 @@ def _prepare(data: Path, manifest: Manifest) -> None:
     data.mkdir(parents=True, exist_ok=True, mode=0o700)
     # An empty marker is that of a restore that was killed before it copied anything.
     former = _marker_of(data) if marker.exists() else ""
-    if former.partition(_COPIED)[0] not in ("", manifest.database_sha256):
+    (backup, _, how), (former_backup, _, former_how) = mark.partition(_WITH), former.partition(_COPIED)[0].partition(_WITH)
+    if former_backup not in ("", backup):
         raise BackupRefused(f"{data} has an interrupted restore of another backup.", "Delete it, or choose another --data.")
+    if former_how not in ("", how):  # an earlier release did not record it
+        raise BackupRefused(
+            f"{data} has an interrupted restore with {former_how}.",
+            "Run it again like that. To begin anew, delete the folder, and empty the PostgreSQL database if it is for one.",
+        )
     if not former:
-        marker.write_text(manifest.database_sha256)
+        marker.write_text(mark)
 
 
 def _remove_logs(data: Path) -> None:

@@ -7,6 +7,7 @@ not know it yet, such as a process that stood still, writes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -105,7 +106,8 @@ WHERE seen_at > clock_timestamp() - make_interval(secs => %(present_s)s) ORDER B
 """
 _FORGET: Final = "DELETE FROM etfarm_cluster.servers WHERE seen_at < clock_timestamp() - make_interval(secs => %(present_s)s)"
 _COUNT_DEATH: Final = """
-UPDATE jobs SET takeups = takeups + 1 WHERE id = %(job)s AND finished_at IS NULL AND takeups < %(limit)s
+UPDATE jobs SET takeups = takeups + 1 FROM unnest(%(jobs)s::text[], %(limits)s::int[]) AS suspects (job, most)
+WHERE id = job AND finished_at IS NULL AND takeups < most
 """
 """As `etfarm.server.jobs.takeups.Takeups.count`. No fence refuses it: the server that has died need not lead again."""
 
@@ -297,16 +299,16 @@ async def revision(session: Session) -> str | None:
 
 
 async def count_death(session: Session, suspects: Mapping[str, int]) -> None:
-    """Count a server's death for live jobs that it was handling.
+    """Count a server's death for live jobs that it was handling: for all of them, or, if that fails, for none.
 
     Args:
         suspects: by job id, the count beyond which the death does not count.
     """
-    for job, limit in suspects.items():
-        try:
-            await session.execute(_COUNT_DEATH, {"job": job, "limit": limit})
-        except (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedColumn):  # a newer version has migrated the database
-            return
+    if not suspects:
+        return
+    # If a newer version has migrated the database, nothing is counted.
+    with contextlib.suppress(psycopg.errors.UndefinedTable, psycopg.errors.UndefinedColumn):
+        await session.execute(_COUNT_DEATH, {"jobs": list(suspects), "limits": list(suspects.values())})
 
 
 async def claim_blobs(session: Session, blobs: str) -> str:

@@ -53,6 +53,7 @@ class Member:
         revisions: the revisions of the database that this server knows.
         suspects: the jobs that the death of this server's former process counts for, each with the count beyond which it does
             not count.
+        on_counted: called once the database has the counts of these jobs.
         asks_for_tokens: whether this server has a token file of its own.
     """
 
@@ -65,6 +66,7 @@ class Member:
         revisions: Collection[str],
         suspects: Mapping[str, int] | None = None,
         *,
+        on_counted: Callable[[], None] = lambda: None,
         asks_for_tokens: bool = False,
     ) -> None:
         self.id = uuid.uuid4().hex
@@ -83,6 +85,7 @@ class Member:
         self._blobs = blobs
         self._revisions = frozenset(revisions)
         self._suspects = suspects or {}
+        self._on_counted = on_counted
         self._asks_for_tokens = asks_for_tokens
         self._term: asyncio.Future[Leader] = asyncio.get_running_loop().create_future()
         self._joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -188,6 +191,7 @@ class Member:
             # Before another server, or this one, takes the lead: it handles these jobs with care.
             await lease.count_death(session, self._suspects)
             self._suspects = {}
+            self._on_counted()
             if not self._term.done():
                 await self._stand_by(session)
             await self._lead(session)

@@ -1,17 +1,18 @@
 """Jobs that may crash the server: they are counted, handled one at a time, and set aside after the third crash.
 
-While a server handles a job, a file in its data folder has the job's name (`Hands`). If the server dies and leaves evidence that
-it was not ended from outside (`etfarm.server.operation.death`), its successor in that folder counts the jobs of these files.
-Without evidence, nothing is counted. All jobs are resumed at once, but a job with a count is a suspect: a server handles one
-suspect at a time. After that it decrements the suspect's count, so that only the job that causes the crashes keeps one. A server
-that survives for a while clears all counts.
+While a server handles a job, and the job does not only wait, a file in its data folder has the job's name (`Hands`). If the
+server dies and leaves evidence that it was not ended from outside (`etfarm.server.operation.death`), its successor in that folder
+counts the jobs of these files. Without evidence, nothing is counted. All jobs are resumed at once, but a job with a count is a
+suspect: a server handles one suspect at a time. After that it decrements the suspect's count, so that only the job that causes
+the crashes keeps one. A server that survives for a while clears all counts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,9 @@ STABLE_S: Final = 600.0
 IN_HAND: Final = "in-hand"
 """Folder in the data folder that has a file for each job that the server handles."""
 
+_UNCOUNTED: Final = "server.uncounted"
+"""File in the data folder that has, as JSON, the jobs that a death is yet to be counted for, with their limits."""
+
 _ALONE: Final = ".alone"
 """Suffix of the file of a suspect that excludes all others."""
 
@@ -56,19 +60,45 @@ class SetAside(FarmError):
         )  # fmt: skip
 
 
-def take_left_in_hand(data: Path) -> dict[str, int]:
-    """Return the jobs that the former server of a data folder was handling when it ended, and forget them.
+def find_left_in_hand(data: Path) -> dict[str, int]:
+    """Return the jobs that the former server of a data folder was handling when it ended.
 
     Returns:
         The count, by job id, beyond which the death of that server does not raise the job's count.
     """
     folder = data / IN_HAND
     folder.mkdir(exist_ok=True, mode=0o700)
-    left = {}
-    for file in folder.iterdir():
-        left[file.name.removesuffix(_ALONE)] = MOST if file.name.endswith(_ALONE) else MOST - 1
+    return {file.name.removesuffix(_ALONE): MOST if file.name.endswith(_ALONE) else MOST - 1 for file in sorted(folder.iterdir())}
+
+
+def take_left_in_hand(data: Path) -> dict[str, int]:
+    """Return as `find_left_in_hand`, and forget the jobs."""
+    left = find_left_in_hand(data)
+    for file in (data / IN_HAND).iterdir():
         file.unlink()
     return left
+
+
+def keep_uncounted(data: Path, suspects: Mapping[str, int]) -> dict[str, int]:
+    """Record jobs that a death is to be counted for, until `forget_uncounted`; return them with those of earlier deaths.
+
+    A server may end before it reaches the database, and its successor finds no other trace of them.
+    """
+    file = data / _UNCOUNTED
+    try:
+        kept = {str(job): int(limit) for job, limit in json.loads(file.read_text()).items()} | dict(suspects)
+    except (OSError, ValueError, AttributeError, TypeError):  # there is none, or it is damaged
+        kept = dict(suspects)
+    if suspects:
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(kept))
+        part.replace(file)
+    return kept
+
+
+def forget_uncounted(data: Path) -> None:
+    """Forget the jobs of `keep_uncounted`, once the database has their counts."""
+    (data / _UNCOUNTED).unlink(missing_ok=True)
 
 
 class Takeups:
@@ -129,12 +159,16 @@ class Hands:
 
     def __init__(self, takeups: Takeups, data: Path) -> None:
         self._takeups = takeups
-        self._folder = data / IN_HAND
+        self._data, self._folder = data, data / IN_HAND
         self._folder.mkdir(exist_ok=True, mode=0o700)
         self._counts: dict[str, int] = {}
         """Counts of the suspects by job id."""
+        self._files: dict[str, Path] = {}
+        """Files of the jobs that go on; their names do not change with the counts."""
         self._held: Counter[str] = Counter()
         """Number of blocks of `hold` by job id."""
+        self._going_on: Counter[str] = Counter()
+        """Number of those that do not wait."""
         self._waiting: Counter[str] = Counter()
         self._first: str | None = None
         """The suspect that excludes the others."""
@@ -148,6 +182,7 @@ class Hands:
             suspects: the jobs that the death of the former server counts for, as of `take_left_in_hand`.
         """
         await self._takeups.count(suspects)
+        forget_uncounted(self._data)
         self._counts = await self._takeups.counts()
 
     def is_over(self, job_id: str) -> bool:
@@ -159,8 +194,12 @@ class Hands:
         return self._waiting[job_id] > 0
 
     @asynccontextmanager
-    async def hold(self, job_id: str) -> AsyncIterator[None]:
-        """Handle a job until the end of the block. A suspect waits for its turn first."""
+    async def hold(self, job_id: str) -> AsyncIterator[Callable[[bool], None]]:
+        """Handle a job until the end of the block. A suspect waits for its turn first.
+
+        Yield a function to be called with False when the job begins to wait for something within the block, and with True when
+        it goes on: a server that dies meanwhile does not die of this job.
+        """
         self._waiting[job_id] += 1
         try:
             while not self._may_begin(job_id):
@@ -169,10 +208,20 @@ class Hands:
             self._waiting[job_id] -= 1
             if not self._waiting[job_id]:
                 del self._waiting[job_id]
+        goes_on = False
+
+        def turn(has_turn: bool) -> None:
+            nonlocal goes_on
+            if has_turn != goes_on:
+                goes_on = has_turn
+                (self._record if has_turn else self._erase)(job_id)
+
         self._take(job_id)
+        turn(True)
         try:
-            yield
+            yield turn
         finally:
+            turn(False)
             self._lay_down(job_id)
         if job_id in self._counts and job_id not in self._held:
             await self._uncount(job_id)
@@ -200,10 +249,6 @@ class Hands:
         self._held[job_id] += 1
         if self._held[job_id] > 1:
             return
-        try:
-            self._file(job_id).touch(mode=0o600)
-        except OSError as error:
-            log.warning("a job that is being handled cannot be recorded", job=job_id, why=str(error))
         if job_id in self._counts:
             log.info("handling a job that a server died with", job=job_id, times=self._counts[job_id])
             self._first = job_id
@@ -215,17 +260,30 @@ class Hands:
         if self._held[job_id]:
             return
         del self._held[job_id]
-        try:
-            self._file(job_id).unlink(missing_ok=True)
-        except OSError as error:
-            log.warning("a job that is no longer being handled cannot be removed from the record", job=job_id, why=str(error))
         if self._first == job_id:
             self._admit_others()
         elif job_id in self._counts:
             self._wake()
 
-    def _file(self, job_id: str) -> Path:
-        return self._folder / f"{job_id}{_ALONE if self._is_last_time(job_id) else ''}"
+    def _record(self, job_id: str) -> None:
+        self._going_on[job_id] += 1
+        if self._going_on[job_id] > 1:
+            return
+        file = self._files[job_id] = self._folder / f"{job_id}{_ALONE if self._is_last_time(job_id) else ''}"
+        try:
+            file.touch(mode=0o600)
+        except OSError as error:
+            log.warning("a job that is being handled cannot be recorded", job=job_id, why=str(error))
+
+    def _erase(self, job_id: str) -> None:
+        self._going_on[job_id] -= 1
+        if self._going_on[job_id]:
+            return
+        del self._going_on[job_id]
+        try:
+            self._files.pop(job_id).unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("a job that is no longer being handled cannot be removed from the record", job=job_id, why=str(error))
 
     def _admit_others(self) -> None:
         self._first = None

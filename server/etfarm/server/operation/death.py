@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import os
+import time
 from pathlib import Path
 from typing import Final
 
 import structlog
 
-from etfarm.server.jobs.takeups import take_left_in_hand
+from etfarm.server.jobs.takeups import find_left_in_hand, keep_uncounted, take_left_in_hand
 
 log = structlog.get_logger()
 
@@ -26,6 +27,9 @@ KILLS: Final = "server.oom-kills"
 
 REFRESH_S: Final = 2.0
 """Pause in seconds between looks at the number: what the OOM killer ends while the server lives on is no evidence."""
+
+FRESH_S: Final = 300.0
+"""Age in seconds of the last look from which a higher number is no evidence: the OOM killer may have ended others since."""
 
 _TRACE_CHARACTERS: Final = 8_000
 
@@ -48,28 +52,33 @@ class Evidence:
     def find_suspects(self) -> dict[str, int]:
         """Return the jobs that the death of the former server counts for, as of `take_left_in_hand`; none without evidence.
 
-        From now on, collect evidence of this process.
+        They are kept until they are counted. From now on, collect evidence of this process.
         """
-        died_of, left = self.begin(), take_left_in_hand(self._data)
+        died_of, left = self._find_cause(), find_left_in_hand(self._data)
+        suspects = keep_uncounted(self._data, left if died_of else {})
+        self._begin()
+        take_left_in_hand(self._data)
         if died_of and left:
             log.warning("the former server's death counts for the jobs that it was handling", evidence=died_of, jobs=sorted(left))
         elif left:
             log.info("the former server was ended from outside, so its jobs are resumed at once", handled=len(left))
-        return left if died_of else {}
+        return suspects
 
-    def begin(self) -> str:
-        """Return what the former server died of, empty without evidence; from now on collect evidence of this process."""
-        trace, former, kills = _read(self._fault), _read(self._kills), self._count_kills()
+    def _begin(self) -> None:
         # Not through a link, which would let this process truncate another file.
         number = os.open(self._fault, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         faulthandler.enable(number)  # open until the process ends
-        self.note(kills)
+        self.note(self._count_kills())
+
+    def _find_cause(self) -> str:
+        """Return what the former server died of, empty without evidence."""
+        trace, former, kills = _read(self._fault), _read(self._kills), self._count_kills()
         if trace:
             what = trace.splitlines()[0].removeprefix("Fatal Python error: ")
             current = trace[max(trace.find("Current thread"), 0) :]  # the other threads come first
             log.error("the former server died by a fault of its own", fault=what, traceback=current[:_TRACE_CHARACTERS])
             return what
-        if _is_more(former, kills):
+        if _is_more(former, kills) and time.time() - self._kills.stat().st_mtime < FRESH_S:
             what = "the kernel ran out of memory"
             log.error("the former server ended while the kernel's OOM killer ended processes", before=former, now=kills)
             return what
@@ -82,12 +91,14 @@ class Evidence:
             self.note(self._count_kills())
 
     def note(self, kills: str) -> None:
-        """Record the number, if it has changed."""
-        if kills == self._noted:
+        """Record the number, and when that was."""
+        if not kills:
             return
-        self._noted = kills
         try:
-            self._kills.write_text(kills)
+            if kills != self._noted:
+                self._noted = kills
+                self._kills.write_text(kills)
+            os.utime(self._kills)
         except OSError as error:
             log.warning("the number of processes that the OOM killer ended cannot be recorded", why=str(error))
 

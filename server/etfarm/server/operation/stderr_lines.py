@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import sys
 import threading
 from collections.abc import Iterator
@@ -41,6 +42,9 @@ def as_json() -> Iterator[TextIO]:
         restore()
         # Child processes that do not end may have the pipe.
         thread.join(1.0)
+        if not thread.is_alive():
+            os.close(_original)
+        _original = None
 
 
 def restore() -> None:
@@ -71,5 +75,11 @@ def _copy(read: int, to: int) -> None:
 def _write(to: int, lines: list[bytes]) -> None:
     texts = [line.decode(errors="replace").rstrip() for line in lines]
     data = "".join(f"{line_of(text)}\n" for text in texts if text).encode()
-    while data:
-        data = data[os.write(to, data) :]
+    try:
+        while data:
+            try:
+                data = data[os.write(to, data) :]
+            except BlockingIOError:
+                select.select([], [to], [])
+    except OSError:  # on a full disk, or without a reader: a pipe that nobody empties would stop every thread that prints
+        return

@@ -29,8 +29,8 @@ class ValueDamaged(FarmError):
     def __init__(self, what: str, job: str) -> None:
         super().__init__(
             f"{what[:1].upper()}{what[1:]} of job {job} is damaged where the database stores it.",
-            f"Have the server's disk checked. `etfarm jobs delete {job}` removes the job; `etfarm restore` brings back a backup. "
-            "`etfarm artifacts verify` names all damaged values.", job=job, what=what,
+            f"Have the server's disk checked. `etfarm jobs delete {job}` removes the job; `etfarm restore "
+            "--keep-identity` brings back a backup. `etfarm artifacts verify` names all damaged values.", job=job, what=what,
         )  # fmt: skip
 
 

@@ -45,7 +45,8 @@ class DatabaseDamaged(FarmError):
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(
             f"The database {path} is damaged: {why.rstrip('.')}.",
-            f"Stop the server, move {path.parent} aside and run `etfarm restore BACKUP --data {path.parent}`. Without a backup, "
+            f"Stop the server, move {path.parent} aside and run `etfarm restore BACKUP --data {path.parent} "
+            "--keep-identity`. Without a backup, "
             f"put a copy of {path.name} in its place, or move {path.name}, {path.name}-wal and {path.name}-shm aside and "
             "start `etfarm serve` once with --begin-empty to begin with an empty one; the artifacts stay.",
             path=path, why=why,
@@ -62,8 +63,8 @@ class DatabaseLost(FarmError):
         super().__init__(
             f"The database {database} is empty, but {place} has the artifacts of a farm.",
             "If the farm's database is another one, correct --database or --data. If it is lost, restore a backup: move "
-            f"{data} aside and run `etfarm restore BACKUP --data {data}`, with the server's --config. Without a backup, "
-            "start `etfarm serve` once with --begin-empty: the artifacts stay, and nothing refers to them.",
+            f"{data} aside and run `etfarm restore BACKUP --data {data} --keep-identity`, with the server's --config. Without "
+            "a backup, start `etfarm serve` once with --begin-empty: the artifacts stay, and nothing refers to them.",
             database=database, place=place,
         )  # fmt: skip
 

@@ -66,6 +66,8 @@ def require_restored(folder: Path) -> None:
         RestoreUnfinished: the restore has not ended.
     """
     if (folder / RESTORING).exists():
+        choices = [word for word in (folder / RESTORING).read_text(errors="replace").split() if word.startswith("--")]
         raise RestoreUnfinished(
-            f"The restore of {folder} was interrupted.", f"Run it again: etfarm restore FOLDER --data {folder}"
+            f"The restore of {folder} was interrupted.",
+            f"Run it again: {' '.join(['etfarm restore FOLDER --data', str(folder), *choices])}",
         )

@@ -12,12 +12,13 @@ from etfarm.server.artifacts.blobs import ARTIFACTS, write_blob
 from etfarm.server.artifacts.left_behind import require_known
 from etfarm.server.artifacts.s3.blobs import key_of
 from etfarm.server.artifacts.s3.bucket import Bucket
+from etfarm.server.bootstrap import main
 from etfarm.server.state.damage import DatabaseLost
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.databases import create_database
 from tests.support.databases import new_postgres as new_postgres
 from tests.support.databases import postgres_databases as postgres_databases
-from tests.support.s3 import S3Server
+from tests.support.s3 import S3Server, environment_of
 
 WAIT_S = 30.0
 
@@ -53,3 +54,18 @@ def test_objects_of_a_bucket_count_as_well(tmp_path: Path, s3_server: S3Server) 
     with pytest.raises(DatabaseLost) as refused:
         require_known(tmp_path, tmp_path / "farm.sqlite", None, WAIT_S, location)
     assert location.place in refused.value.message
+
+
+def test_the_first_token_is_refused_beside_a_bucket_of_a_farm(
+    tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    location, data = s3_server.new_location(), tmp_path / "data"
+    asyncio.run(Bucket(location).put(key_of("ab" * 32), b"of the farm"))
+    for name, value in environment_of(location).items():
+        monkeypatch.setenv(name, value)
+    config = tmp_path / "farm.toml"
+    config.write_text(f'blobs = "{location.url}"\n')
+    with pytest.raises(DatabaseLost) as refused:
+        main(["ann", "--config", str(config), "--data", str(data)])
+    assert location.place in refused.value.message
+    assert not (data / "farm.sqlite").exists()

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import func, insert, select
@@ -292,3 +293,25 @@ def test_the_command_says_how_to_start_the_restored_farm(
     assert restore_main([str(tmp_path / "backup"), "--data", str(restored), "--blobs", location.url]) == 0
     options = f"--blobs {location.url} --blobs-region {location.region} --blobs-endpoint {location.endpoint}"
     assert f"Start it: etfarm serve --data {restored} {options}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [{"keep_identity": True}, {}, {"keep_identity": True, "without_tokens": True}])
+def test_an_interrupted_restore_does_not_continue_with_other_options(
+    farm: FarmDatabase, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    backup, data = tmp_path / "backup", tmp_path / "restored"
+    back_up(farm.path.parent, backup)
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        restore(backup, data, on_progress=interrupt, **options)
+    with pytest.raises(RestoreUnfinished) as unfinished:
+        require_restored(data)
+    assert [f"--{name.replace('_', '-')}" in unfinished.value.remedy for name in options] == [True] * len(options)
+    other = options | {"keep_identity": not options.get("keep_identity", False)}
+    with pytest.raises(BackupRefused, match="interrupted restore with"):
+        restore(backup, data, **other)
+    restore(backup, data, **options)
+    require_restored(data)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection
 
+from etfarm.server.access.tokens import Credential
 from etfarm.server.devices.bundles import BundleMissing
 from etfarm.server.devices.selection import NoSuchDevice
 from etfarm.server.jobs import model
@@ -22,11 +23,13 @@ from etfarm.server.jobs.cells.requirements import MethodMissing
 from etfarm.server.jobs.matrix import MAX_CELLS
 from etfarm.server.jobs.records.deletion import JobDeletion
 from etfarm.server.jobs.records.journal import Journal
+from etfarm.server.jobs.records.requests import RequestIdUsed
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.jobs.submission import BadJob
 from etfarm.server.rpc.door import caller
 from etfarm.server.rpc.door.token_file import LOCAL
 from etfarm.server.rpc.services.jobs import JobService
+from etfarm.v1.common_pb2 import ROLE_USER, Principal
 from etfarm.v1.device_pb2 import Cluster, Device
 from etfarm.v1.job_pb2 import Candidate, DeviceChoice, Job, JobSpec, JobState, Measurement, SubmitJobRequest
 from etfarm.wire.chunks import artifact_of
@@ -285,6 +288,34 @@ async def test_a_request_that_is_sent_again_gives_the_job_of_then_whatever_the_f
     first = await serving.submit(spec)
     world.devices.clear()
     assert await serving.submit(spec) == first
+    assert serving.conductor.started == [first.id]
+
+
+@pytest.mark.parametrize("names_project", [False, True])
+async def test_a_request_that_is_sent_again_gives_the_job_of_then_though_the_callers_projects_have_changed(
+    world: World, names_project: bool
+) -> None:
+    serving, spec = Serving(world), JobSpec(candidates=[await world.model()], devices=[DeviceChoice()])
+    first = await serving.submit(spec)
+    ann = Principal(name=caller.caller().name, role=ROLE_USER)
+
+    async def again(projects: tuple[str, ...], project: str) -> Job:
+        # The context of a call lasts for the test's task.
+        credential = Credential(b"", "", caller.with_projects(ann, projects, project))
+        caller.enter(credential, credential.principal, "/etfarm.v1.JobService/Submit", names_project=names_project)
+        return await serving.submit(spec)
+
+    if names_project:
+        with pytest.raises(RequestIdUsed):
+            await again(("audio", "default"), "audio")
+        return
+    assert (await again(("audio", "default"), "audio")).id == first.id
+    assert (await again(("audio", "default"), "")).id == first.id, "the caller would have to choose one now"
+    with pytest.raises(RequestIdUsed):
+        await again(("audio",), "audio")
+    spec.labels["k"] = "another"
+    with pytest.raises(RequestIdUsed):
+        await again(("audio", "default"), "audio")
     assert serving.conductor.started == [first.id]
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from etfarm.server.access.scope import EVERYTHING
+from etfarm.server.compile.single_flight import Listener
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells.plausibility import Plan, check_attempt
-from etfarm.server.jobs.takeups import IN_HAND, MOST, Takeups, take_left_in_hand
+from etfarm.server.jobs.takeups import IN_HAND, MOST, Hands, Takeups, find_left_in_hand, keep_uncounted, take_left_in_hand
 from etfarm.v1 import agent_pb2, common_pb2, job_pb2
 from tests.support.cells import STATES_TO_SUCCESS, WAIT_S, World
 
@@ -218,3 +220,73 @@ async def test_a_server_that_lives_for_a_while_forgets_the_counts(world: World, 
             await asyncio.sleep(0)
     forgiving.cancel()
     await again.conductor.stop()
+
+
+async def test_a_compilation_that_only_waits_is_not_in_hand(world: World) -> None:
+    await world.hands.begin({})
+    async with world.hands.hold("a") as turn, world.hands.hold("a") as other:
+        assert find_left_in_hand(world.folder) == {"a": MOST - 1}
+        turn(False)
+        turn(False)
+        assert find_left_in_hand(world.folder) == {"a": MOST - 1}, "another cell goes on"
+        other(False)
+        assert find_left_in_hand(world.folder) == {}
+        turn(True)
+        assert find_left_in_hand(world.folder) == {"a": MOST - 1}
+    assert find_left_in_hand(world.folder) == {}
+
+
+async def test_a_compilation_without_a_worker_is_not_in_hand(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = []
+    compile_cell = world.compiler.compile
+
+    async def wait_and_compile(*arguments: Any, listener: Listener, **options: Any) -> Any:
+        for has_turn in (False, True):
+            listener.on_turn(has_turn)
+            left.append(find_left_in_hand(world.folder))
+        return await compile_cell(*arguments, listener=listener, **options)
+
+    monkeypatch.setattr(world.compiler, "compile", wait_and_compile)
+    job = await world.submit(on_device=False)
+    assert (await world.end(job))[0] == ["COMPILING", "SUCCEEDED"]
+    assert left == [{}, {job.id: MOST - 1}]
+
+
+async def test_the_file_of_a_suspect_goes_with_it_though_its_count_was_cleared_meanwhile(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etfarm.server.jobs.takeups.STABLE_S", 0.0)
+    job = await world.submit()
+    await world.until(job, model.WAITING)
+    await Takeups(world.database).count({job.id: MOST})
+    await Takeups(world.database).count({job.id: MOST})
+    clearing, may_clear = asyncio.Event(), asyncio.Event()
+
+    class SlowTakeups(Takeups):
+        async def clear(self) -> None:
+            clearing.set()
+            await may_clear.wait()
+            await super().clear()
+
+    hands = Hands(SlowTakeups(world.database), world.folder)
+    await hands.begin({})
+    forgiving = asyncio.create_task(hands.forgive())
+    await clearing.wait()
+    async with hands.hold(job.id):
+        assert find_left_in_hand(world.folder) == {job.id: MOST}
+        may_clear.set()
+        async with asyncio.timeout(WAIT_S):
+            while await counts(world) or hands._counts:  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0)
+    forgiving.cancel()
+    assert find_left_in_hand(world.folder) == {}
+
+
+async def test_deaths_are_kept_until_they_are_counted(world: World) -> None:
+    (job,) = await compiling(world, 1)
+    assert keep_uncounted(world.folder, {job.id: MOST - 1}) == {job.id: MOST - 1}
+    assert keep_uncounted(world.folder, {}) == {job.id: MOST - 1}, "the server ended before it counted"
+    await world.hands.begin(keep_uncounted(world.folder, {"of another": MOST}))
+    assert await counts(world) == {job.id: 1}
+    assert keep_uncounted(world.folder, {}) == {}
+    await world.conductor.stop()

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from etfarm.server.jobs.takeups import IN_HAND
-from etfarm.server.operation.death import KILLS, Evidence
+from etfarm.server.operation.death import FRESH_S, KILLS, Evidence
 
 SEGFAULT, ABORT = "ctypes.string_at(0)", "os.abort()"
 KILLED, IN_ORDER = "os.kill(os.getpid(), signal.SIGKILL)", ""
 SERVER = """
 import ctypes, os, signal, sys
 from pathlib import Path
+from etfarm.server.jobs.takeups import forget_uncounted
 from etfarm.server.operation.death import Evidence
 data, vmstat, boot_id, in_hand = map(Path, sys.argv[1:])
 print(*Evidence(data, vmstat=vmstat, boot_id=boot_id).find_suspects(), flush=True)
+if not (data / "unreachable").exists():
+    forget_uncounted(data)  # as a server that has counted them
 (in_hand / "job").touch()
 """
 
@@ -94,4 +99,22 @@ async def test_what_the_kernel_killed_while_the_server_lived_on_is_none(
     while not kills.exists() or kills.read_text() != "a 28":  # noqa: ASYNC110 - nothing tells of it
         await asyncio.sleep(0)
     watching.cancel()
+    assert machine.server(IN_ORDER)[0] == []
+
+
+def test_evidence_outlives_servers_that_do_not_reach_the_database(machine: Machine) -> None:
+    machine.server(ABORT)
+    (machine.data / "unreachable").touch()
+    for _ in range(2):
+        assert machine.server(KILLED)[0] == ["job"]
+    (machine.data / "unreachable").unlink()
+    assert machine.server(KILLED)[0] == ["job"]
+    assert machine.server(KILLED)[0] == []
+
+
+def test_kills_long_after_the_last_look_are_none(machine: Machine) -> None:
+    machine.server(KILLED)
+    machine.oom_kills(28)
+    then_s = time.time() - FRESH_S
+    os.utime(machine.data / KILLS, (then_s, then_s))
     assert machine.server(IN_ORDER)[0] == []

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from etfarm.server.main import main
-from etfarm.server.operation.unit import unit
+from etfarm.server.operation.unit import STATE, UNIT_NAME, USER, unit
 from etfarm.wire.errors import UserError
 
 PROGRAM = ["/usr/bin/env"]
@@ -159,3 +159,27 @@ def test_a_secret_in_the_configuration_file_is_no_obstacle_and_one_in_the_argume
 def test_a_collector_and_a_database_without_a_password_may_be_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--otlp", "http://collector:4318", "--database", "postgresql://etfarm@db/farm", "--print-unit"]) == 0
     assert "--otlp http://collector:4318" in capsys.readouterr().out
+
+
+def test_the_page_of_a_second_server_sets_up_the_user_and_the_folder_of_the_unit() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "second-server.md").read_text()
+    first = page.partition("## 4.")[2].partition("## 6.")[0]
+    assert re.findall(r"^useradd .*", first, re.MULTILINE) == [
+        f"useradd --system --home-dir /var/lib/{STATE} --shell /usr/sbin/nologin {USER}"
+    ]
+    assert f"install -d -m 700 -o {USER} -g {USER} /var/lib/{STATE}\n" in first
+    (settings,) = re.findall(r'^settings="(.*)"$', first, re.MULTILINE)
+    assert settings.endswith(f" --data /var/lib/{STATE}")
+    as_service = re.findall(r"^runuser -u (\S+) -- etfarm (\w+).* \$settings\b", page, re.MULTILINE)
+    assert as_service == [(USER, command) for command in ("tokens", "serve", "backup", "restore")]
+    assert len(re.findall("runuser", page)) == len(as_service)
+    owners = re.findall(r"(?:chown |install [^\n]*-[og] )(\S+)", first)
+    assert set(owners) == {USER}
+    assert set(re.findall(r"systemctl (?:[a-z]+ )(?:--now |-s KILL )?(etfarm\S*?)(?:`|\s)", page)) == {UNIT_NAME}
+    assert f"/etc/systemd/system/{UNIT_NAME}.service\n" in first
+
+
+def test_the_page_of_a_second_server_stops_the_servers_before_their_last_backup() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "second-server.md").read_text()
+    move = page.partition("## 8.")[2]
+    assert -1 < move.find(f"systemctl stop {UNIT_NAME}") < move.find("etfarm backup ") < move.find("etfarm restore ")

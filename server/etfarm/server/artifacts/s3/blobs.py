@@ -177,7 +177,8 @@ class BucketBlobs:
                 some = named[start : start + _FLIGHTS]
                 sizes = await asyncio.gather(*(self.bucket.size(key_of(digest)) for digest in some))
                 for digest, size_bytes in zip(some, sizes, strict=True):
-                    if size_bytes is None:
+                    # One that was sent meanwhile is there again.
+                    if size_bytes is None and not self._sending[digest] and not self.integrity.is_known_whole(digest):
                         self._lost.add(digest)
                         self.integrity.mark_damaged(digest)
 
@@ -467,6 +468,9 @@ class BucketBlobs:
 
     async def _delete_strays(self) -> AsyncIterator[None]:
         """Delete old objects at an artifact's place that the database does not name; yield after each group of them."""
+        if not (await self._holdings.totals())[0]:
+            log.warning("the database names no artifact, so none is deleted from S3: it may not be that of the farm")
+            return
         before = datetime.now(UTC) - _ORPHAN_AGE
         async for page in self.bucket.list(BLOBS):
             old = [each.key.rpartition("/")[2] for each in page if each.changed_at < before]
@@ -517,13 +521,13 @@ class BucketBlobs:
     async def _catch_up(self) -> None:
         """Look up the quarantine, and delete objects whose deletion failed."""
         while True:
-            if not self._knows_quarantine:
-                await self._look_up_quarantine(self.quarantine_s)
             try:
+                if not self._knows_quarantine:
+                    await self._look_up_quarantine(self.quarantine_s)
                 for start in range(0, len(orphans := list(self._orphans)), _FLIGHTS):
                     await self.delete([digest for digest in orphans[start : start + _FLIGHTS] if self.withdraw(digest)])
             except EtfarmError as error:  # the database is unavailable, or another server leads
-                log.warning("artifacts could not be deleted from S3; that is tried again", why=error.message)
+                log.warning("what was left to do in S3 could not be done; that is tried again", why=error.message)
             await asyncio.sleep(self.repeat_s)
 
     async def _run(self, function: Callable[..., T], *arguments: object) -> T:

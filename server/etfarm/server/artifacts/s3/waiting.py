@@ -19,8 +19,12 @@ _PAUSE_S: Final = 1.0
 """Pause between attempts; each of them repeats its requests for some time already."""
 
 
-async def retry_while_away(work: Callable[[], Awaitable[T]]) -> T:
-    """Await `work`, and repeat it while the bucket's server is unavailable. To stop, cancel the task."""
+async def retry_while_away(work: Callable[[], Awaitable[T]], on_turn: Callable[[bool], None] = lambda has_turn: None) -> T:
+    """Await `work`, and repeat it while the bucket's server is unavailable. To stop, cancel the task.
+
+    Args:
+        on_turn: called with False before each pause, and with True after it.
+    """
     while True:
         try:
             return await work()
@@ -28,4 +32,6 @@ async def retry_while_away(work: Callable[[], Awaitable[T]]) -> T:
             if error.reason != BlobsUnavailable.reason:  # the error may have passed through another process
                 raise
             log.warning("the artifacts' S3 server is unavailable; trying again", error=error.message, seconds=_PAUSE_S)
+        on_turn(False)
         await asyncio.sleep(_PAUSE_S)
+        on_turn(True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.compile.single_flight import Listener
 from etfarm.server.jobs.cells.cell_run import CellRun
@@ -23,8 +25,11 @@ class CellCompilation:
         self._progress = progress
         self._timer = timer
 
-    async def compile(self, run: CellRun) -> None:
+    async def compile(self, run: CellRun, on_turn: Callable[[bool], None]) -> None:
         """Compile the cell's candidate and set `run.compilation`.
+
+        Args:
+            on_turn: called with False when that begins to wait for its turn, and with True when it goes on.
 
         Raises:
             EtfarmError: the candidate cannot be compiled.
@@ -32,7 +37,7 @@ class CellCompilation:
         job, cell = run.job, run.cell
         if not cell.timeline:
             _add_client_stages(run)
-        with TurnPhases(run, "COMPILE", self._timer, self._progress) as phases:
+        with TurnPhases(run, "COMPILE", self._timer, self._progress, on_turn=on_turn) as phases:
             outcome = await self._compiler.compile(
                 run.candidate,
                 owner=job.owner,
@@ -51,11 +56,11 @@ class CellCompilation:
         if compilation.HasField("etrecord"):
             cell.etrecord.CopyFrom(compilation.etrecord)
 
-    async def compile_numerics(self, run: CellRun) -> None:
-        """Compile the program of the numerics pass, if the job has one and the program differs from the cell's."""
+    async def compile_numerics(self, run: CellRun, on_turn: Callable[[bool], None]) -> None:
+        """Compile the program of the numerics pass, if the job has one and the program differs from the cell's; see `compile`."""
         if not run.job.spec.measurement.numerics:
             return
-        with TurnPhases(run, "COMPILE_NUMERICS", self._timer, self._progress) as phases:
+        with TurnPhases(run, "COMPILE_NUMERICS", self._timer, self._progress, on_turn=on_turn) as phases:
             await self._numerics.compile(run, self._listener(run, phases, "NUMERICS_"))
         if run.cell.numerics_compilation_key:
             phases.end()

@@ -56,12 +56,21 @@ class TurnPhases:
 
     Args:
         work: the phase of the work.
+        on_turn: called as `turn`; the work goes on when the block ends.
         announced_s: seconds after which watchers are told of a wait.
     """
 
     def __init__(
-        self, run: CellRun, work: str, timer: PhaseTimer, progress: CellProgress, *, announced_s: float = ANNOUNCED_S
+        self,
+        run: CellRun,
+        work: str,
+        timer: PhaseTimer,
+        progress: CellProgress,
+        *,
+        on_turn: Callable[[bool], None] = lambda has_turn: None,
+        announced_s: float = ANNOUNCED_S,
     ) -> None:
+        self._on_turn = on_turn
         self._run = run
         self._work = work
         self._timer = timer
@@ -77,9 +86,11 @@ class TurnPhases:
 
     def __exit__(self, *_: object) -> None:
         self._announce_no_wait()
+        self._on_turn(True)
 
     def turn(self, has_turn: bool) -> None:
         """Record and announce that the work goes on, or waits for its turn; waits of a moment are a part of the work."""
+        self._on_turn(has_turn)
         wait, self._wait = self._wait, None
         if wait is None:
             self._wait = None if has_turn else self._timer.start(self._run.job)

@@ -97,22 +97,22 @@ class CellStages:
         """Compile the cell and check that it can run, until it waits for a device. A cell without a device succeeds here."""
         await self._results.wait_for_space(run, self._progress.announce)
         await self._take_turn()
-        async with self.hands.hold(run.job.id):
-            await self._compile(run)
+        async with self.hands.hold(run.job.id) as turn:
+            await self._compile(run, turn)
 
-    async def _compile(self, run: CellRun) -> None:
+    async def _compile(self, run: CellRun, turn: Callable[[bool], None]) -> None:
         require_in_time(run.job.spec, self._now())
         if run.cell.state == model.QUEUED:
             await self._transitions.advance([run], model.COMPILING)
-        await retry_while_away(partial(self._compilation.compile, run))
+        await retry_while_away(partial(self._compilation.compile, run, turn), turn)
         await self._take_turn()
         assert run.compilation is not None
         if run.compilation.HasField("program"):
-            await retry_while_away(partial(self._requirements.check_inputs, run))
+            await retry_while_away(partial(self._requirements.check_inputs, run), turn)
         if not run.cell.HasField("device_index"):
             await self.finish(run, model.SUCCEEDED)
             return
-        await retry_while_away(partial(self._compilation.compile_numerics, run))
+        await retry_while_away(partial(self._compilation.compile_numerics, run, turn), turn)
         await self._transitions.advance([run], model.WAITING)
 
     async def recover(self, run: CellRun) -> None:
@@ -130,18 +130,18 @@ class CellStages:
 
     async def analyze(self, run: CellRun) -> None:
         """Analyze the result and write the report of a cell that succeeded."""
-        async with self.hands.hold(run.job.id):
-            await self._analyze(run)
+        async with self.hands.hold(run.job.id) as turn:
+            await self._analyze(run, turn)
 
-    async def _analyze(self, run: CellRun) -> None:
+    async def _analyze(self, run: CellRun, turn: Callable[[bool], None]) -> None:
         results = await self._results_of_attempt(run)
         if run.result is None:  # an earlier server received the result
             run.result = results[run.cell.id]
             run.device = self._dispatch.device_of(run.cell)
         self._progress.announce_phase([run], "ANALYZE")
-        with TurnPhases(run, "ANALYZE", self._timer, self._progress) as phases:
+        with TurnPhases(run, "ANALYZE", self._timer, self._progress, on_turn=turn) as phases:
             analyze = partial(self._analysis.analyze, run, results, phases.turn)
-            run.analysis = await retry_until_written(partial(retry_while_away, analyze))
+            run.analysis = await retry_until_written(partial(retry_while_away, analyze, turn))
         measured = self._analysis.report(run, run.cell, "", at=self._now())
         run.earlier = await self._journal.reports.find_earlier(run.job.project, measured)
         phases.end()

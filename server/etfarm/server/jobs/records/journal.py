@@ -66,7 +66,7 @@ _END_JOB: Final = (
 _LAST_EVENT: Final = select(schema.jobs.c.last_sequence, STATES.label("states")).where(schema.jobs.c.id == bindparam("job"))
 _ADD_EVENT: Final = schema.events.insert()
 _ADD_REPORT: Final = schema.reports.insert()
-_OF_REQUEST: Final = select(schema.jobs.c.id, schema.jobs.c.request_digest).where(
+_OF_REQUEST: Final = select(schema.jobs.c.id, schema.jobs.c.request_digest, schema.jobs.c.project).where(
     schema.jobs.c.owner == bindparam("of_owner"), schema.jobs.c.request_id == bindparam("request")
 )
 _ADD_JOB: Final = schema.jobs.insert().values(
@@ -365,7 +365,7 @@ def _job_of(connection: Connection, owner: str, request: Request) -> Job | None:
     row = connection.execute(_OF_REQUEST, {"of_owner": owner, "request": request.id}).one_or_none()
     if row is None:
         return None
-    if row.request_digest is not None and row.request_digest != request.digest:
+    if row.request_digest is not None and not request.has_created(row.request_digest, row.project or DEFAULT_PROJECT):
         raise RequestIdUsed(request.id, row.id)
     return job_row(connection, row.id)
 

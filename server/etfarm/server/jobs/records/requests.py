@@ -32,16 +32,40 @@ class Request:
     id: str
     digest: bytes
     """What was sent, as far as the job depends on it."""
+    spec: bytes | None = None
+    """The spec of a request that names no project: the farm's members, and so its project, may change before it is repeated."""
+    projects: frozenset[str] | None = None
+    """The projects that its caller sees; None for all."""
 
     @classmethod
-    def to_submit(cls, request_id: str, spec: JobSpec, project: str) -> Request:
+    def to_submit(
+        cls,
+        request_id: str,
+        spec: JobSpec,
+        project: str,
+        *,
+        names_project: bool = True,
+        projects: frozenset[str] | None = None,
+    ) -> Request:
         """Return the request for a job with a spec, as it was received."""
-        return cls(request_id, _digest(b"submit", project.encode(), spec.SerializeToString(deterministic=True)))
+        body = spec.SerializeToString(deterministic=True)
+        return cls(request_id, _of_submit(project, body), None if names_project else body, projects)
 
     @classmethod
     def to_retry(cls, request: RetryJobRequest) -> Request:
         """Return the request for the failed cells of a job."""
         return cls(request.request_id, _digest(b"retry", request.job_id.encode()))
+
+    def has_created(self, digest: bytes, project: str) -> bool:
+        """Return whether a job is this request's, by the digest of what created it, and its project."""
+        if digest == self.digest:
+            return True
+        is_seen = self.projects is None or project in self.projects
+        return self.spec is not None and is_seen and digest == _of_submit(project, self.spec)
+
+
+def _of_submit(project: str, body: bytes) -> bytes:
+    return _digest(b"submit", project.encode(), body)
 
 
 def _digest(*parts: bytes) -> bytes:

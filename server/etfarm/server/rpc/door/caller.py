@@ -16,6 +16,7 @@ from etfarm.v1.common_pb2 import Principal
 from etfarm.wire.errors import Kind, UserError
 
 _principal: ContextVar[Principal] = ContextVar("principal")
+_names_project: ContextVar[bool] = ContextVar("names_project", default=False)
 
 
 class PermissionDenied(UserError):
@@ -57,8 +58,11 @@ def with_projects(principal: Principal, projects: Iterable[str], project: str) -
 _credential: ContextVar[Credential] = ContextVar("credential")
 
 
-def enter(credential: Credential, principal: Principal, method: str) -> None:
+def enter(credential: Credential, principal: Principal, method: str, *, names_project: bool = False) -> None:
     """Authorize a caller for a method, and store it for `caller`, `scope` and `credential`.
+
+    Args:
+        names_project: whether the call names the project.
 
     Raises:
         PermissionDenied: as `authorize`; or an enrolment token is used for a method other than Enroll.
@@ -71,6 +75,12 @@ def enter(credential: Credential, principal: Principal, method: str) -> None:
         )  # fmt: skip
     authorize(principal, method)
     _credential.set(credential)
+    _names_project.set(names_project)
+
+
+def names_project() -> bool:
+    """Return whether the current rpc names a project; otherwise the caller's only one, or `default`, is that of the call."""
+    return _names_project.get()
 
 
 def credential() -> Credential:

@@ -112,9 +112,10 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
             credential = self._tokens.authenticate(_text(metadata, "authorization"))
             principal = credential.principal
             structlog.contextvars.bind_contextvars(principal=principal.name)
-            principal = self._resolve(principal, _text(metadata, PROJECT_METADATA) or "")
+            requested = _text(metadata, PROJECT_METADATA) or ""
+            principal = self._resolve(principal, requested)
             # The same task runs the handler, which therefore sees the caller in the context variables.
-            enter(credential, principal, method)
+            enter(credential, principal, method, names_project=bool(requested))
             if forwarded_peer is not None and is_question(metadata):
                 return grpc.stream_stream_rpc_method_handler(accept)
             call = self.calls.begin(method, credential, principal)

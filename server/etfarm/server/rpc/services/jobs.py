@@ -21,7 +21,7 @@ from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.jobs.retry import cells_to_retry, spec_of_retry
 from etfarm.server.jobs.submission import BadJob, Submission
 from etfarm.server.jobs.waiting_list import WaitingList
-from etfarm.server.rpc.door.caller import active_project, caller, require_owner, scope
+from etfarm.server.rpc.door.caller import active_project, caller, names_project, require_owner, scope
 from etfarm.server.rpc.services.times import read_time
 from etfarm.server.state.cut import fit
 from etfarm.server.state.paging import PAGE_SIZES, page_size, page_start
@@ -74,10 +74,12 @@ class JobService(job_pb2_grpc.JobServiceServicer):
                 request.spec, owner=caller().name, project=project, at=self._now(), validate_only=True
             )
             return self._own(job)
-        project = active_project()
         # Before the spec is checked, which completes it. A large one takes some milliseconds.
-        sent = await asyncio.to_thread(Request.to_submit, request.request_id, request.spec, project)
-        return await self._once(sent, lambda: self._submit(request.spec, sent, project))
+        sent = await asyncio.to_thread(
+            Request.to_submit, request.request_id, request.spec, caller().project, names_project=names_project(),
+            projects=scope().projects,
+        )  # fmt: skip
+        return await self._once(sent, lambda: self._submit(request.spec, sent, active_project()))
 
     async def Retry(self, request: job_pb2.RetryJobRequest, context: object) -> job_pb2.Job:
         sent = Request.to_retry(request)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Column, Table, select, update
+from sqlalchemy import Column, Table, func, select, update
 
 from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs import model
@@ -158,3 +158,29 @@ def test_a_value_is_read_as_it_was_written_also_by_releases_without_checksums() 
             assert "of job a is damaged" in damaged.message
     assert undetected == []
     assert unseal(Cell, seal(Cell()), "a cell", "a") == Cell()
+
+
+@pytest.mark.parametrize("tail", [b"", b"\0"], ids=["cut off", "zeroed"])
+async def test_a_value_without_its_tail_is_damaged(world: World, tail: bytes) -> None:
+    await world.end(await world.submit("a"))
+    report = schema.reports.c
+    body = await world.database.read(lambda c: c.execute(select(report.body).where(report.id == "ra0")).scalar_one())
+    body = body[:-20] + tail * 20
+    await world.database.write(lambda c: c.execute(update(schema.reports).where(report.id == "ra0").values(body=body)))
+    with pytest.raises(ValueDamaged):
+        unseal(Report, body, "a report", "a")
+    assert await world.damaged() == ["a report of job a"]
+
+
+async def test_values_are_read_by_their_size(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "abc":
+        await world.end(await world.submit(name))
+    report = schema.reports.c
+    for cell in ("a0", "b1", "c1"):
+        await world.damage(schema.reports, report.body, report.id, f"r{cell}")
+    size_bytes = await world.database.read(lambda c: c.execute(select(func.max(func.length(report.body)))).scalar_one())
+    for page_bytes, parts in ((2 * size_bytes, [1, 1, 1]), (size_bytes // 2, [1, 1, 1]), (1 << 20, [3])):
+        monkeypatch.setattr("etfarm.server.jobs.records.verification._PAGE_BYTES", page_bytes)
+        named = [part async for part in find_damaged(world.database) if part]
+        assert [len(part) for part in named] == parts
+        assert [name for part in named for name in part] == [f"a report of job {name}" for name in "abc"]
