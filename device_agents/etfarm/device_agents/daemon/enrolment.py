@@ -47,7 +47,7 @@ class TokenWithheld(UserError):
             remedy = f"Give --tls-ca (or {TLS_CA_VARIABLE}) if the farm has a certificate, or --server {kept};"
         else:
             why = "the agent has not connected there since it can recognize its farm"
-            remedy = f"Start it once with --server {kept}, where it learns which farm that is;"
+            remedy = f"Start it once with --server {kept}, without an HTTP proxy, where it learns which farm that is;"
         super().__init__(
             f"This agent's token is for the server at {kept}, and was not sent to {access.server}: {why}.",
             f"{remedy} {NEW_TOKEN}", server=access.server, kept=kept,
