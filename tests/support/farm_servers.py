@@ -99,7 +99,7 @@ class Old(FarmServer):
 
 @asynccontextmanager
 async def losing_link(target: str, is_lost: Callable[[int], bool]) -> AsyncIterator[str]:
-    """Yield an address whose connections are passed on to another one, except those of which `is_lost` of their number is true."""
+    """Yield an address whose connections are passed on to another, except those for whose number `is_lost` is true."""
     host, _, port = target.rpartition(":")
     number = 0
 

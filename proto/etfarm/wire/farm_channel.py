@@ -274,7 +274,9 @@ async def _read_certificate(access: Access) -> bytes:
         assert proofs is not None  # nothing has to be proven without
         proofs.unseen[access.server] = unseen = proofs.unseen.get(access.server, 0) + 1
         if unseen < _UNSEEN or proofs.certificates:
-            raise Unreachable(f"The server at {access.server} {why}.", f"{remedy}, if it stays so.", server=access.server) from None
+            raise Unreachable(
+                f"The server at {access.server} {why}.", f"{remedy}, if it stays so.", server=access.server
+            ) from None
         raise FarmNotProven(access.server, why, remedy) from None
     if access.proofs is not None:
         access.proofs.unseen.pop(access.server, None)

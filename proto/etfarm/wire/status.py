@@ -96,8 +96,10 @@ def is_unanswered(error: grpc.aio.AioRpcError) -> bool:
 
 
 def is_hopeless(code: grpc.StatusCode, details: str | None) -> bool:
-    """Return whether no such server is at an address that has never answered: there is no such name, TLS fails, or it is another
-    program's port."""
+    """Return whether an address that has never answered is not the server's.
+
+    There is no such name, TLS fails, or it is another program's port.
+    """
     return code is grpc.StatusCode.UNAVAILABLE and _HOPELESS.search(details or "") is not None
 
 

@@ -26,7 +26,7 @@ async def test_a_server_that_proves_nothing_is_asked_again_until_the_farm_is_bac
 
     async with other.running() as address:
         asking = asyncio.create_task(ask())
-        while not other.proofs and not asking.done():
+        while not other.proofs and not asking.done():  # noqa: ASYNC110 - the change has no event
             await asyncio.sleep(0.01)
     own.address = address
     async with own.running():

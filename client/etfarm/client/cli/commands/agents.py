@@ -99,8 +99,8 @@ def bind(
     tell(f"Agent {agent.agent_id} belongs to {agent.principal}.")
     if agent.retired:
         tell(
-            "It was retired, and is admitted again. A token that was its alone stays revoked: if it is refused, start it with the "
-            f"ETFARM_TOKEN of `etfarm tokens create {agent.principal} --agent`."
+            "It was retired, and is admitted again. A token that was its alone stays revoked: if it is refused, start it with "
+            f"the ETFARM_TOKEN of `etfarm tokens create {agent.principal} --agent`."
         )
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from etfarm.server.rpc.door.token_file import Tokens as TokenFile
 from etfarm.server.rpc.door.interceptor import PROOFS, AuthErrorInterceptor
 from etfarm.server.rpc.door.proving import BadProofRequest, Prover, TokensNotRead
 from etfarm.server.rpc.door.roles import PROOF
+from etfarm.server.rpc.door.token_file import Tokens as TokenFile
 from etfarm.v1.farm_pb2 import FarmProof, GetProofRequest
 from etfarm.wire.farm_proof import METADATA, hint_of, is_proof, key_of
 from tests.support.golden import Golden
