@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from etfarm.device_agents.attempts.cache import Cache
+from etfarm.device_agents.config import AgentConfig, PhoneOptions
 from etfarm.device_agents.daemon.enrolment import _Kept, _own_access
+from etfarm.device_agents.daemon.phones.trial import Trial
 from etfarm.wire.channel import Access
 
 
@@ -25,3 +30,10 @@ def test_a_folder_that_cannot_be_written_does_not_end_an_agent_that_found_its_fa
     path.parent.mkdir()
     access.proofs.prove("the-farm", "farm:1", b"PEM")
     assert '"farm_id": "the-farm"' in path.read_text()
+
+
+async def test_a_phone_is_left_to_its_first_job_if_no_channel_can_be_opened(tmp_path: Path) -> None:
+    access = Access("farm:1", tls_ca=tmp_path / "missing.pem")
+    config = AgentConfig(access, "board", tmp_path, phones=PhoneOptions())
+    phone: Any = SimpleNamespace(serial="SERIAL", has_own_runner=False, device=SimpleNamespace(arch="aarch64"))
+    await Trial(config, Cache(tmp_path / "cache", 1 << 20)).run(phone)
