@@ -52,7 +52,7 @@ async def attempt_channel(config: AgentConfig, left_s: float, limit_s: float) ->
         limit_s: all of its time in seconds.
 
     Raises:
-        TransferTimedOut: no server of the farm was found within the attempt's time.
+        TransferTimedOut: no server of the farm was reached within the attempt's time.
     """
     async with AsyncExitStack() as opened:
         try:

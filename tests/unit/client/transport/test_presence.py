@@ -55,9 +55,9 @@ async def serving(address: str) -> AsyncIterator[None]:
         await server.stop(None)
 
 
-async def version(addresses: str, said: list[str]) -> str:
+async def version(addresses: str, shown: list[str]) -> str:
     async with open_channel(Access(addresses)) as channel:
-        patience = Patience.of(channel, addresses, 60.0, said.append)
+        patience = Patience.of(channel, addresses, 60.0, shown.append)
         farm = farm_pb2_grpc.FarmServiceStub(channel)
         try:
             return (await repeat(lambda: farm.GetServerInfo(farm_pb2.GetServerInfoRequest()), patience.backoff())).version
@@ -69,10 +69,10 @@ async def version(addresses: str, said: list[str]) -> str:
 async def test_a_hopeless_first_server_does_not_end_the_wait_for_the_second(first: str) -> None:
     async with AsyncExitStack() as stack:
         hopeless = await stack.enter_async_context(other_program()) if first == "a program" else "no-such-host.invalid:7433"
-        away, said = free_address(), list[str]()
-        asking = asyncio.create_task(version(f"{hopeless},{away}", said))
+        away, shown = free_address(), list[str]()
+        asking = asyncio.create_task(version(f"{hopeless},{away}", shown))
         async with asyncio.timeout(60):
-            while not said and not asking.done():  # noqa: ASYNC110 - the change has no event
+            while not shown and not asking.done():  # noqa: ASYNC110 - the change has no event
                 await asyncio.sleep(0.01)
         async with serving(away):
             assert await asking == "here"
