@@ -258,7 +258,9 @@ async def token_leader(tokens: Path) -> AsyncIterator[tuple[str, list[tuple[str,
             return await continuation(details)
 
     interceptor = AuthErrorInterceptor(Tokens.read(tokens), forwarded=Forwarded(SECRET))
-    server = guarded_server([Seen(), interceptor], Connections(lambda: True, time.monotonic), interceptor.has_token)
+    server = guarded_server(
+        [Seen(), interceptor], Connections(lambda: True, time.monotonic), interceptor.has_token, interceptor.is_urgent
+    )
     job_pb2_grpc.add_JobServiceServicer_to_server(Jobs(), server)
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
     port = server.add_insecure_port("127.0.0.1:0")

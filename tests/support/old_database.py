@@ -6,7 +6,7 @@ from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import create_engine, text
+from sqlalchemy import Connection, create_engine, text
 
 from etfarm.server.state import revisions
 from etfarm.wire import digest
@@ -17,14 +17,20 @@ NOW = "2025-01-02 03:04:05"
 MIGRATIONS = Path(revisions.__file__).parent / "migrations"
 
 
+def config_of(connection: Connection) -> Config:
+    """Return what Alembic needs to convert the connection's database."""
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    config.attributes["connection"] = connection
+    return config
+
+
 def database_of_0006(folder: Path, reports: int) -> Path:
     """Return a database of etfarm 0.1.0 with reports that have samples."""
     path = folder / "farm.sqlite"
     engine = create_engine(f"sqlite:///{path}")
-    config = Config()
-    config.set_main_option("script_location", str(MIGRATIONS))
     with engine.begin() as connection:
-        config.attributes["connection"] = connection
+        config = config_of(connection)
         command.upgrade(config, "0003")
         connection.execute(text(f"INSERT INTO jobs VALUES ('j', 1, '', 'ann', 'r', 0, x'', '{NOW}', '{NOW}', 0)"))
         for number in range(reports):

@@ -1667,7 +1667,9 @@ class Agent(_message.Message):
     allows_upgrade: _builtins.bool
     """Whether it is connected and installs wheels that the server offers."""
     retired: _builtins.bool
-    """Whether its last device was retired: it is refused until it is bound again or enrols."""
+    """Whether its last device was retired: it is refused until it is bound again or enrols. In the answer of BindAgent, whether that
+    was so until now.
+    """
     @_builtins.property
     def device_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(

@@ -62,7 +62,8 @@ class AgentServiceStub:
       RESOURCE_EXHAUSTED   TOO_MANY_AGENTS: the token's principal has 1,000 identities. TOO_MANY_DEVICES.
       PERMISSION_DENIED    AGENT_NOT_YOURS: the identity is bound to another token.
                            AGENT_UNBOUND: the identity is known from before identities were bound; an admin binds it (BindAgent).
-                           AGENT_RETIRED: an admin retired the agent's device; BindAgent or an enrolment admits the agent again.
+                           AGENT_RETIRED: an admin retired the agent's device; an enrolment admits the agent again, and BindAgent
+                           does if its token was not its alone, and so was not revoked.
                            DEVICE_NOT_YOURS: the agent's devices belong to an agent of another token, which is not connected. If
                            they have moved, an admin binds that agent to this one's token (BindAgent).
     """
@@ -96,7 +97,8 @@ class AgentServiceStub:
       INVALID_ARGUMENT     BAD_PAGE_TOKEN
     """
     BindAgent: _grpc.UnaryUnaryMultiCallable[_agent_pb2.BindAgentRequest, _agent_pb2.Agent]
-    """Binds an agent identity to a principal: from now on only tokens of this principal may use it.
+    """Binds an agent identity to a principal: from now on only tokens of this principal may use it. An agent that was retired is
+    admitted again, which Agent.retired of the answer says. A token that was its alone stays revoked: it needs an enrolment.
 
     Errors:
       NOT_FOUND            AGENT_NOT_FOUND: no agent with this id has ever connected or tried to connect.
@@ -160,7 +162,8 @@ class AgentServiceAsyncStub(AgentServiceStub):
       RESOURCE_EXHAUSTED   TOO_MANY_AGENTS: the token's principal has 1,000 identities. TOO_MANY_DEVICES.
       PERMISSION_DENIED    AGENT_NOT_YOURS: the identity is bound to another token.
                            AGENT_UNBOUND: the identity is known from before identities were bound; an admin binds it (BindAgent).
-                           AGENT_RETIRED: an admin retired the agent's device; BindAgent or an enrolment admits the agent again.
+                           AGENT_RETIRED: an admin retired the agent's device; an enrolment admits the agent again, and BindAgent
+                           does if its token was not its alone, and so was not revoked.
                            DEVICE_NOT_YOURS: the agent's devices belong to an agent of another token, which is not connected. If
                            they have moved, an admin binds that agent to this one's token (BindAgent).
     """
@@ -194,7 +197,8 @@ class AgentServiceAsyncStub(AgentServiceStub):
       INVALID_ARGUMENT     BAD_PAGE_TOKEN
     """
     BindAgent: _aio.UnaryUnaryMultiCallable[_agent_pb2.BindAgentRequest, _agent_pb2.Agent]  # type: ignore[assignment]
-    """Binds an agent identity to a principal: from now on only tokens of this principal may use it.
+    """Binds an agent identity to a principal: from now on only tokens of this principal may use it. An agent that was retired is
+    admitted again, which Agent.retired of the answer says. A token that was its alone stays revoked: it needs an enrolment.
 
     Errors:
       NOT_FOUND            AGENT_NOT_FOUND: no agent with this id has ever connected or tried to connect.
@@ -261,7 +265,8 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
           RESOURCE_EXHAUSTED   TOO_MANY_AGENTS: the token's principal has 1,000 identities. TOO_MANY_DEVICES.
           PERMISSION_DENIED    AGENT_NOT_YOURS: the identity is bound to another token.
                                AGENT_UNBOUND: the identity is known from before identities were bound; an admin binds it (BindAgent).
-                               AGENT_RETIRED: an admin retired the agent's device; BindAgent or an enrolment admits the agent again.
+                               AGENT_RETIRED: an admin retired the agent's device; an enrolment admits the agent again, and BindAgent
+                               does if its token was not its alone, and so was not revoked.
                                DEVICE_NOT_YOURS: the agent's devices belong to an agent of another token, which is not connected. If
                                they have moved, an admin binds that agent to this one's token (BindAgent).
         """
@@ -319,7 +324,8 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _agent_pb2.BindAgentRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_agent_pb2.Agent, _abc.Awaitable[_agent_pb2.Agent]]:
-        """Binds an agent identity to a principal: from now on only tokens of this principal may use it.
+        """Binds an agent identity to a principal: from now on only tokens of this principal may use it. An agent that was retired is
+        admitted again, which Agent.retired of the answer says. A token that was its alone stays revoked: it needs an enrolment.
 
         Errors:
           NOT_FOUND            AGENT_NOT_FOUND: no agent with this id has ever connected or tried to connect.

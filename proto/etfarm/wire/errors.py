@@ -66,6 +66,8 @@ class EtfarmError(Exception):
         super().__init__(f"{self.message} {remedy}" if remedy else self.message)
         self.remedy = remedy
         self.stage = stage
+        self.is_repeated = False
+        """Whether the server refuses a call that was made before, without an answer: it may have been carried out then."""
         self.metadata: dict[str, str] = {key: str(value) for key, value in metadata.items()}
 
     def prefix(self, subject: str) -> None:

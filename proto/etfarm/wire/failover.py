@@ -14,6 +14,8 @@ from typing import Any, Final
 
 import grpc
 
+from etfarm.wire.status import is_hopeless
+
 _SETTLE_S: Final = 2.0
 """Time in which a server must accept a connection and report its health."""
 _HEAD_START_S: Final = 0.25
@@ -30,16 +32,27 @@ class FailoverChannel(grpc.aio.Channel):
     def __init__(self, channels: Sequence[grpc.aio.Channel]) -> None:
         self._channels = list(channels)
         self._index = 0
+        self._hopeless: set[int] = set()
+        """The servers whose last call failed in a way that no wait can help."""
         self._ended: set[asyncio.Task[None]] = set()
         self._is_moving = False
 
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether the last call to each of the servers failed in a way that no wait can help."""
+        return len(self._hopeless) == len(self._channels)
+
     def choose(self) -> int:
-        """Return the index of the channel for the next call; move on if its server does not answer."""
+        """Return the index of the channel for the next call; move on if its server does not answer.
+
+        If none answers, each server gets a call in turn, so that the error of each is seen.
+        """
         for _ in self._channels:
             channel = self._channels[self._index]
             if channel.get_state(try_to_connect=True) is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-                break
+                return self._index
             self._index = (self._index + 1) % len(self._channels)
+        self._index = (self._index + 1) % len(self._channels)
         return self._index
 
     def follow(self, index: int, call: Any) -> None:
@@ -50,7 +63,12 @@ class FailoverChannel(grpc.aio.Channel):
 
     async def _move_on(self, index: int, call: Any) -> None:
         with contextlib.suppress(grpc.aio.UsageError):  # this channel was closed meanwhile
-            if await call.code() is not grpc.StatusCode.UNAVAILABLE or self._index != index or self._is_moving:
+            code = await call.code()
+            if is_hopeless(code, await call.details()):
+                self._hopeless.add(index)
+            else:
+                self._hopeless.discard(index)
+            if code is not grpc.StatusCode.UNAVAILABLE or self._index != index or self._is_moving:
                 return
             self._is_moving = True
             try:

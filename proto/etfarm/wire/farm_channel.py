@@ -24,7 +24,7 @@ from etfarm.wire.channel import Access, open_channel, parse_addresses
 from etfarm.wire.errors import EtfarmError, Kind, UserError
 from etfarm.wire.failover import settle
 from etfarm.wire.farm_proof import METADATA, NONCE_BYTES, Proofs, hint_of, is_proof, key_of
-from etfarm.wire.status import from_rpc_error
+from etfarm.wire.status import Unreachable, from_rpc_error
 
 if TYPE_CHECKING:
     import ssl
@@ -33,7 +33,12 @@ _HANDSHAKE_S: Final = 5.0
 _PROOF_S: Final = 10.0
 _CONNECT_S: Final = 10.0
 _ASK_AGAIN_S: Final = 60.0
-"""Time for which a server that has not proven anything is not asked again while another one has, or while none has to."""
+"""Time for which a server that is not the farm's is not asked again while another one is reached, or while none has to prove."""
+_AWAY_S: Final = 5.0
+"""The same for a server that could not be asked."""
+_UNSEEN: Final = 5
+"""Number of times in a row that the certificate of a server that gRPC reaches is not seen, before an HTTP proxy is the reason: a
+server that restarts or is overloaded may miss a few."""
 NEW_TOKEN: Final = "otherwise enrol the agent again, with the ETFARM_TOKEN of a new `etfarm tokens create NAME --agent`."
 """The last remedy of every refusal."""
 
@@ -96,9 +101,9 @@ async def _open_proven(access: Access, proofs: Proofs) -> grpc.aio.Channel:
     async with _opened(open_channel(access, known)) as channel:
         if await _is_reached(channel):
             return channel
-        # The certificates may have been renewed.
-        errors = await _prove(access, proofs, known)
-        renewed = {address: proofs.certificates[address] for address in known}
+        # The certificates may have been renewed, or a server that was away may have taken over.
+        errors = await _prove(access, proofs, addresses)
+        renewed = {address: proofs.certificates[address] for address in addresses if address in proofs.certificates}
         if renewed == known:
             if errors and isinstance(error := _worst(errors), FarmNotProven):
                 raise error
@@ -125,8 +130,8 @@ def _addresses(access: Access) -> list[str]:
 
 def _not_asked(proofs: Proofs, addresses: Iterable[str]) -> list[str]:
     """Return the addresses whose servers were not asked recently."""
-    before_s = time.monotonic() - _ASK_AGAIN_S
-    return [address for address in addresses if proofs.asked_s.get(address, before_s) <= before_s]
+    now_s = time.monotonic()
+    return [address for address in addresses if proofs.ask_again_s.get(address, now_s) <= now_s]
 
 
 def _worst(errors: list[EtfarmError]) -> EtfarmError:
@@ -163,7 +168,8 @@ async def _prove(access: Access, proofs: Proofs, addresses: Iterable[str]) -> li
                 )
         except EtfarmError as error:
             if isinstance(error, FarmNotProven) or proofs.certificates:
-                proofs.asked_s[address] = time.monotonic()
+                pause_s = _ASK_AGAIN_S if isinstance(error, FarmNotProven) else _AWAY_S
+                proofs.ask_again_s[address] = time.monotonic() + pause_s
             return error
         proofs.prove(farm_id, address, certificate)
         return None
@@ -243,7 +249,8 @@ async def _read_certificate(access: Access) -> bytes:
     The host's name in it is for gRPC to check.
 
     Raises:
-        EtfarmError: the server cannot be reached, or its certificate is not trusted.
+        FarmNotProven: gRPC has reached the server several times, while its certificate was never seen.
+        EtfarmError: the server cannot be reached at the moment, or its certificate is not trusted.
     """
     import ssl  # only with TLS: it takes 3 MB
 
@@ -262,7 +269,17 @@ async def _read_certificate(access: Access) -> bytes:
                 if failure.code() is grpc.StatusCode.UNAVAILABLE:
                     raise from_rpc_error(failure, server=access.server) from None
         why = f"does not show this agent its certificate ({error or 'no answer in time'}), so that the token was not sent"
-        raise FarmNotProven(access.server, why, "Let the agent connect to it without an HTTP proxy") from None
+        remedy = "Let the agent connect to it without an HTTP proxy"
+        proofs = access.proofs
+        assert proofs is not None  # nothing has to be proven without
+        proofs.unseen[access.server] = unseen = proofs.unseen.get(access.server, 0) + 1
+        if unseen < _UNSEEN or proofs.certificates:
+            raise Unreachable(
+                f"The server at {access.server} {why}.", f"{remedy}, if it stays so.", server=access.server
+            ) from None
+        raise FarmNotProven(access.server, why, remedy) from None
+    if access.proofs is not None:
+        access.proofs.unseen.pop(access.server, None)
     try:
         certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
         assert isinstance(certificate, bytes)

@@ -56,8 +56,10 @@ class Proofs:
         self.farm_id = farm_id
         self.certificates: dict[str, bytes] = {}
         """The certificates (PEM) with which servers have proven it, by address."""
-        self.asked_s: dict[str, float] = {}
-        """When a server was last asked for a proof, by address; in seconds of the monotonic clock."""
+        self.ask_again_s: dict[str, float] = {}
+        """When a server that has proven nothing may be asked again, by address; in seconds of the monotonic clock."""
+        self.unseen: dict[str, int] = {}
+        """How often in a row the certificate of a server that gRPC reaches was not seen, by address."""
         self._on_proven = on_proven
 
     def prove(self, farm_id: str, address: str, certificate: bytes) -> None:

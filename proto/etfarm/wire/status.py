@@ -95,18 +95,18 @@ def is_unanswered(error: grpc.aio.AioRpcError) -> bool:
     return error.code() is grpc.StatusCode.UNAVAILABLE
 
 
-def is_misdirected(error: grpc.aio.AioRpcError) -> bool:
-    """Return whether something answers at the address that is no such server: TLS fails, or it is another program's port."""
-    return error.code() is grpc.StatusCode.UNAVAILABLE and _MISDIRECTED.search(error.details() or "") is not None
+def is_hopeless(code: grpc.StatusCode, details: str | None) -> bool:
+    """Return whether an address that has never answered is not the server's.
+
+    There is no such name, TLS fails, or it is another program's port.
+    """
+    return code is grpc.StatusCode.UNAVAILABLE and _HOPELESS.search(details or "") is not None
 
 
-def is_unresolved(error: grpc.aio.AioRpcError) -> bool:
-    """Return whether the server's name was not resolved to an address."""
-    return error.code() is grpc.StatusCode.UNAVAILABLE and _UNRESOLVED.search(error.details() or "") is not None
-
-
-_MISDIRECTED = re.compile("SSL_ERROR_SSL|Hostname Verification Check failed|Failed parsing HTTP/2")
-_UNRESOLVED = re.compile("errors resolving|DNS resolution failed|address lookup failed")
+_HOPELESS = re.compile(
+    "SSL_ERROR_SSL|Hostname Verification Check failed|Failed parsing HTTP/2"
+    "|errors resolving|DNS resolution failed|address lookup failed"
+)
 _MISTRUST = re.compile(r"CERTIFICATE_VERIFY_FAILED: ([^:]+)")
 
 

@@ -148,7 +148,9 @@ async def running(
         # What fits a standby has to fit here, too.
         metadata_bytes = MAX_METADATA_BYTES + (0 if lead is None else FORWARDED_BYTES)
         observing = ObservingInterceptor(monitor.metrics, forwarded=forwarded)
-        server = guarded_server([observing, interceptor], connections, interceptor.has_token, metadata_bytes)
+        server = guarded_server(
+            [observing, interceptor], connections, interceptor.has_token, interceptor.is_urgent, metadata_bytes
+        )
         servicers = _servicers(
             config, storage, access, fleet, jobs, screening, host, notices, intake, certificates, monitor, settings, lead
         )

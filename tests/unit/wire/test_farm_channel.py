@@ -2,107 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+import contextlib
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
-import trustme
 
-from etfarm.v1.farm_pb2 import FarmProof, GetProofRequest, GetServerInfoRequest, ServerInfo
-from etfarm.v1.farm_pb2_grpc import FarmServiceServicer, FarmServiceStub, add_FarmServiceServicer_to_server
+from etfarm.v1.farm_pb2 import GetServerInfoRequest
+from etfarm.v1.farm_pb2_grpc import FarmServiceStub
 from etfarm.wire.channel import Access
 from etfarm.wire.farm_channel import FarmNotProven, farm_channel
-from etfarm.wire.farm_proof import METADATA, Proofs, key_of, mac_of
 from etfarm.wire.status import Unreachable
-from etfarm.wire.tls import first_of
+from tests.support.farm_servers import FARM, TOKEN, FarmServer, Old, Site, losing_link
 from tests.support.golden import Golden, sentence
-
-TOKEN, FARM = "etf_of-an-agent", "the-farm"
-
-
-@dataclass
-class Site:
-    """An authority, and the servers that it has signed certificates for."""
-
-    folder: Path
-    ca: trustme.CA = field(default_factory=trustme.CA)
-
-    def access(self, *addresses: str, farm_id: str = FARM, tls: bool = True) -> Access:
-        path = self.folder / "ca.pem"
-        self.ca.cert_pem.write_to_path(path)
-        return Access(",".join(addresses), TOKEN, path if tls else None, proofs=Proofs(farm_id))
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
-
-
-class FarmServer(FarmServiceServicer):
-    """A server of a farm, which records the metadata of its calls.
-
-    Args:
-        token: the token that it knows.
-        names: those in its certificate.
-        certificate: PEM of the certificate that it says to have; its own if empty.
-    """
-
-    def __init__(
-        self, site: Site, *names: str, farm_id: str = FARM, token: str = TOKEN, certificate: bytes = b"", tls: bool = True
-    ) -> None:
-        self._farm_id, self._key, self._tls = farm_id, key_of(token), tls
-        self._names = names or ("localhost", "127.0.0.1")
-        self.issue(site, certificate)
-        self.address = ""
-        self.proofs = 0
-        self.tokens: list[str] = []
-
-    def issue(self, site: Site, certificate: bytes = b"") -> None:
-        """Give it a new certificate."""
-        own = site.ca.issue_cert(*self._names)
-        self._credentials = grpc.ssl_server_credentials([(own.private_key_pem.bytes(), own.cert_chain_pems[0].bytes())])
-        self._certificate = first_of(certificate or own.cert_chain_pems[0].bytes())
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[str]:
-        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        add_FarmServiceServicer_to_server(self, server)
-        address = self.address or "127.0.0.1:0"
-        port = server.add_secure_port(address, self._credentials) if self._tls else server.add_insecure_port(address)
-        self.address = f"127.0.0.1:{port}"
-        await server.start()
-        try:
-            yield self.address
-        finally:
-            await server.stop(None)
-
-    async def GetProof(self, request: GetProofRequest, context: Any) -> FarmProof:
-        self._record(context)
-        self.proofs += 1
-        sent = GetProofRequest.FromString(dict(context.invocation_metadata())[METADATA])
-        certificate = hashlib.sha256(self._certificate).digest() if self._tls else b""
-        mac = mac_of(self._key, sent.nonce, b"s" * 32, self._farm_id, certificate)
-        return FarmProof(farm_id=self._farm_id, server_nonce=b"s" * 32, mac=mac)
-
-    async def GetServerInfo(self, request: GetServerInfoRequest, context: Any) -> ServerInfo:
-        self._record(context)
-        return ServerInfo(version=self.address)
-
-    def _record(self, context: Any) -> None:
-        self.tokens += [str(value) for name, value in context.invocation_metadata() if name == "authorization"]
-
-
-class Old(FarmServer):
-    """A server of the last release, which has no GetProof."""
-
-    async def GetProof(self, request: GetProofRequest, context: Any) -> FarmProof:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
-        raise AssertionError("abort raises")
 
 
 async def ask(access: Access) -> str:
@@ -220,3 +138,46 @@ async def test_a_name_that_is_not_in_the_certificate_is_refused_as_ever(site: Si
             await ask(site.access(address))
         assert await ask(site.access(address.replace("127.0.0.1", "localhost"))) == address
     assert server.tokens == [f"Bearer {TOKEN}"]
+
+
+@pytest.mark.parametrize("before", [0, 99])
+async def test_lost_connections_are_no_proxy_before_a_farm_that_was_found(site: Site, before: int) -> None:
+    server, left = FarmServer(site), [0]
+
+    def is_lost(number: int) -> bool:
+        left[0] -= 1
+        return left[0] >= 0
+
+    async with server.running() as target, losing_link(target, is_lost) as address:
+        access = site.access(address)
+        assert await ask(access) == target
+        assert access.proofs is not None
+        access.proofs.unseen[address] = before
+        # A connection of gRPC and a handshake are lost, and the question after that is not: as of a server that starts.
+        left[0] = 2
+        with contextlib.suppress(grpc.aio.AioRpcError):  # as of any server that is away
+            await ask(access)
+        assert await ask(access) == target
+
+
+async def test_only_a_certificate_that_is_never_seen_is_a_proxys(site: Site) -> None:
+    server = FarmServer(site)
+    async with server.running() as target, losing_link(target, lambda number: number % 2 == 1) as address:
+        access = site.access(address)
+        for _ in range(4):
+            with pytest.raises(Unreachable, match="does not show this agent its certificate"):
+                await ask(access)
+        assert "Let the agent connect to it without an HTTP proxy" in await refused(access, address)
+    assert not server.tokens
+
+
+async def test_a_server_that_was_away_is_asked_again_once_no_other_one_is_reached(site: Site) -> None:
+    first, standby = FarmServer(site), FarmServer(site)
+    async with standby.running():
+        pass
+    async with first.running() as address:
+        access = site.access(address, standby.address)
+        for _ in range(2):
+            assert await ask(access) == address
+    async with standby.running():
+        assert await ask(access) == standby.address

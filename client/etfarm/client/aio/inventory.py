@@ -36,7 +36,7 @@ from etfarm.client.transport.paging import iterate_pages
 from etfarm.client.transport.timestamps import to_timestamp
 from etfarm.v1 import agent_pb2, compile_pb2, device_pb2, farm_pb2
 from etfarm.wire import chunks, selectors
-from etfarm.wire.errors import EtfarmError, UserError
+from etfarm.wire.errors import EtfarmError, Kind, UserError
 
 if TYPE_CHECKING:
     from etfarm.client.fleet.reservation import AsyncReservation
@@ -93,7 +93,13 @@ class AsyncInventory(AsyncConnected):
             EtfarmError: DEVICE_NOT_FOUND, DEVICES_BUSY, BAD_RETIREMENT, PERMISSION_DENIED.
         """
         request = device_pb2.RetireDeviceRequest(device_id=device_id, now=now, drain_s=drain_s)
-        return decode_devices.retired_device(await self._open.devices.Retire(request))
+        try:
+            retired = await self._open.devices.Retire(request)
+        except EtfarmError as error:
+            if not _is_done_before(error):
+                raise
+            retired = device_pb2.RetireDeviceResponse(device=device_pb2.Device(id=device_id, name=device_id))
+        return decode_devices.retired_device(retired)
 
     async def agents(self) -> list[Agent]:
         """Return the known agent identities and the principals whose tokens may use them. Admins only."""
@@ -121,7 +127,13 @@ class AsyncInventory(AsyncConnected):
         Raises:
             EtfarmError: AGENT_NOT_FOUND, AGENT_AMBIGUOUS, AGENT_HAS_DEVICES, PERMISSION_DENIED.
         """
-        return decode.removed_agent(await self._open.agents.RemoveAgent(agent_pb2.RemoveAgentRequest(agent_id=agent)))
+        try:
+            removed = await self._open.agents.RemoveAgent(agent_pb2.RemoveAgentRequest(agent_id=agent))
+        except EtfarmError as error:
+            if not _is_done_before(error):
+                raise
+            removed = agent_pb2.RemoveAgentResponse(agent=agent_pb2.Agent(agent_id=agent))
+        return decode.removed_agent(removed)
 
     async def upload_wheel(self, path: str | Path) -> str:
         """Upload a wheel of etfarm for `upgrade_agent`, and return its digest.
@@ -415,3 +427,8 @@ class AsyncInventory(AsyncConnected):
             EtfarmError: PERMISSION_DENIED.
         """
         return decode.server_status(await self._open.farm.GetServerStatus(farm_pb2.GetServerStatusRequest()))
+
+
+def _is_done_before(error: EtfarmError) -> bool:
+    """Return whether what a repeated call is to remove is gone: the first call removed it, and its answer was lost."""
+    return error.is_repeated and error.kind is Kind.NOT_FOUND

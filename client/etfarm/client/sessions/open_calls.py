@@ -21,6 +21,7 @@ from etfarm.wire.located_failures import CRASHED, LOCATED_REASONS, locate
 from etfarm.wire.status import from_proto, is_unanswered
 
 if TYPE_CHECKING:
+    from etfarm.client.transport.retry import Backoff
     from etfarm.client.transport.stubs import Stubs
 
 LAST_WORD_S = 1.0
@@ -109,7 +110,7 @@ class SessionCalls:
             backoff = line.stubs.patience.backoff()
             while True:
                 try:
-                    await self._ask_for_device(line)
+                    await self._ask_for_device(line, backoff)
                     break
                 except EtfarmError as error:
                     if error.reason not in AWAY_REASONS:
@@ -120,13 +121,13 @@ class SessionCalls:
             await self.close()
             raise
 
-    async def _ask_for_device(self, line: Line) -> None:
+    async def _ask_for_device(self, line: Line, backoff: Backoff) -> None:
         """Wait until the program is loaded on a device."""
         self._ended = None
         events = line.stubs.sessions.Open(line.request)
         self._stack.callback(events.cancel)
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._following = asyncio.create_task(self._follow(line, events, ready), name="session events")
+        self._following = asyncio.create_task(self._follow(line, events, ready, backoff), name="session events")
         await ready
 
     async def close(self) -> None:
@@ -281,6 +282,7 @@ class SessionCalls:
         line: Line,
         events: grpc.aio.UnaryStreamCall[session_pb2.OpenSessionRequest, session_pb2.SessionEvent],
         ready: asyncio.Future[None],
+        backoff: Backoff,
     ) -> None:
         """Process the session's events until the stream ends."""
         error: EtfarmError = SessionCut(
@@ -288,6 +290,7 @@ class SessionCalls:
         )
         try:
             async for event in events:
+                backoff.reset()
                 kind = event.WhichOneof("event")
                 if kind == "waiting" and self._on_wait is not None:
                     self._on_wait(event.waiting.why)

@@ -9,9 +9,9 @@ from typing import Final
 import grpc
 
 from etfarm.v1 import farm_pb2, farm_pb2_grpc
-from etfarm.wire.failover import settle
+from etfarm.wire.failover import FailoverChannel, settle
 from etfarm.wire.retry_backoff import retry_backoff
-from etfarm.wire.status import is_misdirected, is_unanswered, is_unresolved
+from etfarm.wire.status import is_hopeless, is_unanswered
 
 AWAY: Final = "The server is away, waiting."
 BACK: Final = "The server is back."
@@ -40,8 +40,6 @@ class Presence:
         self._farm = farm_pb2_grpc.FarmServiceStub(channel)
         self._say = say if say is not None else lambda _: None
         self._has_answered = False
-        self._misdirected = 0
-        """Number of consecutive failures that no wait can help."""
         self._asking: asyncio.Task[None] | None = None
 
     def close(self) -> None:
@@ -70,11 +68,11 @@ class Presence:
     def is_out_of_reach(self, error: grpc.aio.AioRpcError) -> bool:
         """Return whether no wait can help a call that failed: its server has another certificate, or there is no such name.
 
-        A name that was resolved before is one that cannot be resolved at the moment.
+        Of several servers, another one may answer. And what has answered before is there, whatever is wrong at the moment.
         """
-        is_hopeless = is_misdirected(error) or (is_unresolved(error) and not self._has_answered)
-        self._misdirected = self._misdirected + 1 if is_hopeless else 0
-        return self._misdirected > self.server.count(",")  # of several servers, another one may answer
+        if self._has_answered or not is_hopeless(error.code(), error.details()):
+            return False
+        return not isinstance(self._channel, FailoverChannel) or self._channel.is_hopeless
 
     async def wait(self, until_s: float) -> bool:
         """Wait until the server answers, or until `until_s` by the clock of the event loop; return whether it answers."""

@@ -159,8 +159,14 @@ async def repeat(call: Callable[[], Awaitable[Answer]], backoff: Backoff) -> Ans
     Raises:
         EtfarmError: the server's error, or SERVER_UNREACHABLE if the server does not come back.
     """
+    is_repeated = False
     while True:
         try:
             return await call()
         except grpc.aio.AioRpcError as error:
-            await backoff.after(error)
+            try:
+                await backoff.after(error)
+            except EtfarmError as failure:
+                failure.is_repeated = is_repeated
+                raise
+            is_repeated = True

@@ -20,7 +20,7 @@ from etfarm.device_agents.attempts.further import Further, execute_calls
 from etfarm.device_agents.attempts.passes import TRACED_ITERATIONS, Passes, plan_of, planned_s, traced_iterations
 from etfarm.device_agents.attempts.progress import OnRunProgress
 from etfarm.device_agents.attempts.steps import CandidateSteps
-from etfarm.device_agents.attempts.transfers import Transfers
+from etfarm.device_agents.attempts.transfers import Transfers, attempt_channel
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.device.inventory import choose_cpus, format_cpu_list
 from etfarm.device_agents.errors import SelfTestFailed
@@ -28,7 +28,6 @@ from etfarm.device_agents.targets.base import Target
 from etfarm.v1 import agent_pb2, job_pb2
 from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
 from etfarm.wire import tensors
-from etfarm.wire.farm_channel import farm_channel
 from etfarm.wire.status import to_proto
 from etfarm.wire.tensors import Value
 
@@ -87,7 +86,7 @@ class Attempt:
         """Run the attempt and return its result, with the errors of its candidates."""
         start = self.start
         try:
-            async with farm_channel(self.config.access) as channel:
+            async with attempt_channel(self.config, self.remaining_s(), attempt_limit_s(start)) as channel:
                 transfers = Transfers(ArtifactServiceStub(channel), self.config.pauses)
                 with self._cache.lease(transfers) as lease:
                     results = await self._carry_out(transfers, lease)

@@ -20,7 +20,7 @@ from etfarm.device_agents.attempts.fault_attribution import ABNORMAL_EXITS, attr
 from etfarm.device_agents.attempts.fetch import attempt_limit_s, fetch_program
 from etfarm.device_agents.attempts.progress import KEPT_LOG_LINES, OnRunProgress
 from etfarm.device_agents.attempts.session_program import Exchange, ServedProgram
-from etfarm.device_agents.attempts.transfers import Transfers
+from etfarm.device_agents.attempts.transfers import Transfers, attempt_channel
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.device.inventory import choose_cpus, choose_threads
 from etfarm.device_agents.errors import TransferTimedOut
@@ -31,7 +31,6 @@ from etfarm.v1 import agent_pb2, common_pb2, session_pb2
 from etfarm.v1.agent_pb2_grpc import AgentServiceStub
 from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
 from etfarm.wire.errors import EtfarmError
-from etfarm.wire.farm_channel import farm_channel
 from etfarm.wire.status import from_rpc_error, to_proto
 from etfarm.wire.words import value_of
 
@@ -89,7 +88,9 @@ class ServedSession:
         """Serve the session and return how it ended; without an error if the server ended it."""
         result = agent_pb2.RunResult(attempt_id=self.start.attempt_id, device_id=self.start.device_id)
         try:
-            async with farm_channel(self.config.access) as channel:
+            limit_s = attempt_limit_s(self.start)
+            left_s = limit_s - (time.monotonic() - self._received_s)
+            async with attempt_channel(self.config, left_s, limit_s) as channel:
                 transfers = Transfers(ArtifactServiceStub(channel), self.config.pauses)
                 with self._cache.lease(transfers) as lease:
                     await self._run(channel, transfers, lease)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import grpc
 
 from etfarm.device_agents.attempts.links import AVOID_S, Links
+from etfarm.device_agents.config import AgentConfig
+from etfarm.device_agents.errors import TransferTimedOut
 from etfarm.device_agents.jail.box import require_plain_file
 from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.wire import chunks
 from etfarm.wire.chunks import Progressed
+from etfarm.wire.errors import EtfarmError
+from etfarm.wire.farm_channel import farm_channel
 from etfarm.wire.status import from_rpc_error
 
 if TYPE_CHECKING:
@@ -36,6 +41,32 @@ _FULL: Final = frozenset({"DISK_FULL", "QUOTA_EXCEEDED"})
 """Reasons why the server has no room for a result at the moment. The agent waits, so that no measurement is lost."""
 _CORRUPTIONS: Final = 3
 """Number of damaged arrivals of an artifact after which the transfer fails."""
+
+
+@asynccontextmanager
+async def attempt_channel(config: AgentConfig, left_s: float, limit_s: float) -> AsyncIterator[grpc.aio.Channel]:
+    """Open a channel of an attempt to the farm. Like transfers, it is tried again without limit: no program is to blame for it.
+
+    Args:
+        left_s: the attempt's remaining time in seconds.
+        limit_s: all of its time in seconds.
+
+    Raises:
+        TransferTimedOut: no server of the farm was reached within the attempt's time.
+    """
+    async with AsyncExitStack() as opened:
+        try:
+            async with asyncio.timeout(left_s):
+                for pause in config.pauses():
+                    try:
+                        channel = await opened.enter_async_context(farm_channel(config.access))
+                        break
+                    except EtfarmError as error:
+                        log.info("an attempt does not reach the farm (%s); trying again in %.1f s", error.message, pause)
+                    await asyncio.sleep(pause)
+        except TimeoutError:
+            raise TransferTimedOut("FETCH", limit_s) from None
+        yield channel
 
 
 class Transfers:

@@ -47,7 +47,7 @@ class TokenWithheld(UserError):
             remedy = f"Give --tls-ca (or {TLS_CA_VARIABLE}) if the farm has a certificate, or --server {kept};"
         else:
             why = "the agent has not connected there since it can recognize its farm"
-            remedy = f"Start it once with --server {kept}, where it learns which farm that is;"
+            remedy = f"Start it once with --server {kept}, without an HTTP proxy, where it learns which farm that is;"
         super().__init__(
             f"This agent's token is for the server at {kept}, and was not sent to {access.server}: {why}.",
             f"{remedy} {NEW_TOKEN}", server=access.server, kept=kept,
@@ -140,7 +140,11 @@ def _own_access(access: Access, path: Path, kept: _Kept) -> Access:
             return
         if kept.farm_id and kept.server != current.server:
             log.info("the server at %s has proven to be of this agent's farm, which was at %s before", access.server, kept.server)
-        current.write(path)
+        try:
+            current.write(path)
+        except FolderUnusable as error:  # such as a full disk: the next proof tries again, and the farm is known until the end
+            log.warning("the farm that the server at %s has proven to be of is not kept: %s", access.server, error.message)
+            return
         kept = current
 
     return dataclasses.replace(access, token=kept.token, proofs=Proofs(kept.farm_id, proven))

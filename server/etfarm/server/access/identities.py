@@ -115,12 +115,7 @@ class Identities:
             AgentUnbound: the identity has devices from before it was bound.
             TooManyAgents: the caller has the maximum number of identities.
         """
-        if agent_id in self._retired:
-            raise AgentRetired(
-                f"An admin has retired agent {agent_id} with its device.",
-                "If it shall serve again, start it with a new one-time token, or ask an admin to run "
-                f"`etfarm agents bind {agent_id} {caller.name}`.", agent_id=agent_id,
-            )  # fmt: skip
+        self.require_not_retired(agent_id)
         if caller.role == Role.ROLE_ADMIN:
             return
         if caller.agent_id not in ("", agent_id):
@@ -144,16 +139,32 @@ class Identities:
             )  # fmt: skip
         await self._claim(agent_id, caller.name)
 
+    def require_not_retired(self, agent_id: str) -> None:
+        """Raise an error if an agent's last device was retired, since when it has neither enrolled nor been bound.
+
+        Raises:
+            AgentRetired: it was.
+        """
+        if agent_id in self._retired:
+            raise AgentRetired(
+                f"An admin has retired agent {agent_id} with its device.",
+                "If it shall serve again, start it with a new one-time token: `etfarm tokens create NAME --agent`. If its token "
+                "is not its alone, `etfarm agents bind` by an admin is enough.", agent_id=agent_id,
+            )  # fmt: skip
+
     async def bind(self, agent_id: str, principal: str, *, by: str) -> Identity:
         """Bind a known or refused identity to a principal, replacing an earlier binding, and admit it if it was retired.
+
+        Return the identity, which says whether it was retired until now: then its own token stays revoked.
 
         Raises:
             AgentNotFound: no agent with this id ever connected or tried to.
         """
         if agent_id not in self._bound and agent_id not in self._refused and not self._is_known(agent_id):
             raise _not_found(agent_id)
+        was_retired = agent_id in self._retired
         await self._bind(agent_id, principal, by=by)
-        return Identity(agent_id, principal)
+        return Identity(agent_id, principal, is_retired=was_retired)
 
     def list(self, known: Mapping[str, object]) -> list[Identity]:
         """Return all identities sorted by id: bound ones, refused ones, and those of the agents in `known`."""

@@ -74,7 +74,7 @@ async def standing_by(
         authentication, lambda principal, _: principal, connections=connections, forwarded=forwarded, ask=forwarding.ask,
         prover=Prover(known, lambda: certificates.sha256),
     )  # fmt: skip
-    server = guarded_server([interceptor], connections, interceptor.has_token, options=UNREAD)
+    server = guarded_server([interceptor], connections, interceptor.has_token, interceptor.is_urgent, options=UNREAD)
     checks = health.HealthServicer()
     _add_health(server, checks)
     reflection.enable_server_reflection([*SERVICES, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)

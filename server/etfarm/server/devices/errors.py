@@ -42,8 +42,8 @@ class DeviceServed(AgentConnected):
         super().__init__(
             f"Device {device_id} is served by agent {agent_id}{where}, which is connected: this is a second agent on its machine "
             "or on a copy of its disk.",
-            "To serve both, delete `device_id` in this agent's data folder and start it again, or give it another --data: it "
-            "then has a device of its own. If the device has moved here, stop the other agent.",
+            "If it is a phone or has moved here, stop the other agent. To serve both machines, delete `device_id` in this "
+            "agent's data folder and start it again, or give it another --data: it then has a device of its own.",
             device=device_id, agent_id=agent_id,
         )  # fmt: skip
 

@@ -127,15 +127,19 @@ class Registry(DeviceDirectory):
         self.changed(device_id)
         return self.get(device_id)
 
-    async def connect(self, session: AgentSession, hello: agent_pb2.Hello) -> None:
+    async def connect(
+        self, session: AgentSession, hello: agent_pb2.Hello, require_admitted: Callable[[], None] = lambda: None
+    ) -> None:
         """Register a new connection of an agent.
 
+        Args:
+            require_admitted: raises an error if the agent is not admitted any more, which may have waited to be accepted.
+
         Raises:
-            AgentConnected, DeviceServed, DeviceNotYours: as `accept`.
-            TooManyDevices: the new devices would exceed a limit.
+            AgentConnected, DeviceServed, DeviceNotYours, DeviceTooLarge, TooManyDevices: as `accept`.
         """
         accepted = await self.accept(session, hello.devices)
-        self._admission.require_room(session, accepted)
+        require_admitted()
         former = self._sessions.get(hello.agent_id)
         self._sessions[hello.agent_id] = session
         if former is not None:
@@ -159,6 +163,7 @@ class Registry(DeviceDirectory):
             AgentConnected: another connection of the same agent is alive.
             DeviceServed: a live agent serves each of the devices.
             DeviceNotYours: all devices belong to agents with another principal's token.
+            DeviceTooLarge, TooManyDevices: new devices would exceed a limit.
         """
         rivals = {former} if (former := self._sessions.get(session.agent_id)) is not None and former.is_alive() else set()
         others = {self._admission.rival(device, session.agent_id) for device in devices}
@@ -177,6 +182,7 @@ class Registry(DeviceDirectory):
                     raise DeviceServed(device.id, other.agent_id, other.host)
         if devices and not permitted:
             raise self._not_yours(session, devices[0].id)
+        self._admission.require_room(session, accepted)
         return accepted
 
     def _not_yours(self, session: AgentSession, device_id: str) -> DeviceNotYours:

@@ -61,6 +61,7 @@ class Retirement:
         device = await self._registry.drain(key, REASON, principal)
         if not at_once:
             await self._wait_idle(device, drain_s)
+            device = self._registry.get(device.id)  # meanwhile it may have come to another agent, or be retired already
         others = sorted({*self._registry.agents().get(device.agent_id, ())} - {device.id})
         revoked: Sequence[str] = []
         if not others:
@@ -71,7 +72,7 @@ class Retirement:
             self._registry.detach(device.id)
         else:
             await self._registry.end_agent(device.agent_id)
-        await self._wait_idle(device, drain_s)
+        await self._wait_idle(device, drain_s, is_ending=True)
         await self._registry.forget(device.id)
         log.info("a device is retired", device=device.id, agent=device.agent_id, tokens=revoked, others=len(others))
         return Retired(device, revoked, others, ended)
@@ -95,11 +96,24 @@ class Retirement:
         await self._registry.end_agent(identity.agent_id)
         return identity, revoked
 
-    async def _wait_idle(self, device: Device, drain_s: float) -> None:
+    async def _wait_idle(self, device: Device, drain_s: float, *, is_ending: bool = False) -> None:
+        """Wait until a device runs nothing.
+
+        Args:
+            is_ending: whether what it runs was told to end.
+
+        Raises:
+            DevicesBusy: that takes longer than `drain_s` seconds.
+        """
         try:
             async with asyncio.timeout(drain_s):
                 await self._runs.wait_idle(device.id)
         except TimeoutError:
+            if is_ending:
+                raise DevicesBusy(
+                    f"What {device.name} runs was ended, and is not gone within {drain_s:g} s; the device is not forgotten yet.",
+                    f"Run `etfarm devices retire {device.id} --now` again in a moment: it continues.", device=device.id,
+                ) from None  # fmt: skip
             raise DevicesBusy(
                 f"What {device.name} runs did not end within {drain_s:g} s; it stays drained.",
                 f"Raise --drain-timeout, or end it: `etfarm devices retire {device.id} --now`.", device=device.id,

@@ -534,6 +534,10 @@ async def test_agents_of_one_token_do_not_take_the_farms_room(
     with pytest.raises(TooManyDevices) as refused:
         await connect("a2", "z", "w")
     golden.check(refused.value)
+    # As an enrolment asks, before its token is used.
+    with pytest.raises(TooManyDevices):
+        enrolling = AgentSession("a2", "", lambda: world.seconds, principal="thief")
+        await farm.accept(enrolling, [Device(id=each) for each in ("z", "w")])
     await connect("b", "pi", "xl")
     assert [device.id for device in farm.devices()] == ["pi", "x", "xl", "y"]
 

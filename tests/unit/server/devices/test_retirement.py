@@ -102,7 +102,8 @@ async def test_a_retired_agent_is_admitted_again_once_an_admin_wants_it(world: W
     await world.connect("a1", "pi")
     await world.retire("pi")
     if how == "bound":
-        await world.identities.bind("a1", "rack", by="root")
+        assert (await world.identities.bind("a1", "rack", by="root")).is_retired  # the answer says that it was
+        assert not (await world.identities.bind("a1", "rack", by="root")).is_retired
     else:
         await world.enrol("a1")
     await world.identities.load()
@@ -132,6 +133,52 @@ async def test_a_device_whose_runs_do_not_end_stays_drained(golden: Golden, worl
         await world.retire("pi", drain_s=0.0)
     golden.check(refused.value)
     assert world.registry.get("pi").HasField("drain") and world.tokens.find(own) is not None
+
+
+async def test_a_device_that_ends_nothing_at_once_is_not_forgotten_yet(golden: Golden, world: World) -> None:
+    await world.enrol("a1")
+    await world.connect("a1", "pi")
+    world.runs.begin("run", "pi", lambda _: None, sent=True)
+    with pytest.raises(DevicesBusy) as refused:
+        await world.retire("pi", at_once=True, drain_s=0.0)
+    golden.check(refused.value)
+    # The remedy: the command again.
+    world.runs.end("run")
+    assert (await world.retire("pi", at_once=True)).device.id == "pi"
+
+
+async def test_the_agent_that_a_device_has_in_the_end_is_retired(world: World) -> None:
+    former = await world.enrol("a1")
+    session = await world.connect("a1", "pi")
+    world.runs.begin("run", "pi", lambda _: None, sent=True)
+    retiring = asyncio.create_task(world.retire("pi"))
+    async with asyncio.timeout(SOON_S):
+        while not world.registry.get("pi").HasField("drain"):  # noqa: ASYNC110 - the change has no event
+            await asyncio.sleep(0)
+    session.end()
+    await world.registry.disconnect(session)
+    own = await world.enrol("a2")
+    await world.identities.admit("a2", RACK)
+    moved = AgentSession("a2", "", lambda: 0.0, principal="rack")
+    hello = Hello(agent_id="a2", devices=[Device(id="pi", name="pi")], active_attempts=["run"])
+    await world.registry.connect(moved, hello)
+    world.runs.end("run")
+    async with asyncio.timeout(SOON_S):
+        assert (await retiring).device.agent_id == "a2"
+    assert world.tokens.find(own) is None and world.tokens.find(former) is not None and not moved.is_alive()
+
+
+async def test_an_agent_that_is_retired_while_it_waits_to_be_accepted_is_not_registered(world: World) -> None:
+    await world.enrol("a1")
+    await world.connect("a1", "pi")
+    await world.retire("pi")
+    session = AgentSession("a1", "", lambda: 0.0, principal="rack")
+    hello = Hello(agent_id="a1", devices=[Device(id="pi", name="pi")])
+    with pytest.raises(AgentRetired):
+        await world.registry.connect(session, hello, lambda: world.identities.require_not_retired("a1"))
+    assert world.registry.session_of_agent("a1") is None
+    with pytest.raises(DeviceNotFound):
+        world.registry.get("pi")
 
 
 async def test_an_agent_with_other_devices_keeps_them_and_its_token(world: World) -> None:

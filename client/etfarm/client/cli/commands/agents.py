@@ -87,7 +87,7 @@ def bind(
 ) -> None:
     """Bind an agent identity to a principal, and end a connection that uses another principal's token.
 
-    A retired agent is admitted again.
+    A retired agent is admitted again. If its token was its alone, that stays revoked, and the agent needs a one-time token.
     """
     from etfarm.client.aio import AsyncFarm
 
@@ -97,6 +97,11 @@ def bind(
 
     agent = run_async(change)
     tell(f"Agent {agent.agent_id} belongs to {agent.principal}.")
+    if agent.retired:
+        tell(
+            "It was retired, and is admitted again. A token that was its alone stays revoked: if it is refused, start it with "
+            f"the ETFARM_TOKEN of `etfarm tokens create {agent.principal} --agent`."
+        )
 
 
 def remove(

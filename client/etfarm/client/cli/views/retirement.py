@@ -15,6 +15,9 @@ def describe_retirement(retired: RetiredDevice) -> Iterator[str]:
     if count := len(retired.ended_attempts):
         yield f"{count} run{'s' if count > 1 else ''} on {device.name} {'were' if count > 1 else 'was'} ended."
     yield f"Device {device.name} ({device.id}) is retired; its reports stay."
+    if not agent_id:
+        yield "The server's first answer was lost: `etfarm agents list` shows whether its agent is refused."
+        return
     if retired.other_devices:
         also = ", ".join(each[:12] for each in retired.other_devices)
         yield f"Agent {agent_id} also has {also}, so it keeps its token, and {device.name} is back when it announces it again."

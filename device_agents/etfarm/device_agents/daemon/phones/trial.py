@@ -21,9 +21,8 @@ from etfarm.v1 import agent_pb2, device_pb2, farm_pb2
 from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
 from etfarm.v1.common_pb2 import RunnerKind
 from etfarm.v1.farm_pb2_grpc import FarmServiceStub
-from etfarm.wire.errors import FarmError, UserError
-from etfarm.wire.farm_channel import FarmNotProven, farm_channel
-from etfarm.wire.status import Unreachable
+from etfarm.wire.errors import EtfarmError, FarmError, UserError
+from etfarm.wire.farm_channel import farm_channel
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +59,11 @@ class Trial:
         try:
             async with AsyncExitStack() as opened:
                 async with asyncio.timeout(self._options.farm_s):
-                    channel = await opened.enter_async_context(farm_channel(self._config.access))
+                    try:
+                        channel = await opened.enter_async_context(farm_channel(self._config.access))
+                    except EtfarmError as error:
+                        log.info("the phone %s tries its runner at the first job: %s", phone.serial, error)
+                        return
                     offered = await _find_bundle(channel, phone.device.arch)
                 if offered is None:
                     return
@@ -70,7 +73,7 @@ class Trial:
                     await phone.install_runner(bundle)
                     await try_out(bundle, offered.artifact.digest, phone, self._config.data)
                     phone.tried.add(offered.artifact.digest)
-        except (grpc.aio.AioRpcError, TimeoutError, Unreachable, FarmNotProven) as error:
+        except (grpc.aio.AioRpcError, TimeoutError) as error:
             log.info("the phone %s tries its runner at the first job: %s", phone.serial, error)
 
     async def _own_runner(self, phone: Phone) -> device_pb2.DeviceRunner:

@@ -72,6 +72,7 @@ class _Accepting(cygrpc.AioServer):  # type: ignore[misc]
 
     connections: Connections | None = None
     has_token: Callable[[Any], bool] = staticmethod(lambda metadata: False)
+    is_urgent: Callable[[str, Any], bool] = staticmethod(lambda method, context: False)
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -102,7 +103,7 @@ class _Accepting(cygrpc.AioServer):  # type: ignore[misc]
             call = await method.request()
             self._accepted += 1
             is_flooded = self._is_closing or (self.connections is not None and self.connections.is_flooded)
-            if self._admits(call, loop):
+            if self._admits(call, method.name, loop):
                 handling = cygrpc._handle_rpc(method.name, method.resolver, method.interceptors, call, loop, False)
                 method.add(loop.create_task(cygrpc._schedule_rpc_coro(handling, call, loop, method.name), name="a call"))
             else:
@@ -144,11 +145,13 @@ class _Accepting(cygrpc.AioServer):  # type: ignore[misc]
                 if not self._dropped:
                     await asyncio.to_thread(_return_memory)
 
-    def _admits(self, call: Any, loop: asyncio.AbstractEventLoop) -> bool:
+    def _admits(self, call: Any, method: str, loop: asyncio.AbstractEventLoop) -> bool:
         if self.connections is None:
             return True
         context = cygrpc._ServicerContext(call, None, None, loop)
         try:
+            if self.connections.is_flooded and self.is_urgent(method, context):
+                return True
             return self.connections.admits(context.peer(), lambda: self.has_token(context.invocation_metadata()))
         except Exception:
             log.exception("a call could not be checked")
@@ -166,6 +169,7 @@ def new_server(
     options: Sequence[tuple[str, Any]],
     connections: Connections | None = None,
     has_token: Callable[[Any], bool] = lambda metadata: False,
+    is_urgent: Callable[[str, Any], bool] = lambda method, context: False,
 ) -> grpc.aio.Server:
     """Return a server that is not started yet. Its methods must be registered by name, as generated code does.
 
@@ -174,6 +178,7 @@ def new_server(
         options: as of `grpc.aio.server`.
         connections: decides which calls are dropped; None to handle all.
         has_token: returns whether the metadata of a call contain a valid token.
+        is_urgent: returns whether a call of a method, with this context, is handled even during a flood.
     """
     original = cygrpc.AioServer
     if not hasattr(original, "_make_request_call_future"):
@@ -185,7 +190,8 @@ def new_server(
     finally:
         cygrpc.AioServer = original
     if connections is not None:
-        server._server.connections, server._server.has_token = connections, has_token  # type: ignore[attr-defined]
+        own: Any = server._server  # type: ignore[attr-defined]
+        own.connections, own.has_token, own.is_urgent = connections, has_token, is_urgent
     return server
 
 

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 import grpc
 import structlog
@@ -20,7 +20,7 @@ from etfarm.server.rpc.door.auditing import Auditor, entry_of, rpc_of
 from etfarm.server.rpc.door.caller import Resolve, enter, resolve_default
 from etfarm.server.rpc.door.calls import Call, Calls, is_read
 from etfarm.server.rpc.door.connections import Connections
-from etfarm.server.rpc.door.failures import Failures, address_of
+from etfarm.server.rpc.door.failures import Allowance, Failures, address_of
 from etfarm.server.rpc.door.forwarded import KEY, Forwarded, accept, is_question
 from etfarm.server.rpc.door.proving import Prover
 from etfarm.server.rpc.door.roles import PROOF
@@ -48,6 +48,10 @@ class Authenticator(Protocol):
 Ask = Callable[[EtfarmError, str, ServicerContext[Any, Any]], Awaitable[Credential]]
 """Function that takes a refusal, the method and the context of its call, and returns the credential of the caller if the leader
 admits it; it raises the leader's refusal otherwise. It must read no message."""
+
+PROOFS: Final = 64
+PROOFS_A_SECOND: Final = 20.0
+"""Number of questions for a proof that are answered during a flood, and the rate of further ones."""
 
 
 class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -93,6 +97,7 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
         self._forwarded = forwarded or Forwarded()
         self._ask = ask
         self._prover = prover
+        self._proofs = Allowance(PROOFS, PROOFS_A_SECOND, clock)
 
     async def intercept_service(
         self,
@@ -186,6 +191,15 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
         except EtfarmError:
             return self._forwarded.peer(metadata) is not None
         return True
+
+    def is_urgent(self, method: str, context: Any) -> bool:
+        """Return whether a call without a token is not to be dropped during a flood: an agent cannot send its token before.
+
+        A hint is no secret, so that only some of these calls are urgent.
+        """
+        if method != PROOF or self._prover is None:
+            return False
+        return self._prover.knows(context.invocation_metadata()) and self._proofs.take()
 
     def _refusal(
         self, error: EtfarmError, method: str, principal: Principal | None, forwarded_peer: str | None

@@ -28,6 +28,7 @@ def guarded_server(
     interceptors: Sequence[grpc.aio.ServerInterceptor],
     connections: Connections,
     has_token: Callable[[Any], bool],
+    is_urgent: Callable[[str, Any], bool],
     metadata_bytes: int = MAX_METADATA_BYTES,
     options: Sequence[tuple[str, int]] = (),
 ) -> grpc.aio.Server:
@@ -37,11 +38,12 @@ def guarded_server(
         interceptors: as of `grpc.aio.server`.
         connections: decides which calls are dropped; its owner starts it once the server's port is known.
         has_token: returns whether the metadata of a call contain a valid token.
+        is_urgent: returns whether a call of a method, with this context, is handled even during a flood.
         metadata_bytes: maximum size of a request's metadata.
         options: further options of gRPC.
     """
     limits = dict(SERVER_OPTIONS) | dict(server_options(raise_file_limit(), metadata_bytes)) | dict(options)
-    return new_server(interceptors, list(limits.items()), connections, has_token)
+    return new_server(interceptors, list(limits.items()), connections, has_token, is_urgent)
 
 
 async def end_calls(server: grpc.aio.Server, calls: Calls, error: EtfarmError, grace_s: float) -> None:

@@ -53,6 +53,10 @@ class Prover:
         self._tokens = tokens
         self._certificate = certificate
 
+    def knows(self, metadata: Any) -> bool:
+        """Return whether a call with these metadata asks about a token that there is."""
+        return self._tokens.key_of_hint(_read(metadata).hint) is not None
+
     def prove(self, metadata: Any) -> FarmProof:
         """Return the answer to a call with these metadata.
 
@@ -60,11 +64,7 @@ class Prover:
             BadProofRequest: they are not those of GetProof.
             TokensNotRead: this server cannot prove anything yet.
         """
-        sent = next((value for name, value in metadata or () if name == METADATA), b"")
-        try:
-            request = GetProofRequest.FromString(sent)
-        except (DecodeError, TypeError):
-            request = GetProofRequest()
+        request = _read(metadata)
         if (len(request.hint), len(request.nonce)) != (HINT_BYTES, NONCE_BYTES):
             raise BadProofRequest(
                 f"The metadata `{METADATA}` must be a GetProofRequest: {HINT_BYTES} bytes of hint, {NONCE_BYTES} of nonce.",
@@ -76,3 +76,12 @@ class Prover:
         key = self._tokens.key_of_hint(request.hint) or unknown
         mac = mac_of(key, request.nonce, server_nonce, farm_id, self._certificate())
         return FarmProof(farm_id=farm_id, server_nonce=server_nonce, mac=mac)
+
+
+def _read(metadata: Any) -> GetProofRequest:
+    """Return the request in the metadata of a call; an empty one if they have none."""
+    sent = next((value for name, value in metadata or () if name == METADATA), b"")
+    try:
+        return GetProofRequest.FromString(sent)
+    except (DecodeError, TypeError):
+        return GetProofRequest()

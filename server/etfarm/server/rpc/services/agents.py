@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -128,7 +129,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         )
         # A stream that breaks while its devices are being registered must not leave them registered.
         try:
-            await self._registry.connect(session, hello)
+            await self._registry.connect(session, hello, partial(self._identities.require_not_retired, hello.agent_id))
             self._upgrades.connected(hello)
             log.info("agent connected", agent=hello.agent_id, host=hello.host, devices=[device.id for device in hello.devices])
             for attempt_id in hello.active_attempts:

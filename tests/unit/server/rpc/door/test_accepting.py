@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator
@@ -47,6 +48,7 @@ class Server:
             [*server_options(4096), ("grpc.enable_channelz", 1)],
             self.connections,
             lambda metadata: ("authorization", "valid") in metadata,
+            lambda method, context: method == PATH and ("hint", "known") in context.invocation_metadata(),
         )
         handlers: dict[str, Any] = {METHOD: grpc.unary_unary_rpc_method_handler(answer)}
         self.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
@@ -127,6 +129,20 @@ async def test_calls_to_unknown_paths_are_dropped_like_others(server: Server) ->
         async with asyncio.timeout(WAIT_S):
             while server.connections.dropped < 4 * 200 - 2 * REFUSALS:  # noqa: ASYNC110 - they are taken in no known order
                 await asyncio.sleep(0.01)
+
+
+async def test_an_urgent_call_is_handled_during_a_flood(server: Server) -> None:
+    server.connections.close()  # the test decides when there is a flood
+    server.connections.is_flooded = True
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        ask = channel.unary_unary(PATH)
+        for _ in range(3):
+            assert await ask(b"x", metadata=(("hint", "known"),), timeout=WAIT_S) == b"x"
+        assert not server.connections.dropped
+        for _ in range(2):
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await ask(b"x", metadata=(("hint", "unknown"),), timeout=0.2)
+        assert server.connections.dropped
 
 
 async def test_a_server_stops_while_dropped_calls_wait(server: Server) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
+from etfarm.server.rpc.door.interceptor import PROOFS, AuthErrorInterceptor
 from etfarm.server.rpc.door.proving import BadProofRequest, Prover, TokensNotRead
+from etfarm.server.rpc.door.roles import PROOF
+from etfarm.server.rpc.door.token_file import Tokens as TokenFile
 from etfarm.v1.farm_pb2 import FarmProof, GetProofRequest
 from etfarm.wire.farm_proof import METADATA, hint_of, is_proof, key_of
 from tests.support.golden import Golden
@@ -67,3 +71,20 @@ def test_a_server_that_has_not_read_the_tokens_says_so(golden: Golden) -> None:
     with pytest.raises(TokensNotRead) as refused:
         Prover(Tokens(farm_id=""), lambda: b"").prove(metadata())
     golden.check(refused.value)
+
+
+def test_a_question_about_a_known_token_is_urgent_and_only_some_of_them_are() -> None:
+    prover = Prover(Tokens(), lambda: CERTIFICATE)
+    interceptor = AuthErrorInterceptor(TokenFile(), clock=lambda: 0.0, prover=prover)
+
+    class Context:
+        def __init__(self, token: str) -> None:
+            self._token = token
+
+        def invocation_metadata(self) -> Any:
+            return metadata(self._token)
+
+    assert not any(interceptor.is_urgent(PROOF, Context("etf_of-another")) for _ in range(PROOFS))
+    assert not interceptor.is_urgent("/etfarm.v1.JobService/Get", Context(TOKEN))
+    assert all(interceptor.is_urgent(PROOF, Context(TOKEN)) for _ in range(PROOFS))
+    assert not interceptor.is_urgent(PROOF, Context(TOKEN))
