@@ -8,7 +8,7 @@ import os
 import shutil
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -519,7 +519,7 @@ async def test_artifacts_in_a_bucket_are_not_taken_for_files(golden: Golden, wor
 async def test_verify_deletes_nothing_of_a_bucket_beside_a_database_that_names_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("etfarm.server.artifacts.s3.blobs._ORPHAN_AGE", timedelta(days=-1))
+    monkeypatch.setattr("etfarm.server.artifacts.s3.blobs.ORPHAN_AGE", timedelta(days=-1))
     orphan = hashlib.sha256(b"orphan").hexdigest()
     await world.direct.put(key_of(orphan), b"orphan")
     assert [row[:2] async for row in world.store.verify()] == [(0, 0)]
@@ -528,50 +528,3 @@ async def test_verify_deletes_nothing_of_a_bucket_beside_a_database_that_names_n
     assert [row async for row in world.store.verify()][-1][3] == []
     assert await world.object_of(orphan) is None
     assert await world.object_of(DIGEST) == DATA
-
-
-async def test_an_artifact_that_is_sent_while_the_quarantine_is_looked_up_is_not_missing(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await send(world.store, DATA)
-    await world.direct.put(f"quarantine/{DIGEST}.1", b"damaged")
-    await world.direct.delete(key_of(DIGEST))
-    await world.reopen(folder="other")
-    looked, size = asyncio.Event(), world.blobs.bucket.size
-
-    async def size_before(key: str) -> int | None:
-        size_bytes = await size(key)
-        if not looked.is_set():
-            looked.set()
-            assert await send(world.store, DATA)
-        return size_bytes
-
-    world.blobs._lost.clear()
-    monkeypatch.setattr(world.blobs.bucket, "size", size_before)
-    await world.blobs._read_quarantine()
-    assert looked.is_set()
-    assert await world.store.missing([DIGEST], "vision") == []
-
-
-async def test_a_database_that_is_away_does_not_end_what_is_left_to_do(world: World) -> None:
-    await send(world.store, DATA)
-    await world.direct.put(f"quarantine/{DIGEST}.1", b"damaged")
-    await world.direct.delete(key_of(DIGEST))
-    await world.reopen(folder="other")
-    world.blobs._knows_quarantine, world.blobs.repeat_s = False, 0.01
-    world.blobs._lost.clear()
-    sizes, asked = world.blobs._holdings.sizes, asyncio.Event()
-
-    async def refuse(digests: Sequence[str]) -> dict[str, int]:
-        asked.set()
-        world.blobs._holdings.sizes = sizes  # type: ignore[method-assign]
-        raise DatabaseUnavailable("The database is away.", "Try again.")
-
-    world.blobs._holdings.sizes = refuse  # type: ignore[method-assign]
-    tending = asyncio.create_task(world.blobs.tend())
-    async with asyncio.timeout(WAIT_S):
-        await asked.wait()
-        while await world.blobs.find_damaged([DIGEST]) != [DIGEST]:  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0.01)
-    assert not tending.done()
-    tending.cancel()

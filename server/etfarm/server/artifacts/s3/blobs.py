@@ -46,7 +46,7 @@ QUARANTINE: Final = "quarantine"
 """Key of the folder of damaged artifacts, for an admin to inspect."""
 _ROOM_POLL_S: Final = 1.0
 """Interval at which copies are deleted if the disk is nearly full."""
-_ORPHAN_AGE: Final = timedelta(days=1)
+ORPHAN_AGE: Final = timedelta(days=1)
 """Age from which a verification deletes an object that the database does not name: a younger one may be about to be recorded."""
 _DELETION_S: Final = 2.0
 """Time after the check of the lease in which objects are deleted, less than another server needs to take the lead and to store
@@ -471,7 +471,7 @@ class BucketBlobs:
         if not (await self._holdings.totals())[0]:
             log.warning("the database names no artifact, so none is deleted from S3: it may not be that of the farm")
             return
-        before = datetime.now(UTC) - _ORPHAN_AGE
+        before = datetime.now(UTC) - ORPHAN_AGE
         async for page in self.bucket.list(BLOBS):
             old = [each.key.rpartition("/")[2] for each in page if each.changed_at < before]
             old = [name for name in old if is_digest(name)]

@@ -16,7 +16,7 @@ from etfarm.v1 import agent_pb2, job_pb2, report_pb2
 
 _ROWS: Final = 100
 """Maximum number of rows that are read at a time."""
-_PAGE_BYTES: Final = 16 << 20
+PAGE_BYTES: Final = 16 << 20
 """Maximum size of their values together; one value may be larger."""
 
 _CELLS: Final = schema.cells.c
@@ -53,7 +53,7 @@ async def find_damaged(database: Database) -> AsyncIterator[list[str]]:
                 connection: Connection, page: Any = page, page_lengths: Any = page_lengths, kind: type[Message] = kind
             ) -> tuple[list[str], Row[Any] | None]:
                 ends = accumulate(length or 0 for length in connection.execute(page_lengths).scalars())
-                count = sum(end <= _PAGE_BYTES for end in ends)
+                count = sum(end <= PAGE_BYTES for end in ends)
                 rows = connection.execute(page.limit(max(count, 1))).all()
                 return [row.job for row in rows if not _is_whole(kind, row.body or b"")], rows[-1] if rows else None
 

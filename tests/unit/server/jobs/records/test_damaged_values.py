@@ -180,7 +180,7 @@ async def test_values_are_read_by_their_size(world: World, monkeypatch: pytest.M
         await world.damage(schema.reports, report.body, report.id, f"r{cell}")
     size_bytes = await world.database.read(lambda c: c.execute(select(func.max(func.length(report.body)))).scalar_one())
     for page_bytes, parts in ((2 * size_bytes, [1, 1, 1]), (size_bytes // 2, [1, 1, 1]), (1 << 20, [3])):
-        monkeypatch.setattr("etfarm.server.jobs.records.verification._PAGE_BYTES", page_bytes)
+        monkeypatch.setattr("etfarm.server.jobs.records.verification.PAGE_BYTES", page_bytes)
         named = [part async for part in find_damaged(world.database) if part]
         assert [len(part) for part in named] == parts
         assert [name for part in named for name in part] == [f"a report of job {name}" for name in "abc"]
