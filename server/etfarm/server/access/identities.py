@@ -148,8 +148,9 @@ class Identities:
         if agent_id in self._retired:
             raise AgentRetired(
                 f"An admin has retired agent {agent_id} with its device.",
-                "If it shall serve again, start it with a new one-time token: `etfarm tokens create NAME --agent`. If its token "
-                "is not its alone, `etfarm agents bind` by an admin is enough.", agent_id=agent_id,
+                "If it shall serve again, start it with a new one-time token: `etfarm tokens create NAME --agent`. If other agents "
+                f"use its token, too, `etfarm agents bind {agent_id} {self.principal_of(agent_id) or 'NAME'}` is enough.",
+                agent_id=agent_id,
             )  # fmt: skip
 
     async def bind(self, agent_id: str, principal: str, *, by: str) -> Identity:
