@@ -123,6 +123,7 @@ async def end_of(calls: FarmCalls, job_id: str) -> job_pb2.Job:
 
 async def test_jobs_go_on_at_once_however_often_their_server_is_killed(breakable: FarmProcess, model: Path) -> None:
     breakable.restart()
+    await asyncio.to_thread(breakable.create_projects)
     log = breakable.folder / "serve.log"
     async with agents_of(breakable.address, 4, RUN_S) as agents, farm_calls(breakable.address) as calls:
         spec = await spec_of(calls)
@@ -148,6 +149,7 @@ async def test_jobs_go_on_at_once_however_often_their_server_is_killed(breakable
 @pytest.mark.parametrize("stage", ["compile", "check"])
 async def test_a_job_that_ends_the_server_is_set_aside_and_others_go_on(buggy: FarmProcess, stage: str) -> None:
     buggy.restart()
+    await asyncio.to_thread(buggy.create_projects)
     with Kept(buggy.restart, lambda: buggy.server) as kept:
         async with agents_of(buggy.address, 4, 1.0) as agents, farm_calls(buggy.address) as calls:
             spec = await spec_of(calls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -189,6 +190,7 @@ async def test_a_wrong_clock_counts_as_an_s3_server_that_is_away(shaken: Shaken)
     wrong = FarmProcess(shaken.farm.folder, serve=shaken.serve, environment=skewed_by(3600))
     try:
         wrong.restart()
+        await asyncio.to_thread(wrong.create_projects)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await put(wrong, b"new" * 1000)
     finally:

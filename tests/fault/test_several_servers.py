@@ -30,8 +30,8 @@ from tests.support.takeovers import check, lead_job, simulated_agents, trivial_s
 
 pytestmark = pytest.mark.slow(reason="kills and stops servers in the middle of jobs, whose leases expire after seconds")
 
-BACK_S = 5.0
-"""Time within which a farm whose leader was killed has its agents back."""
+BACK_S = 15.0
+"""Time within which a farm whose leader was killed has its agents back, on a busy machine; a bench has the real limit."""
 LEFT_S = 9.0
 """Time within which a stopped leader is left for the next one: 6 s on an idle machine; a keepalive of 10 s takes at least 11."""
 JOBS, AT_ONCE = 60, 12
