@@ -148,8 +148,8 @@ class Identities:
         if agent_id in self._retired:
             raise AgentRetired(
                 f"An admin has retired agent {agent_id} with its device.",
-                "If it shall serve again, start it with a new one-time token: `etfarm tokens create NAME --agent`. If other agents "
-                f"use its token, too, `etfarm agents bind {agent_id} {self.principal_of(agent_id) or 'NAME'}` is enough.",
+                "If it shall serve again, start it with a new one-time token: `etfarm tokens create NAME --agent`. If other "
+                f"agents use its token, too, `etfarm agents bind {agent_id} {self.principal_of(agent_id) or 'NAME'}` is enough.",
                 agent_id=agent_id,
             )  # fmt: skip
 
