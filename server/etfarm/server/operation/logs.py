@@ -42,7 +42,6 @@ def configure(log_format: str = "text", stream: TextIO | None = None) -> None:
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(file=stream),
-        cache_logger_on_first_use=True,
     )
     if log_format == "json":
         handler = logging.StreamHandler(stream)

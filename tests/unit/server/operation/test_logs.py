@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import structlog
 
 from etfarm.server.cluster.errors import Fenced
 from etfarm.server.operation import logs
 from etfarm.wire.errors import FarmError
-
-
-@pytest.fixture(autouse=True)
-def unchanged() -> Iterator[None]:
-    yield
-    structlog.reset_defaults()
 
 
 def logged(error: Exception, capsys: pytest.CaptureFixture[str]) -> str:

@@ -173,7 +173,7 @@ def test_the_page_of_a_second_server_sets_up_the_user_and_the_folder_of_the_unit
     as_service = re.findall(r"^runuser -u (\S+) -- etfarm (\w+).* \$settings\b", page, re.MULTILINE)
     assert as_service == [(USER, command) for command in ("tokens", "serve", "backup", "restore")]
     assert len(re.findall("runuser", page)) == len(as_service)
-    owners = re.findall(r"(?:chown |install [^\n]*-[og] )(\S+)", first)
+    owners = re.findall(r"(?:chown |install [^\n]*-[og] )(\w+)", first)
     assert set(owners) == {USER}
     assert set(re.findall(r"systemctl (?:[a-z]+ )(?:--now |-s KILL )?(etfarm\S*?)(?:`|\s)", page)) == {UNIT_NAME}
     assert f"/etc/systemd/system/{UNIT_NAME}.service\n" in first

@@ -46,7 +46,7 @@ def backing_up(url: DatabaseUrl, wait_s: float) -> Iterator[None]:
             raise BackupRunning("The server is deleting artifacts, or another backup is running.")
         yield
         try:
-            driver.execute("SELECT 1")
+            driver.execute("SELECT pg_advisory_unlock(%s)", [_LOCK])  # the end of a connection is noticed later
         except psycopg.Error as error:
             what = f"The connection to {url} that kept servers from deleting artifacts was lost: {one_line(error)}."
             raise DatabaseUnavailable(what, "Run the backup again: it continues.", url=url) from error
