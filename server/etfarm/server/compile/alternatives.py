@@ -36,7 +36,8 @@ _INSTEAD: Final = tuple(
         ("cumprod", "torch.exp(torch.cumsum(torch.log(x), dim)) for cumprod of positive values"),
         (
             "logcumsumexp",
-            "m + torch.log(torch.cumsum(torch.exp(x - m), dim)) with m = x.amax(dim, keepdim=True) for logcumsumexp",
+            "torch.logsumexp(torch.where(torch.ones(n, n, dtype=torch.bool).tril(), x.unsqueeze(-2), -torch.inf), -1) for "
+            "logcumsumexp along the last dim of size n",
         ),
         (
             "(?:linalg_)?(?:inv|inverse|solve|det|slogdet|svd|svdvals|eig\\w*|cholesky|qr|lu\\w*|matrix_exp|pinv|lstsq)(?:_ex)?",

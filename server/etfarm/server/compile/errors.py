@@ -357,17 +357,20 @@ class CalibrationNotFinite(UserError):
     Args:
         sample: the sample's name in the message, like "calibration sample 3" or "the example inputs"; empty if unknown.
         inputs: the sample's inputs that are not finite; empty if the model computes such values.
+        line: the source line that computes the first one; empty if unknown.
     """
 
     reason = "CALIBRATION_NOT_FINITE"
 
-    def __init__(self, method: str, sample: str, inputs: str) -> None:
+    def __init__(self, method: str, sample: str, inputs: str, line: str) -> None:
         where = f"{sample} of {method}" if sample else f"the calibration of {method}"
-        what = f"has NaN or infinity in {inputs}" if inputs else "gives NaN or infinity inside the model"
+        inside = f"gives NaN or infinity inside the model{f', first at {line}' if line else ''}"
+        what = f"has NaN or infinity in {inputs}" if inputs else inside
         super().__init__(
             f"{where[0].upper()}{where[1:]} {what}, and quantization takes its ranges from it.",
-            "Give finite samples; a mask's -inf can be a large negative number such as -1e4.",
-            stage="QUANTIZE", method=method, sample=sample, inputs=inputs,
+            "Give finite samples, and write a mask as torch.where(mask, torch.finfo(scores.dtype).min, scores): 0 * -inf, and "
+            "the softmax of a row of -inf, are NaN.",
+            stage="QUANTIZE", method=method, sample=sample, inputs=inputs, source=line,
         )  # fmt: skip
 
 

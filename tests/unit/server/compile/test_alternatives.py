@@ -24,6 +24,8 @@ CUBE: Final = torch.randn(2, 3, 8, 8, 8, generator=torch.Generator().manual_seed
 PLACES: Final = torch.tensor([[0, 1, 2, 0, 1, 2, 0]]).expand(4, 7)
 BOUNDARIES: Final = torch.tensor([-1.0, 0.0, 1.0])
 WEIGHT: Final = torch.ones(2, 7, 7)
+SCAN: Final = torch.stack([torch.linspace(0, 200, 256), torch.linspace(200, -200, 256)])
+"""Logarithms as a scan has them: the exponential function of a row is 0 or infinite for most of it."""
 EDGES: Final = torch.arange(-2.0, 3.0)[:, None]
 """Bins of a histogram, whose last one has its upper end as well."""
 
@@ -42,8 +44,8 @@ def by_depth(pool_2d: Callable[..., Tensor], pool_1d: Callable[..., Tensor]) -> 
 
 
 def log_of_sums(x: Tensor) -> Tensor:
-    m = x.amax(1, keepdim=True)
-    return m + torch.log(torch.cumsum(torch.exp(x - m), 1))
+    n = x.shape[-1]
+    return torch.logsumexp(torch.where(torch.ones(n, n, dtype=torch.bool).tril(), x.unsqueeze(-2), -torch.inf), -1)
 
 
 def resizing(size: int, new: int) -> Tensor:
@@ -86,6 +88,7 @@ CASES: Final[dict[str, tuple[Callable[..., Any], Callable[..., Any], Tensor, str
     ),
     "cumprod": (lambda x: torch.cumprod(x, 1), lambda x: torch.exp(torch.cumsum(torch.log(x), 1)), X.abs() + 0.1, "positive"),
     "logcumsumexp": (lambda x: torch.logcumsumexp(x, 1), log_of_sums, X, "for logcumsumexp"),
+    "logcumsumexp of a scan": (lambda x: torch.logcumsumexp(x, 1), log_of_sums, SCAN, "for logcumsumexp"),
     "max_pool3d": (lambda x: F.max_pool3d(x, 2), by_depth(F.max_pool2d, F.max_pool1d), CUBE, "for max_pool3d"),
     "avg_pool3d": (lambda x: F.avg_pool3d(x, 2), by_depth(F.avg_pool2d, F.avg_pool1d), CUBE, "for avg_pool3d"),
     "adaptive_max_pool": (

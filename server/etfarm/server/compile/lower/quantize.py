@@ -35,7 +35,7 @@ from etfarm.server.compile.errors import (
 )
 from etfarm.server.compile.inputs import InputMismatch, check_inputs
 from etfarm.server.compile.inspect import signature
-from etfarm.server.compile.lower import batch_norms, fusion, half_precision, integers
+from etfarm.server.compile.lower import batch_norms, far_values, fusion, half_precision, integers
 from etfarm.server.compile.program import fp32_layers, loading, values
 from etfarm.server.compile.program.explain import describe_place, find_line, first_line
 from etfarm.server.compile.program.places import places
@@ -86,6 +86,7 @@ def quantize(
     calibration: Sequence[Path],
     options: Options = _DEFAULTS,
     unused: set[str] | None = None,
+    kept: list[Any] | None = None,
 ) -> torch.nn.Module:
     """Return the program as a module with quantize and dequantize operators, with the same arguments and outputs.
 
@@ -95,6 +96,7 @@ def quantize(
         calibration: tensor files in addition to the program's example inputs; one file at a time is in memory.
         options: `copy_shared_layers` and `fuse_activations` of the recipe.
         unused: names of options, from which those that have an effect are removed.
+        kept: a list that gets the nodes that stay in fp32 for their values; see `far_values`.
 
     Raises:
         CalibrationMismatch: a sample does not fit the program.
@@ -111,41 +113,27 @@ def quantize(
             "QUANTIZE", "QuantizationAwareTraining", why, "Train the model first, or use a recipe that only calibrates."
         )
     stage = QuantizeStage(recipe)
-    # check_inputs checks the guards; as a submodule they would break prepare_pt2e.
-    captured = stage._apply_passes(program.module(check_guards=False), recipe.pre_prepare_passes)
-    if keeps_integers(recipe):
-        integers.keep_integers(captured)
     unused = set() if unused is None else unused
-    if options.copy_shared_layers and fusion.copy_shared_layers(captured):
-        unused.discard("copy_shared_layers")
     quantizer = stage._get_quantizer_for_prepare_pt2e(recipe.quantizers)
+    far_kept = None
     if keeps_integers(recipe):
-        quantizer = integers.IntegersKept(quantizer)
-    if options.fuse_activations and fp32_layers.by_xnnpack(recipe.quantizers):
-        quantizer = fusion.ActivationsFused(quantizer)
-    batch_norms.keep_what_cannot_be_folded(captured, recipe.quantizers)
-    prepared = prepare_pt2e(captured, quantizer)
+        quantizer = far_kept = far_values.FarValuesKept(integers.IntegersKept(quantizer))
+        if options.fuse_activations:
+            quantizer = fusion.ActivationsFused(quantizer)
+    initial = _changed_buffers(program)
+    prepared = _prepare(program, recipe, stage, quantizer, options, unused)
+    if far_kept is not None:
+        far_kept.watch()
+    _calibrate(prepared, program, recipe, name, method, calibration, initial)
+    if far_kept is not None and far_kept.find():
+        del prepared
+        prepared = _prepare(program, recipe, stage, quantizer, options, unused)
+        _restore(prepared, initial)
+        _calibrate(prepared, program, recipe, name, method, calibration, initial)
+        if kept is not None:
+            kept += far_kept.kept
     if isinstance(quantizer, fusion.ActivationsFused) and quantizer.has_fused:
         unused.discard("fuse_activations")
-    prepared = stage._apply_passes(prepared, recipe.post_prepare_passes)
-    last_logged = time.monotonic()
-    initial = _changed_buffers(program)
-    with torch.no_grad():
-        for index, (args, kwargs) in enumerate(_samples(program, recipe, method, calibration)):
-            try:
-                _calibrate(prepared, args, kwargs, initial)
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise
-                sample = f"calibration sample {index - 1}" if index else "the example inputs"
-                if "is not finite" in str(error):
-                    raise CalibrationNotFinite(method, sample, _not_finite(program, args, kwargs)) from error
-                if why := _failure_of_model(program, args, kwargs):
-                    raise CalibrationFailed(method, sample, why) from error
-                raise QuantizerFailed(name, method, first_line(error), _failing_line(prepared, args, kwargs)) from error
-            if time.monotonic() - last_logged > _LOG_INTERVAL_S:
-                last_logged = time.monotonic()
-                _log.info("calibrated %d of %d samples of %s", index + 1, len(calibration) + 1, method)
     prepared = stage._apply_passes(prepared, recipe.pre_convert_passes)
     with _unfolded(initial):
         converted = convert_pt2e(prepared)
@@ -167,11 +155,54 @@ def quantize(
         raise QuantizedNothing(name, method)
     scales = [a for node in converted.graph.nodes if str(node.target).startswith(QUANTIZING) for a in node.args]
     if any(isinstance(scale, float) and not math.isfinite(scale) for scale in scales):
-        raise CalibrationNotFinite(method, "", "")  # min-max observers accept any value
+        raise CalibrationNotFinite(method, "", "", "")  # min-max observers accept any value
     return converted
 
 
-def _calibrate(prepared: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], initial: Mapping[str, Any]) -> None:
+def _prepare(
+    program: Any, recipe: Any, stage: QuantizeStage, quantizer: Any, options: Options, unused: set[str]
+) -> torch.nn.Module:
+    """Return the program as a module with observers."""
+    # check_inputs checks the guards; as a submodule they would break prepare_pt2e.
+    captured = stage._apply_passes(program.module(check_guards=False), recipe.pre_prepare_passes)
+    if keeps_integers(recipe):
+        integers.keep_integers(captured)
+    if options.copy_shared_layers and fusion.copy_shared_layers(captured):
+        unused.discard("copy_shared_layers")
+    batch_norms.keep_what_cannot_be_folded(captured, recipe.quantizers)
+    for quantizer_of_recipe in recipe.quantizers:
+        if (selection := getattr(quantizer_of_recipe, "selection", None)) is not None:
+            selection.rows.clear()
+    prepared: torch.nn.Module = stage._apply_passes(prepare_pt2e(captured, quantizer), recipe.post_prepare_passes)
+    return prepared
+
+
+def _calibrate(
+    prepared: torch.nn.Module, program: Any, recipe: Any, name: str, method: str, calibration: Sequence[Path],
+    initial: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Run all samples, so that observers see the values."""
+    last_logged = time.monotonic()
+    with torch.no_grad():
+        for index, (args, kwargs) in enumerate(_samples(program, recipe, method, calibration)):
+            try:
+                _run(prepared, args, kwargs, initial)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                sample = f"calibration sample {index - 1}" if index else "the example inputs"
+                if "is not finite" in str(error):
+                    inputs, line = _not_finite(program, args, kwargs), _not_finite_line(program, args, kwargs)
+                    raise CalibrationNotFinite(method, sample, inputs, line) from error
+                if why := _failure_of_model(program, args, kwargs):
+                    raise CalibrationFailed(method, sample, why) from error
+                raise QuantizerFailed(name, method, first_line(error), _failing_line(prepared, args, kwargs)) from error
+            if time.monotonic() - last_logged > _LOG_INTERVAL_S:
+                last_logged = time.monotonic()
+                _log.info("calibrated %d of %d samples of %s", index + 1, len(calibration) + 1, method)
+
+
+def _run(prepared: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], initial: Mapping[str, Any]) -> None:
     """Run a sample after those before, as the calls of a session follow each other, so that observers see what the state becomes.
 
     A sample that the model does not take then, such as the start of another sequence, runs from the initial state.
@@ -218,6 +249,35 @@ def _failure_of_model(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any
             raise
         return first_line(error)
     return ""
+
+
+def _not_finite_line(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the source line of the operator that makes the first NaN of a sample, or else the first infinity; empty if none."""
+    finder = _NotFinite(program.module(check_guards=False))
+    with torch.no_grad(), unchanged(program):
+        try:
+            finder.run(*pytree.tree_leaves((args, kwargs)))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+    return describe_place(places([finder.nan or finder.infinite])) if finder.nan or finder.infinite else ""
+
+
+class _NotFinite(torch.fx.Interpreter):  # type: ignore[misc]
+    """Finds the first operators whose outputs have NaN and infinities."""
+
+    nan: Any = None
+    infinite: Any = None
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        """Run a node, and look at its output until one has NaN."""
+        value = super().run_node(n)
+        if n.op == "call_function" and self.nan is None and isinstance(value, torch.Tensor) and value.is_floating_point():
+            if bool(value.isnan().any()):
+                self.nan = n
+            elif self.infinite is None and not bool(value.isfinite().all()):
+                self.infinite = n
+        return value
 
 
 def _failing_line(prepared: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -89,7 +89,7 @@ class Selection:
                 for node in nodes if argument.startswith("skip") else ():
                     node.meta[KEPT_IN_FP32] = True
             quantizer.set_filter_function(allows)
-            with _kept([node for node in model.graph.nodes if not allows(node)]):
+            with kept_in_fp32([node for node in model.graph.nodes if not allows(node)]):
                 annotated = annotate_all(model)
             self.rows += [(argument, name, nodes) for (argument, name), nodes in chosen.items() if nodes]
             return annotated
@@ -177,7 +177,7 @@ def _filter(chosen: Mapping[tuple[str, str], Sequence[Any]]) -> Callable[[Any], 
 
 
 @contextmanager
-def _kept(nodes: Sequence[Any]) -> Iterator[None]:
+def kept_in_fp32(nodes: Sequence[Any]) -> Iterator[None]:
     """Keep nodes in fp32 where XNNPACK's quantizer does not ask its filter.
 
     It quantizes what can share the scale of its input, such as a pool, unless that is annotated already. And it takes an
@@ -195,7 +195,7 @@ def _kept(nodes: Sequence[Any]) -> Iterator[None]:
     finally:
         utils.is_relu_node = is_relu_node
         for node in kept:
-            del node.meta[ANNOTATION]
+            node.meta.pop(ANNOTATION, None)
 
 
 def _matching(name: str, operators: Sequence[_Operator]) -> list[_Operator]:

@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -39,7 +40,7 @@ from etfarm.server.compile.program import (
     resizes,
 )
 from etfarm.server.compile.program import values as wire_values
-from etfarm.server.compile.program.explain import describe_place, first_line, stage_failed
+from etfarm.server.compile.program.explain import describe_place, describe_places, first_line, stage_failed
 from etfarm.server.compile.program.input_copies import copy_written_inputs, describe_copies
 from etfarm.server.compile.program.toolchain import toolchain
 from etfarm.server.compile.request import LowerRequest, QuantizeRequest
@@ -97,10 +98,11 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
     with stages.stage("QUANTIZE") as times:
         for method, quantization in quantizing.items():
             calibration = request.calibration.get(method, ())
+            kept: list[Any] = []
             with lowering.timed(times, method):
                 try:
                     modules[method] = quantize.quantize(
-                        programs[method], quantization, name, method, calibration, recipe.options, unused
+                        programs[method], quantization, name, method, calibration, recipe.options, unused, kept
                     )
                 except QuantizedNothing as error:
                     failures.append(error)
@@ -111,6 +113,7 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
                     continue
             _add_selected(quantization, method, result)
             _warn_of_integers(programs[method], quantization, method, result["warnings"])
+            _warn_of_far_values(method, kept, result["warnings"])
             _warn_of_copies(method, copies[method], result["warnings"])
             if not calibration and quantize.is_static(modules[method]):
                 _warn(
@@ -205,6 +208,20 @@ def _warn_of_integers(program: Any, quantization: Any, method: str, warnings: li
             warnings, "INTEGERS_KEPT",
             f"{len(nodes)} sums and products of integers in {method} stay integers{f', such as {where}' if where else ''}: "
             "XNNPACK's quantizer would compute them in float.",
+        )  # fmt: skip
+
+
+def _warn_of_far_values(method: str, nodes: list[Any], warnings: list[Warning]) -> None:
+    """Warn of operators that stay in fp32 for their values."""
+    nodes_by_operator: dict[str, list[Any]] = defaultdict(list)
+    for node in nodes:
+        nodes_by_operator[fp32_layers.name_of(node)].append(node)
+    if nodes:
+        named = (f"{len(group)} x {name}{describe_places(places.places(group))}" for name, group in nodes_by_operator.items())
+        _warn(
+            warnings, "FAR_VALUES_KEPT",
+            f"Operators of {method} stay in fp32: {', '.join(named)}. Some of their values are infinite, as a mask's may be, "
+            "or so far from the others that int8 has less than four steps for these.",
         )  # fmt: skip
 
 
@@ -462,7 +479,7 @@ def _add_fp32(
 ) -> None:
     if rows:
         stayed[method] = rows
-        operators = ", ".join(f"{row['count']} x {row['op']}" for row in rows)
+        operators = ", ".join(f"{row['count']} x {row['op']}{describe_places(row['places'])}" for row in rows)
         _warn(warnings, "STAYED_FP32", f"Recipe {recipe} left operators of {method} in fp32: {operators}.")
 
 

@@ -476,6 +476,14 @@ def describe_place(where: Iterable[Place]) -> str:
     return ""
 
 
+def describe_places(where: Iterable[Place]) -> str:
+    """Return the first three source lines, like ` at models/net.py:31, models/net.py:35 and more`; empty if there are none."""
+    sources = (place["source"] for place in where)
+    lines = list(dict.fromkeys(f"{source['file']}:{source['line']}" for source in sources if source is not None))
+    more = " and more" if len(lines) > _NAMED else ""
+    return f" at {', '.join(lines[:_NAMED])}{more}" if lines else ""
+
+
 def _describe(name: str, where: Iterable[Place]) -> str:
     """Return an operator's name with its most frequent place that has a source line.
 

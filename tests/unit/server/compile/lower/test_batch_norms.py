@@ -18,7 +18,8 @@ from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 from etfarm.server.compile.lower import batch_norms, build, quantize
 from etfarm.server.workers.pool import Workers
 from etfarm.wire import recipes
-from tests.support.compiling import DYNAMIC, STATIC, compiled
+from etfarm.wire.errors import EtfarmError
+from tests.support.compiling import DYNAMIC, STATIC, compiled, run, sample
 
 pytestmark = pytest.mark.numeric
 
@@ -43,6 +44,21 @@ class Heads(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         levels = (x, x[:, :, 1:, 1:] * 0.9, x[:, :, 2:, 2:] * 1.1)
         return tuple(self.out(F.relu(n(self.conv(y))).mean((2, 3))) for y, n in zip(levels, self.norms, strict=True))
+
+
+class Levels(nn.Module):
+    """Convolutions that two levels of different ranges share, with a batch norm for each level."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.down = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 3, 2, 1)
+        self.conv, self.out = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.Conv2d(8, 4, 1)
+        self.norms = nn.ModuleList(norm(channels=8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        fine = F.relu(self.stem(x))
+        levels = (fine, F.relu(self.down(fine)))
+        return [self.out(F.relu(n(self.conv(y)))) for y, n in zip(levels, self.norms, strict=True)]
 
 
 class FirstUse(nn.Module):
@@ -249,3 +265,26 @@ async def test_a_lowered_program_with_batch_norms_is_near_the_model(
     wrong = {"OUTPUTS_DIFFER", "LOW_ACCURACY", "FAR_FROM_QUANTIZED_GRAPH"}
     assert not [warning["message"] for warning in result["warnings"] if warning["code"] in wrong]
     assert result["checks"] and all(check["ran"] and not check["why"] for check in result["checks"])
+
+
+@pytest.mark.slow(reason="each test compiles in children")
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_head_with_a_batch_norm_for_each_level_is_right_with_copies(workers: Workers, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Levels().eval(), torch.randn(1, 3, 32, 32)
+    samples = {"forward": [sample(tmp_path / f"{index}.ett", torch.randn(1, 3, 32, 32)) for index in range(8)]}
+
+    def exported() -> object:
+        return torch.export.export(model, (x,))
+
+    try:
+        plain = await compiled(workers, tmp_path / "plain", exported, STATIC, calibration=samples)
+        advice = " ".join(warning["message"] for warning in plain.result["warnings"])
+    except EtfarmError as error:  # XNNPACK of ExecuTorch 1.5 refuses a bias of another range
+        advice = error.remedy
+    assert "copy_shared_layers = true" in advice
+    recipe = recipes.from_toml(f'recipe = "{STATIC}"\ncopy_shared_layers = true\n')
+    copied = await compiled(workers, tmp_path / "copied", exported, recipe, calibration=samples)
+    assert not {"LOW_ACCURACY", "FAR_FROM_QUANTIZED_GRAPH", "OPTION_WITHOUT_EFFECT"} & set(copied.codes)
+    outputs = zip(model(x), run(copied.pte, [x]), strict=True)
+    assert all(sqnr_db(expected, actual) > 25 for expected, actual in outputs)

@@ -1,0 +1,198 @@
+"""Static int8 of models with masks: what is masked stays masked, and what is far from all other values stays in fp32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("executorch")
+
+import torch.nn.functional as F  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from etfarm.server.compile.lower import build, far_values, quantize  # noqa: E402
+from etfarm.server.workers.pool import Workers  # noqa: E402
+from etfarm.wire import recipes  # noqa: E402
+from etfarm.wire.errors import EtfarmError  # noqa: E402
+from tests.support import models  # noqa: E402
+from tests.support.compiling import STATIC, Compiled, compiled, run, sample, sqnr_db  # noqa: E402
+
+pytestmark = [pytest.mark.numeric, pytest.mark.slow(reason="quantizes and compiles")]
+
+INF: Final = float("inf")
+LEAST: Final = torch.finfo(torch.float32).min
+TOKENS: Final = 8
+CAUSAL: Final = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+
+
+class Masked(nn.Module):
+    """A pre-norm decoder layer whose mask is made in one of several ways."""
+
+    mask: Tensor
+
+    def __init__(self, way: str, number: float) -> None:
+        super().__init__()
+        self.way, self.number = way, number
+        self.norm = nn.LayerNorm(16)
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.register_buffer("mask", torch.full((TOKENS, TOKENS), number).triu(1))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = self.norm(x)
+        scores = self.q(h) @ self.k(h).transpose(1, 2) * 0.25
+        if self.way == "buffer":
+            scores = scores + self.mask
+        elif self.way == "input":
+            scores = scores + mask
+        elif self.way == "computed":
+            scores = scores + (mask != 0) * self.number
+        elif self.way == "twice":
+            scores = scores + self.mask + self.mask
+        elif self.way == "masked_fill":
+            scores = scores.masked_fill(mask != 0, self.number) + 0.5 * scores
+        elif self.way == "where":
+            scores = torch.where(mask != 0, self.number, scores) * 2.0
+        elif self.way == "cat":
+            scores = torch.cat([scores + self.mask, torch.full((1, TOKENS, 1), self.number)], -1)
+        weights = scores.softmax(-1)[..., :TOKENS]
+        out: Tensor = self.out(weights @ self.v(h))
+        return x + out
+
+
+class Padded(nn.Module):
+    """A max pool behind a pad, as timm has it for padding="same"."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.number = number
+        self.conv, self.out = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled: Tensor = self.out(F.max_pool2d(F.pad(self.conv(x), (0, 1, 0, 1), value=self.number), 3, 2))
+        return pooled
+
+
+class Multiplied(nn.Module):
+    """A mask that is multiplied, which gives 0 * -inf; `number` is what helps."""
+
+    def __init__(self, number: float | None) -> None:
+        super().__init__()
+        self.number = number
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        scores: Tensor = self.out(x)
+        if self.number is None:
+            return (scores + mask * -INF).softmax(-1)
+        return torch.where(mask != 0, self.number, scores).softmax(-1)
+
+
+def masked(way: str, number: float) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    mask = torch.full((TOKENS, TOKENS), number).triu(1)
+    return Masked(way, number).eval(), (torch.randn(1, TOKENS, 16), mask)
+
+
+async def in_int8(workers: Workers, folder: Path, model: nn.Module, inputs: tuple[Tensor, ...]) -> Compiled:
+    torch.manual_seed(1)
+    samples = [sample(folder / f"{index}.ett", torch.randn_like(inputs[0]), *inputs[1:]) for index in range(8)]
+    return await compiled(workers, folder, lambda: torch.export.export(model, inputs), STATIC, calibration={"forward": samples})
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize(
+    ("way", "number"),
+    [("buffer", -INF), ("buffer", LEAST), ("buffer", -1e9), ("buffer", -1e4), ("input", -INF), ("input", -1e4),
+     ("computed", -1e4), ("computed", LEAST), ("twice", -1e4), ("masked_fill", -INF), ("masked_fill", LEAST), ("where", -INF),
+     ("cat", -INF)],
+)  # fmt: skip
+async def test_earlier_tokens_do_not_see_later_ones(workers: Workers, tmp_path: Path, way: str, number: float) -> None:
+    model, inputs = masked(way, number)
+    one = await in_int8(workers, tmp_path, model, inputs)
+    x, mask = inputs
+    other = x.clone()
+    other[:, -1] = torch.randn(16)
+    before, after = run(one.pte, [x, mask])[0], run(one.pte, [other, mask])[0]
+    assert torch.equal(before[:, :-1], after[:, :-1]) and not torch.equal(before, after)
+    assert sqnr_db(model(*inputs), before) > 20
+    assert one.quantized is not None
+    (message,) = (w["message"] for w in one.quantized["warnings"] if w["code"] == "FAR_VALUES_KEPT")
+    assert message.startswith("Operators of forward stay in fp32: ") and "test_far_values.py:" in message
+    assert not {"LOW_ACCURACY", "FAR_FROM_QUANTIZED_GRAPH"} & set(one.codes)
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize("number", [-INF, -1e4])
+async def test_a_max_pool_behind_a_pad_is_close(workers: Workers, tmp_path: Path, number: float) -> None:
+    torch.manual_seed(0)
+    model, x = Padded(number).eval(), torch.randn(1, 3, 16, 16)
+    one = await in_int8(workers, tmp_path, model, (x,))
+    assert sqnr_db(model(x), run(one.pte, [x])[0]) > 20
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_what_gives_nan_has_its_line_and_the_remedy_helps(workers: Workers, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    inputs = (torch.randn(8, 8), CAUSAL.float())
+    with pytest.raises(EtfarmError) as caught:
+        await in_int8(workers, tmp_path, Multiplied(None).eval(), inputs)
+    assert caught.value.reason == "CALIBRATION_NOT_FINITE"
+    assert "return (scores + mask * -INF).softmax(-1)" in caught.value.message
+    assert "torch.where(mask, torch.finfo(scores.dtype).min, scores)" in caught.value.remedy
+    model = Multiplied(LEAST).eval()
+    one = await in_int8(workers, tmp_path / "helps", model, inputs)
+    assert sqnr_db(model(*inputs), run(one.pte, list(inputs))[0]) > 20
+
+
+def test_what_has_no_far_values_is_calibrated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plain(nn.Module):
+        """Has an epsilon, a gate, a small residual and a number that is added."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * (x > 1) + 1e-6
+            return torch.cat([y + 1e-5 * x, x + 300.0, x * 1e3], -1)
+
+    prepared: list[Any] = []
+    prepare = quantize._prepare
+
+    def preparing(*args: Any) -> Any:
+        prepared.append(prepare(*args))
+        return prepared[-1]
+
+    monkeypatch.setattr(quantize, "_prepare", preparing)
+    program = torch.export.export(Plain(), (torch.randn(4, 64),))
+    kept: list[Any] = []
+    how = build.quantization(recipes.parse(STATIC), "forward")
+    quantize.quantize(program, how, STATIC, "forward", [], kept=kept)
+    assert len(prepared) == 1 and not kept
+    torch.manual_seed(0)
+    quantize.quantize(models.conv(), build.quantization(recipes.parse(STATIC), "forward"), STATIC, "forward", [])
+    assert len(prepared) == 2
+
+
+def test_what_stays_keeps_the_scales_of_the_others() -> None:
+    model, inputs = masked("buffer", -INF)
+    program, kept = torch.export.export(model, inputs), list[Any]()
+    how = build.quantization(recipes.parse(STATIC), "forward")
+    module = quantize.quantize(program, how, STATIC, "forward", [], kept=kept)
+    assert [str(node.target) for node in kept] == ["aten.add.Tensor"]
+    sums = [node for node in module.graph.nodes if node.target == torch.ops.aten.add.Tensor]
+    dequantized = [all("dequantize" in str(each.target) for each in node.all_input_nodes) for node in sums]
+    assert dequantized == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("values", "is_far"),
+    [([0.0, 1.0, -2.0, -1e4], True), ([0.5, -1e4, -2e4], True), ([0.5, -1e4, 1e4], False), ([0.5, 100.0, -1e4], False),
+     ([0.0, -1e4], False), ([0.5, -20.0], False), ([1.0, 1e-9], False),
+     ([0.0, -INF], True), ([0.5, LEAST], True), ([0.0], False)],
+)  # fmt: skip
+def test_values_of_one_tensor_are_far(values: list[float], is_far: bool) -> None:
+    graph = torch.fx.Graph()
+    node = graph.call_function(torch.ops.aten.mul.Tensor, (graph.placeholder("x"), 2.0))
+    seen = far_values._Values()
+    seen.observe(lambda x: x, torch.tensor(values))
+    assert far_values._has_far_values(node, [seen]) is is_far
