@@ -9,10 +9,13 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from etfarm.v1 import agent_pb2, agent_pb2_grpc, common_pb2, token_pb2, token_pb2_grpc
 from etfarm.wire.channel import Access, open_channel
+from etfarm.wire.names import PROTOCOL_VERSION
+from etfarm.wire.status import from_rpc_error
 from tests.support.agent import Server
 from tests.support.farm import START_S, Daemon
 from tests.support.runner import know_own_runners
@@ -110,6 +113,22 @@ async def test_a_second_agent_cannot_enroll_with_a_used_token(address: str, tmp_
         assert "was used already" in agent.log.read_text()
         assert not (folder / "agent" / "token").exists()
     assert len(await agents_of(address, "board-2")) == 1
+
+
+async def test_an_agent_that_the_server_does_not_understand_keeps_its_enrolment_token(address: str) -> None:
+    one_time = await enrolment_token(address, "board-3")
+    async with open_channel(Access(address, one_time)) as channel:
+        enroll = agent_pb2_grpc.AgentServiceStub(channel).Enroll
+        later = agent_pb2.EnrollAgentRequest(agent_id="b3", protocol_version=PROTOCOL_VERSION + 2, agent_version="9.0")
+        later.oldest_protocol_version = PROTOCOL_VERSION + 1
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await enroll(later)
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        error = from_rpc_error(refused.value, server=address)
+        assert error.reason == "PROTOCOL_UNSUPPORTED" and "(etfarm 9.0)" in error.message
+        later.oldest_protocol_version = PROTOCOL_VERSION
+        answer = await enroll(later)
+        assert answer.principal == "board-3"
 
 
 class Stranger(Server):

@@ -1594,10 +1594,17 @@ class EnrollAgentRequest(_message.Message):
     AGENT_ID_FIELD_NUMBER: _builtins.int
     DEVICE_IDS_FIELD_NUMBER: _builtins.int
     BOOT_ID_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    OLDEST_PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    AGENT_VERSION_FIELD_NUMBER: _builtins.int
     agent_id: _builtins.str
     """A UUID, as in Hello."""
     boot_id: _builtins.str
     """As in Hello."""
+    protocol_version: _builtins.int
+    """As in Hello. Agents that leave out `protocol_version` are refused when they connect."""
+    oldest_protocol_version: _builtins.int
+    agent_version: _builtins.str
     @_builtins.property
     def device_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The devices that the agent will announce, as far as it knows them: the exchange is refused if Connect would refuse them all.
@@ -1610,12 +1617,22 @@ class EnrollAgentRequest(_message.Message):
         agent_id: _builtins.str = ...,
         device_ids: _abc.Iterable[_builtins.str] | None = ...,
         boot_id: _builtins.str = ...,
+        protocol_version: _builtins.int | None = ...,
+        oldest_protocol_version: _builtins.int | None = ...,
+        agent_version: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_oldest_protocol_version", b"_oldest_protocol_version", "_protocol_version", b"_protocol_version", "oldest_protocol_version", b"oldest_protocol_version", "protocol_version", b"protocol_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "boot_id", b"boot_id", "device_ids", b"device_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_protocol_version", b"_oldest_protocol_version", "_protocol_version", b"_protocol_version", "agent_id", b"agent_id", "agent_version", b"agent_version", "boot_id", b"boot_id", "device_ids", b"device_ids", "oldest_protocol_version", b"oldest_protocol_version", "protocol_version", b"protocol_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__oldest_protocol_version: _TypeAlias = _typing.Literal["oldest_protocol_version"]  # noqa: Y015
+    _WhichOneofArgType__oldest_protocol_version: _TypeAlias = _typing.Literal["_oldest_protocol_version", b"_oldest_protocol_version"]  # noqa: Y015
+    _WhichOneofReturnType__protocol_version: _TypeAlias = _typing.Literal["protocol_version"]  # noqa: Y015
+    _WhichOneofArgType__protocol_version: _TypeAlias = _typing.Literal["_protocol_version", b"_protocol_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__oldest_protocol_version) -> _WhichOneofReturnType__oldest_protocol_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__protocol_version) -> _WhichOneofReturnType__protocol_version | None: ...
 
 Global___EnrollAgentRequest: _TypeAlias = EnrollAgentRequest  # noqa: Y015
 

@@ -86,6 +86,7 @@ class AgentServiceStub:
 
     Errors:
       FAILED_PRECONDITION  NOT_AN_ENROLMENT_TOKEN: the caller's token is not an enrolment token, or was used before.
+                           PROTOCOL_UNSUPPORTED: as Connect would answer.
       ALREADY_EXISTS       AGENT_BOUND: the identity belongs to another token; metadata has `agent_id`.
                            AGENT_CONNECTED, DEVICE_SERVED: as Connect would answer.
       PERMISSION_DENIED    DEVICE_NOT_YOURS: as Connect would answer.
@@ -186,6 +187,7 @@ class AgentServiceAsyncStub(AgentServiceStub):
 
     Errors:
       FAILED_PRECONDITION  NOT_AN_ENROLMENT_TOKEN: the caller's token is not an enrolment token, or was used before.
+                           PROTOCOL_UNSUPPORTED: as Connect would answer.
       ALREADY_EXISTS       AGENT_BOUND: the identity belongs to another token; metadata has `agent_id`.
                            AGENT_CONNECTED, DEVICE_SERVED: as Connect would answer.
       PERMISSION_DENIED    DEVICE_NOT_YOURS: as Connect would answer.
@@ -301,6 +303,7 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
           FAILED_PRECONDITION  NOT_AN_ENROLMENT_TOKEN: the caller's token is not an enrolment token, or was used before.
+                               PROTOCOL_UNSUPPORTED: as Connect would answer.
           ALREADY_EXISTS       AGENT_BOUND: the identity belongs to another token; metadata has `agent_id`.
                                AGENT_CONNECTED, DEVICE_SERVED: as Connect would answer.
           PERMISSION_DENIED    DEVICE_NOT_YOURS: as Connect would answer.

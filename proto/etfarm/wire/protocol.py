@@ -10,7 +10,10 @@ UPGRADES: int = 3
 
 
 def common_version(
-    hello: agent_pb2.Hello, *, newest: int = PROTOCOL_VERSION, oldest: int = OLDEST_PROTOCOL_VERSION
+    hello: agent_pb2.Hello | agent_pb2.EnrollAgentRequest,
+    *,
+    newest: int = PROTOCOL_VERSION,
+    oldest: int = OLDEST_PROTOCOL_VERSION,
 ) -> int | None:
     """Return the newest version that an agent and a server both speak; None if there is none.
 

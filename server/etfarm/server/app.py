@@ -242,7 +242,7 @@ def _servicers(
 ) -> Servicers:
     """Return the servicers of the contract, connected to the parts."""
     own_version = version("etfarm")
-    enrolment = Enrolment(access.tokens, fleet.registry, fleet.identities, time.monotonic)
+    enrolment = Enrolment(access.tokens, fleet.registry, fleet.identities, time.monotonic, own_version)
     retirement = Retirement(fleet.registry, fleet.runs, fleet.identities, access.tokens)
     history, tags = History(storage.database, fleet.registry.devices), Tags(storage.database, now)
     return Servicers(

@@ -12,6 +12,7 @@ import json
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +27,7 @@ from etfarm.wire.channel import Access
 from etfarm.wire.errors import EtfarmError, Kind, UserError
 from etfarm.wire.farm_channel import NEW_TOKEN, can_prove, farm_channel
 from etfarm.wire.farm_proof import Proofs
-from etfarm.wire.names import ENROLMENT_PREFIX, TLS_CA_VARIABLE
+from etfarm.wire.names import ENROLMENT_PREFIX, OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, TLS_CA_VARIABLE
 from etfarm.wire.status import from_rpc_error
 
 log = logging.getLogger(__name__)
@@ -153,7 +154,10 @@ def _own_access(access: Access, path: Path, kept: _Kept) -> Access:
 async def _exchange(access: Access, agent_id: str, pauses: Iterable[float], choice: DeviceChoice | None, boot: str) -> str:
     """Exchange the enrolment token for the agent's own token and return that one."""
     for pause in pauses:
-        request = agent_pb2.EnrollAgentRequest(agent_id=agent_id, device_ids=[] if choice is None else [choice.id], boot_id=boot)
+        request = agent_pb2.EnrollAgentRequest(
+            agent_id=agent_id, device_ids=[] if choice is None else [choice.id], boot_id=boot, protocol_version=PROTOCOL_VERSION,
+            oldest_protocol_version=OLDEST_PROTOCOL_VERSION, agent_version=version("etfarm"),
+        )  # fmt: skip
         async with farm_channel(access) as channel:
             try:
                 answer = await AgentServiceStub(channel).Enroll(request)

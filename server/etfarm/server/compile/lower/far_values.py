@@ -50,7 +50,7 @@ class FarValuesKept(Quantizer):  # type: ignore[misc]
         self._quantizer = quantizer
         self._found: set[tuple[int, str]] = set()
         self._graphs: list[Any] = []
-        self._values: dict[Any, _Values] = {}
+        self._values: dict[Any, Values] = {}
         self.kept: list[Any] = []
         """The nodes that stay in fp32."""
 
@@ -76,7 +76,7 @@ class FarValuesKept(Quantizer):  # type: ignore[misc]
         for _, node in self._candidates():
             for observer in _observers(node):
                 if observer not in self._values:
-                    self._values[observer] = values = _Values()
+                    self._values[observer] = values = Values()
                     observer.forward = partial(values.observe, observer.forward)
 
     def find(self) -> bool:
@@ -85,7 +85,7 @@ class FarValuesKept(Quantizer):  # type: ignore[misc]
         The next graphs that are annotated have to be those that were before.
         """
         for ordinal, node in self._candidates():
-            if _has_far_values(node, [self._values[observer] for observer in _observers(node)]):
+            if has_far_values(node, [self._values[observer] for observer in _observers(node)]):
                 self._found.add((ordinal, node.name))
         for observer in self._values:
             del observer.forward
@@ -102,7 +102,7 @@ class FarValuesKept(Quantizer):  # type: ignore[misc]
                     yield ordinal, node
 
 
-class _Values:
+class Values:
     """The orders of magnitude of the values that an observer has seen."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ def _observers(node: Any) -> list[Any]:
     return observers
 
 
-def _has_far_values(node: Any, all_values: list[_Values]) -> bool:
+def has_far_values(node: Any, all_values: list[Values]) -> bool:
     """Return whether values of an operator are far from others: of the same tensor, or of all that it adds or joins.
 
     A tensor of zeros and one number loses nothing by itself, only where something is added to it. Single numbers, such as the

@@ -24,13 +24,12 @@ from etfarm.server.rpc.door.caller import caller
 from etfarm.server.rpc.door.roles import ADMIN
 from etfarm.server.rpc.services.artifacts import holder_of
 from etfarm.server.rpc.services.enrolment import Enrolment
+from etfarm.server.rpc.services.protocol import require_common_version
 from etfarm.server.rpc.services.salvage import Salvaged
 from etfarm.server.sessions.sessions import Sessions
 from etfarm.server.state.paging import page_of
 from etfarm.v1 import agent_pb2, agent_pb2_grpc, common_pb2
-from etfarm.wire.errors import Kind, UserError
-from etfarm.wire.names import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
-from etfarm.wire.protocol import common_version
+from etfarm.wire.errors import UserError
 
 log = structlog.get_logger()
 
@@ -39,28 +38,6 @@ class NoHello(UserError):
     """An agent stream whose first message is not Hello."""
 
     reason = "NO_HELLO"
-
-
-class ProtocolUnsupported(UserError):
-    """An agent with another version of the protocol."""
-
-    reason = "PROTOCOL_UNSUPPORTED"
-    kind = Kind.FAILED_PRECONDITION
-
-    def __init__(self, hello: agent_pb2.Hello, version: str) -> None:
-        what = (
-            f"The agent (etfarm {hello.agent_version[:40] or 'of an unknown version'}) speaks protocol {hello.protocol_version}"
-        )
-        older = hello.protocol_version < OLDEST_PROTOCOL_VERSION
-        super().__init__(
-            f"{what}, and this server (etfarm {version}) speaks {OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}.",
-            f"Install the server's version on the {'device, and start the agent again' if older else 'server or on the device'}: "
-            f"pip install 'etfarm[agent]=={version}'.",
-            supported=PROTOCOL_VERSION,
-            oldest=OLDEST_PROTOCOL_VERSION,
-            protocol=hello.protocol_version,
-            version=version,
-        )
 
 
 class BadUpgrade(UserError):
@@ -109,9 +86,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         if first is None or first.WhichOneof("message") != "hello":
             raise NoHello("The first message of an agent must be Hello.")
         hello = first.hello
-        protocol_version = common_version(hello)
-        if protocol_version is None:
-            raise ProtocolUnsupported(hello, self._version)
+        protocol_version = require_common_version(hello, self._version)
         principal = caller()
         await self._identities.admit(hello.agent_id, principal)
         session = AgentSession(
