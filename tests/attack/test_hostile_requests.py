@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import signal
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -36,7 +35,7 @@ from etfarm.wire.chunks import artifact_of, upload
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
-from tests.support.farm import FarmProcess, wait_until
+from tests.support.farm import FarmProcess
 from tests.support.programs import program
 from tests.support.runner import runner_archive
 from tests.support.session_ends import Agent, Caller
@@ -385,42 +384,3 @@ async def test_exceeded_quotas_are_refused_by_name_and_others_continue(tmp_path_
             agent.outgoing.put_nowait(None)
     finally:
         running.stop()
-
-
-def crash(farm: FarmProcess) -> None:
-    """The server ends itself, as with a bug of native code that reads the job."""
-    assert farm.server is not None and farm.server.process is not None
-    farm.server.signal(signal.SIGSEGV)
-    farm.server.process.wait(60)
-
-
-async def test_a_job_that_crashes_the_server_three_times_is_set_aside(breakable: FarmProcess) -> None:
-    breakable.restart()
-    data = program("conv").bytes
-    async with open_channel(Access(breakable.address)) as channel:
-        await upload(artifact_pb2_grpc.ArtifactServiceStub(channel), artifact_of(data), data)
-        jobs = job_pb2_grpc.JobServiceStub(channel)
-        spec = job_pb2.JobSpec(name="deadly")
-        spec.candidates.add(name="conv").program.pte.digest = digest.of_bytes(data)
-        # The workers are not warm yet, so that it cannot be over before the server is killed.
-        job = await jobs.Submit(job_pb2.SubmitJobRequest(request_id="r", spec=spec))
-        async with asyncio.timeout(WAIT_S):
-            async for event in jobs.Watch(job_pb2.WatchJobRequest(job_id=job.id)):
-                if event.cell.state == common_pb2.CELL_STATE_COMPILING:
-                    break
-    log = breakable.folder / "serve.log"
-    for times in (1, 2):
-        crash(breakable)
-        breakable.restart()
-        assert wait_until(lambda times=times: log.read_text().count("handling a job that a server died with") == times)  # type: ignore[misc]
-    crash(breakable)
-    breakable.restart()
-    async with open_channel(Access(breakable.address)) as channel:
-        again = await job_pb2_grpc.JobServiceStub(channel).Get(job_pb2.GetJobRequest(job_id=job.id))
-    (cell,) = again.cells
-    assert (cell.state, cell.error.reason, cell.error.fault) == (
-        common_pb2.CELL_STATE_FAILED, "SET_ASIDE", common_pb2.FAULT_FARM,
-    )  # fmt: skip
-    assert "Submit the job again" in cell.error.remedy
-    with breakable.client() as farm:
-        assert [job.state for job in farm.jobs()] == ["FAILED"]

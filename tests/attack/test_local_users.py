@@ -186,6 +186,7 @@ async def test_the_shared_folder_of_artifacts_follows_the_same_rule(place: Path)
     blob = await create_farm(shared)
     data.mkdir(mode=0o700)
     (data / "artifacts").symlink_to(shared / "artifacts")
+    (shared / "farm.sqlite").rename(data / "farm.sqlite")
     with serving(data, []):
         assert try_as_other("cat", str(blob)).returncode != 0
     os.chown(shared / "artifacts", OTHER, OTHER)

@@ -157,6 +157,7 @@ async def test_a_job_that_ends_the_server_is_set_aside_and_others_go_on(buggy: F
             guilty = await calls.submit(await spec_of(calls, f"dies in {stage}"))
             (cell,) = (await end_of(calls, guilty.id)).cells
             assert (cell.error.reason, cell.error.fault) == ("SET_ASIDE", common_pb2.FAULT_FARM)
+            assert "Submit the job again" in cell.error.remedy
             for job_id in innocent:
                 assert (await end_of(calls, job_id)).state == job_pb2.JOB_STATE_SUCCEEDED
             started = sum((agent.started for agent in agents), start=agents[0].started - agents[0].started)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 
 from etfarm.server.compile.program import loading
+from etfarm.server.compile.program.descriptions import describe_control_flow, name_as_called
+from etfarm.server.compile.program.places import all_nodes
 from etfarm.server.compile.program.values import input_names, output_names
 from etfarm.server.compile.result import DimRange, MethodFacts, ValueFacts
 from etfarm.wire import size_relations
@@ -32,6 +35,21 @@ def add_exported(known: MethodFacts, exact: MethodFacts) -> list[str]:
                         lost += _lost_dims(value, exact_value)
                     value["dims"] = exact_value["dims"]
     return lost
+
+
+def describe_lost(method: str, program: Any, dims: Sequence[str]) -> str:
+    """Return a sentence about dims of `add_exported`, with the loops of the exported program that are the reason."""
+    loops = describe_control_flow([node for node in all_nodes(program) if name_as_called(node) == "map"])
+    why = (
+        f"ExecuTorch fixes the number of steps of map at that of the example inputs: {loops}"
+        if loops
+        else "A pass of ExecuTorch computed with the sizes of the example inputs"
+    )
+    other = ", or write the loop as a scan, whose number of steps stays dynamic" if loops else ""
+    return (
+        f"Lowering fixed sizes of {method} that are dynamic in the exported program: {', '.join(dims)}. {why}. Export with "
+        f"example inputs of the largest sizes{other}."
+    )
 
 
 def _lost_dims(value: ValueFacts, exact: ValueFacts) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from etfarm.server.compile.lower import build, plugins
-from etfarm.server.compile.program.explain import first_line
+from etfarm.server.compile.program.descriptions import first_line
 from etfarm.server.compile.result import RecipeRow, RecipesResult, encode_recipes
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.recipes import RECIPES, Argument, BadRecipeArgument, Part, Plain, Quantization, Specification, resolve

@@ -18,7 +18,8 @@ from executorch.export.recipe_registry import recipe_registry
 
 from etfarm.server.compile.errors import RecipeUnavailable
 from etfarm.server.compile.lower import components, plugins
-from etfarm.server.compile.program.explain import first_line, stage_failed
+from etfarm.server.compile.program.descriptions import first_line
+from etfarm.server.compile.program.explain import stage_failed
 from etfarm.wire import recipes
 from etfarm.wire.recipes import BadCombination, BadRecipeField, MethodOptions, Part, Plain, Quantization, Recipe, Specification
 

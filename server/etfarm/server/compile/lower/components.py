@@ -10,7 +10,7 @@ from typing import Any, Final
 from etfarm.server.compile.errors import RecipeUnavailable
 from etfarm.server.compile.lower.selection import Selection
 from etfarm.server.compile.program import resizes
-from etfarm.server.compile.program.explain import first_line
+from etfarm.server.compile.program.descriptions import first_line
 from etfarm.wire.recipes import Component, Plain
 
 Arguments = Mapping[str, Plain]

@@ -18,7 +18,8 @@ from executorch.export import ExportSession, StageType
 from etfarm.server.compile.errors import StageFailed
 from etfarm.server.compile.inspect import footprint
 from etfarm.server.compile.lower import branches, build, regions, rejections, shared_state
-from etfarm.server.compile.program.explain import describe_control_flow, stage_failed
+from etfarm.server.compile.program.descriptions import describe_control_flow
+from etfarm.server.compile.program.explain import stage_failed
 from etfarm.server.compile.result import Delegation, Place, StageEvent, StageTime
 from etfarm.server.workers.errors import is_disk_full, is_out_of_memory
 from etfarm.wire.errors import EtfarmError, UserError

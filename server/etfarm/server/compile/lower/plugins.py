@@ -15,7 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
 from etfarm.server.compile.errors import RecipeUnavailable
-from etfarm.server.compile.program.explain import first_line
+from etfarm.server.compile.program.descriptions import first_line
 from etfarm.server.workers.errors import is_out_of_memory
 from etfarm.wire.errors import FarmError, UserError
 from etfarm.wire.recipes import BadRecipeArgument, BadRecipeField, Specification, UnknownRecipeArgument

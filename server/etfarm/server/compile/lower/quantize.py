@@ -37,7 +37,7 @@ from etfarm.server.compile.inputs import InputMismatch, check_inputs
 from etfarm.server.compile.inspect import signature
 from etfarm.server.compile.lower import batch_norms, far_values, fusion, half_precision, integers
 from etfarm.server.compile.program import fp32_layers, loading, values
-from etfarm.server.compile.program.explain import describe_place, find_line, first_line
+from etfarm.server.compile.program.descriptions import describe_place, find_line, first_line
 from etfarm.server.compile.program.places import places
 from etfarm.server.graphs.call_sequence import unchanged
 from etfarm.server.graphs.quantized_outputs import QUANTIZING, is_quantized

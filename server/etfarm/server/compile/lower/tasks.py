@@ -30,7 +30,6 @@ from etfarm.server.compile.lower import (
 from etfarm.server.compile.lower.selection import Selection, require_found
 from etfarm.server.compile.program import (
     assertions,
-    explain,
     fp32_layers,
     gelu,
     loading,
@@ -38,9 +37,11 @@ from etfarm.server.compile.program import (
     places,
     refused_operators,
     resizes,
+    suspects,
 )
 from etfarm.server.compile.program import values as wire_values
-from etfarm.server.compile.program.explain import describe_place, describe_places, first_line, stage_failed
+from etfarm.server.compile.program.descriptions import describe_place, describe_places, first_line
+from etfarm.server.compile.program.explain import stage_failed
 from etfarm.server.compile.program.input_copies import copy_written_inputs, describe_copies
 from etfarm.server.compile.program.toolchain import toolchain
 from etfarm.server.compile.request import LowerRequest, QuantizeRequest
@@ -262,7 +263,7 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
             _warn(result["warnings"], INPUT_FIXED, fixed)
         if unchecked := assertions.describe(programs[method], method):
             _warn(result["warnings"], "ASSERTIONS_DROPPED", unchecked)
-        if remainders := explain.find_remainders(programs[method]):
+        if remainders := suspects.find_remainders(programs[method]):
             sentence = f"{method} may differ from PyTorch for negative numbers: {remainders}"
             _warn(result["warnings"], "REMAINDERS_TRUNCATED", sentence)
     quantized = _check_quantized(recipe, built, request, programs)
@@ -338,7 +339,7 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     for method, original in originals.items():
         facts_before = exact.get(method) or signature.of_exported(original)
         if lost := signature.add_exported(program_facts["methods"][method], facts_before):
-            _warn(result["warnings"], "DYNAMIC_DIM_LOST", explain.describe_lost(method, original, lost))
+            _warn(result["warnings"], "DYNAMIC_DIM_LOST", signature.describe_lost(method, original, lost))
     result["sizes"] = sizes.of_program(described, data)
     backends = {method: program_facts["methods"][method]["backends"] for method in originals}
     checked = checks.check_program(

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 from etfarm.server.compile.alternatives import use_instead
 from etfarm.server.compile.errors import (
-    FORMATS,
     DataDependentBranch,
     DimSpecialized,
     MissingOutVariants,
@@ -25,63 +24,32 @@ from etfarm.server.compile.errors import (
     UnsupportedDtypes,
     UnsupportedQuantizedOp,
 )
+from etfarm.server.compile.program.descriptions import (
+    CONTROL_FLOW,
+    MAX_CHARACTERS,
+    NAMED,
+    Programs,
+    describe,
+    describe_node,
+    describe_operators,
+    describe_place,
+    find_cause,
+    find_line,
+    first_line,
+    name_as_called,
+    schema_name,
+)
 from etfarm.server.compile.program.lowering_faults import find_fault, find_node_in_hand
 from etfarm.server.compile.program.places import all_nodes, places
-from etfarm.server.compile.result import OperatorDelegation, Place
+from etfarm.server.compile.program.suspects import SYMBOL, find_channels_last, owned_names
 from etfarm.server.graphs.sources import source_of
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.recipes import BadCombination
 
-_MAX = 400
-_NAMED: Final = 3
-"""Maximum number of operators in a message; the error's metadata has all of them."""
-
-_NOISE = re.compile(
-    r"^(\s*|An error occurred when running .*|Exception:?|Traceback .*|={3,}.*|-{3,}.*|The following .*:|.*Original exception.*"
-    r"|While executing .*|GraphModule: .*|Original traceback:|Use tlparse .*|For more information .*|\s*File \".*)$"
-)
-_PATH = re.compile(r"(/[\w.\-+@]+){2,}/?")
 _TRAINING = re.compile(r"batch_norm|dropout|rrelu_with_noise")
 _EFFECTS = re.compile(r"with_effects|_assert_|_print|linalg_")
 """Operators with side effects. Those of torch.linalg check their results' values, a side effect after decomposition."""
 _QUANTIZED = ("quantized_decomposed::", "torchao::")
-
-_NO_KERNEL = re.compile(r"kernel '(\w+)::(\w+)(?:\.\w+)?' not found")
-
-_CONTROL_FLOW: Final = {
-    "cond": "torch.cond", "map": "map", "map_impl": "map", "scan": "scan", "while_loop": "torch.while_loop",
-}  # fmt: skip
-"""Operators of control flow as users call them: torch 2.13 has `map` and `scan` in other modules only."""
-_SUSPECTS: Final = {
-    "control": "Compute both branches and choose with torch.where, and unroll loops of a fixed length.",
-    "remainder": (
-        "The runtime's remainder of integers has the sign of the dividend, as in C. "
-        "Write x - torch.div(x, n, rounding_mode='floor') * n."
-    ),
-    "sizes": "Use operators whose output sizes follow from input sizes, such as torch.where with a mask.",
-}
-"""What works instead of operators that ExecuTorch often computes wrongly."""
-
-_XNNPACK_DIMS: Final = 6
-"""Source: XNN_MAX_TENSOR_DIMS of xnnpack.h."""
-
-_SYMBOL = re.compile(r"\bu\d+\b")
-"""Names of sizes that depend on values."""
-
-Programs = Mapping[str, Any]
-"""Exported or edge programs by method."""
-
-
-def first_line(error: BaseException) -> str:
-    """Return the line of an exception's message that states the problem: at most 400 characters, without the server's paths.
-
-    For a wrapper ("An error occurred when running pass ..."), the line is from the wrapped cause.
-    """
-    error = _find_cause(error)
-    for line in str(error).splitlines():
-        if not _NOISE.match(line):
-            return _PATH.sub(lambda m: m[0].rstrip("/").rpartition("/")[2], line.strip())[:_MAX]
-    return type(error).__name__
 
 
 def stage_failed(stage: str, error: BaseException, programs: Programs | None = None) -> EtfarmError:
@@ -91,10 +59,10 @@ def stage_failed(stage: str, error: BaseException, programs: Programs | None = N
         programs: the stage's input by method: exported programs, or preferably the edge programs at TO_EXECUTORCH.
             They provide the source lines of operators.
     """
-    cause = _find_cause(error)
+    cause = find_cause(error)
     text = str(cause)
     for fault, node in find_fault(text, programs or {}):
-        why = fault.why.format(_describe(_name_as_called(node), places([node])))
+        why = fault.why.format(describe(name_as_called(node), places([node])))
         return StageFailed(stage, type(cause).__name__, why, fault.remedy)
     for pattern, explained in _EXPLAINED:
         match = pattern.search(text)
@@ -114,182 +82,6 @@ def _describe_culprit(error: BaseException) -> str:
     return "" if near is None else f", near {describe_node(near)}"
 
 
-def describe_node(node: Any) -> str:
-    """Return a node's operator with its source line, like `aten::bmm at models/net.py:31 (x @ y), in module head`."""
-    return _describe(_schema_name(node) or node.name, places([node]))
-
-
-def _name_as_called(node: Any) -> str:
-    name = str(getattr(node.target, "__name__", node.target))
-    return _schema_name(node) or _CONTROL_FLOW.get(name, name)
-
-
-def missing_kernel(why: str, program: Any, operators: Iterable[OperatorDelegation]) -> str:
-    """Return the operator whose kernel the runtime lacks, with its source line; empty if `why` names no kernel.
-
-    Args:
-        why: the runtime's reason, like "... kernel 'aten::histc.out' not found".
-        program: the exported method, for operators that keep their names.
-        operators: the method's delegation table, which has the operators after decomposition.
-    """
-    match = _NO_KERNEL.search(why)
-    if match is None:
-        return ""
-    name, start = f"{match[1]}::{match[2]}", f"{match[1]}_{match[2]}_"
-    # Names in the table end in the overload. The shortest match is the operator: aten_max_default, not aten_max_pool2d_default.
-    rows = sorted((row for row in operators if row["op"].startswith(start) and row["places"]), key=lambda row: len(row["op"]))
-    shown = _describe(name, rows[0]["places"]) if rows else name
-    return _describe_operators([name], {"": program}) if shown == name else shown
-
-
-def find_suspects(program: Any) -> str:
-    """Return the operators of an exported program that ExecuTorch often computes wrongly, with what works; empty without any."""
-    suspects: dict[str, list[Any]] = defaultdict(list)
-    for node in all_nodes(program):
-        if node.op != "call_function":
-            continue
-        name = str(getattr(node.target, "__name__", node.target))
-        if name in _CONTROL_FLOW and not hasattr(node.target, "_schema"):
-            suspects["control"].append((_CONTROL_FLOW[name], node))
-        elif _is_remainder(node):
-            suspects["remainder"].append((_schema_name(node), node))
-        elif _schema_name(node) and _has_own_size(node):
-            suspects["sizes"].append((_schema_name(node), node))
-    sentences = []
-    for kind, rows in suspects.items():
-        shown = "; ".join(dict.fromkeys(_describe(name, places([node])) for name, node in rows[:_NAMED]))
-        sentences.append(f"{shown}. {_SUSPECTS[kind]}")
-    return " ".join(sentences)
-
-
-def describe_lost(method: str, program: Any, dims: Sequence[str]) -> str:
-    """Return a sentence about dynamic dims that lowering fixed, with the loops of an exported program that are the reason."""
-    nodes = [node for node in all_nodes(program) if _name_as_called(node) == "map"]
-    loops = "; ".join(dict.fromkeys(_describe("map", places([node])) for node in nodes[:_NAMED]))
-    why = (
-        f"ExecuTorch fixes the number of steps of map at that of the example inputs: {loops}"
-        if loops
-        else "A pass of ExecuTorch computed with the sizes of the example inputs"
-    )
-    other = ", or write the loop as a scan, whose number of steps stays dynamic" if loops else ""
-    return (
-        f"Lowering fixed sizes of {method} that are dynamic in the exported program: {', '.join(dims)}. {why}. Export with "
-        f"example inputs of the largest sizes{other}."
-    )
-
-
-def find_remainders(program: Any) -> str:
-    """Return the remainders of integers in an exported program, with what works for negative numbers; empty without any."""
-    nodes = [node for node in all_nodes(program) if _is_remainder(node)]
-    shown = "; ".join(dict.fromkeys(map(describe_node, nodes[:_NAMED])))
-    return f"{shown}. {_SUSPECTS['remainder']}" if nodes else ""
-
-
-def _is_remainder(node: Any) -> bool:
-    dtype = getattr(node.meta.get("val"), "dtype", None)
-    signed = dtype is not None and dtype.is_signed and not dtype.is_floating_point
-    return signed and str(_schema_name(node)).startswith("aten::remainder")
-
-
-def _has_own_size(node: Any) -> bool:
-    """Return whether an operator's output has a size that its inputs do not have, which depends on values."""
-    sizes = {symbol for size in getattr(node.meta.get("val"), "shape", ()) for symbol in _SYMBOL.findall(str(size))}
-    known = {
-        symbol
-        for each in node.all_input_nodes
-        for size in getattr(each.meta.get("val"), "shape", ())
-        for symbol in _SYMBOL.findall(str(size))
-    }
-    return bool(sizes - known)
-
-
-def find_many_dims(program: Any) -> str:
-    """Return the first operator of a program whose output has more dims than XNNPACK takes, with its source line; else empty."""
-    for node in all_nodes(program):
-        name = _schema_name(node)
-        if name is not None and len(getattr(node.meta.get("val"), "shape", ())) > _XNNPACK_DIMS:
-            return _describe(name, places([node]))
-    return ""
-
-
-def find_only_kernel(program: Any) -> str:
-    """Return the operator of a program that has no other, with its source line; else empty."""
-    nodes = [node for node in all_nodes(program) if _schema_name(node) is not None]
-    names = {str(_schema_name(node)) for node in nodes}
-    return _describe(names.pop(), places(nodes)) if len(names) == 1 else ""
-
-
-def _has_other_strides(shape: Sequence[Any], strides: Sequence[Any]) -> bool:
-    expected = 1
-    for size, stride in zip(map(_in_example, reversed(shape)), map(_in_example, reversed(strides)), strict=True):
-        if not isinstance(size, int) or not isinstance(stride, int):
-            return False
-        if stride != expected:
-            return True
-        expected *= max(size, 1)
-    return False
-
-
-def _in_example(size: Any) -> Any:
-    """Return a size as it is in the example inputs: a dynamic one is not an int, but may know its value there."""
-    return size if isinstance(size, int) else getattr(getattr(size, "node", None), "hint", None)
-
-
-def _owned_names(program: Any) -> dict[str, str]:
-    """Return the names of parameters, buffers and constants by their placeholders."""
-    signature = program.graph_signature
-    return {**signature.inputs_to_parameters, **signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
-
-
-def advise_of_columns(program: Any, why: str) -> str:
-    """Return what to do about indices that an operator refuses for their memory format; empty if that is not the reason."""
-    if "different dim orders" not in why or not any(_gives_indices(node) for node in all_nodes(program)):
-        return ""
-    return (
-        "torch.nonzero returns indices in column-major order, which other kernels do not accept. Copy them first: "
-        "torch.nonzero(c).clone(memory_format=torch.contiguous_format); its column [:, 0] is torch.where(c)[0]."
-    )
-
-
-def advise_of_formats(program: Any, why: str) -> str:
-    """Return where a model itself changes the memory format that an operator refuses; empty if that is not the reason `why`."""
-    if not FORMATS.search(why):
-        return ""
-    for node in all_nodes(program):
-        if node.op == "call_function" and str(node.kwargs.get("memory_format")).startswith("torch.channels_last"):
-            return (
-                f"The model changes the memory format itself: {describe_node(node)}. Leave that out: XNNPACK chooses its own "
-                "formats, and the portable kernels take the usual one."
-            )
-    return ""
-
-
-def find_channels_last(program: Any) -> str:
-    """Return the inputs and weights of a program with other strides than new tensors have, such as `x, weight`; at most three.
-
-    torch calls channels-last tensors with one channel contiguous, too.
-    """
-    owned, names = _owned_names(program), []
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "placeholder" and hasattr(value, "stride") and _has_other_strides(value.shape, value.stride()):
-            names.append(owned.get(node.name, node.name))
-    return ", ".join(names[:_NAMED])
-
-
-def _gives_indices(node: Any) -> bool:
-    name = _schema_name(node)
-    return name in ("aten::nonzero", "aten::nonzero_numpy") or (name == "aten::where" and len(node.args) == 1)
-
-
-def _find_cause(error: BaseException) -> BaseException:
-    for _ in range(8):
-        if error.__cause__ is None or not str(error).lstrip().startswith("An error occurred when running"):
-            break
-        error = error.__cause__
-    return error
-
-
 def _missing_out_variants(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     names = sorted(set(re.findall(r"'([\w.]+::[\w.]+)'", match[1])))
     training = [name for name in names if _TRAINING.search(name)]
@@ -297,7 +89,7 @@ def _missing_out_variants(stage: str, match: re.Match[str], text: str, programs:
         return _training_mode(stage, training[0], programs)
     quantized = [name for name in names if name.startswith(_QUANTIZED)]
     kind = UnsupportedQuantizedOp if len(quantized) == len(names) else MissingOutVariants
-    return kind(stage, _describe_operators(names, programs), ", ".join(names))
+    return kind(stage, describe_operators(names, programs), ", ".join(names))
 
 
 def _not_core_aten(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
@@ -305,7 +97,7 @@ def _not_core_aten(stage: str, match: re.Match[str], text: str, programs: Progra
     name = re.sub(r"^(\w+)\.(\w+)(?:\.\w+)?$", r"\1::\2", match[1])
     if _TRAINING.search(name):
         return _training_mode(stage, name, programs)
-    return OperatorNotCoreAten(stage, _describe_operators([name], programs), name, has_kernel=_has_kernel(name))
+    return OperatorNotCoreAten(stage, describe_operators([name], programs), name, has_kernel=_has_kernel(name))
 
 
 def _has_kernel(name: str) -> bool:
@@ -332,7 +124,7 @@ def _mismatched_dtypes(stage: str, match: re.Match[str], text: str, programs: Pr
         shown = name[1] if name else "an operator"
         rows.append((shown, f"{shown} at {source.file}:{source.line} ({source.code})" if source else shown))
     dtypes = ", ".join(sorted(set(re.findall(r"torch\.((?:complex|float|bfloat|u?int|bool)\w*)", text))))
-    return UnsupportedDtypes(stage, "; ".join(row[1] for row in rows[:_NAMED]), ", ".join(row[0] for row in rows), dtypes)
+    return UnsupportedDtypes(stage, "; ".join(row[1] for row in rows[:NAMED]), ", ".join(row[0] for row in rows), dtypes)
 
 
 def _branch(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
@@ -352,11 +144,11 @@ def _unbounded(stage: str, match: re.Match[str], text: str, programs: Programs) 
         bounded = {str(size) for size, limits in program.range_constraints.items() if limits.upper.is_Integer}
         for node in all_nodes(program):
             shape = getattr(node.meta.get("val"), "shape", ())
-            symbols = {symbol for size in shape for symbol in _SYMBOL.findall(str(size))}
+            symbols = {symbol for size in shape for symbol in SYMBOL.findall(str(size))}
             if node.op == "call_function" and symbols - bounded:
-                producers.append((_schema_name(node) or node.name, [node]))
+                producers.append((schema_name(node) or node.name, [node]))
                 break
-    return UnboundedSize(stage, match[1], "; ".join(_describe(name, places(nodes)) for name, nodes in producers[:_NAMED]))
+    return UnboundedSize(stage, match[1], "; ".join(describe(name, places(nodes)) for name, nodes in producers[:NAMED]))
 
 
 def _effects(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
@@ -368,14 +160,14 @@ def _effects(stage: str, match: re.Match[str], text: str, programs: Programs) ->
     for node in nodes:
         inner = node.args[1] if "with_effects" in str(node.target) and len(node.args) > 1 else node.target
         by_name[str(inner)].append(node)
-    shown = [_describe(name, places(nodes_of_name)) for name, nodes_of_name in sorted(by_name.items())]
-    return OperatorWithEffects(stage, "; ".join(shown[:_NAMED]), ", ".join(sorted(by_name)))
+    shown = [describe(name, places(nodes_of_name)) for name, nodes_of_name in sorted(by_name.items())]
+    return OperatorWithEffects(stage, "; ".join(shown[:NAMED]), ", ".join(sorted(by_name)))
 
 
 def _combine(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     remedy = "Combine recipes with equal strict, stages and edge settings, or write them into one recipe file."
     return BadCombination(
-        f"These recipes cannot be combined: {match[1].strip()[:_MAX]}", remedy, stage=stage, why=match[1].strip()
+        f"These recipes cannot be combined: {match[1].strip()[:MAX_CHARACTERS]}", remedy, stage=stage, why=match[1].strip()
     )
 
 
@@ -393,7 +185,7 @@ def _no_output(stage: str, match: re.Match[str], text: str, programs: Programs) 
 
 def _unknown_control_flow(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     name = (match[1] or match[2]).rpartition(".")[2]
-    shown = _CONTROL_FLOW.get(name, name)
+    shown = CONTROL_FLOW.get(name, name)
     nodes = [
         node for program in programs.values() for node in all_nodes(program)
         if node.op == "call_function" and name in (str(node.target), getattr(node.target, "__name__", ""))
@@ -405,13 +197,13 @@ def _unknown_control_flow(stage: str, match: re.Match[str], text: str, programs:
         )
     else:
         remedy = "Write it with operators, which ExecuTorch lowers, or compute both branches and choose with torch.where."
-    return StageFailed(stage, "InternalError", f"ExecuTorch cannot emit {_describe(shown, places(nodes))}.", remedy)
+    return StageFailed(stage, "InternalError", f"ExecuTorch cannot emit {describe(shown, places(nodes))}.", remedy)
 
 
 def _expanded(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     names = []
     for program in programs.values():
-        owned = _owned_names(program)
+        owned = owned_names(program)
         for node in program.graph.nodes:
             strides: tuple[int, ...] = getattr(node.meta.get("val"), "stride", tuple)() if node.op == "placeholder" else ()
             if 0 in strides:
@@ -424,8 +216,8 @@ def _expanded(stage: str, match: re.Match[str], text: str, programs: Programs) -
 def _shared_weight(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     name, user = match.groups()
     nodes = [node for program in programs.values() for node in all_nodes(program) if node.name == user]
-    weight = next((owned[name] for owned in map(_owned_names, programs.values()) if name in owned), name)
-    why = f"ExecuTorch cannot give the weight {weight} to a delegate and to {_describe(user, places(nodes))} too."
+    weight = next((owned[name] for owned in map(owned_names, programs.values()) if name in owned), name)
+    why = f"ExecuTorch cannot give the weight {weight} to a delegate and to {describe(user, places(nodes))} too."
     if user == "output":
         why = f"ExecuTorch cannot give the weight {weight} to a delegate and return it too."
         return StageFailed(stage, "RuntimeError", why, f"Return a copy of it: self.{weight} * 1.")
@@ -448,77 +240,14 @@ def _training_mode(stage: str, name: str, programs: Programs) -> EtfarmError:
     mark = _TRAINING.search(name)
     operator = mark[0] if mark else name
     for method, program in programs.items():
-        nodes = [node for node in all_nodes(program) if operator in (_schema_name(node) or "")]
+        nodes = [node for node in all_nodes(program) if operator in (schema_name(node) or "")]
         if nodes:
             return TrainingMode(method, operator, stage, describe_place(places(nodes)))
     return TrainingMode("The model", operator, stage)
 
 
-def _describe_operators(names: Sequence[str], programs: Programs) -> str:
-    nodes: dict[str, list[Any]] = defaultdict(list)
-    for program in programs.values():
-        for node in all_nodes(program):
-            name = _schema_name(node)
-            if name in names:
-                nodes[name or ""].append(node)
-    shown = [_describe(name, places(nodes[name])) for name in names[:_NAMED]]
-    remaining = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return "; ".join(shown) + remaining
-
-
-def describe_place(where: Iterable[Place]) -> str:
-    """Return the first place that has a source line, like `models/net.py:31 (y = x + 1), in module head`; else empty."""
-    for place in where:
-        if place["source"] is not None:
-            source = place["source"]
-            module = f", in module {place['module']}" if place["module"] else ""
-            return f"{source['file']}:{source['line']} ({source['code'][:80]}){module}"
-    return ""
-
-
-def describe_places(where: Iterable[Place]) -> str:
-    """Return the first three source lines, like ` at models/net.py:31, models/net.py:35 and more`; empty if there are none."""
-    sources = (place["source"] for place in where)
-    lines = list(dict.fromkeys(f"{source['file']}:{source['line']}" for source in sources if source is not None))
-    more = " and more" if len(lines) > _NAMED else ""
-    return f" at {', '.join(lines[:_NAMED])}{more}" if lines else ""
-
-
-def _describe(name: str, where: Iterable[Place]) -> str:
-    """Return an operator's name with its most frequent place that has a source line.
-
-    For example `aten::bincount at models/net.py:31 (torch.bincount(x)), in module head`.
-    """
-    place = describe_place(where)
-    return f"{name} at {place}" if place else name
-
-
-def describe_control_flow(nodes: Sequence[Any]) -> str:
-    """Return branches and loops with their lines, such as `torch.cond at models/net.py:31 (torch.cond(c, f, g, [x]))`.
-
-    At most three of them.
-    """
-    shown = [_describe(_CONTROL_FLOW.get(node.target.name(), node.target.name()), places([node])) for node in nodes[:_NAMED]]
-    return "; ".join(shown) + (f" and {len(nodes) - _NAMED} more" if len(nodes) > _NAMED else "")
-
-
-def _schema_name(node: Any) -> str | None:
-    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
-    return None if schema is None else str(schema.name)
-
-
-def find_line(text: str) -> str:
-    """Return the source line that a message of torch ends in, like `models/net.py:31 (y = x + 1)`; empty if it has none."""
-    source = source_of(text)
-    if source is not None:
-        return f"{source.file}:{source.line} ({source.code[:80]})"
-    # torch truncates the beginning of this path.
-    caused = re.search(r"Caused by: \((?:[^()]*/)?([^/()]+\.py:\d+) in \w+\)", text)
-    return caused[1] if caused and not caused[1].startswith("non_strict_utils") else ""
-
-
 def _channels_last_weight(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
-    owned = {placeholder: name for program in programs.values() for placeholder, name in _owned_names(program).items()}
+    owned = {placeholder: name for program in programs.values() for placeholder, name in owned_names(program).items()}
     if match[1] is None and not any(map(find_channels_last, programs.values())):
         return StageFailed(stage, "AssertionError", text.rstrip("."))
     which = f"{owned.get(match[1], match[1])} is" if match[1] else "the model has some that are"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
-from etfarm.server.compile.program.explain import describe_node
+from etfarm.server.compile.program.descriptions import describe_node
 from etfarm.server.compile.program.fp32_layers import name_of
 from etfarm.server.compile.program.places import all_nodes
 from etfarm.server.compile.result import OperatorDelegation

@@ -15,7 +15,7 @@ import torch
 from torch._export.serde import schema
 
 from etfarm.server.compile.errors import DimWithoutMaximum, DynamicNumber, TrainingMode
-from etfarm.server.compile.program.explain import describe_place, first_line
+from etfarm.server.compile.program.descriptions import describe_place, first_line
 from etfarm.server.compile.program.places import all_nodes, places
 from etfarm.server.compile.screening import archives, screen
 from etfarm.server.compile.screening.errors import NotAPt2, Pt2OfAnotherTorch, UnknownStructure

@@ -9,7 +9,7 @@ from typing import Any, Final
 from executorch.exir.lowered_backend_module import LoweredBackendModule
 from torch.fx import GraphModule
 
-from etfarm.server.compile.program.explain import describe_node
+from etfarm.server.compile.program.descriptions import describe_node
 from etfarm.v1.compile_pb2 import LocatedOperators
 from etfarm.wire.located_failures import MAX_OPERATORS, MAX_PROGRAM_OPERATORS
 

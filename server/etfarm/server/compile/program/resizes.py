@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
-from etfarm.server.compile.program.explain import describe_node
+from etfarm.server.compile.program.descriptions import describe_node
 
 REASON: Final = "XNNPACK's resize takes its scale from the sizes, and the model has another scale_factor"
 _NAMED: Final = 3

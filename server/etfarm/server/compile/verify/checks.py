@@ -28,8 +28,9 @@ import torch
 
 from etfarm.server.compile.errors import ProgramCannotRun
 from etfarm.server.compile.inputs import SizesDoNotFit
-from etfarm.server.compile.program import explain, values
-from etfarm.server.compile.program.explain import missing_kernel
+from etfarm.server.compile.program import suspects, values
+from etfarm.server.compile.program.descriptions import first_line
+from etfarm.server.compile.program.suspects import missing_kernel
 from etfarm.server.compile.result import Delegation, HostCheck, Warning
 from etfarm.server.compile.verify import parts, reference, trials
 from etfarm.server.compile.verify.reference import ReferenceFailed
@@ -336,16 +337,16 @@ def _finish(program: _Program, method: str, original: Any, trial: Trial) -> list
     if not operator:
         operator = find_operator(outcome.log, program.located.get(method, LocatedOperators()))
     why = outcome.why
-    if not operator and "Failed to define tensor" in why and (operator := explain.find_many_dims(original)):
+    if not operator and "Failed to define tensor" in why and (operator := suspects.find_many_dims(original)):
         why = f"{why}, as XNNPACK takes at most 6 dims"
     if (refusal := _find_refusal(program, method, why)) is not None:
         operator = refusal.operator
-    crash = explain.find_only_kernel(original) if outcome.crashed and not operator else ""
-    formats = explain.find_channels_last(original)
+    crash = suspects.find_only_kernel(original) if outcome.crashed and not operator else ""
+    formats = suspects.find_channels_last(original)
     raise ProgramCannotRun(
         method, why, trial.words, operator or crash, delegates=bool(program.backends.get(method)), formats=formats,
         advice=(refusal.advice if refusal is not None else _advise(program, method, why))
-        or ("" if formats else explain.advise_of_columns(original, why) or explain.advise_of_formats(original, why)),
+        or ("" if formats else suspects.advise_of_columns(original, why) or suspects.advise_of_formats(original, why)),
     )  # fmt: skip
 
 
@@ -438,7 +439,7 @@ def _compare_parts(
         if is_out_of_memory(error):
             raise
         traceback.print_exc()
-        why = explain.first_line(error)
+        why = first_line(error)
         checked.warn("NOT_COMPARED", f"The parts of {method}'s outputs were not compared with eager PyTorch: {why}.")
         return
     for index in find_unrepeatable(original, example, expected, threads) if lost else ():
@@ -471,7 +472,7 @@ def _compare_with_lowered(
         if is_out_of_memory(error):
             raise
         traceback.print_exc()
-        checked.warn("NOT_COMPARED", f"{method} was not compared with its quantized graph: {explain.first_line(error)}.")
+        checked.warn("NOT_COMPARED", f"{method} was not compared with its quantized graph: {first_line(error)}.")
         return
     if sentence:
         checked.warn(FAR_FROM_QUANTIZED_GRAPH, f"{method} on the server: {sentence}")
@@ -487,8 +488,8 @@ def _advise_accuracy(program: _Program, method: str) -> str:
 def _find_cause(original: Any, *, delegates: bool) -> str:
     """Return what may make a float program differ from eager PyTorch, and what to do about it."""
     portable = "Compile it with the recipe portable too: if that agrees, the backend is the reason."
-    if suspects := explain.find_suspects(original):
-        cause = f"ExecuTorch's kernels or its memory plan often compute these wrongly: {suspects}"
+    if found := suspects.find_suspects(original):
+        cause = f"ExecuTorch's kernels or its memory plan often compute these wrongly: {found}"
         return f"{cause} {portable}" if delegates else cause
     numerics = "--numerics (numerics=True) of a benchmark names the operators that differ, with their lines"
     if delegates:

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch.fx.node import map_arg
 
 from etfarm.server.compile.program import places
-from etfarm.server.compile.program.explain import describe_node, returned_values
+from etfarm.server.compile.program.descriptions import describe_node
+from etfarm.server.compile.program.explain import returned_values
 from etfarm.server.compile.program.fp32_layers import VIEWS, name_of
 from etfarm.wire import tensors
 from etfarm.wire.sqnr import QUANTIZED_DB, ROUNDING_ERROR, decibels, sqnr_db

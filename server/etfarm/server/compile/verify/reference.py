@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from etfarm.server.compile.inputs import check_inputs
 from etfarm.server.compile.inspect.signature import of_exported
 from etfarm.server.compile.program import values
-from etfarm.server.compile.program.explain import first_line
+from etfarm.server.compile.program.descriptions import first_line
 from etfarm.server.graphs import call_sequence
 from etfarm.server.graphs.call_sequence import unchanged
 from etfarm.server.workers.errors import is_out_of_memory

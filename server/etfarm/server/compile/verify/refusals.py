@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from etfarm.server.compile.program.explain import describe_node
+from etfarm.server.compile.program.descriptions import describe_node
 from etfarm.server.compile.program.fp32_layers import name_of
 from etfarm.server.graphs.sources import source_of
 

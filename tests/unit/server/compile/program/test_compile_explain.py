@@ -22,7 +22,9 @@ from torch.export import Dim  # noqa: E402
 
 from etfarm.server.compile.errors import StageFailed  # noqa: E402
 from etfarm.server.compile.lower.lowering import Stages  # noqa: E402
-from etfarm.server.compile.program.explain import find_many_dims, find_suspects, first_line, stage_failed  # noqa: E402
+from etfarm.server.compile.program.descriptions import first_line  # noqa: E402
+from etfarm.server.compile.program.explain import stage_failed  # noqa: E402
+from etfarm.server.compile.program.suspects import find_many_dims, find_suspects  # noqa: E402
 from etfarm.wire.errors import EtfarmError, Fault  # noqa: E402
 from tests.support import models  # noqa: E402
 

@@ -27,8 +27,8 @@ from torchao.quantization import (  # noqa: E402
 from torchao.quantization.granularity import PerAxis, PerGroup  # noqa: E402
 from torchao.utils import unwrap_tensor_subclass  # noqa: E402
 
-from etfarm.server.compile.program.explain import find_remainders  # noqa: E402
 from etfarm.server.compile.program.gelu import describe_exact  # noqa: E402
+from etfarm.server.compile.program.suspects import find_remainders  # noqa: E402
 from etfarm.server.workers.pool import Workers  # noqa: E402
 from etfarm.wire.errors import UserError  # noqa: E402
 from tests.support.compiling import compiled  # noqa: E402
