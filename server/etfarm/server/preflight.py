@@ -18,8 +18,9 @@ from etfarm.server.artifacts.file_blobs import require_no_copies
 from etfarm.server.artifacts.s3.blobs import require_no_files
 from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.errors import BlobsAway
-from etfarm.server.config import LOCAL, Config
+from etfarm.server.config import DATABASE, LOCAL, Config
 from etfarm.server.rpc.door.token_file import Tokens
+from etfarm.server.state.sqlite import require_unmoved
 from etfarm.server.workers.cluster.nodes import Node
 from etfarm.server.workers.cluster.pool import ClusterPool, log_node
 from etfarm.server.workers.cluster.tenure import Tenure
@@ -129,6 +130,7 @@ async def require_ready(config: Config) -> JailReport | None:
 
     Raises:
         BlobsUnusable: the artifacts are elsewhere, or the S3 server refuses requests.
+        FarmMoved: the farm was moved to another database.
         DatabaseLost: the database is empty, and there are artifacts of a farm.
         EtfarmError: another part of the configuration cannot be used.
     """
@@ -136,6 +138,8 @@ async def require_ready(config: Config) -> JailReport | None:
         Tokens.read(config.tokens)
     config.data.mkdir(parents=True, exist_ok=True, mode=0o700)
     make_private(config.data / ARTIFACTS, MARKS)
+    if config.database is None:
+        require_unmoved(config.data / DATABASE)  # to say so first: the artifacts are elsewhere, too
     jail, _ = await asyncio.gather(_find_required_jail(config), _require_blobs(config))
     if not config.begin_empty:
         await require_database(config)

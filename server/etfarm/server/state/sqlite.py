@@ -54,7 +54,7 @@ class SqliteDatabase(Database):
         await asyncio.get_running_loop().run_in_executor(self._writer.thread, self._open)
 
     def _open(self) -> None:
-        _require_unmoved(self._path)
+        require_unmoved(self._path)
         damage.check(self._path, revisions.HEAD, revisions.known_revisions())
         try:
             with _translated(self._path):
@@ -249,7 +249,7 @@ def merge_log(path: Path) -> None:
         connection.execute("PRAGMA journal_mode=DELETE")
 
 
-def _require_unmoved(path: Path) -> None:
+def require_unmoved(path: Path) -> None:
     """Refuse to begin with an empty farm where `etfarm migrate` has moved one to PostgreSQL.
 
     Raises:
