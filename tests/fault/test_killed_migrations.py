@@ -145,7 +145,7 @@ def test_a_killed_restore_to_postgresql_is_repeated(
     farm = new_farm(tmp_path / "farm" / "data", sizes=(0, 10))
     back_up(farm.path.parent, tmp_path / "backup")
     expected, data = contents(farm), tmp_path / "restored"
-    arguments = [tmp_path / "backup", "--data", data, "--database", database.text]
+    arguments = [tmp_path / "backup", "--data", data, "--database", database.text, "--keep-identity"]
     with Deaths("etfarm.server.backup.commands:restore_main", *SERVED) as command:
         for step in steps_of(command):
             with created(postgres_databases):

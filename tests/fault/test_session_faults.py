@@ -239,9 +239,7 @@ async def test_a_session_belongs_to_its_owner(tmp_path: Path, credentials: Crede
             caller = Caller(owner, session_pb2.OpenSessionRequest(program=wanted))
             await caller.event("ready")
             assert await _count(owner, caller.id) == 1.0
-            assert await _count(other, caller.id) == "SESSION_ENDED", (
-                "another project's sessions are as unknown as those that ended"
-            )
+            assert await _count(other, caller.id) == "SESSION_NOT_FOUND"
             assert await _count(admin, caller.id) == 2.0
             assert await _count(owner, caller.id) == 3.0, "the admin's call counted, the stranger's did not"
             caller.events.cancel()

@@ -215,7 +215,7 @@ async def running(
             storage.database.stop_waiting()
             await checks.enter_graceful_shutdown()
             await jobs.probing.drain()
-            jobs.sessions.stop()
+            await jobs.sessions.stop(_GRACE_S)
             await jobs.conductor.stop()
             await jobs.joblog.flush()
             await end()

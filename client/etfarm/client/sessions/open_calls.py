@@ -248,7 +248,8 @@ class SessionCalls:
 
     async def _reason(self, error: grpc.aio.AioRpcError, line: Line) -> EtfarmError:
         """Return why a call failed: the reason of the session's end says more than the failed call."""
-        if (is_unanswered(error) or error.code() is grpc.StatusCode.NOT_FOUND) and self._following is not None:
+        is_of_end = is_unanswered(error) or error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNAVAILABLE)
+        if is_of_end and self._following is not None:
             await asyncio.wait([self._following], timeout=LAST_WORD_S)
         return self._ended or from_rpc_error(error, server=line.stubs.server)
 
@@ -301,8 +302,8 @@ class SessionCalls:
                         ready.set_result(None)
                 elif kind == "log_line" and self._on_log is not None:
                     self._on_log(event.log_line)
-                elif kind == "ended":
-                    error = from_proto(event.ended)
+                elif kind == "ended":  # the stream may still break until the device is free
+                    self._ended = self._ended or from_proto(event.ended)
         except grpc.aio.AioRpcError as broken:
             error = from_rpc_error(broken, server=line.stubs.server)
         except asyncio.CancelledError:
@@ -315,7 +316,7 @@ class SessionCalls:
             return
         self._ended = self._ended or error
         if not ready.done():
-            ready.set_exception(error)
+            ready.set_exception(self._ended)
 
 
 async def _awaited(call: Awaitable[Answer]) -> Answer:

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing
 from datetime import datetime
+from typing import Any
 
 import structlog
 
@@ -77,6 +78,8 @@ class Sessions:
         self._now = now
         self._new_id = new_id
         self._sessions: dict[str, Session] = {}
+        self._streams: set[asyncio.Task[Any]] = set()
+        """The tasks that send the sessions' events."""
         registry.on_change(self._end_lost)
 
     def __len__(self) -> int:
@@ -104,6 +107,9 @@ class Sessions:
             self._requirements.find_unfit(selector, method, project)
         session = Session(self._new_id(), owner, project, request, order=(round(self._now().timestamp() * 1e9), 0))
         self._sessions[session.id] = session
+        if (stream := asyncio.current_task()) is not None:
+            self._streams.add(stream)
+            stream.add_done_callback(self._streams.discard)
         leading = asyncio.create_task(self._leasing.lead(session, selector, facts), name=f"session-{session.id}")
         log.info("session opened", session=session.id, owner=owner)
         try:
@@ -297,14 +303,16 @@ class Sessions:
         """Return the tasks of the calls in progress."""
         return {exchange for session in self._sessions.values() for exchange in session.exchanges}
 
-    def stop(self) -> None:
-        """End all sessions before the server stops."""
+    async def stop(self, wait_s: float) -> None:
+        """End all sessions before the server stops, and wait for a limited time until their callers have the reason."""
         for session in self._sessions.values():
             error = ServerStopped("The server stopped.", "Open another session when it is back.")
             if session.lease is not None:
                 session.lease.end(error)
             else:
                 session.end(error)
+        if self._streams:
+            await asyncio.wait(self._streams, timeout=wait_s)
 
     async def _check(self, request: session_pb2.OpenSessionRequest, project: str) -> selectors.Selector:
         selector = selectors.parse(request.selector)
