@@ -1,16 +1,24 @@
-"""Operators with values that are infinite or far from all others, such as those of a mask, which stay in fp32.
+"""Operators for whose values int8 has no range, such as those of a mask, which stay in fp32.
 
-An int8 tensor has 255 steps between its smallest and its largest value. torchao's observers ignore infinities, so that a mask of
-0 and -inf becomes one of zeros, and a mask of -1e4 leaves the scores that it is added to less than one step. Only the values that
-calibration sees show that: a mask may be a buffer, an input, or computed. Therefore the operators' observers note the orders of
-magnitude of their values, and where some are far apart, the model is calibrated again without these operators.
+An int8 tensor has 255 steps between the smallest and the largest value that calibration saw. Three kinds of masks are lost so:
+
+- torchao's observers ignore infinities, so that a mask of 0 and -inf becomes one of zeros.
+- A mask of -1e4 leaves the scores that it is added to less than one step.
+- A mask that never applied in calibration, such as that of texts without padding, has the range of zeros; and what it is added to
+  has a range without its number.
+
+Only the values that calibration sees show the first two: a mask may be a buffer, an input, or computed. Therefore the operators'
+observers note the orders of magnitude of their values, and where some are far apart, or the range is not known, the model is
+calibrated again without these operators.
 
 Source: HistogramObserver of torchao/quantization/pt2e/observer.py 0.18.0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator
+from enum import Enum
 from functools import partial
 from typing import Any, Final
 
@@ -20,15 +28,17 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 
 from etfarm.server.compile.lower.selection import ANNOTATION, kept_in_fp32
 
-_MIN_GAP: Final = 6
-"""Octaves without any value below far values: less than four of int8's 255 steps are left for all other values."""
-_MIN_FAR: Final = 127 + 5
-"""The least exponent of far values, from 64 in the end: the exponential function of a mask's number is near 0."""
+_MIN_STEPS: Final = 4
+_STEPS: Final = 255
+"""Values are far if less than so many of int8's steps are left for all others."""
+_MIN_FAR: Final = 64.0
+"""The least far value: the exponential function of a mask's number is near 0."""
 _MAX_WIDTH: Final = 2
 """Octaves that far values are in: a mask's number, once or several times, and what was added to it."""
 _OCTAVES: Final = 256
 """Values of the exponent of a float32: 0 for zeros, the last for infinities."""
-_INFINITE: Final = 127 + 50
+_BIAS: Final = 127
+_INFINITE: Final = _BIAS + 50
 """The exponent from which values are as infinities to an observer, whose histogram fails on ranges over 3.4e15."""
 _MANTISSA_BITS: Final = 23
 _ATEN: Final = torch.ops.aten
@@ -36,10 +46,28 @@ _JOINING: Final = frozenset({_ATEN.add.Tensor, _ATEN.add_.Tensor, _ATEN.cat.defa
 """Operators whose inputs are in one scale in the end."""
 _CANDIDATES: Final = _JOINING | {_ATEN.mul.Tensor, _ATEN.mul_.Tensor}
 """Operators that masks meet and XNNPACK quantizes. Views, pools and activations are only quantized behind others."""
+_CHOOSING: Final = frozenset({"where", "masked_fill", "masked_fill_"})
+_PASSING: Final = _CHOOSING | {
+    "add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "div", "div_", "neg", "cat", "stack", "constant_pad_nd", "pad", "view",
+    "_unsafe_view", "reshape", "expand", "unsqueeze", "squeeze", "permute", "transpose", "t", "slice", "select", "narrow",
+    "split", "split_with_sizes", "chunk", "flatten", "repeat", "clone", "contiguous", "to", "_to_copy", "getitem", "detach",
+}  # fmt: skip
+"""Names of operators whose outputs have values as large as those of their inputs."""
+_SHAPED: Final = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+"""Names of operators whose outputs do not depend on their inputs' values."""
+
+
+class Reason(Enum):
+    """Why an operator stays in fp32."""
+
+    FAR = 1
+    """Some of its values are far from the others."""
+    UNSEEN = 2
+    """Calibration did not see the values that it may have."""
 
 
 class FarValuesKept(Quantizer):  # type: ignore[misc]
-    """A quantizer that leaves operators with far values alone, as far as `find` has found them.
+    """A quantizer that leaves operators alone for whose values int8 has no range, as far as `find` has found them.
 
     Args:
         quantizer: XNNPACK's, which annotates all other operators.
@@ -48,10 +76,10 @@ class FarValuesKept(Quantizer):  # type: ignore[misc]
     def __init__(self, quantizer: Quantizer) -> None:
         super().__init__()
         self._quantizer = quantizer
-        self._found: set[tuple[int, str]] = set()
+        self._found: dict[tuple[int, str], Reason] = {}
         self._graphs: list[Any] = []
         self._values: dict[Any, Values] = {}
-        self.kept: list[Any] = []
+        self.kept: list[tuple[Reason, Any]] = []
         """The nodes that stay in fp32."""
 
     def transform_for_annotation(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -60,8 +88,9 @@ class FarValuesKept(Quantizer):  # type: ignore[misc]
 
     def annotate(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
         """Annotate all operators but those that were found in the graph with the same ordinal."""
-        kept = [node for node in model.graph.nodes if (len(self._graphs), node.name) in self._found]
-        with kept_in_fp32(kept):
+        ordinal = len(self._graphs)
+        kept = [(self._found[ordinal, node.name], node) for node in model.graph.nodes if (ordinal, node.name) in self._found]
+        with kept_in_fp32([node for _, node in kept]):
             model = self._quantizer.annotate(model)
         self._graphs.append(model.graph)
         self.kept += kept
@@ -73,32 +102,57 @@ class FarValuesKept(Quantizer):  # type: ignore[misc]
 
     def watch(self) -> None:
         """Let the observers of the annotated graphs note the magnitudes of the values that they see."""
-        for _, node in self._candidates():
-            for observer in _observers(node):
+        for _, node in self._annotated():
+            for observer in _observers(node) if node.target in _CANDIDATES else ():
                 if observer not in self._values:
                     self._values[observer] = values = Values()
                     observer.forward = partial(values.observe, observer.forward)
 
-    def find(self) -> bool:
-        """Find the operators that have seen far values, and stop watching; return whether there are any.
+    def find(self, changed_buffers: Collection[str]) -> bool:
+        """Find the operators for whose values int8 has no range, and stop watching; return whether there are any.
 
         The next graphs that are annotated have to be those that were before.
+
+        Args:
+            changed_buffers: names of the buffers that the model changes.
         """
-        for ordinal, node in self._candidates():
-            if has_far_values(node, [self._values[observer] for observer in _observers(node)]):
-                self._found.add((ordinal, node.name))
         for observer in self._values:
             del observer.forward
+        for ordinal, node in self._annotated():
+            observers = _observers(node)
+            if node.target in _CANDIDATES and has_far_values(node, [self._values[observer] for observer in observers]):
+                self._found[ordinal, node.name] = Reason.FAR
+            elif any(map(_saw_only_zeros, observers)) and _varies(node, changed_buffers):
+                self._found[ordinal, node.name] = Reason.UNSEEN
+        for ordinal, graph in enumerate(self._graphs):
+            self._find_behind(ordinal, graph)
         self._values.clear()
         if self._found:
             self._graphs.clear()
         return bool(self._found)
 
-    def _candidates(self) -> Iterator[tuple[int, Any]]:
-        """Yield the annotated operators that may meet a mask, with the ordinal of their graph."""
+    def _find_behind(self, ordinal: int, graph: Any) -> None:
+        """Find the operators that meet values which calibration did not see, as far as these keep their size."""
+        sizes: dict[Any, float] = {}  # the largest value that a node may have, and that was perhaps not seen
+        for node in graph.nodes:
+            size = max((sizes.get(each, 0.0) for each in node.all_input_nodes), default=0.0)
+            name = _name(node)
+            if name in _CHOOSING:
+                size = max(size, *map(_size_of_constant, node.args))
+            if node.op == "call_function" and name not in _PASSING:
+                size = 0.0
+            key, is_annotated = (ordinal, node.name), node.meta.get(ANNOTATION) is not None
+            if is_annotated and node.target in _CANDIDATES and key not in self._found and size >= _MIN_FAR:
+                seen = max((self._values[observer].largest for observer in _observers(node)), default=0.0)
+                if seen < size / 2:
+                    self._found[key] = Reason.UNSEEN
+            sizes[node] = math.inf if self._found.get(key) is Reason.UNSEEN else size
+
+    def _annotated(self) -> Iterator[tuple[int, Any]]:
+        """Yield the annotated operators with the ordinal of their graph."""
         for ordinal, graph in enumerate(self._graphs):
             for node in graph.nodes:
-                if node.target in _CANDIDATES and node.meta.get(ANNOTATION) is not None:
+                if node.op == "call_function" and node.meta.get(ANNOTATION) is not None:
                     yield ordinal, node
 
 
@@ -106,10 +160,15 @@ class Values:
     """The orders of magnitude of the values that an observer has seen."""
 
     def __init__(self) -> None:
-        self.octaves = torch.zeros(2, _OCTAVES, dtype=torch.bool)
-        """Whether there were values with an exponent, by sign: positive ones first."""
+        self.octaves = torch.full((2, _OCTAVES), -1.0)
+        """The largest magnitude of the values with an exponent, by sign, positive ones first; -1 without any."""
         self.is_number = True
         """Whether all tensors had one element."""
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude."""
+        return float(self.octaves.max())
 
     def observe(self, forward: Any, x: torch.Tensor) -> torch.Tensor:
         """Note the values, and let the observer see those that it can."""
@@ -118,9 +177,10 @@ class Values:
             forward(x)
             return x
         signs_and_exponents = (x.detach().view(torch.int32) >> _MANTISSA_BITS) & (2 * _OCTAVES - 1)
-        seen = torch.bincount(signs_and_exponents.flatten(), minlength=2 * _OCTAVES).reshape(2, _OCTAVES) > 0
-        self.octaves |= seen
-        forward(x[~(x.abs() >= 2.0 ** (_INFINITE - 127))] if bool(seen[:, _INFINITE:].any()) else x)
+        magnitudes = x.detach().abs().flatten().nan_to_num(nan=0.0, posinf=math.inf)
+        self.octaves.view(-1).scatter_reduce_(0, signs_and_exponents.flatten().long(), magnitudes, "amax")
+        is_infinite = bool((self.octaves[:, _INFINITE:] >= 0).any())
+        forward(x[~(x.abs() >= 2.0 ** (_INFINITE - _BIAS))] if is_infinite else x)
         return x
 
 
@@ -135,6 +195,46 @@ def _observers(node: Any) -> list[Any]:
     return observers
 
 
+def _saw_only_zeros(observer: Any) -> bool:
+    return bool(torch.all(observer.min_val == 0)) and bool(torch.all(observer.max_val == 0))
+
+
+def _varies(node: Any, changed_buffers: Collection[str]) -> bool:
+    """Return whether the values of a node depend on those of an input, or of a buffer that the model changes."""
+    waiting, known = [node], {node}
+    while waiting:
+        near = waiting.pop()
+        if near.op == "placeholder" or (near.op == "get_attr" and near.target in changed_buffers):
+            return True
+        if _name(near) not in _SHAPED:
+            new = [each for each in near.all_input_nodes if each not in known]
+            waiting += new
+            known.update(new)
+    return False
+
+
+def _name(node: Any) -> str:
+    """Return the name of a node's operator without overload, such as `add`; empty if it calls none."""
+    if node.op != "call_function":
+        return ""
+    return str(getattr(node.target, "overloadpacket", node.target).__name__)
+
+
+def _size_of_constant(argument: Any) -> float:
+    """Return the magnitude of a number, or of a constant with one element, as an argument of an operator; 0 for another one."""
+    if isinstance(argument, int | float):
+        return abs(float(argument))
+    if isinstance(argument, torch.fx.Node):
+        if argument.op == "get_attr":
+            value = argument.graph.owning_module
+            for part in str(argument.target).split("."):
+                value = getattr(value, part)
+            return abs(float(value)) if isinstance(value, torch.Tensor) and value.numel() == 1 else 0.0
+        if _name(argument) in ("full", "full_like", "scalar_tensor"):
+            return max(map(_size_of_constant, argument.args), default=0.0)
+    return 0.0
+
+
 def has_far_values(node: Any, all_values: list[Values]) -> bool:
     """Return whether values of an operator are far from others: of the same tensor, or of all that it adds or joins.
 
@@ -142,10 +242,10 @@ def has_far_values(node: Any, all_values: list[Values]) -> bool:
     epsilon of a norm, are no loss.
     """
     all_octaves = [values.octaves for values in all_values]
-    if any(bool(octaves[:, _INFINITE:].any()) for octaves in all_octaves):
+    if any(bool((octaves[:, _INFINITE:] >= 0).any()) for octaves in all_octaves):
         return True
     if node.target in _JOINING and (tensors := [values.octaves for values in all_values if not values.is_number]):
-        together = torch.stack(tensors).any(0)
+        together = torch.stack(tensors).amax(0)
         fars = {_far_octave(octaves) for octaves in all_octaves} - {None}
         return _far_octave(together) in fars and _has_others(together)
     return any(map(_has_others, all_octaves))
@@ -153,16 +253,17 @@ def has_far_values(node: Any, all_values: list[Values]) -> bool:
 
 def _far_octave(octaves: torch.Tensor) -> int | None:
     """Return the largest exponent of values of one sign that are far from the others; None if all are alike."""
-    either = octaves.any(0)
-    top = int(either.nonzero().max()) if bool(either.any()) else 0
+    either = octaves.amax(0)
+    top = int((either >= 0).nonzero().max()) if bool((either >= 0).any()) else 0
     bottom = top - _MAX_WIDTH + 1
-    if bottom < _MIN_FAR or not bool(either[:bottom].any()) or bool(either[bottom - _MIN_GAP : bottom].any()):
+    largest, other = float(either.max()), float(either[: max(bottom, 0)].max()) if bottom > 0 else -1.0
+    if largest < _MIN_FAR or other < 0 or other * _STEPS >= _MIN_STEPS * (largest + other):
         return None
-    is_one_sided = not bool(octaves[:, bottom:].any(1).all())
+    is_one_sided = not bool((octaves[:, bottom:] >= 0).any(1).all())
     return top if is_one_sided else None
 
 
 def _has_others(octaves: torch.Tensor) -> bool:
     """Return whether a tensor with far values has others than these and zeros."""
     octave = _far_octave(octaves)
-    return octave is not None and bool(octaves[:, 1 : octave - _MAX_WIDTH + 1].any())
+    return octave is not None and bool((octaves[:, 1 : octave - _MAX_WIDTH + 1] >= 0).any())

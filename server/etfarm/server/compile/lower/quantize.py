@@ -86,7 +86,7 @@ def quantize(
     calibration: Sequence[Path],
     options: Options = _DEFAULTS,
     unused: set[str] | None = None,
-    kept: list[Any] | None = None,
+    kept: list[tuple[far_values.Reason, Any]] | None = None,
 ) -> torch.nn.Module:
     """Return the program as a module with quantize and dequantize operators, with the same arguments and outputs.
 
@@ -125,7 +125,7 @@ def quantize(
     if far_kept is not None:
         far_kept.watch()
     _calibrate(prepared, program, recipe, name, method, calibration, initial)
-    if far_kept is not None and far_kept.find():
+    if far_kept is not None and far_kept.find(initial):
         del prepared
         prepared = _prepare(program, recipe, stage, quantizer, options, unused)
         _restore(prepared, initial)

@@ -27,6 +27,7 @@ from etfarm.server.compile.lower import (
     stage_files,
     written_state,
 )
+from etfarm.server.compile.lower.far_values import Reason
 from etfarm.server.compile.lower.selection import Selection, require_found
 from etfarm.server.compile.program import (
     assertions,
@@ -99,7 +100,7 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
     with stages.stage("QUANTIZE") as times:
         for method, quantization in quantizing.items():
             calibration = request.calibration.get(method, ())
-            kept: list[Any] = []
+            kept: list[tuple[Reason, Any]] = []
             with lowering.timed(times, method):
                 try:
                     modules[method] = quantize.quantize(
@@ -114,7 +115,7 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
                     continue
             _add_selected(quantization, method, result)
             _warn_of_integers(programs[method], quantization, method, result["warnings"])
-            _warn_of_far_values(method, kept, result["warnings"])
+            _warn_of_kept(method, kept, result["warnings"])
             _warn_of_copies(method, copies[method], result["warnings"])
             if not calibration and quantize.is_static(modules[method]):
                 _warn(
@@ -212,18 +213,30 @@ def _warn_of_integers(program: Any, quantization: Any, method: str, warnings: li
         )  # fmt: skip
 
 
-def _warn_of_far_values(method: str, nodes: list[Any], warnings: list[Warning]) -> None:
+def _warn_of_kept(method: str, kept: list[tuple[Reason, Any]], warnings: list[Warning]) -> None:
     """Warn of operators that stay in fp32 for their values."""
-    nodes_by_operator: dict[str, list[Any]] = defaultdict(list)
-    for node in nodes:
-        nodes_by_operator[fp32_layers.name_of(node)].append(node)
-    if nodes:
-        named = (f"{len(group)} x {name}{describe_places(places.places(group))}" for name, group in nodes_by_operator.items())
-        _warn(
-            warnings, "FAR_VALUES_KEPT",
-            f"Operators of {method} stay in fp32: {', '.join(named)}. Some of their values are infinite, as a mask's may be, "
-            "or so far from the others that int8 has less than four steps for these.",
-        )  # fmt: skip
+    for reason, (code, why) in _WHY_KEPT.items():
+        nodes_by_operator: dict[str, list[Any]] = defaultdict(list)
+        for node in (node for node_reason, node in kept if node_reason is reason):
+            nodes_by_operator[fp32_layers.name_of(node)].append(node)
+        if nodes_by_operator:
+            named = (f"{len(group)} x {name}{describe_places(places.places(group))}" for name, group in nodes_by_operator.items())
+            _warn(warnings, code, f"Operators of {method} stay in fp32: {', '.join(named)}. {why}")
+
+
+_WHY_KEPT: Final = {
+    Reason.FAR: (
+        "FAR_VALUES_KEPT",
+        "Some of their values are infinite, as a mask's may be, or so far from the others that int8 has less than four steps for "
+        "these.",
+    ),
+    Reason.UNSEEN: (
+        "UNSEEN_VALUES_KEPT",
+        "They have inputs that were zero in all calibration inputs, or a mask that never applied, so that int8 would clip other "
+        "values. Give calibration inputs in which that is different, such as texts with padding.",
+    ),
+}
+"""The codes and sentences of warnings, by reason."""
 
 
 def _warn_of_copies(method: str, copies: Mapping[str, int], warnings: list[Warning]) -> None:

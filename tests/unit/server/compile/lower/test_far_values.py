@@ -125,6 +125,73 @@ async def test_earlier_tokens_do_not_see_later_ones(workers: Workers, tmp_path: 
     assert not {"LOW_ACCURACY", "FAR_FROM_QUANTIZED_GRAPH"} & set(one.codes)
 
 
+class Extended(nn.Module):
+    """Attention with a mask that is 1 where a token counts, made into numbers to add in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.norm = nn.LayerNorm(16)
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.register_buffer("bias", torch.randn(TOKENS, TOKENS))
+        self.bias: Tensor
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = self.norm(x)
+        scores = self.q(h) @ self.k(h).transpose(1, 2) * 0.25
+        off = mask[:, None, :] == 0
+        match self.way:
+            case "bert":
+                scores = scores + (1.0 - mask[:, None, :].float()) * -1e4
+            case "t5":
+                scores = scores + ((1.0 - mask[:, None, :].float()) * LEAST + self.bias)
+            case "where":
+                scores = scores + torch.where(off, -INF, 0.0)
+            case "filled":
+                scores = scores.masked_fill(off, LEAST) + self.bias
+        out: Tensor = self.out(scores.softmax(-1) @ self.v(h))
+        return out
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize("way", ["bert", "t5", "where", "filled"])
+async def test_a_mask_that_never_applied_in_calibration_applies(workers: Workers, tmp_path: Path, way: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = Extended(way).eval(), (torch.randn(1, TOKENS, 16), torch.ones(1, TOKENS))
+    one = await in_int8(workers, tmp_path, model, inputs)
+    x, mask = inputs[0], torch.ones(1, TOKENS)
+    mask[:, 5:] = 0
+    other = x.clone()
+    other[:, 5:] = torch.randn(3, 16)
+    masked, changed = run(one.pte, [x, mask])[0], run(one.pte, [other, mask])[0]
+    assert torch.equal(masked[:, :5], changed[:, :5])
+    assert sqnr_db(model(x, mask), masked) > 20
+    assert one.quantized is not None
+    (message,) = (w["message"] for w in one.quantized["warnings"] if w["code"] == "UNSEEN_VALUES_KEPT")
+    assert " x add at " in message and "test_far_values.py:" in message and "texts with padding" in message
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_state_that_was_zero_in_calibration_counts(workers: Workers, tmp_path: Path) -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.input, self.state, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, state: Tensor) -> Tensor:
+            out: Tensor = self.out(torch.tanh(self.input(x) + self.state(state)))
+            return out
+
+    torch.manual_seed(0)
+    model, x, state = Gated().eval(), torch.randn(1, 8), torch.randn(1, 8)
+    unseen = await in_int8(workers, tmp_path / "unseen", model, (x, torch.zeros(1, 8)))
+    assert sqnr_db(model(x, state), run(unseen.pte, [x, state])[0]) > 15
+    assert "UNSEEN_VALUES_KEPT" in unseen.codes
+    seen = await in_int8(workers, tmp_path / "seen", model, (x, state))
+    assert sqnr_db(model(x, state), run(seen.pte, [x, state])[0]) > 20
+    assert "UNSEEN_VALUES_KEPT" not in seen.codes
+
+
 @pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize("number", [-INF, -1e4])
 async def test_a_max_pool_behind_a_pad_is_close(workers: Workers, tmp_path: Path, number: float) -> None:
@@ -158,17 +225,17 @@ def test_what_has_no_far_values_is_quantized_whole() -> None:
 
     torch.manual_seed(0)
     for program in (torch.export.export(Plain(), (torch.randn(4, 64),)), models.conv()):
-        kept: list[Any] = []
+        kept: list[tuple[far_values.Reason, Any]] = []
         quantize.quantize(program, build.quantization(recipes.parse(STATIC), "forward"), STATIC, "forward", [], kept=kept)
         assert kept == []
 
 
 def test_what_stays_keeps_the_scales_of_the_others() -> None:
     model, inputs = masked("buffer", -INF)
-    program, kept = torch.export.export(model, inputs), list[Any]()
+    program, kept = torch.export.export(model, inputs), list[tuple[far_values.Reason, Any]]()
     how = build.quantization(recipes.parse(STATIC), "forward")
     module = quantize.quantize(program, how, STATIC, "forward", [], kept=kept)
-    assert [str(node.target) for node in kept] == ["aten.add.Tensor"]
+    assert [(reason, str(node.target)) for reason, node in kept] == [(far_values.Reason.FAR, "aten.add.Tensor")]
     sums = [node for node in module.graph.nodes if node.target == torch.ops.aten.add.Tensor]
     dequantized = [all("dequantize" in str(each.target) for each in node.all_input_nodes) for node in sums]
     assert dequantized == [False, True]
@@ -176,7 +243,8 @@ def test_what_stays_keeps_the_scales_of_the_others() -> None:
 
 @pytest.mark.parametrize(
     ("values", "is_far"),
-    [([0.0, 1.0, -2.0, -1e4], True), ([0.5, -1e4, -2e4], True), ([0.5, -1e4, 1e4], False), ([0.5, 100.0, -1e4], False),
+    [([0.0, 1.0, -2.0, -1e4], True), ([0.5, -1e4, -2e4], True), ([0.5, -1e4, 1e4], False), ([0.5, 100.0, -1e4], True),
+     ([0.5, 200.0, -1e4], False),
      ([0.0, -1e4], False), ([0.5, -20.0], False), ([1.0, 1e-9], False),
      ([0.0, -INF], True), ([0.5, LEAST], True), ([0.0], False)],
 )  # fmt: skip
