@@ -76,7 +76,7 @@ class FarValuesKept(Quantizer):  # type: ignore[misc]
     def __init__(self, quantizer: Quantizer) -> None:
         super().__init__()
         self._quantizer = quantizer
-        self._found: dict[tuple[int, str], Reason] = {}
+        self._reasons: dict[tuple[int, str], Reason] = {}
         self._graphs: list[Any] = []
         self._values: dict[Any, Values] = {}
         self.kept: list[tuple[Reason, Any]] = []
@@ -89,7 +89,7 @@ class FarValuesKept(Quantizer):  # type: ignore[misc]
     def annotate(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
         """Annotate all operators but those that were found in the graph with the same ordinal."""
         ordinal = len(self._graphs)
-        kept = [(self._found[ordinal, node.name], node) for node in model.graph.nodes if (ordinal, node.name) in self._found]
+        kept = [(self._reasons[ordinal, node.name], node) for node in model.graph.nodes if (ordinal, node.name) in self._reasons]
         with kept_in_fp32([node for _, node in kept]):
             model = self._quantizer.annotate(model)
         self._graphs.append(model.graph)
@@ -121,15 +121,15 @@ class FarValuesKept(Quantizer):  # type: ignore[misc]
         for ordinal, node in self._annotated():
             observers = _observers(node)
             if node.target in _CANDIDATES and has_far_values(node, [self._values[observer] for observer in observers]):
-                self._found[ordinal, node.name] = Reason.FAR
+                self._reasons[ordinal, node.name] = Reason.FAR
             elif any(map(_saw_only_zeros, observers)) and _varies(node, changed_buffers):
-                self._found[ordinal, node.name] = Reason.UNSEEN
+                self._reasons[ordinal, node.name] = Reason.UNSEEN
         for ordinal, graph in enumerate(self._graphs):
             self._find_behind(ordinal, graph)
         self._values.clear()
-        if self._found:
+        if self._reasons:
             self._graphs.clear()
-        return bool(self._found)
+        return bool(self._reasons)
 
     def _find_behind(self, ordinal: int, graph: Any) -> None:
         """Find the operators that meet values which calibration did not see, as far as these keep their size."""
@@ -142,11 +142,11 @@ class FarValuesKept(Quantizer):  # type: ignore[misc]
             if node.op == "call_function" and name not in _PASSING:
                 size = 0.0
             key, is_annotated = (ordinal, node.name), node.meta.get(ANNOTATION) is not None
-            if is_annotated and node.target in _CANDIDATES and key not in self._found and size >= _MIN_FAR:
+            if is_annotated and node.target in _CANDIDATES and key not in self._reasons and size >= _MIN_FAR:
                 seen = max((self._values[observer].largest for observer in _observers(node)), default=0.0)
                 if seen < size / 2:
-                    self._found[key] = Reason.UNSEEN
-            sizes[node] = math.inf if self._found.get(key) is Reason.UNSEEN else size
+                    self._reasons[key] = Reason.UNSEEN
+            sizes[node] = math.inf if self._reasons.get(key) is Reason.UNSEEN else size
 
     def _annotated(self) -> Iterator[tuple[int, Any]]:
         """Yield the annotated operators with the ordinal of their graph."""

@@ -6,8 +6,10 @@ import asyncio
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, Final
 
+import grpc
 from grpc.aio import ServicerContext
 
 from etfarm.server.access.tokens import Credential, Unauthenticated
@@ -112,7 +114,8 @@ class Call:
         sending = asyncio.ensure_future(abort(error))
         await asyncio.sleep(0)
         self.task.cancel()
-        await sending
+        with suppress(grpc.aio.InternalError):  # the call has ended by itself
+            await sending
 
     def recover(self) -> EtfarmError:
         """Return `ending`, and clear the cancellation of the handler's task so that it can send the error."""

@@ -33,9 +33,9 @@ class Masked(nn.Module):
 
     mask: Tensor
 
-    def __init__(self, way: str, number: float) -> None:
+    def __init__(self, form: str, number: float) -> None:
         super().__init__()
-        self.way, self.number = way, number
+        self.form, self.number = form, number
         self.norm = nn.LayerNorm(16)
         self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
         self.register_buffer("mask", torch.full((TOKENS, TOKENS), number).triu(1))
@@ -43,19 +43,19 @@ class Masked(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         h = self.norm(x)
         scores = self.q(h) @ self.k(h).transpose(1, 2) * 0.25
-        if self.way == "buffer":
+        if self.form == "buffer":
             scores = scores + self.mask
-        elif self.way == "input":
+        elif self.form == "input":
             scores = scores + mask
-        elif self.way == "computed":
+        elif self.form == "computed":
             scores = scores + (mask != 0) * self.number
-        elif self.way == "twice":
+        elif self.form == "twice":
             scores = scores + self.mask + self.mask
-        elif self.way == "masked_fill":
+        elif self.form == "masked_fill":
             scores = scores.masked_fill(mask != 0, self.number) + 0.5 * scores
-        elif self.way == "where":
+        elif self.form == "where":
             scores = torch.where(mask != 0, self.number, scores) * 2.0
-        elif self.way == "cat":
+        elif self.form == "cat":
             scores = torch.cat([scores + self.mask, torch.full((1, TOKENS, 1), self.number)], -1)
         weights = scores.softmax(-1)[..., :TOKENS]
         out: Tensor = self.out(weights @ self.v(h))
@@ -90,10 +90,10 @@ class Multiplied(nn.Module):
         return torch.where(mask != 0, self.number, scores).softmax(-1)
 
 
-def masked(way: str, number: float) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+def masked(form: str, number: float) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
     mask = torch.full((TOKENS, TOKENS), number).triu(1)
-    return Masked(way, number).eval(), (torch.randn(1, TOKENS, 16), mask)
+    return Masked(form, number).eval(), (torch.randn(1, TOKENS, 16), mask)
 
 
 async def in_int8(workers: Workers, folder: Path, model: nn.Module, inputs: tuple[Tensor, ...]) -> Compiled:
@@ -105,13 +105,13 @@ async def in_int8(workers: Workers, folder: Path, model: nn.Module, inputs: tupl
 
 @pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize(
-    ("way", "number"),
+    ("form", "number"),
     [("buffer", -INF), ("buffer", LEAST), ("buffer", -1e9), ("buffer", -1e4), ("input", -INF), ("input", -1e4),
      ("computed", -1e4), ("computed", LEAST), ("twice", -1e4), ("masked_fill", -INF), ("masked_fill", LEAST), ("where", -INF),
      ("cat", -INF)],
 )  # fmt: skip
-async def test_earlier_tokens_do_not_see_later_ones(workers: Workers, tmp_path: Path, way: str, number: float) -> None:
-    model, inputs = masked(way, number)
+async def test_earlier_tokens_do_not_see_later_ones(workers: Workers, tmp_path: Path, form: str, number: float) -> None:
+    model, inputs = masked(form, number)
     one = await in_int8(workers, tmp_path, model, inputs)
     x, mask = inputs
     other = x.clone()
@@ -128,9 +128,9 @@ async def test_earlier_tokens_do_not_see_later_ones(workers: Workers, tmp_path: 
 class Extended(nn.Module):
     """Attention with a mask that is 1 where a token counts, made into numbers to add in one of several ways."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, form: str) -> None:
         super().__init__()
-        self.way = way
+        self.form = form
         self.norm = nn.LayerNorm(16)
         self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
         self.register_buffer("bias", torch.randn(TOKENS, TOKENS))
@@ -140,7 +140,7 @@ class Extended(nn.Module):
         h = self.norm(x)
         scores = self.q(h) @ self.k(h).transpose(1, 2) * 0.25
         off = mask[:, None, :] == 0
-        match self.way:
+        match self.form:
             case "bert":
                 scores = scores + (1.0 - mask[:, None, :].float()) * -1e4
             case "t5":
@@ -154,10 +154,10 @@ class Extended(nn.Module):
 
 
 @pytest.mark.asyncio(loop_scope="session")
-@pytest.mark.parametrize("way", ["bert", "t5", "where", "filled"])
-async def test_a_mask_that_never_applied_in_calibration_applies(workers: Workers, tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("form", ["bert", "t5", "where", "filled"])
+async def test_a_mask_that_never_applied_in_calibration_applies(workers: Workers, tmp_path: Path, form: str) -> None:
     torch.manual_seed(0)
-    model, inputs = Extended(way).eval(), (torch.randn(1, TOKENS, 16), torch.ones(1, TOKENS))
+    model, inputs = Extended(form).eval(), (torch.randn(1, TOKENS, 16), torch.ones(1, TOKENS))
     one = await in_int8(workers, tmp_path, model, inputs)
     x, mask = inputs[0], torch.ones(1, TOKENS)
     mask[:, 5:] = 0
