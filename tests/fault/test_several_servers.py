@@ -147,6 +147,28 @@ async def test_a_leader_that_is_cut_from_the_database_is_replaced(tmp_path: Path
                 servers.stop()
 
 
+async def test_a_leader_goes_on_when_its_database_answers_after_the_lease_has_expired(tmp_path: Path) -> None:
+    with postgres_server(QUICK) as database:
+        servers = Servers(tmp_path, database.url("postgres"))
+        try:
+            leader, other = servers.add(), servers.add()
+            async with simulated_agents(servers.addresses) as agents, farm_calls(servers.addresses) as calls:
+                spec, turns = await trivial_spec(calls), asyncio.Semaphore(AT_ONCE)
+                jobs = [asyncio.create_task(lead_job(calls, spec, turns)) for _ in range(JOBS)]
+                await agents[0].until(lambda: len(agents[0].acknowledged) >= 2)
+                before = [agent.connections for agent in agents]
+                database.freeze()
+                try:
+                    await asyncio.sleep(lease.LEASE_S + lease.RENEWAL_S / 2)
+                finally:
+                    database.thaw()
+                await check(calls, dict(await asyncio.gather(*jobs)))
+                assert [agent.connections for agent in agents] == before
+            assert "no longer leads" not in leader.log and "this server leads" not in other.log
+        finally:
+            servers.stop()
+
+
 def free_port() -> dict[str, str]:
     import socket
 

@@ -87,7 +87,8 @@ WHERE id = 1 RETURNING token, secret
 """
 _RENEW: Final = """
 UPDATE etfarm_cluster.lease SET expires_at = clock_timestamp() + make_interval(secs => %(lease_s)s), certificate = %(certificate)s
-WHERE id = 1 AND token = %(token)s AND NOT released RETURNING 1
+WHERE id = 1 AND token = %(token)s AND NOT released
+      AND expires_at > clock_timestamp() - make_interval(secs => %(expired_s)s) RETURNING 1
 """
 _RELEASE: Final = """
 UPDATE etfarm_cluster.lease SET expires_at = to_timestamp(0), released = true WHERE id = 1 AND token = %(token)s
@@ -242,9 +243,14 @@ async def asks_for_tokens(session: Session) -> bool:
     return row is not None and bool(row[0])
 
 
-async def renew(session: Session, token: int, certificate: str) -> bool:
-    """Renew the lease; return False if another server has it."""
-    values = {"token": token, "certificate": certificate, "lease_s": LEASE_S}
+async def renew(session: Session, token: int, certificate: str, *, expired_s: float) -> bool:
+    """Renew the lease; return False if another server has it, or may take it now.
+
+    Args:
+        expired_s: time since its expiry in which it may still be renewed. A database that stood still executes what was sent
+            meanwhile, also for servers that no longer wait for that.
+    """
+    values = {"token": token, "certificate": certificate, "lease_s": LEASE_S, "expired_s": expired_s}
     return await (await session.execute(_RENEW, values)).fetchone() is not None
 
 

@@ -31,6 +31,8 @@ _MOST_WAIT_S: Final = 5.0
 """Longest time without a look at the lease: a notification may have been lost."""
 _LOG_AGAIN_S: Final = 10.0
 _CLOSE_S: Final = 3.0
+_ALONE_S: Final = 1e6
+"""Time since the expiry of its lease in which a server that is alone renews it."""
 CONNECT: Final[dict[str, Any]] = {
     "connect_timeout": 2, "tcp_user_timeout": 3000, "keepalives_idle": 1, "keepalives_interval": 1, "keepalives_count": 3,
     "application_name": "etfarm lease", "target_session_attrs": "read-write",
@@ -90,6 +92,8 @@ class Member:
         self._term: asyncio.Future[Leader] = asyncio.get_running_loop().create_future()
         self._joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._expiry: asyncio.TimerHandle | None = None
+        self._is_expired = False
+        """Whether the lease has expired while the answer to its renewal is waited for."""
         self._leaderless_since: float | None = time.monotonic()
         self._applies = asyncio.Event()
         self._is_too_old = False
@@ -169,6 +173,8 @@ class Member:
                     await self._take_part(session)
             except psycopg.Error as error:
                 self.leadership.doubt()
+                if self._is_expired:
+                    self._give_up()
                 if not self._joined.done():
                     if (refusal := refused(self._url, error)) is not None:
                         raise refusal from None
@@ -254,7 +260,9 @@ class Member:
         token = self._term.result().token
         while not self.lost.is_set():
             sent_s = asyncio.get_running_loop().time()
-            if not await lease.renew(session, token, self._certificate()):
+            # A server that is alone renews its lease however long the database was away.
+            expired_s = lease.LEASE_S if self.has_others() else _ALONE_S
+            if not await lease.renew(session, token, self._certificate(), expired_s=expired_s):
                 self._lose("another server has taken the lease")
                 return
             self._extend(sent_s)
@@ -267,15 +275,22 @@ class Member:
         """Lead until the lease expires, counted from before the database was asked: it may have expired earlier, never later."""
         if self._expiry is not None:
             self._expiry.cancel()
+        self._is_expired = False
         self._expiry = asyncio.get_running_loop().call_at(sent_s + lease.LEASE_S, self._expire)
 
     def _expire(self) -> None:
-        if self.has_others():
-            self._lose("the lease could not be renewed in time")
-        else:
+        if not self.has_others():
             # A database that restarts must not restart a server that is alone. If there is another one after all, it has taken
             # the lease, and the fence refuses this one's writes.
             log.warning("the lease could not be renewed in time; no other server is there to take it")
+            return
+        # A database that stands still gives the lease to no other server, and answers later. One that cannot be reached from
+        # here only breaks the connection soon.
+        self._is_expired = True
+        self._expiry = asyncio.get_running_loop().call_later(answer_s() - lease.LEASE_S, self._give_up)
+
+    def _give_up(self) -> None:
+        self._lose("the lease could not be renewed in time")
 
     def _lose(self, why: str) -> None:
         if not self.lost.is_set():
