@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Final
 
 import structlog
 
@@ -17,8 +18,12 @@ log = structlog.get_logger()
 
 _BATCH = 100
 
-_Stamp = tuple[int, int, int]
-"""Inode, modification time in ns, and size in bytes, which change when a file is replaced or rewritten."""
+_MOST_VERIFIED: Final = 200_000
+"""Maximum number of files that are known to be whole, for 14 MB; beyond it, all are verified again on their next reads."""
+
+_Stamp = int
+"""Hash of a digest with its file's inode, modification time in ns, and size in bytes, which change when the file is replaced or
+rewritten. Nobody can look for equal ones: Python's hashes of text have a secret."""
 
 
 class Integrity:
@@ -35,7 +40,7 @@ class Integrity:
         self._quarantine = quarantine
         self._place = place
         self._pool = pool
-        self._verified: dict[str, _Stamp] = {}
+        self._verified: set[_Stamp] = set()
         self._checks: dict[str, asyncio.Task[bool]] = {}
         kept = quarantine.iterdir() if quarantine is not None and quarantine.is_dir() else ()
         self._damaged = {path.name.partition(".")[0] for path in kept}
@@ -53,13 +58,12 @@ class Integrity:
     def settled(self, digest: str) -> None:
         """Record that verified bytes were just moved into the store."""
         self._damaged.discard(digest)
-        if (stamp := _stamp(self._place(digest))) is not None:
-            self._verified[digest] = stamp
+        if (stamp := self._stamp(digest)) is not None:
+            self._remember(stamp)
 
     def is_known_whole(self, digest: str) -> bool:
         """Return whether this process has verified the file in its current state."""
-        stamp = _stamp(self._place(digest))
-        return stamp is not None and self._verified.get(digest) == stamp
+        return self._stamp(digest) in self._verified
 
     async def is_whole(self, digest: str) -> bool:
         """Return whether the artifact is stored and undamaged. A damaged artifact is moved to the quarantine."""
@@ -90,7 +94,7 @@ class Integrity:
 
     async def recheck(self, digest: str) -> bool:
         """Read the bytes from disk again; return whether they are undamaged."""
-        self._verified.pop(digest, None)
+        self._forget(digest)
         return await self.is_whole(digest)
 
     async def verify(self, blobs: Path) -> AsyncIterator[tuple[int, int, int, list[common_pb2.Artifact]]]:
@@ -117,7 +121,7 @@ class Integrity:
 
     def _hash(self, digest: str) -> bool:
         path = self._place(digest)
-        stamp = _stamp(path)
+        stamp = self._stamp(digest)
         if stamp is None:
             return False
         try:
@@ -129,16 +133,16 @@ class Integrity:
             # An unreadable sector is damage, too.
             actual = f"unreadable: {error.strerror}"
         if actual == digest:
-            self._verified[digest] = stamp
+            self._remember(stamp)
             return True
-        if _stamp(path) != stamp:
+        if self._stamp(digest) != stamp:
             # The file was replaced in the meantime, by verified bytes.
             return self.is_known_whole(digest)
         self._move_away(path, digest, actual)
         return False
 
     def _move_away(self, path: Path, digest: str, actual: str) -> None:
-        self._verified.pop(digest, None)
+        self._forget(digest)
         if self._quarantine is None:
             path.unlink()
             log.warning("a copy of an artifact is damaged; it is fetched again", digest=digest, actual=actual)
@@ -150,16 +154,24 @@ class Integrity:
         path.replace(target)
         self.report(digest, actual, size_bytes, str(target))
 
+    def _stamp(self, digest: str) -> _Stamp | None:
+        try:
+            status = self._place(digest).stat()
+        except FileNotFoundError:
+            return None
+        return hash((digest, status.st_ino, status.st_mtime_ns, status.st_size))
+
+    def _remember(self, stamp: _Stamp) -> None:
+        if len(self._verified) >= _MOST_VERIFIED:
+            self._verified.clear()
+        self._verified.add(stamp)
+
+    def _forget(self, digest: str) -> None:
+        if (stamp := self._stamp(digest)) is not None:
+            self._verified.discard(stamp)
+
     def report(self, digest: str, actual: str, size_bytes: int, moved_to: str) -> None:
         """Record that a stored artifact turned out to be damaged."""
         self._damaged.add(digest)
         log.error("a stored artifact is damaged", digest=digest, actual=actual, size_bytes=size_bytes, moved_to=moved_to)
         self.on_damaged(digest, size_bytes)
-
-
-def _stamp(path: Path) -> _Stamp | None:
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import shutil
 from collections import Counter
@@ -10,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hash
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import structlog
 from sqlalchemy import Connection
@@ -40,7 +41,7 @@ from etfarm.server.artifacts.room import Room
 from etfarm.server.artifacts.s3.blobs import BucketBlobs
 from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.staging import MAX_CHUNK_BYTES, Staging
-from etfarm.server.artifacts.uses import Uses
+from etfarm.server.artifacts.uses import GRANULARITY_S, Uses
 from etfarm.server.state.engine import Database
 from etfarm.server.state.steady_clock import SteadyClock
 from etfarm.v1 import artifact_pb2, common_pb2
@@ -57,8 +58,8 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
-_EXPIRE_INTERVAL_S = 3600.0
-"""Interval between deletions of expired artifacts."""
+_EXPIRE_EVERY: Final = 6
+"""Expired artifacts are deleted each time that uses were recorded so often: every hour."""
 
 _SPACE_POLL_S = 1.0
 """Interval at which a full disk is checked for free space."""
@@ -445,14 +446,15 @@ class Store:
             await asyncio.sleep(_SPACE_POLL_S)
 
     async def tend(self) -> None:
-        """Delete expired artifacts now and every hour, until the task is cancelled."""
-        while True:
+        """Delete expired artifacts now and every hour, and record uses more often, until the task is cancelled."""
+        for number in itertools.count():
             try:
-                await self.expire()
+                if number % _EXPIRE_EVERY == 0:
+                    await self.expire()
                 await self.uses.write()
             except Exception:
-                log.exception("expired artifacts could not be deleted")
-            await asyncio.sleep(_EXPIRE_INTERVAL_S)
+                log.exception("expired artifacts could not be deleted, or uses not recorded")
+            await asyncio.sleep(GRANULARITY_S)
 
     async def expire(self) -> None:
         """Delete abandoned uploads, and agents' uploads without a result."""

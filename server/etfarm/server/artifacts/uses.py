@@ -24,6 +24,8 @@ GRANULARITY_S: Final = 600.0
 class Uses:
     """The `uses` table. `mark` never waits; marks count at once in this process, and in a later one once they are written.
 
+    Marks that the table has are kept in memory for minutes only: a farm stores several artifacts a second.
+
     Args:
         clock: returns seconds since the epoch.
     """
@@ -39,11 +41,11 @@ class Uses:
         self._marked[kind, key] = self.clock()
 
     def marked_at_s(self, digest: str) -> float:
-        """Return when this process recorded the last use of an artifact, in seconds since the epoch; 0 without one."""
+        """Return when this process recorded the last use of an artifact, in seconds since the epoch; 0 if the table has it."""
         return self._marked.get((ARTIFACT, digest), 0.0)
 
     def is_marked_since(self, digest: str, at_s: float) -> bool:
-        """Return whether this process has recorded a use of the artifact at or after a time in seconds since the epoch."""
+        """Return whether this process has recorded a use of the artifact at or after a time, which the table may not have."""
         return self.marked_at_s(digest) >= at_s
 
     async def write(self, digests: Iterable[str] | None = None) -> None:
@@ -60,9 +62,13 @@ class Uses:
             await self._database.write(lambda connection: connection.execute(upsert, rows))
             self._written.update(new)
         if digests is None:
-            self._forget_expired(self.clock() - 2 * LEASE_S)
+            self._forget(self.clock())
 
-    def _forget_expired(self, before_s: float) -> None:
-        for known in (self._marked, self._written):
-            for key in [key for key, at_s in known.items() if at_s < before_s]:
-                del known[key]
+    def _forget(self, now_s: float) -> None:
+        """Forget marks that have expired, or that the table has and whoever read it before has acted on."""
+        for key, at_s in [*self._marked.items()]:
+            age_s = now_s - at_s
+            if age_s > 2 * LEASE_S or (age_s > GRANULARITY_S and self._written.get(key) == at_s):
+                del self._marked[key]
+        for key in [key for key, at_s in self._written.items() if now_s - at_s > 2 * GRANULARITY_S and key not in self._marked]:
+            del self._written[key]

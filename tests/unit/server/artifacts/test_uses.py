@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from etfarm.server.artifacts.uses import Uses
+from etfarm.server.artifacts.uses import GRANULARITY_S, LEASE_S, Uses
 from etfarm.server.state import schema
 from tests.support.databases import new_database
 
@@ -30,3 +30,23 @@ async def test_a_use_by_a_clock_that_is_behind_does_not_replace_a_later_one(tmp_
         assert [at.timestamp() - USED.timestamp() for at in stored] == [0, 0, 3600]
     finally:
         database.close()
+
+
+async def test_marks_are_kept_until_the_table_has_them_and_for_those_who_read_it_before(tmp_path: Path) -> None:
+    database, clock_s = new_database(tmp_path / "farm.sqlite"), 1e9
+    await database.open()
+    uses = Uses(database, lambda: clock_s)
+    once, again = "a" * 64, "b" * 64
+    uses.mark(once)
+    uses.mark(again)
+    await uses.write()
+    assert uses.is_marked_since(once, clock_s), "a collection may have read the table before"
+    clock_s += GRANULARITY_S
+    uses.mark(again)  # not written: the table has one that is recent enough
+    clock_s += 1.0
+    await uses.write()
+    assert (uses.marked_at_s(once), uses.marked_at_s(again)) == (0.0, clock_s - 1.0)
+    clock_s += 2 * LEASE_S
+    await uses.write()
+    assert uses.marked_at_s(again) == 0.0
+    database.close()
