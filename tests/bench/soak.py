@@ -2,7 +2,8 @@
 
     python -m tests.bench.soak [--minutes 60] [--warm-up 10]
 
-A server with TLS and tokens, one agent, and two users in two projects, who run a job a second in turns. The memory of server and
+A server with TLS and tokens, one agent, and two users in two projects, who run a job a second in turns, and fewer while the machine
+is too slow for that: a queue that grows would take memory, too. The memory of server and
 agent after the warm-up is compared with that at the end: each may grow by 2 MB. An error of a client, or of a job, is a failure.
 """
 
@@ -33,6 +34,7 @@ JOB_EVERY_S, SAMPLE_EVERY_S = 1.0, 15.0
 SAMPLES: Final = 8
 """Number of samples whose median is the memory before and after."""
 MAX_GROWTH_MB: Final = 2.0
+MOST_AT_ONCE: Final = 4
 
 
 async def bench(folder: Path, minutes: float, warm_up_minutes: float) -> dict[str, Any]:
@@ -59,7 +61,7 @@ async def bench(folder: Path, minutes: float, warm_up_minutes: float) -> dict[st
         processes = {"server": psutil.Process(farm.server.pid), "agent": psutil.Process(farm.agents[0].pid)}
         began = sampled = time.monotonic()
         used: dict[str, list[tuple[float, float]]] = {name: [] for name in processes}
-        jobs, number = set[asyncio.Task[None]](), 0
+        jobs, done = set[asyncio.Task[None]](), 0
         for number, library in enumerate(itertools.cycle(libraries)):
             now = time.monotonic()
             if now - began > 60 * minutes:
@@ -68,14 +70,16 @@ async def bench(folder: Path, minutes: float, warm_up_minutes: float) -> dict[st
                 sampled = now
                 for name, process in processes.items():
                     used[name].append((now - began, process.memory_info().rss / 1e6))
-            task = asyncio.create_task(run(library))
-            jobs.add(task)
-            task.add_done_callback(jobs.discard)
+            if len(jobs) < MOST_AT_ONCE:
+                task = asyncio.create_task(run(library))
+                jobs.add(task)
+                task.add_done_callback(jobs.discard)
+                done += 1
             await asyncio.sleep(max(0.0, began + (number + 1) * JOB_EVERY_S - time.monotonic()))
         await asyncio.gather(*jobs)
     memory = {name: summary(values, 60 * warm_up_minutes) for name, values in used.items()}
     grows = [name for name, values in memory.items() if values["growth_mb"] > MAX_GROWTH_MB]
-    return {"jobs": number, "failures": failures[:10], "memory": memory, "within_limits": not (failures or grows)}
+    return {"jobs": done, "failures": failures[:10], "memory": memory, "within_limits": not (failures or grows)}
 
 
 def summary(values: Sequence[tuple[float, float]], warm_up_s: float) -> dict[str, float]:
