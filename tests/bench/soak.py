@@ -2,9 +2,9 @@
 
     python -m tests.bench.soak [--minutes 60] [--warm-up 10]
 
-A server with TLS and tokens, one agent, and two users in two projects, who run a job a second in turns, and fewer while the machine
-is too slow for that: a queue that grows would take memory, too. The memory of server and
-agent after the warm-up is compared with that at the end: each may grow by 2 MB. An error of a client, or of a job, is a failure.
+A server with TLS and tokens, one agent, and two users in two projects, who run a job a second in turns, and fewer where the
+machine is too slow: a queue that grows takes memory, too. The memory of server and agent after the warm-up is compared with that
+at the end: each may grow by 2 MB. An error of a client, or of a job, is a failure.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from urllib.request import urlopen
@@ -67,6 +68,27 @@ def metrics_of(server: Server) -> dict[str, float]:
     with urlopen(f"http://{address}/metrics", timeout=WAIT_S) as answer:
         lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+def test_the_service_manager_of_each_server_hears_who_leads(tmp_path: Path, postgres_databases: PostgresDatabases) -> None:
+    with ExitStack() as closing:
+        running = closing.enter_context(farm(tmp_path, postgres_databases))
+        managers = [closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) for _ in range(2)]
+        for number, manager in enumerate(managers):
+            manager.bind(str(tmp_path / f"notify-{number}"))
+            manager.settimeout(WAIT_S)
+            running.add(environment={"NOTIFY_SOCKET": str(tmp_path / f"notify-{number}")})
+
+        def until(number: int, status: str) -> None:
+            while managers[number].recv(4096) != f"STATUS={status}".encode():
+                pass
+
+        leader, standby = running.servers
+        until(0, "leading the farm")
+        until(1, f"forwarding calls to {leader.address}")
+        leader.stop()
+        until(1, "leading the farm")
+        assert standby.daemon is not None and standby.daemon.stop() == 0
 
 
 async def test_each_server_names_all_of_them_the_leader_first(servers: Servers) -> None:

@@ -34,6 +34,7 @@ from etfarm.wire.errors import FarmError
 from etfarm.wire.owner import at_end_of_stdin
 
 if TYPE_CHECKING:
+    from etfarm.server.cluster.leadership import Leadership
     from etfarm.server.cluster.member import Member
 
 log = structlog.get_logger()
@@ -142,6 +143,8 @@ class Process:
                 standby.push_async_callback(page.close)
                 print(f"etfarm serve: metrics on {config.metrics.text if config.metrics else ''}", flush=True)
             self._report(address, stack)
+            following = asyncio.create_task(self._tell_leader(member.leadership), name="status")
+            stack.callback(following.cancel)
             # It asks this server, which may have to take the lead before it answers.
             stack.callback(asyncio.create_task(self._serve_page(address, stack), name="web page").cancel)
             leader = member.leadership.leader
@@ -155,6 +158,8 @@ class Process:
             async with running(config, self._on_damaged, self._settings, children, lead, self._page_key) as server:
                 self._reload = server.reload
                 print("etfarm serve: leading the farm", flush=True)
+                following.cancel()
+                self._manager.notify(STATUS="leading the farm")
                 if await self._is_first(member.lost.wait()):
                     asyncio.get_running_loop().call_later(_RESTART_S, restart, address)
                     await server.end_calls()
@@ -184,6 +189,13 @@ class Process:
         gc.freeze()
         stack.callback(asyncio.create_task(self._manager.keep_alive(), name="watchdog").cancel)
         self._manager.notify(READY=1, STATUS=f"listening on {address}")
+
+    async def _tell_leader(self, leadership: Leadership) -> None:
+        """Keep the service manager's status up to date while another server leads, until cancelled."""
+        while True:
+            changed, leader = leadership.changed(), leadership.leader
+            self._manager.notify(STATUS=f"forwarding calls to {leader.address if leader else 'the server that will lead'}")
+            await changed
 
     async def _serve_page(self, address: str, stack: AsyncExitStack) -> None:
         """Start the web page, if configured; end the server if that fails."""

@@ -8,6 +8,7 @@ none while the backup holds the farm's locks, so those that the snapshot names a
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import sqlite3
 import time
@@ -53,6 +54,19 @@ class BackupFailed(FarmError):
 
     reason = "BACKUP_FAILED"
     kind = Kind.FAILED_PRECONDITION
+
+    @classmethod
+    def of(cls, what: str, folder: Path, error: OSError) -> BackupFailed:
+        """Return the error for a folder that cannot be written.
+
+        Args:
+            what: what fails, such as "The backup in /mnt/backup cannot be written".
+        """
+        remedy = "Free disk there, and run it again: it continues."
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            created = f"install -d -m 700 -o {os.geteuid()} {folder}"
+            remedy = f"Create it for the user of this command, as root: `{created}`; or choose another folder."
+        return cls(f"{what}: {error.strerror or error}.", remedy)
 
 
 @dataclass(frozen=True)
@@ -107,10 +121,7 @@ def back_up(
                 wanted = dict(connection.execute("SELECT digest, size_bytes FROM artifacts ORDER BY digest"))
             copied = asyncio.run(_copy_artifacts(data, folder, blobs, wanted, on_progress, link=link))
     except OSError as error:
-        raise BackupFailed(
-            f"The backup in {folder} cannot be written: {error.strerror or error}.",
-            "Free disk there, and run it again: it continues.",
-        ) from error
+        raise BackupFailed.of(f"The backup in {folder} cannot be written", folder, error) from error
     name = f"farm-{sha256[:16]}.sqlite"
     part.replace(folder / name)
     missing = sorted(copied.lost)

@@ -96,9 +96,7 @@ def restore(
         (data / RESTORING).unlink()
         sync_folder(data)
     except OSError as error:
-        raise BackupFailed(
-            f"{data} cannot be restored: {error.strerror or error}.", "Free disk there, and run it again: it continues."
-        ) from error
+        raise BackupFailed.of(f"{data} cannot be restored", data, error) from error
     return manifest
 
 

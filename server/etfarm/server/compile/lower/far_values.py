@@ -32,7 +32,8 @@ _MIN_STEPS: Final = 4
 _STEPS: Final = 255
 """Values are far if less than so many of int8's steps are left for all others."""
 _MIN_FAR: Final = 64.0
-"""The least far value: the exponential function of a mask's number is near 0."""
+_MIN_UNSEEN: Final = 16.0
+"""The least value that is far from others, or that counts as a mask's: its exponential function is near 0."""
 _MAX_WIDTH: Final = 2
 """Octaves that far values are in: a mask's number, once or several times, and what was added to it."""
 _OCTAVES: Final = 256
@@ -46,15 +47,22 @@ _JOINING: Final = frozenset({_ATEN.add.Tensor, _ATEN.add_.Tensor, _ATEN.cat.defa
 """Operators whose inputs are in one scale in the end."""
 _CANDIDATES: Final = _JOINING | {_ATEN.mul.Tensor, _ATEN.mul_.Tensor}
 """Operators that masks meet and XNNPACK quantizes. Views, pools and activations are only quantized behind others."""
-_CHOOSING: Final = frozenset({"where", "masked_fill", "masked_fill_"})
-_PASSING: Final = _CHOOSING | {
-    "add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "div", "div_", "neg", "cat", "stack", "constant_pad_nd", "pad", "view",
-    "_unsafe_view", "reshape", "expand", "unsqueeze", "squeeze", "permute", "transpose", "t", "slice", "select", "narrow",
+_CHOOSING: Final = frozenset({"where", "masked_fill", "masked_fill_", "index_put", "index_put_", "masked_scatter", "scatter"})
+_SCALING: Final = frozenset({"mul", "mul_", "div", "div_"})
+_PASSING: Final = _CHOOSING | _SCALING | {
+    "add", "add_", "sub", "sub_", "rsub", "neg", "abs", "minimum", "maximum", "clamp", "cat", "stack", "constant_pad_nd", "pad",
+    "view", "_unsafe_view", "reshape", "expand", "unsqueeze", "squeeze", "permute", "transpose", "t", "slice", "select", "narrow",
     "split", "split_with_sizes", "chunk", "flatten", "repeat", "clone", "contiguous", "to", "_to_copy", "getitem", "detach",
+    "detach_", "alias", "lift_fresh", "lift_fresh_copy", "flip", "roll", "index", "index_select", "gather",
 }  # fmt: skip
 """Names of operators whose outputs have values as large as those of their inputs."""
-_SHAPED: Final = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+_FILLING: Final = frozenset({"full", "full_like", "new_full", "scalar_tensor", "fill", "fill_"})
+_SHAPED: Final = _FILLING | {"zeros", "ones", "empty", "arange", "zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones"}
 """Names of operators whose outputs do not depend on their inputs' values."""
+_WEIGHING: Final = frozenset({"mul", "mul_", "linear", "matmul", "mm", "bmm", "conv1d", "conv2d", "conv3d", "convolution"})
+"""Names of operators that give zeros, or a bias, if one of their inputs has only zeros."""
+_MOST_LOOKED_AT: Final = 1 << 20
+"""Number of elements of a constant up to which its values are looked at."""
 
 
 class Reason(Enum):
@@ -90,7 +98,7 @@ class FarValuesKept(Quantizer):  # type: ignore[misc]
         """Annotate all operators but those that were found in the graph with the same ordinal."""
         ordinal = len(self._graphs)
         kept = [(self._reasons[ordinal, node.name], node) for node in model.graph.nodes if (ordinal, node.name) in self._reasons]
-        with kept_in_fp32([node for _, node in kept]):
+        with kept_in_fp32([*(node for _, node in kept), *filter(_takes_number, model.graph.nodes)]):
             model = self._quantizer.annotate(model)
         self._graphs.append(model.graph)
         self.kept += kept
@@ -103,7 +111,7 @@ class FarValuesKept(Quantizer):  # type: ignore[misc]
     def watch(self) -> None:
         """Let the observers of the annotated graphs note the magnitudes of the values that they see."""
         for _, node in self._annotated():
-            for observer in _observers(node) if node.target in _CANDIDATES else ():
+            for observer in _observers(node).values() if node.target in _CANDIDATES else ():
                 if observer not in self._values:
                     self._values[observer] = values = Values()
                     observer.forward = partial(values.observe, observer.forward)
@@ -118,32 +126,36 @@ class FarValuesKept(Quantizer):  # type: ignore[misc]
         """
         for observer in self._values:
             del observer.forward
+        graphs = [_Graph(graph, changed_buffers) for graph in self._graphs]
         for ordinal, node in self._annotated():
             observers = _observers(node)
-            if node.target in _CANDIDATES and has_far_values(node, [self._values[observer] for observer in observers]):
+            if node.target in _CANDIDATES and has_far_values(node, [self._values[each] for each in observers.values()]):
                 self._reasons[ordinal, node.name] = Reason.FAR
-            elif any(map(_saw_only_zeros, observers)) and _varies(node, changed_buffers):
+            elif any(_saw_only_zeros(observer) and graphs[ordinal].varies(tensor) for tensor, observer in observers.items()):
                 self._reasons[ordinal, node.name] = Reason.UNSEEN
-        for ordinal, graph in enumerate(self._graphs):
+        for ordinal, graph in enumerate(graphs):
             self._find_behind(ordinal, graph)
         self._values.clear()
         if self._reasons:
             self._graphs.clear()
         return bool(self._reasons)
 
-    def _find_behind(self, ordinal: int, graph: Any) -> None:
+    def _find_behind(self, ordinal: int, graph: _Graph) -> None:
         """Find the operators that meet values which calibration did not see, as far as these keep their size."""
         sizes: dict[Any, float] = {}  # the largest value that a node may have, and that was perhaps not seen
-        for node in graph.nodes:
-            size = max((sizes.get(each, 0.0) for each in node.all_input_nodes), default=0.0)
-            name = _name(node)
+        for node in graph.graph.nodes:
+            size, name = max((sizes.get(each, 0.0) for each in node.all_input_nodes), default=0.0), _name(node)
             if name in _CHOOSING:
-                size = max(size, *map(_size_of_constant, node.args))
-            if node.op == "call_function" and name not in _PASSING:
+                size = max(size, *(graph.size_of_constant(each) for each in node.args))
+            elif size and name in _SCALING and (factor := graph.size_of_constant(node.args[1])):
+                size = size * factor if name.startswith("mul") else size / factor
+            elif size and name == "clamp":
+                size = min(size, max((abs(each) for each in node.args[1:] if isinstance(each, int | float)), default=size))
+            elif node.op == "call_function" and name not in _PASSING:
                 size = 0.0
             key, is_annotated = (ordinal, node.name), node.meta.get(ANNOTATION) is not None
-            if is_annotated and node.target in _CANDIDATES and key not in self._reasons and size >= _MIN_FAR:
-                seen = max((self._values[observer].largest for observer in _observers(node)), default=0.0)
+            if is_annotated and node.target in _CANDIDATES and key not in self._reasons and size >= _MIN_UNSEEN:
+                seen = max((self._values[observer].largest for observer in _observers(node).values()), default=0.0)
                 if seen < size / 2:
                     self._reasons[key] = Reason.UNSEEN
             sizes[node] = math.inf if self._reasons.get(key) is Reason.UNSEEN else size
@@ -184,14 +196,79 @@ class Values:
         return x
 
 
-def _observers(node: Any) -> list[Any]:
-    """Return the observers of a node's inputs and of its output."""
-    observers = []
+class _Graph:
+    """What the nodes of a graph with observers depend on."""
+
+    def __init__(self, graph: Any, changed_buffers: Collection[str]) -> None:
+        self.graph = graph
+        self._varying: dict[Any, bool] = {}
+        for node in graph.nodes:
+            self._varying[node] = self._varies(node, changed_buffers)
+
+    def varies(self, node: Any) -> bool:
+        """Return whether other inputs may give a node other values."""
+        return self._varying[node]
+
+    def size_of_constant(self, argument: Any) -> float:
+        """Return the largest magnitude of a number or constant tensor among an operator's arguments; 0 for another one."""
+        if isinstance(argument, int | float):
+            return abs(float(argument))
+        if not isinstance(argument, torch.fx.Node) or self._varying[argument]:
+            return 0.0
+        if (value := self._constant(argument)) is not None:
+            return float(value.abs().max()) if 0 < value.numel() <= _MOST_LOOKED_AT and not value.is_complex() else 0.0
+        name, numbers = _name(argument), [self.size_of_constant(each) for each in argument.args]
+        if name in _FILLING:
+            return max(numbers, default=0.0)
+        if name in ("ones", "ones_like", "new_ones"):
+            return 1.0
+        if name in ("mul", "mul_"):
+            return math.prod(numbers)
+        return max(numbers, default=0.0) if name in _PASSING or argument.op == "call_module" else 0.0
+
+    def _varies(self, node: Any, changed_buffers: Collection[str]) -> bool:
+        if node.op == "placeholder":
+            return isinstance(node.meta.get("val"), torch.Tensor)
+        if node.op == "get_attr":
+            return node.target in changed_buffers
+        name, near = _name(node), node.all_input_nodes
+        if name in _SHAPED or (name in _WEIGHING and any(map(self._is_zero, near[:2]))):
+            return False
+        return any(self._varying[each] for each in near)
+
+    def _is_zero(self, node: Any) -> bool:
+        """Return whether a node is a constant of zeros, such as the factor of a branch that training is to begin with."""
+        while node.op == "call_module" and node.all_input_nodes:  # an observer
+            node = node.all_input_nodes[0]
+        value = self._constant(node)
+        return value is not None and not bool(value.any())
+
+    def _constant(self, node: Any) -> torch.Tensor | None:
+        """Return the tensor of a parameter, buffer or constant; None if the node is none."""
+        if node.op != "get_attr":
+            return None
+        value = self.graph.owning_module
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        return value.detach() if isinstance(value, torch.Tensor) else None
+
+
+def _takes_number(node: Any) -> bool:
+    """Return whether an operator takes a computed tensor without dims, on which a pass of ExecuTorch for XNNPACK fails."""
+    if node.op != "call_function" or node.target not in _CANDIDATES:
+        return False
+    near = [each for each in node.all_input_nodes if each.op != "get_attr"]
+    return any(isinstance(value := each.meta.get("val"), torch.Tensor) and value.dim() == 0 for each in near)
+
+
+def _observers(node: Any) -> dict[Any, Any]:
+    """Return the observers of a node's inputs and of its output, by the nodes that they observe."""
+    observers = {}
     for near in (*node.all_input_nodes, *node.users):
         if near.op == "call_module":
             observer = near.graph.owning_module.get_submodule(near.target)
             if isinstance(observer, HistogramObserver):
-                observers.append(observer)
+                observers[near.args[0]] = observer
     return observers
 
 
@@ -199,40 +276,11 @@ def _saw_only_zeros(observer: Any) -> bool:
     return bool(torch.all(observer.min_val == 0)) and bool(torch.all(observer.max_val == 0))
 
 
-def _varies(node: Any, changed_buffers: Collection[str]) -> bool:
-    """Return whether the values of a node depend on those of an input, or of a buffer that the model changes."""
-    waiting, known = [node], {node}
-    while waiting:
-        near = waiting.pop()
-        if near.op == "placeholder" or (near.op == "get_attr" and near.target in changed_buffers):
-            return True
-        if _name(near) not in _SHAPED:
-            new = [each for each in near.all_input_nodes if each not in known]
-            waiting += new
-            known.update(new)
-    return False
-
-
 def _name(node: Any) -> str:
     """Return the name of a node's operator without overload, such as `add`; empty if it calls none."""
     if node.op != "call_function":
         return ""
     return str(getattr(node.target, "overloadpacket", node.target).__name__)
-
-
-def _size_of_constant(argument: Any) -> float:
-    """Return the magnitude of a number, or of a constant with one element, as an argument of an operator; 0 for another one."""
-    if isinstance(argument, int | float):
-        return abs(float(argument))
-    if isinstance(argument, torch.fx.Node):
-        if argument.op == "get_attr":
-            value = argument.graph.owning_module
-            for part in str(argument.target).split("."):
-                value = getattr(value, part)
-            return abs(float(value)) if isinstance(value, torch.Tensor) and value.numel() == 1 else 0.0
-        if _name(argument) in ("full", "full_like", "scalar_tensor"):
-            return max(map(_size_of_constant, argument.args), default=0.0)
-    return 0.0
 
 
 def has_far_values(node: Any, all_values: list[Values]) -> bool:

@@ -232,8 +232,8 @@ _WHY_KEPT: Final = {
     ),
     Reason.UNSEEN: (
         "UNSEEN_VALUES_KEPT",
-        "They have inputs that were zero in all calibration inputs, or a mask that never applied, so that int8 would clip other "
-        "values. Give calibration inputs in which that is different, such as texts with padding.",
+        "They take or give values that were zero in all calibration inputs, or a mask that never applied, and int8 would clip "
+        "all others. Give calibration inputs in which that is different, such as texts with padding or a state that is not zero.",
     ),
 }
 """The codes and sentences of warnings, by reason."""

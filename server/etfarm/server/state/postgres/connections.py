@@ -119,7 +119,7 @@ class Connections:
         """
         left_s = pause_s if until_s is None else min(pause_s, until_s - time.monotonic())
         if left_s <= 0 or self.closing.wait(left_s):
-            raise unavailable(self.url, error, self.limit_s) from error
+            raise unavailable(self.url, error, None if self.closing.is_set() else self.limit_s) from error
 
     def discard(self, connection: Connection, *, is_lost: bool = False) -> None:
         """Close a connection, whatever its state is."""

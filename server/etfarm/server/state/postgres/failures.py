@@ -68,8 +68,8 @@ def is_standby(error: BaseException) -> bool:
     return isinstance(driver_error(error), errors.ReadOnlySqlTransaction)
 
 
-def unavailable(url: DatabaseUrl, error: BaseException, limit_s: float) -> DatabaseUnavailable:
-    """Return the error for work that has waited for too long."""
+def unavailable(url: DatabaseUrl, error: BaseException, limit_s: float | None) -> DatabaseUnavailable:
+    """Return the error for work that has waited for too long, or, without a limit, that ends with its server."""
     why = one_line(error)
     remedy = "Nothing was changed. Try again when it is back; the server connects by itself."
     if any(text in why for text in _FULL):
@@ -77,7 +77,8 @@ def unavailable(url: DatabaseUrl, error: BaseException, limit_s: float) -> Datab
             "Nothing was changed. End connections of other programs, or raise max_connections: each server of the farm needs "
             f"{_NEEDED}. The server connects by itself."
         )
-    return DatabaseUnavailable(f"The database {url} was not available for {limit_s:g} s: {why}.", remedy, url=url)
+    since = "is not available" if limit_s is None else f"was not available for {limit_s:g} s"
+    return DatabaseUnavailable(f"The database {url} {since}: {why}.", remedy, url=url)
 
 
 def lost(url: DatabaseUrl, error: BaseException) -> DatabaseUnavailable:

@@ -96,7 +96,8 @@ class Writer:
                 elif not is_repeatable(error):
                     raise translated(self._connections.url, error) from error.__cause__
                 if time.monotonic() > until_s or self._connections.closing.wait(pause_s):
-                    return [Outcome(error=unavailable(self._connections.url, error, self._connections.limit_s))]
+                    limit_s = None if self._connections.closing.is_set() else self._connections.limit_s
+                    return [Outcome(error=unavailable(self._connections.url, error, limit_s))]
         raise AssertionError
 
     def open(self, do: Callable[[Connection], None]) -> None:

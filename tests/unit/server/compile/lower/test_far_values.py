@@ -149,12 +149,18 @@ class Extended(nn.Module):
                 scores = scores + torch.where(off, -INF, 0.0)
             case "filled":
                 scores = scores.masked_fill(off, LEAST) + self.bias
+            case "tensor":
+                scores = torch.where(off, torch.tensor(-1e4), scores) + self.bias
+            case "assigned":
+                scores = scores.clone()
+                scores[off.expand_as(scores)] = -50.0
+                scores = scores + self.bias
         out: Tensor = self.out(scores.softmax(-1) @ self.v(h))
         return out
 
 
 @pytest.mark.asyncio(loop_scope="session")
-@pytest.mark.parametrize("form", ["bert", "t5", "where", "filled"])
+@pytest.mark.parametrize("form", ["bert", "t5", "where", "filled", "tensor", "assigned"])
 async def test_a_mask_that_never_applied_in_calibration_applies(workers: Workers, tmp_path: Path, form: str) -> None:
     torch.manual_seed(0)
     model, inputs = Extended(form).eval(), (torch.randn(1, TOKENS, 16), torch.ones(1, TOKENS))
@@ -215,19 +221,62 @@ async def test_what_gives_nan_has_its_line_and_the_remedy_helps(workers: Workers
     assert sqnr_db(model(*inputs), run(one.pte, list(inputs))[0]) > 20
 
 
-def test_what_has_no_far_values_is_quantized_whole() -> None:
-    class Plain(nn.Module):
-        """Has an epsilon, a gate, a small residual and a number that is added."""
+class Plain(nn.Module):
+    """Has an epsilon, a gate, a small residual and a number that is added."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * (x > 1) + 1e-6
+        return torch.cat([y + 1e-5 * x, x + 300.0, x * 1e3], -1)
+
+
+class Summed(nn.Module):
+    """Begins a sum with zeros, as Python's `sum` does, and has branches whose weights are zero before training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.late = nn.Linear(64, 64)
+        nn.init.zeros_(self.late.weight)
+        nn.init.zeros_(self.late.bias)
+        self.alpha = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = sum(part(x) for part in self.parts)  # type: ignore[assignment]
+        y = torch.zeros_like(y) + y
+        return x + self.late(y) + self.alpha * y
+
+
+class Scaled(nn.Module):
+    """Fills in a number that calibration sees, and makes it small."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x > 1, 255.0, x) / 255.0 + x.clamp(0.0, 1.0)
+
+
+@pytest.mark.parametrize("model", [Plain, Summed, Scaled, None])
+def test_what_has_no_far_values_is_quantized_whole(model: type[nn.Module] | None) -> None:
+    torch.manual_seed(0)
+    program = models.conv() if model is None else torch.export.export(model().eval(), (torch.randn(4, 64),))
+    kept: list[tuple[far_values.Reason, Any]] = []
+    quantize.quantize(program, build.quantization(recipes.parse(STATIC), "forward"), STATIC, "forward", [], kept=kept)
+    assert kept == []
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_computed_number_is_added_in_fp32(workers: Workers, tmp_path: Path) -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            y = x * (x > 1) + 1e-6
-            return torch.cat([y + 1e-5 * x, x + 300.0, x * 1e3], -1)
+            out: Tensor = self.out(self.first(x) * x.abs().max() + x.mean())
+            return out
 
     torch.manual_seed(0)
-    for program in (torch.export.export(Plain(), (torch.randn(4, 64),)), models.conv()):
-        kept: list[tuple[far_values.Reason, Any]] = []
-        quantize.quantize(program, build.quantization(recipes.parse(STATIC), "forward"), STATIC, "forward", [], kept=kept)
-        assert kept == []
+    model, x = Centred().eval(), torch.randn(4, 8)
+    one = await in_int8(workers, tmp_path, model, (x,))
+    assert sqnr_db(model(x), run(one.pte, [x])[0]) > 20
 
 
 def test_what_stays_keeps_the_scales_of_the_others() -> None:
