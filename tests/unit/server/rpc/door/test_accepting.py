@@ -147,13 +147,14 @@ async def test_an_urgent_call_is_handled_during_a_flood(server: Server) -> None:
 
 async def test_a_server_stops_while_dropped_calls_wait(server: Server) -> None:
     server.connections.close()  # the test decides when there is a flood
-    with Http2(server.address, timeout_s=WAIT_S) as attacker:
-        attacker.begin()
-        attacker.flood(PATH, 200)
-        wait_until(lambda: server.begun() >= 200)
-        server.connections.is_flooded = True
-        async with asyncio.timeout(WAIT_S):
-            while not server.connections.dropped:  # noqa: ASYNC110 - they are taken in no known order
-                await asyncio.sleep(0)
-        async with asyncio.timeout(WAIT_S):
-            await server.grpc.stop(None)
+    server.connections.is_flooded = True
+    async with grpc.aio.insecure_channel(server.address) as known:
+        assert await ask(known) == b"x"
+        with Http2(server.address, timeout_s=WAIT_S) as attacker:
+            attacker.begin()
+            attacker.flood(PATH, 200)
+            async with asyncio.timeout(WAIT_S):
+                while not server.connections.dropped:  # noqa: ASYNC110 - they are taken in no known order
+                    await asyncio.sleep(0)
+            async with asyncio.timeout(WAIT_S):
+                await server.grpc.stop(None)
