@@ -15,7 +15,7 @@ import pytest
 from etfarm.v1 import job_pb2
 from etfarm.wire.status import from_rpc_error
 from tests.support.databases import PostgresDatabases
-from tests.support.farm import etfarm
+from tests.support.farm import etfarm, wait_until
 from tests.support.farm_calls import farm_calls
 from tests.support.s3 import S3Server, environment_of
 from tests.support.s3_proxy import S3Proxy, proxy_to
@@ -105,7 +105,10 @@ async def test_a_standby_takes_the_lead_without_s3_and_no_job_fails(farm: Farm) 
 async def test_a_farm_starts_without_s3(farm: Farm) -> None:
     farm.take_s3_away()
     leader, other = farm.servers.add(), farm.servers.add()
-    assert "starting without the artifacts' S3 server" in leader.log
+    for server in (leader, other):  # before S3 is there again
+        assert await asyncio.to_thread(
+            wait_until, lambda server=server: "starting without the artifacts' S3 server" in server.log
+        )
     addresses = farm.servers.addresses
     async with simulated_agents(addresses, 1) as agents, farm_calls(addresses) as calls:
         assert agents[0].name in await asyncio.to_thread(farm.list_devices)
@@ -113,4 +116,3 @@ async def test_a_farm_starts_without_s3(farm: Farm) -> None:
         job_id, events = await lead_job(calls, await trivial_spec(calls), asyncio.Semaphore(1))
         await check(calls, {job_id: events})
     assert farm.tokens_of_leases() == [(1,)]
-    assert "starting without the artifacts' S3 server" in other.log
