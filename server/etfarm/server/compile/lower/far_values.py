@@ -26,6 +26,7 @@ import torch
 from torchao.quantization.pt2e.observer import HistogramObserver
 from torchao.quantization.pt2e.quantizer import Quantizer
 
+from etfarm.server.compile.lower.annotations import Reviewed
 from etfarm.server.compile.lower.selection import ANNOTATION, kept_in_fp32
 
 _MIN_STEPS: Final = 4
@@ -74,7 +75,7 @@ class Reason(Enum):
     """Calibration did not see the values that it may have."""
 
 
-class FarValuesKept(Quantizer):  # type: ignore[misc]
+class FarValuesKept(Reviewed):
     """A quantizer that leaves operators alone for whose values int8 has no range, as far as `find` has found them.
 
     Args:
@@ -82,31 +83,25 @@ class FarValuesKept(Quantizer):  # type: ignore[misc]
     """
 
     def __init__(self, quantizer: Quantizer) -> None:
-        super().__init__()
-        self._quantizer = quantizer
+        super().__init__(quantizer)
         self._reasons: dict[tuple[int, str], Reason] = {}
         self._graphs: list[Any] = []
         self._values: dict[Any, Values] = {}
         self.kept: list[tuple[Reason, Any]] = []
         """The nodes that stay in fp32."""
 
-    def transform_for_annotation(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
-        """Let the inner quantizer change the graph."""
-        return self._quantizer.transform_for_annotation(model)
-
     def annotate(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
         """Annotate all operators but those that were found in the graph with the same ordinal."""
         ordinal = len(self._graphs)
         kept = [(self._reasons[ordinal, node.name], node) for node in model.graph.nodes if (ordinal, node.name) in self._reasons]
         with kept_in_fp32([*(node for _, node in kept), *filter(_takes_number, model.graph.nodes)]):
-            model = self._quantizer.annotate(model)
-        self._graphs.append(model.graph)
+            model = super().annotate(model)
         self.kept += kept
         return model
 
-    def validate(self, model: torch.fx.GraphModule) -> None:
-        """Let the inner quantizer check its annotations."""
-        self._quantizer.validate(model)
+    def review(self, model: torch.fx.GraphModule) -> None:
+        """Record the graph, whose annotations stay as they are."""
+        self._graphs.append(model.graph)
 
     def watch(self) -> None:
         """Let the observers of the annotated graphs note the magnitudes of the values that they see."""
