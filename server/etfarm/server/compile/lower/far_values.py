@@ -51,7 +51,8 @@ _CANDIDATES: Final = _JOINING | {_ATEN.mul.Tensor, _ATEN.mul_.Tensor}
 _CHOOSING: Final = frozenset({"where", "masked_fill", "masked_fill_", "index_put", "index_put_", "masked_scatter", "scatter"})
 _SCALING: Final = frozenset({"mul", "mul_", "div", "div_"})
 _PASSING: Final = _CHOOSING | _SCALING | {
-    "add", "add_", "sub", "sub_", "rsub", "neg", "abs", "minimum", "maximum", "clamp", "cat", "stack", "constant_pad_nd", "pad",
+    "add", "add_", "sub", "sub_", "rsub", "neg", "abs", "minimum", "maximum", "min", "max", "fmin", "fmax", "amin", "amax",
+    "clamp", "nan_to_num", "cat", "stack", "constant_pad_nd", "pad",
     "view", "_unsafe_view", "reshape", "expand", "unsqueeze", "squeeze", "permute", "transpose", "t", "slice", "select", "narrow",
     "split", "split_with_sizes", "chunk", "flatten", "repeat", "clone", "contiguous", "to", "_to_copy", "getitem", "detach",
     "detach_", "alias", "lift_fresh", "lift_fresh_copy", "flip", "roll", "index", "index_select", "gather",

@@ -155,12 +155,14 @@ class Extended(nn.Module):
                 scores = scores.clone()
                 scores[off.expand_as(scores)] = -50.0
                 scores = scores + self.bias
+            case "least":
+                scores = torch.min(scores, torch.where(off, -1e4, 1e4)) + self.bias
         out: Tensor = self.out(scores.softmax(-1) @ self.v(h))
         return out
 
 
 @pytest.mark.asyncio(loop_scope="session")
-@pytest.mark.parametrize("form", ["bert", "t5", "where", "filled", "tensor", "assigned"])
+@pytest.mark.parametrize("form", ["bert", "t5", "where", "filled", "tensor", "assigned", "least"])
 async def test_a_mask_that_never_applied_in_calibration_applies(workers: Workers, tmp_path: Path, form: str) -> None:
     torch.manual_seed(0)
     model, inputs = Extended(form).eval(), (torch.randn(1, TOKENS, 16), torch.ones(1, TOKENS))
