@@ -23,7 +23,7 @@ from tests.support.farm import etfarm
 from tests.support.proxy import link_to
 from tests.support.servers import Server, Servers
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 TOKEN = "secret-of-ann-0123456789"
 
 

@@ -23,7 +23,7 @@ from etfarm.v1.job_pb2 import Cell, Job, JobChange, Progress
 from etfarm.wire import status
 from etfarm.wire.errors import Fault, Kind, error_of
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 LIVE, DONE = job_pb2.JOB_STATE_RUNNING, job_pb2.JOB_STATE_SUCCEEDED
 
 

@@ -36,7 +36,7 @@ from etfarm.wire.chunks import artifact_of
 DATA = bytes(range(256)) * 20
 ARTIFACT = artifact_of(DATA)
 HALF = len(DATA) // 2
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 class Stopping(

@@ -14,7 +14,7 @@ from etfarm.client.errors import EtfarmError, Kind, UserError
 from etfarm.client.web import live
 from etfarm.client.web.live import Feed, FeedEnded, Feeds, TooManyFeeds, Topic
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Source:

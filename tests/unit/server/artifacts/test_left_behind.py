@@ -20,7 +20,7 @@ from tests.support.databases import new_postgres as new_postgres
 from tests.support.databases import postgres_databases as postgres_databases
 from tests.support.s3 import S3Server, environment_of
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 @pytest.mark.parametrize("engine", ["sqlite", "postgresql"])

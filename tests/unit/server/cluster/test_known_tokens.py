@@ -20,7 +20,7 @@ from etfarm.wire.farm_proof import hint_of
 from tests.support.databases import TEMPLATE, PostgresDatabases
 from tests.support.databases import postgres_databases as postgres_databases
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from tests.support.databases import new_database
 pytestmark = pytest.mark.usefixtures("each_database")
 
 IDLE, BUSY, OFFLINE = DeviceState.DEVICE_STATE_IDLE, DeviceState.DEVICE_STATE_BUSY, DeviceState.DEVICE_STATE_OFFLINE
-WAIT_S = 10.0
+WAIT_S = 60.0
 Events = AsyncGenerator[DeviceEvent]
 
 

@@ -268,7 +268,7 @@ async def test_a_full_disk_ends_no_reservation_late_and_leaves_no_device_reserve
     await world.connect(board("a"), board("b"))
     await world.reserve("id=a", 1)
     blocked = world.place(project="audio")
-    assert (await asyncio.wait_for(blocked, 5))[0].id == "b"
+    assert (await asyncio.wait_for(blocked, 60))[0].id == "b"
 
     async def write(*_: object, **__: object) -> None:
         world.changes.append(["a write"])
@@ -293,7 +293,7 @@ async def test_only_runs_that_name_the_reservation_are_placed(world: World) -> N
     await world.connect(board("a"))
     reserved = await world.reserve()
     other, own = world.place(), world.place(reserved.id)
-    assert (await asyncio.wait_for(own, 5))[0].id == "a"
+    assert (await asyncio.wait_for(own, 60))[0].id == "a"
     assert not other.done()
     other.cancel()
 

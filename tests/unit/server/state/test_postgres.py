@@ -30,7 +30,7 @@ from tests.support.databases import PostgresDatabases
 from tests.support.postgres import PostgresServer, postgres_server
 
 NOWHERE = Path("/nowhere/farm.sqlite")
-WAIT_S = 30.0
+WAIT_S = 60.0
 SETTINGS = {"shared_buffers": "32MB", "max_wal_size": "256MB", "autovacuum": "off"}
 
 

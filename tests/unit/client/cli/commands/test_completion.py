@@ -19,7 +19,7 @@ from etfarm.wire import command as top
 
 VOCABULARY = completion.collect_vocabulary()
 WORDS = VOCABULARY.words
-WAIT_S = 30.0
+WAIT_S = 60.0
 TYPED = [
     (["be"], {"bench"}),
     (["jobs", "lo"], {"logs"}),

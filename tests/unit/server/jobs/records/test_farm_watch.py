@@ -23,7 +23,7 @@ from tests.support.databases import new_database
 pytestmark = pytest.mark.usefixtures("each_database")
 
 NOON = datetime(2026, 6, 1, 12, tzinfo=UTC)
-WAIT_S = 10.0
+WAIT_S = 60.0
 Changes = AsyncGenerator[JobChange]
 
 
