@@ -57,7 +57,7 @@ async def opened(
     """Notices on the database of a folder, which keeps it."""
     database = new_database(folder / "farm.sqlite")
     await database.open()
-    notices = Notices(database, settings or NoticeSettings(allowed=ALLOWED, deadline_s=0.5), clock, "9.9")
+    notices = Notices(database, settings or NoticeSettings(allowed=ALLOWED, deadline_s=60), clock, "9.9")
     await notices.load()
     task = asyncio.create_task(notices.sender.run()) if sending else None
     try:
