@@ -266,6 +266,8 @@ class Connections:
         self._find_peer = find_peer
         self.dropped = 0
         """Number of calls that were dropped."""
+        self.unused = 0
+        """Number of connections that were closed for want of any call, as clients of several servers open them."""
         self._strange = 0
         self._strange_of: Counter[Peer] = Counter()
         """Numbers of calls without a valid token, in total and by connection."""
@@ -352,7 +354,7 @@ class Connections:
             self._thread.join()
 
     def _watch(self, port: int) -> None:
-        strange, opened, changed = 0, 0, 0
+        strange, opened, changed, unused = 0, 0, 0, 0
         flooded_s = -HOLD_S
         looked_s = counted_s = self._clock()
         switch_s = sys.getswitchinterval()
@@ -386,9 +388,10 @@ class Connections:
                     log.exception("the connections could not be checked")
             if is_regular:
                 looked_s = now
-                if changed:
-                    log.warning("closed or paused connections without a valid token or beyond the limits", connections=changed)
-                changed = 0
+                if changed > self.unused - unused:
+                    number = changed - (self.unused - unused)
+                    log.warning("closed or paused connections without a valid token or beyond the limits", connections=number)
+                changed, unused = 0, self.unused
 
     def hold_new(self, port: int, *, holds: bool) -> None:
         """Let the kernel take only the first bytes for connections that are accepted from now on, or end this."""
@@ -418,6 +421,9 @@ class Connections:
         ending = self._ending.copy()
         excess = set(self._excess(now)) | (ending & descriptors.keys())
         self._ending -= ending
+        self.unused += sum(
+            now - self._since[peer] > STRANGER_S and peer not in self._strange_of for peer in excess - self._trusted
+        )
         for peer in excess:
             _shut_down(descriptors[peer], peer, port)
         paused = set(self._to_pause(descriptors.keys() - excess - self._trusted - self._paused, descriptors, now))

@@ -16,6 +16,7 @@ from pathlib import Path, PosixPath
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from etfarm.server.rpc.door import connections
 from etfarm.server.rpc.door.connections import (
@@ -85,6 +86,25 @@ def is_open(client: socket.socket) -> bool:
         return client.recv(1) != b""
     except BlockingIOError:
         return True
+
+
+@pytest.mark.parametrize("has_called", [False, True])
+def test_only_a_connection_that_called_without_a_token_is_logged(server: Server, has_called: bool) -> None:
+    """A client of several servers connects to more of them than it calls."""
+    clock = Clock()
+    watched = Connections(lambda: True, clock)
+    client, peer = server.connect()
+    watched.look(server.port)
+    if has_called:
+        watched.admits(peer, lambda: False)
+    with capture_logs() as lines:
+        watched.start(server.port)
+        while is_open(client):
+            clock.now += STRANGER_S
+            time.sleep(0.01)
+        watched.close()
+    assert watched.unused == (not has_called)
+    assert [(line["log_level"], line["connections"]) for line in lines] == ([("warning", 1)] if has_called else [])
 
 
 def test_a_connection_that_is_trusted_during_a_look_stays_trusted(server: Server) -> None:
