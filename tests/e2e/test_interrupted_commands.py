@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,15 @@ from tests.support.programs import program
 pytestmark = pytest.mark.slow(reason="commands wait for a farm until they are interrupted")
 
 
-def interrupt(*arguments: str, at: str, cwd: Path) -> str:
-    """Interrupt a command as soon as it prints a text, and return what it prints after that."""
+def interrupt(*arguments: str, at: str, cwd: Path, before: Callable[[], None] = lambda: None) -> str:
+    """Interrupt a command as soon as it prints a text, and return what it prints after that; `before` is called first."""
     process = subprocess.Popen(
         [sys.executable, "-m", "etfarm.wire.command", *arguments], cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
         text=True,
     )  # fmt: skip
     assert process.stderr is not None
     assert any(at in line for line in process.stderr)
+    before()
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
@@ -53,3 +55,16 @@ def test_a_watched_job_continues(farm: FarmProcess, tmp_path: Path) -> None:
         job.refresh()
         assert not job.state.is_terminal
         job.cancel()
+
+
+def test_a_cancellation_that_no_server_answers_is_not_said_to_have_arrived(farm: FarmProcess, tmp_path: Path) -> None:
+    command = ["bench", str(program("add").path), "--min-time", "60", "--server", farm.address]
+    assert farm.server is not None
+    errors = interrupt(*command, at="running", cwd=tmp_path, before=lambda: farm.server.signal(signal.SIGSTOP))
+    farm.server.signal(signal.SIGCONT)
+    with farm.client() as client:
+        (job,) = (job for job in client.jobs() if not job.state.is_terminal)
+        unconfirmed = f"the cancellation of job {job.id} may not have arrived, and the job may go on: no answer from the server"
+        assert unconfirmed in errors
+        assert f"Run `etfarm jobs cancel {job.id}` when the server answers again." in errors
+        client.job(job.id).cancel()

@@ -143,9 +143,8 @@ class _Child:
         self.process.stdin.close()
         for wait_s, number in ((STDIN_GRACE_S, signal.SIGTERM), (TERMINATE_GRACE_S, signal.SIGKILL)):
             try:
-                async with asyncio.timeout(wait_s):
-                    await self.process.wait()
-                    return
+                await asyncio.wait_for(self.process.wait(), wait_s)
+                return
             except TimeoutError:
                 self.process.send_signal(number)
         await self.process.wait()

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from etfarm.server.config import Config
@@ -91,6 +92,27 @@ async def test_a_page_that_does_not_answer_has_not_started(
     with pytest.raises(PageNotStarted):
         await page.start()
     assert page.pid is None
+    await page.close()
+
+
+async def test_a_page_that_hangs_ends_with_a_server_that_stops_meanwhile(
+    tmp_path: Path, page: WebPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, pids = tmp_path / "page", tmp_path / "pids"
+    os.mkfifo(pids)
+    program.write_text(f'#!/bin/sh\necho $$ > "{pids}"\nexec sleep 600\n')
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(web_page, "STOP_S", 0.05)
+    starting = asyncio.create_task(page.start())
+    hanging = psutil.Process(int(await asyncio.to_thread(pids.read_text)))
+    while page.pid is None:  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(0.01)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not hanging.is_running() or hanging.status() == psutil.STATUS_ZOMBIE
+    assert not list((tmp_path / "data" / "work").iterdir()), "the page's folder is deleted, and so is its record"
     await page.close()
 
 

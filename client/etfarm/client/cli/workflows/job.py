@@ -243,14 +243,18 @@ async def _cancel(job: AsyncJob, outcome: Outcome, display: Display) -> Interrup
     if job.state.is_terminal:
         return Interrupted(f"Interrupted; job {job.id} was done: `etfarm report show {job.id}`.", job=job.id)
     display.status(f"Cancelling job {job.id}. Press Ctrl-C again to exit at once.")
+
+    async def cancel() -> None:
+        await job.cancel()
+        outcome.document = ended(reports.JobResult.from_dict(await job.document(with_series=outcome.needs_series)))
+
     try:
-        async with asyncio.timeout(CANCEL_TIMEOUT_S):
-            await job.cancel()
-            outcome.document = ended(reports.JobResult.from_dict(await job.document(with_series=outcome.needs_series)))
+        await asyncio.wait_for(cancel(), CANCEL_TIMEOUT_S)  # asyncio.timeout raises no TimeoutError in a task that was cancelled
     except (EtfarmError, TimeoutError) as failed:
+        why = failed if isinstance(failed, EtfarmError) else f"no answer from the server within {CANCEL_TIMEOUT_S:.0f} s."
         return Interrupted(
-            f"Interrupted; it is unknown whether job {job.id} was cancelled: {failed}",
-            f"Run `etfarm jobs cancel {job.id}`.",
+            f"Interrupted; the cancellation of job {job.id} may not have arrived, and the job may go on: {why}",
+            f"Run `etfarm jobs cancel {job.id}` when the server answers again.",
             job=job.id,
         )
     return Interrupted(f"Interrupted; job {job.id} was cancelled.", job=job.id)

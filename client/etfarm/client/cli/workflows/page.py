@@ -30,8 +30,7 @@ async def running(server: str, listen: str) -> AsyncIterator[None]:
         assert process.stdin is not None
         process.stdin.close()
         try:
-            async with asyncio.timeout(STOP_S):
-                await process.wait()
+            await asyncio.wait_for(process.wait(), STOP_S)
         except TimeoutError:
             process.kill()
             await process.wait()

@@ -250,8 +250,7 @@ class Connector:
         calls = [node.call("stop", {}, timeout_s=_STOP_S) for node in self._nodes.values() if node.node.state is NodeState.READY]
         await asyncio.gather(*calls, return_exceptions=True)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_STOP_S):
-                await asyncio.to_thread(ray.shutdown)
+            await asyncio.wait_for(asyncio.to_thread(ray.shutdown), _STOP_S)
 
 
 def _judge(error: Exception) -> tuple[NodeState, str]:

@@ -85,8 +85,7 @@ class ConnectorProcess(OrderedProcess):
         """Let the connector end its children and its actors; kill it if it takes too long."""
         self._close_control()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_STOP_S):
-                await asyncio.to_thread(self.process.wait, _STOP_S - 1)
+            await asyncio.wait_for(asyncio.to_thread(self.process.wait, _STOP_S - 1), _STOP_S)
         self.process.kill()
         await asyncio.to_thread(self.process.wait)
 
