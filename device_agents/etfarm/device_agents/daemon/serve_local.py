@@ -43,6 +43,7 @@ from etfarm.wire.channel import SERVER_OPTIONS, Access
 from etfarm.wire.errors import DeviceError, EtfarmError, FarmError, Kind, UserError
 from etfarm.wire.owner import at_end_of_stdin
 from etfarm.wire.sessions import SessionNotFound
+from etfarm.wire.shielding import shielded
 from etfarm.wire.status import to_proto, to_status
 from etfarm.wire.token_buffer import TokenBuffer
 from etfarm.wire.words import value_of
@@ -186,7 +187,7 @@ class LocalSessions(session_pb2_grpc.SessionServiceServicer):
             await _refuse(context, SessionNotFound(f"There is no session {request.session_id!r}.", "Open another."))
         working = asyncio.ensure_future(session.answer(request.task))
         # A caller that disconnects must not stop the runner in the middle of a command.
-        return session_pb2.CallSessionResponse(call_id=request.call_id, answer=await asyncio.shield(working))
+        return session_pb2.CallSessionResponse(call_id=request.call_id, answer=await shielded(working))
 
     async def Generate(
         self, request: session_pb2.GenerateSessionRequest, context: Any
@@ -204,7 +205,7 @@ class LocalSessions(session_pb2_grpc.SessionServiceServicer):
             await context.send_initial_metadata(())
             while (tokens := await buffer.take()) is not None:
                 yield session_pb2.GenerateSessionResponse(call_id=request.call_id, tokens=tokens)
-            yield session_pb2.GenerateSessionResponse(call_id=request.call_id, answer=await asyncio.shield(working))
+            yield session_pb2.GenerateSessionResponse(call_id=request.call_id, answer=await shielded(working))
         finally:
             stop.set()
 

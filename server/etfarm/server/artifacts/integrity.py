@@ -13,6 +13,7 @@ import structlog
 
 from etfarm.v1 import common_pb2
 from etfarm.wire import digest as digests
+from etfarm.wire.shielding import shielded
 
 log = structlog.get_logger()
 
@@ -74,7 +75,7 @@ class Integrity:
             check = asyncio.create_task(self._check(digest), name=f"verify-{digest[:12]}")
             self._checks[digest] = check
             check.add_done_callback(lambda _: self._checks.pop(digest, None))
-        return await asyncio.shield(check)
+        return await shielded(check)
 
     async def find_damaged(self, wanted: Iterable[str]) -> list[str]:
         """Return the artifacts in `wanted` that are missing or damaged."""

@@ -42,6 +42,7 @@ from etfarm.v1 import agent_pb2, compile_pb2, job_pb2, session_pb2
 from etfarm.v1.session_pb2 import SessionAnswer, SessionEvent
 from etfarm.wire import selectors, sessions, token_buffer
 from etfarm.wire.sessions import BadCall, SessionNotFound
+from etfarm.wire.shielding import shielded
 from etfarm.wire.status import to_proto
 from etfarm.wire.token_buffer import BadTokens, TokenBuffer
 
@@ -188,7 +189,7 @@ class Sessions:
         exchange.add_done_callback(lambda _: session.calls.pop(request.call_id, None))
         try:
             await on_queued()
-            return await asyncio.shield(exchange)
+            return await shielded(exchange)
         except asyncio.CancelledError:
             if not begun.is_set():
                 exchange.cancel()
@@ -228,7 +229,7 @@ class Sessions:
             await on_queued()
             while (tokens := await buffer.take()) is not None:
                 yield session_pb2.GenerateSessionResponse(call_id=call_id, tokens=tokens)
-            yield session_pb2.GenerateSessionResponse(call_id=call_id, answer=await asyncio.shield(exchange))
+            yield session_pb2.GenerateSessionResponse(call_id=call_id, answer=await shielded(exchange))
         finally:
             lease.texts.pop(call_id, None)
             if not begun.is_set():

@@ -31,6 +31,7 @@ from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.wire.digest import is_digest
 from etfarm.wire.errors import EtfarmError
+from etfarm.wire.shielding import retrieve_error, shielded
 
 log = structlog.get_logger()
 
@@ -218,7 +219,7 @@ class BucketBlobs:
         damaged = []
         for start in range(0, len(lacking), _FLIGHTS):
             some = lacking[start : start + _FLIGHTS]
-            are_whole = await asyncio.gather(*(_wait(self._start(digest).task) for digest in some))
+            are_whole = await asyncio.gather(*(shielded(self._start(digest).task) for digest in some))
             damaged += [digest for digest, is_whole in zip(some, are_whole, strict=True) if not is_whole]
         return damaged
 
@@ -228,7 +229,7 @@ class BucketBlobs:
         if flight is None:
             flight = self._flights[digest] = _Flight()
             flight.task = asyncio.create_task(self._fly(digest, flight), name=f"fetch-{digest[:12]}")
-            flight.task.add_done_callback(_retrieve)
+            flight.task.add_done_callback(retrieve_error)
         return flight
 
     async def _fly(self, digest: str, flight: _Flight) -> bool:
@@ -364,11 +365,11 @@ class BucketBlobs:
         await flight.begun.wait()
         transfer = flight.transfer
         if transfer is None or flight.task.done():
-            return _whole(self.place(digest)) if await _wait(flight.task) else None
+            return _whole(self.place(digest)) if await shielded(flight.task) else None
         try:
             file = transfer.open()
         except FileNotFoundError:  # it has just ended
-            return _whole(self.place(digest)) if await _wait(flight.task) else None
+            return _whole(self.place(digest)) if await shielded(flight.task) else None
 
         async def reach(position: int) -> None:
             try:
@@ -378,14 +379,14 @@ class BucketBlobs:
                     raise (ArtifactDamaged if self.integrity.is_damaged(digest) else ArtifactNotFound)(digest) from None
 
         async def is_whole() -> bool:
-            is_whole = await _wait(flight.task)
+            is_whole = await shielded(flight.task)
             if is_whole and flight.transfer is not transfer:
                 failure = Failure("other bytes arrived first", LOOK)
                 raise BlobsUnavailable(f"Reading {digest[:12]}", self.bucket.location.place, failure)
             return is_whole
 
         verified = asyncio.ensure_future(is_whole())
-        verified.add_done_callback(_retrieve)
+        verified.add_done_callback(retrieve_error)
         return Reading(file, transfer.size_bytes, reach, verified)
 
     async def link(self, digest: str) -> artifact_pb2.ArtifactLink | None:
@@ -553,14 +554,3 @@ def _whole(path: Path) -> Reading:
     verified: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     verified.set_result(True)
     return Reading(file, os.fstat(file.fileno()).st_size, reach, verified)
-
-
-async def _wait(task: asyncio.Task[bool]) -> bool:
-    """Return a shared task's result; a caller that is cancelled does not cancel it."""
-    return await asyncio.shield(task)
-
-
-def _retrieve(task: asyncio.Task[bool]) -> None:
-    """Retrieve the error of a task whose callers may all have been cancelled."""
-    if not task.cancelled():
-        task.exception()

@@ -212,7 +212,7 @@ class _Graph:
         if not isinstance(argument, torch.fx.Node) or self._varying[argument]:
             return 0.0
         if (value := self._constant(argument)) is not None:
-            return float(value.abs().max()) if 0 < value.numel() <= _MOST_LOOKED_AT and not value.is_complex() else 0.0
+            return float(value.double().abs().max()) if 0 < value.numel() <= _MOST_LOOKED_AT and not value.is_complex() else 0.0
         name, numbers = _name(argument), [self.size_of_constant(each) for each in argument.args]
         if name in _FILLING:
             return max(numbers, default=0.0)

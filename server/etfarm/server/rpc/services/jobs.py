@@ -27,6 +27,7 @@ from etfarm.server.state.cut import fit
 from etfarm.server.state.paging import PAGE_SIZES, page_size, page_start
 from etfarm.v1 import job_pb2, job_pb2_grpc
 from etfarm.wire.errors import EtfarmError
+from etfarm.wire.shielding import shielded
 
 
 class JobService(job_pb2_grpc.JobServiceServicer):
@@ -119,7 +120,7 @@ class JobService(job_pb2_grpc.JobServiceServicer):
         accepting = asyncio.create_task(self._accept(accepted, request), name=f"accept-{accepted.id}")
         self._accepting.add(accepting)
         accepting.add_done_callback(self._accepting.discard)
-        return self._own(_visible(await asyncio.shield(accepting), request.id))
+        return self._own(_visible(await shielded(accepting), request.id))
 
     async def _accept(self, accepted: job_pb2.Job, request: Request) -> job_pb2.Job:
         job, is_new = await self._journal.submit(accepted, request)

@@ -22,6 +22,7 @@ from etfarm.server.workers.cluster.nodes import Node, NodeState
 from etfarm.server.workers.ordered_process import Ends
 from etfarm.wire import digest as digests
 from etfarm.wire.errors import EtfarmError, Fault
+from etfarm.wire.shielding import shielded
 
 CALL_S: Final = 30.0
 """Time after which a node that does not answer counts as lost."""
@@ -52,9 +53,7 @@ class Sending:
 
 async def answer_of(reference: Any) -> Any:
     """Return what a call of Ray answers. Ray's client fails in its own thread when a future that it sets was cancelled."""
-    answer = asyncio.wrap_future(reference.future())
-    answer.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return await asyncio.shield(answer)
+    return await shielded(asyncio.wrap_future(reference.future()))
 
 
 def explain(error: BaseException) -> str:
