@@ -32,6 +32,7 @@ class Masked(nn.Module):
     """A pre-norm decoder layer whose mask is made in one of several ways."""
 
     mask: Tensor
+    is_seen: Tensor
 
     def __init__(self, form: str, number: float) -> None:
         super().__init__()
@@ -39,6 +40,7 @@ class Masked(nn.Module):
         self.norm = nn.LayerNorm(16)
         self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
         self.register_buffer("mask", torch.full((TOKENS, TOKENS), number).triu(1))
+        self.register_buffer("is_seen", ~CAUSAL)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         h = self.norm(x)
@@ -53,6 +55,8 @@ class Masked(nn.Module):
             scores = scores + self.mask + self.mask
         elif self.form == "masked_fill":
             scores = scores.masked_fill(mask != 0, self.number) + 0.5 * scores
+        elif self.form == "chosen":
+            scores = torch.where(self.is_seen, scores, self.number) + 0.5 * scores
         elif self.form == "where":
             scores = torch.where(mask != 0, self.number, scores) * 2.0
         elif self.form == "cat":
@@ -108,7 +112,7 @@ async def in_int8(workers: Workers, folder: Path, model: nn.Module, inputs: tupl
     ("form", "number"),
     [("buffer", -INF), ("buffer", LEAST), ("buffer", -1e9), ("buffer", -1e4), ("input", -INF), ("input", -1e4),
      ("computed", -1e4), ("computed", LEAST), ("twice", -1e4), ("masked_fill", -INF), ("masked_fill", LEAST), ("where", -INF),
-     ("cat", -INF)],
+     ("chosen", LEAST), ("cat", -INF)],
 )  # fmt: skip
 async def test_earlier_tokens_do_not_see_later_ones(workers: Workers, tmp_path: Path, form: str, number: float) -> None:
     model, inputs = masked(form, number)
