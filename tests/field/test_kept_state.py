@@ -146,6 +146,20 @@ def test_a_session_keeps_what_a_model_writes(client: Farm, module: nn.Module, ca
             assert decibels(actual, module(*call)) > 100
 
 
+@pytest.mark.parametrize("recipe", ["xnnpack_fp32", INT8])
+def test_each_sample_starts_without_what_others_have_written(client: Farm, recipe: str) -> None:
+    """The cache is written where an input says, so that repeating a call gives the same output again."""
+    torch.manual_seed(0)
+    steps = [(torch.randn(1, 3), torch.tensor([place])) for place in range(4)]
+    source = ModelSource.of(Named().eval(), steps[0], calibration_inputs=steps[1:])
+    job = client.bench(source, recipes=recipe, iterations=3, warmup=1, min_time_s=0.0)
+    (report,) = job.result().reports
+    assert report.accuracy is not None and report.compile is not None
+    (output,) = report.accuracy
+    assert output.samples == 4 and output.sqnr_db > (100 if recipe == "xnnpack_fp32" else 25), output
+    assert not {"LOW_ACCURACY", "OUTPUTS_DIFFER", "FAR_FROM_QUANTIZED_GRAPH"} & {each.code for each in report.compile.warnings}
+
+
 def test_quantization_keeps_state_and_knows_its_range(client: Farm) -> None:
     torch.manual_seed(0)
     frames = [torch.rand(1, 4) + 0.5 for _ in range(24)]

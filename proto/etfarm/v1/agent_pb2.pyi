@@ -1209,9 +1209,14 @@ class RunCandidate(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     CALLS_FIELD_NUMBER: _builtins.int
+    WRITES_STATE_FIELD_NUMBER: _builtins.int
     cell_id: _builtins.str
     method: _builtins.str
     threads: _builtins.int
+    writes_state: _builtins.bool
+    """Whether the method writes to state, so that it is loaded anew for each of `samples`. If not, agents that find that it returns
+    something else when it is executed again do so, too.
+    """
     @_builtins.property
     def program(self) -> _compile_pb2.Program: ...
     @_builtins.property
@@ -1259,10 +1264,11 @@ class RunCandidate(_message.Message):
         generation: _generation_pb2.GenerationPlan | None = ...,
         samples: _abc.Iterable[_common_pb2.Artifact] | None = ...,
         calls: _abc.Iterable[Global___RunCall] | None = ...,
+        writes_state: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_threads", b"_threads", "bundle", b"bundle", "generation", b"generation", "inputs", b"inputs", "numerics_program", b"numerics_program", "program", b"program", "threads", b"threads"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_threads", b"_threads", "bundle", b"bundle", "calls", b"calls", "cell_id", b"cell_id", "generation", b"generation", "inputs", b"inputs", "method", b"method", "numerics_program", b"numerics_program", "program", b"program", "samples", b"samples", "threads", b"threads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_threads", b"_threads", "bundle", b"bundle", "calls", b"calls", "cell_id", b"cell_id", "generation", b"generation", "inputs", b"inputs", "method", b"method", "numerics_program", b"numerics_program", "program", b"program", "samples", b"samples", "threads", b"threads", "writes_state", b"writes_state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__threads: _TypeAlias = _typing.Literal["threads"]  # noqa: Y015
     _WhichOneofArgType__threads: _TypeAlias = _typing.Literal["_threads", b"_threads"]  # noqa: Y015

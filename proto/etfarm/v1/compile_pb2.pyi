@@ -1257,6 +1257,7 @@ class Compilation(_message.Message):
     SELECTED_FIELD_NUMBER: _builtins.int
     LOCATED_OPERATORS_FIELD_NUMBER: _builtins.int
     SHARED_BUFFERS_FIELD_NUMBER: _builtins.int
+    STATEFUL_METHODS_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     stopped_after: _builtins.str
     """The last stage that was requested; empty if the whole program was."""
@@ -1316,6 +1317,10 @@ class Compilation(_message.Message):
     def shared_buffers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The buffers that are one memory in several methods, by their names in the exported programs. Reports leave this out."""
 
+    @_builtins.property
+    def stateful_methods(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The methods that write to buffers. Reports leave this out."""
+
     def __init__(
         self,
         *,
@@ -1339,10 +1344,11 @@ class Compilation(_message.Message):
         selected: _abc.Mapping[_builtins.str, Global___SelectedNames] | None = ...,
         located_operators: _abc.Mapping[_builtins.str, Global___LocatedOperators] | None = ...,
         shared_buffers: _abc.Iterable[_builtins.str] | None = ...,
+        stateful_methods: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "etrecord", b"etrecord", "facts", b"facts", "program", b"program", "sizes", b"sizes", "toolchain", b"toolchain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "delegation", b"delegation", "error", b"error", "etrecord", b"etrecord", "example_inputs", b"example_inputs", "exported_programs", b"exported_programs", "facts", b"facts", "key", b"key", "located_operators", b"located_operators", "modules", b"modules", "program", b"program", "selected", b"selected", "shared_buffers", b"shared_buffers", "sizes", b"sizes", "stage_files", b"stage_files", "stages", b"stages", "stayed_fp32", b"stayed_fp32", "stopped_after", b"stopped_after", "toolchain", b"toolchain", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "delegation", b"delegation", "error", b"error", "etrecord", b"etrecord", "example_inputs", b"example_inputs", "exported_programs", b"exported_programs", "facts", b"facts", "key", b"key", "located_operators", b"located_operators", "modules", b"modules", "program", b"program", "selected", b"selected", "shared_buffers", b"shared_buffers", "sizes", b"sizes", "stage_files", b"stage_files", "stages", b"stages", "stateful_methods", b"stateful_methods", "stayed_fp32", b"stayed_fp32", "stopped_after", b"stopped_after", "toolchain", b"toolchain", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

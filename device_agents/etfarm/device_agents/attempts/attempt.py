@@ -299,7 +299,9 @@ class Execution(CandidateSteps):
         await self._collect()
         if self._sample_files:
             with self.phase("SAMPLES"):
-                further = await passes.execute_further(self._sample_files, files.outputs, self._limit_s())
+                further = await passes.execute_further(
+                    self._sample_files, files.outputs, self._limit_s(), writes_state=self._candidate.writes_state
+                )
                 files = replace(files, further=further)
         if self._calls and files.further is not None and files.further.error is not None:
             # What interrupts a sample ends the runner.

@@ -216,9 +216,12 @@ class Passes:
             self._result.outputs_equal = self._result.repeatability.outcome in {_EQUAL, _KEEPS_STATE}
         return first
 
-    async def execute_further(self, files: Sequence[Path], first: Sequence[Value], limit_s: float) -> further.Further:
+    async def execute_further(
+        self, files: Sequence[Path], first: Sequence[Value], limit_s: float, *, writes_state: bool
+    ) -> further.Further:
         """Execute the method once on the inputs of each file, after all other passes; see `further.execute`."""
-        keeps_state = self._result.repeatability.outcome != _EQUAL
+        # State that is written where the inputs say gives equal outputs for equal inputs, and others for the next ones.
+        keeps_state = writes_state or self._result.repeatability.outcome != _EQUAL
         return await further.execute(self._runner, self._method, files, first, keeps_state=keeps_state, limit_s=limit_s)
 
     def _take(self, measured: Measured) -> None:

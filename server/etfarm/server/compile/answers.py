@@ -30,7 +30,7 @@ _QUANTIZED: Final = ("compilation.stages", "compilation.warnings", "compilation.
 _INSPECTED: Final = ("compilation.warnings", "compilation.facts", "compilation.sizes", "compilation.toolchain")
 _LOWERED: Final = (
     "compilation.stages", "compilation.stayed_fp32", "compilation.delegation", "compilation.modules", "compilation.checks",
-    "compilation.located_operators", "compilation.shared_buffers",
+    "compilation.located_operators", "compilation.shared_buffers", "compilation.stateful_methods",
     *_INSPECTED, "pte", "data", "etrecord", "example_inputs", "stage_files",
 )  # fmt: skip
 """The fields of a CompileResult that each task may set."""

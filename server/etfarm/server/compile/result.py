@@ -246,6 +246,8 @@ class LowerResult(TypedDict):
     """Operators by method, as in the Compilation."""
     shared_buffers: list[str]
     """Names of the buffers that methods share, in the exported programs."""
+    stateful_methods: list[str]
+    """Names of the methods that write to buffers."""
 
 
 class RecipeRow(TypedDict):
@@ -276,6 +278,7 @@ def encode(result: QuantizeResult | LowerResult) -> bytes:
     answer = child_pb2.CompileResult()
     fill(answer.compilation, {key: parts.get(key) for key in _SAME})
     answer.compilation.shared_buffers.extend(parts.get("shared_buffers") or ())
+    answer.compilation.stateful_methods.extend(parts.get("stateful_methods") or ())
     for method, rows in result["stayed_fp32"].items():
         fill(answer.compilation.stayed_fp32[method], {"operators": rows})
     for method, names in (parts.get("selected") or {}).items():

@@ -79,6 +79,7 @@ def assemble(
         report.compile.compilation.CopyFrom(compilation)
         report.compile.compilation.ClearField("located_operators")  # thousands of lines, which failures alone need
         report.compile.compilation.ClearField("shared_buffers")  # a warning names them
+        report.compile.compilation.ClearField("stateful_methods")
     if device is not None:
         report.device.CopyFrom(_device(device))
     if result is not None:

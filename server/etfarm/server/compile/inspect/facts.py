@@ -33,7 +33,7 @@ def inspect_pte(request: InspectRequest, folder: Path, emit: Callable[[bytes], N
     result: LowerResult = {
         "stages": [], "program": None, "etrecord": None, "stage_files": {}, "inputs": {}, "delegation": {},
         "toolchain": toolchain(), "warnings": [], "facts": facts, "sizes": program_sizes, "modules": [], "checks": [],
-        "stayed_fp32": {}, "located": {}, "shared_buffers": [],
+        "stayed_fp32": {}, "located": {}, "shared_buffers": [], "stateful_methods": [],
     }  # fmt: skip
     return encode(result)
 

@@ -269,6 +269,7 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
         "stages": [], "program": None, "etrecord": None, "stage_files": {}, "inputs": checks.example_files(programs, folder),
         "delegation": {}, "toolchain": toolchain(), "warnings": [], "facts": None, "sizes": None, "modules": [], "checks": [],
         "stayed_fp32": {}, "located": {}, "shared_buffers": [],
+        "stateful_methods": sorted(method for method, program in programs.items() if changed_buffers(program)),
     }  # fmt: skip
     for method in programs:
         _warn_of_copies(method, copies[method], result["warnings"])

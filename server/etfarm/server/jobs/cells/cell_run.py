@@ -122,6 +122,11 @@ class CellRun:
         return [sample for sample in samples if taken.take(sample.digest, sample.size_bytes)]
 
     @property
+    def writes_state(self) -> bool:
+        """Whether the method is known to write to state."""
+        return self.compilation is not None and self.cell.method in self.compilation.stateful_methods
+
+    @property
     def calls(self) -> list[agent_pb2.RunCall]:
         """The calls that compare a measured program's state with the model's: its own, else each method once if they share state.
 

@@ -170,6 +170,7 @@ class Dispatch:
                 generation=run.generation,
                 samples=run.samples,
                 calls=run.calls,
+                writes_state=run.writes_state,
             )
         if start.candidates:
             start.deadline_s = deadline_s(job, len(start.candidates))

@@ -118,6 +118,15 @@ def test_the_calls_of_a_measured_program_have_inputs() -> None:
     assert run.calls == []
 
 
+def test_the_agent_learns_which_methods_write_to_state() -> None:
+    run = measured()
+    assert run.compilation is not None and not run.writes_state
+    run.compilation.stateful_methods.append("forward")
+    assert run.writes_state
+    run.compilation = None
+    assert not run.writes_state
+
+
 def test_a_ready_program_is_not_executed_on_further_samples() -> None:
     run = measured(1, 2)
     run.job.spec.candidates[0].program.SetInParent()
