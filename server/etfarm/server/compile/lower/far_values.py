@@ -7,9 +7,8 @@ An int8 tensor has 255 steps between the smallest and the largest value that cal
 - A mask that never applied in calibration, such as that of texts without padding, has the range of zeros; and what it is added to
   has a range without its number.
 
-Only the values that calibration sees show the first two: a mask may be a buffer, an input, or computed. Therefore the operators'
-observers note the orders of magnitude of their values, and where some are far apart, or the range is not known, the model is
-calibrated again without these operators.
+The observers note the orders of magnitude of their values, which shows the first two. The model runs again on other inputs than
+those of calibration, which shows the third (`unseen_values`). Then it is calibrated again without these operators.
 
 Source: HistogramObserver of torchao/quantization/pt2e/observer.py 0.18.0.
 """
@@ -17,25 +16,30 @@ Source: HistogramObserver of torchao/quantization/pt2e/observer.py 0.18.0.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any, Final
 
 import torch
-from torchao.quantization.pt2e.observer import HistogramObserver
+from torchao.quantization.pt2e.observer import HistogramObserver, ObserverBase
 from torchao.quantization.pt2e.quantizer import Quantizer
 
 from etfarm.server.compile.lower.annotations import Reviewed
 from etfarm.server.compile.lower.selection import ANNOTATION, kept_in_fp32
+from etfarm.server.compile.lower.unseen_values import Exploration, Restore
 
-_MIN_STEPS: Final = 4
+_MIN_STEPS: Final = 8
 _STEPS: Final = 255
 """Values are far if less than so many of int8's steps are left for all others."""
-_MIN_FAR: Final = 64.0
-_MIN_UNSEEN: Final = 16.0
-"""The least value that is far from others, or that counts as a mask's: its exponential function is near 0."""
-_MAX_WIDTH: Final = 2
+_MIN_FAR: Final = 16.0
+"""The least value that is far from others: its exponential function is near 0."""
+_MIN_EXCESS: Final = 0.5
+"""A value was not seen if it is beyond the range that was by so much of its width."""
+_MAX_WIDTH: Final = 3
 """Octaves that far values are in: a mask's number, once or several times, and what was added to it."""
 _OCTAVES: Final = 256
 """Values of the exponent of a float32: 0 for zeros, the last for infinities."""
@@ -43,28 +47,13 @@ _BIAS: Final = 127
 _INFINITE: Final = _BIAS + 50
 """The exponent from which values are as infinities to an observer, whose histogram fails on ranges over 3.4e15."""
 _MANTISSA_BITS: Final = 23
+_AT_ONCE: Final = 1 << 20
+"""Number of elements whose exponents are in memory at the same time."""
 _ATEN: Final = torch.ops.aten
 _JOINING: Final = frozenset({_ATEN.add.Tensor, _ATEN.add_.Tensor, _ATEN.cat.default})
 """Operators whose inputs are in one scale in the end."""
 _CANDIDATES: Final = _JOINING | {_ATEN.mul.Tensor, _ATEN.mul_.Tensor}
 """Operators that masks meet and XNNPACK quantizes. Views, pools and activations are only quantized behind others."""
-_CHOOSING: Final = frozenset({"where", "masked_fill", "masked_fill_", "index_put", "index_put_", "masked_scatter", "scatter"})
-_SCALING: Final = frozenset({"mul", "mul_", "div", "div_"})
-_PASSING: Final = _CHOOSING | _SCALING | {
-    "add", "add_", "sub", "sub_", "rsub", "neg", "abs", "minimum", "maximum", "min", "max", "fmin", "fmax", "amin", "amax",
-    "clamp", "nan_to_num", "cat", "stack", "constant_pad_nd", "pad",
-    "view", "_unsafe_view", "reshape", "expand", "unsqueeze", "squeeze", "permute", "transpose", "t", "slice", "select", "narrow",
-    "split", "split_with_sizes", "chunk", "flatten", "repeat", "clone", "contiguous", "to", "_to_copy", "getitem", "detach",
-    "detach_", "alias", "lift_fresh", "lift_fresh_copy", "flip", "roll", "index", "index_select", "gather",
-}  # fmt: skip
-"""Names of operators whose outputs have values as large as those of their inputs."""
-_FILLING: Final = frozenset({"full", "full_like", "new_full", "scalar_tensor", "fill", "fill_"})
-_SHAPED: Final = _FILLING | {"zeros", "ones", "empty", "arange", "zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones"}
-"""Names of operators whose outputs do not depend on their inputs' values."""
-_WEIGHING: Final = frozenset({"mul", "mul_", "linear", "matmul", "mm", "bmm", "conv1d", "conv2d", "conv3d", "convolution"})
-"""Names of operators that give zeros, or a bias, if one of their inputs has only zeros."""
-_MOST_LOOKED_AT: Final = 1 << 20
-"""Number of elements of a constant up to which its values are looked at."""
 
 
 class Reason(Enum):
@@ -74,6 +63,15 @@ class Reason(Enum):
     """Some of its values are far from the others."""
     UNSEEN = 2
     """Calibration did not see the values that it may have."""
+
+
+@dataclass
+class Kept:
+    """What stays in fp32 for its values."""
+
+    nodes: list[tuple[Reason, Any]] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+    """Names of the inputs that had one value in all of calibration, if any node stays for what was not seen."""
 
 
 class FarValuesKept(Reviewed):
@@ -88,8 +86,7 @@ class FarValuesKept(Reviewed):
         self._reasons: dict[tuple[int, str], Reason] = {}
         self._graphs: list[Any] = []
         self._values: dict[Any, Values] = {}
-        self.kept: list[tuple[Reason, Any]] = []
-        """The nodes that stay in fp32."""
+        self.kept = Kept()
 
     def annotate(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
         """Annotate all operators but those that were found in the graph with the same ordinal."""
@@ -97,7 +94,7 @@ class FarValuesKept(Reviewed):
         kept = [(self._reasons[ordinal, node.name], node) for node in model.graph.nodes if (ordinal, node.name) in self._reasons]
         with kept_in_fp32([*(node for _, node in kept), *filter(_takes_number, model.graph.nodes)]):
             model = super().annotate(model)
-        self.kept += kept
+        self.kept.nodes += kept
         return model
 
     def review(self, model: torch.fx.GraphModule) -> None:
@@ -107,54 +104,52 @@ class FarValuesKept(Reviewed):
     def watch(self) -> None:
         """Let the observers of the annotated graphs note the magnitudes of the values that they see."""
         for _, node in self._annotated():
-            for observer in _observers(node).values() if node.target in _CANDIDATES else ():
+            for observer in _observers(node).values():
                 if observer not in self._values:
                     self._values[observer] = values = Values()
                     observer.forward = partial(values.observe, observer.forward)
 
-    def find(self, changed_buffers: Collection[str]) -> bool:
+    def find(
+        self, prepared: torch.fx.GraphModule, samples: Iterable[Sequence[Any]], restore: Restore, changed_buffers: Collection[str]
+    ) -> bool:
         """Find the operators for whose values int8 has no range, and stop watching; return whether there are any.
 
         The next graphs that are annotated have to be those that were before.
 
         Args:
+            prepared: the model with the observers that have seen all samples.
+            samples: flattened inputs of the first ones.
+            restore: function that gives the model's buffers their initial values.
             changed_buffers: names of the buffers that the model changes.
         """
         for observer in self._values:
             del observer.forward
-        graphs = [_Graph(graph, changed_buffers) for graph in self._graphs]
         for ordinal, node in self._annotated():
-            observers = _observers(node)
-            if node.target in _CANDIDATES and has_far_values(node, [self._values[each] for each in observers.values()]):
+            values = [self._values[each] for each in _observers(node).values()]
+            is_candidate = node.target in _CANDIDATES
+            if any(each.is_infinite for each in values) or (is_candidate and has_far_values(node, values)):
                 self._reasons[ordinal, node.name] = Reason.FAR
-            elif any(_saw_only_zeros(observer) and graphs[ordinal].varies(tensor) for tensor, observer in observers.items()):
-                self._reasons[ordinal, node.name] = Reason.UNSEEN
-        for ordinal, graph in enumerate(graphs):
-            self._find_behind(ordinal, graph)
+        if self._values:
+            with _silent(prepared):
+                exploration = Exploration(prepared, ObserverBase, changed_buffers)
+                exploration.run(samples, restore)
+            self._find_unseen(exploration)
         self._values.clear()
         if self._reasons:
             self._graphs.clear()
         return bool(self._reasons)
 
-    def _find_behind(self, ordinal: int, graph: _Graph) -> None:
-        """Find the operators that meet values which calibration did not see, as far as these keep their size."""
-        sizes: dict[Any, float] = {}  # the largest value that a node may have, and that was perhaps not seen
-        for node in graph.graph.nodes:
-            size, name = max((sizes.get(each, 0.0) for each in node.all_input_nodes), default=0.0), _name(node)
-            if name in _CHOOSING:
-                size = max(size, *(graph.size_of_constant(each) for each in node.args))
-            elif size and name in _SCALING and (factor := graph.size_of_constant(node.args[1])):
-                size = size * factor if name.startswith("mul") else size / factor
-            elif size and name == "clamp":
-                size = min(size, max((abs(each) for each in node.args[1:] if isinstance(each, int | float)), default=size))
-            elif node.op == "call_function" and name not in _PASSING:
-                size = 0.0
-            key, is_annotated = (ordinal, node.name), node.meta.get(ANNOTATION) is not None
-            if is_annotated and node.target in _CANDIDATES and key not in self._reasons and size >= _MIN_UNSEEN:
-                seen = max((self._values[observer].largest for observer in _observers(node).values()), default=0.0)
-                if seen < size / 2:
-                    self._reasons[key] = Reason.UNSEEN
-            sizes[node] = math.inf if self._reasons.get(key) is Reason.UNSEEN else size
+    def _find_unseen(self, exploration: Exploration) -> None:
+        """Find the operators that other inputs give other values than calibration did."""
+        sites = Counter(observer for _, node in self._annotated() for observer in set(_observers(node).values()))
+        for ordinal, node in self._annotated():
+            for near, observer in _observers(node).items():
+                was, is_now = exploration.seen[near], exploration.unseen[near]
+                is_zero = was == (0.0, 0.0) and (sites[observer] > 1 or _saw_only_zeros(observer))
+                is_new = is_now != (0.0, 0.0) if is_zero else node.target in _CANDIDATES and _is_beyond(is_now, observer)
+                if is_new and (ordinal, node.name) not in self._reasons:
+                    self._reasons[ordinal, node.name] = Reason.UNSEEN
+                    self.kept.inputs = exploration.inputs
 
     def _annotated(self) -> Iterator[tuple[int, Any]]:
         """Yield the annotated operators with the ordinal of their graph."""
@@ -174,9 +169,9 @@ class Values:
         """Whether all tensors had one element."""
 
     @property
-    def largest(self) -> float:
-        """The largest magnitude."""
-        return float(self.octaves.max())
+    def is_infinite(self) -> bool:
+        """Whether there were infinities, or what is as these to an observer."""
+        return bool((self.octaves[:, _INFINITE:] >= 0).any())
 
     def observe(self, forward: Any, x: torch.Tensor) -> torch.Tensor:
         """Note the values, and let the observer see those that it can."""
@@ -184,69 +179,25 @@ class Values:
         if x.dtype != torch.float32:
             forward(x)
             return x
-        signs_and_exponents = (x.detach().view(torch.int32) >> _MANTISSA_BITS) & (2 * _OCTAVES - 1)
-        magnitudes = x.detach().abs().flatten().nan_to_num(nan=0.0, posinf=math.inf)
-        self.octaves.view(-1).scatter_reduce_(0, signs_and_exponents.flatten().long(), magnitudes, "amax")
-        is_infinite = bool((self.octaves[:, _INFINITE:] >= 0).any())
-        forward(x[~(x.abs() >= 2.0 ** (_INFINITE - _BIAS))] if is_infinite else x)
+        for piece in x.detach().flatten().split(_AT_ONCE):
+            signs_and_exponents = (piece.view(torch.int32) >> _MANTISSA_BITS) & (2 * _OCTAVES - 1)
+            magnitudes = piece.abs().nan_to_num_(nan=0.0, posinf=math.inf)
+            self.octaves.view(-1).scatter_reduce_(0, signs_and_exponents.long(), magnitudes, "amax")
+        forward(x[~(x.abs() >= 2.0 ** (_INFINITE - _BIAS))] if self.is_infinite else x)
         return x
 
 
-class _Graph:
-    """What the nodes of a graph with observers depend on."""
-
-    def __init__(self, graph: Any, changed_buffers: Collection[str]) -> None:
-        self.graph = graph
-        self._varying: dict[Any, bool] = {}
-        for node in graph.nodes:
-            self._varying[node] = self._varies(node, changed_buffers)
-
-    def varies(self, node: Any) -> bool:
-        """Return whether other inputs may give a node other values."""
-        return self._varying[node]
-
-    def size_of_constant(self, argument: Any) -> float:
-        """Return the largest magnitude of a number or constant tensor among an operator's arguments; 0 for another one."""
-        if isinstance(argument, int | float):
-            return abs(float(argument))
-        if not isinstance(argument, torch.fx.Node) or self._varying[argument]:
-            return 0.0
-        if (value := self._constant(argument)) is not None:
-            return float(value.double().abs().max()) if 0 < value.numel() <= _MOST_LOOKED_AT and not value.is_complex() else 0.0
-        name, numbers = _name(argument), [self.size_of_constant(each) for each in argument.args]
-        if name in _FILLING:
-            return max(numbers, default=0.0)
-        if name in ("ones", "ones_like", "new_ones"):
-            return 1.0
-        if name in ("mul", "mul_"):
-            return math.prod(numbers)
-        return max(numbers, default=0.0) if name in _PASSING or argument.op == "call_module" else 0.0
-
-    def _varies(self, node: Any, changed_buffers: Collection[str]) -> bool:
-        if node.op == "placeholder":
-            return isinstance(node.meta.get("val"), torch.Tensor)
-        if node.op == "get_attr":
-            return node.target in changed_buffers
-        name, near = _name(node), node.all_input_nodes
-        if name in _SHAPED or (name in _WEIGHING and any(map(self._is_zero, near[:2]))):
-            return False
-        return any(self._varying[each] for each in near)
-
-    def _is_zero(self, node: Any) -> bool:
-        """Return whether a node is a constant of zeros, such as the factor of a branch that training is to begin with."""
-        while node.op == "call_module" and node.all_input_nodes:  # an observer
-            node = node.all_input_nodes[0]
-        value = self._constant(node)
-        return value is not None and not bool(value.any())
-
-    def _constant(self, node: Any) -> torch.Tensor | None:
-        """Return the tensor of a parameter, buffer or constant; None if the node is none."""
-        if node.op != "get_attr":
-            return None
-        value = self.graph.owning_module
-        for part in str(node.target).split("."):
-            value = getattr(value, part)
-        return value.detach() if isinstance(value, torch.Tensor) else None
+@contextmanager
+def _silent(prepared: torch.fx.GraphModule) -> Iterator[None]:
+    """Let no observer see anything, also in branches."""
+    observers = [module for module in prepared.modules() if isinstance(module, ObserverBase)]
+    for observer in observers:
+        observer.forward = lambda x: x
+    try:
+        yield
+    finally:
+        for observer in observers:
+            del observer.forward
 
 
 def _takes_number(node: Any) -> bool:
@@ -258,13 +209,13 @@ def _takes_number(node: Any) -> bool:
 
 
 def _observers(node: Any) -> dict[Any, Any]:
-    """Return the observers of a node's inputs and of its output, by the nodes that they observe."""
+    """Return the observers of a node's inputs and of its output, by the nodes that call them."""
     observers = {}
     for near in (*node.all_input_nodes, *node.users):
         if near.op == "call_module":
             observer = near.graph.owning_module.get_submodule(near.target)
             if isinstance(observer, HistogramObserver):
-                observers[near.args[0]] = observer
+                observers[near] = observer
     return observers
 
 
@@ -272,11 +223,10 @@ def _saw_only_zeros(observer: Any) -> bool:
     return bool(torch.all(observer.min_val == 0)) and bool(torch.all(observer.max_val == 0))
 
 
-def _name(node: Any) -> str:
-    """Return the name of a node's operator without overload, such as `add`; empty if it calls none."""
-    if node.op != "call_function":
-        return ""
-    return str(getattr(node.target, "overloadpacket", node.target).__name__)
+def _is_beyond(limits: tuple[float, float], observer: Any) -> bool:
+    """Return whether values are so far outside of an observer's range that clipping them counts."""
+    low, high = min(0.0, float(observer.min_val)), max(0.0, float(observer.max_val))
+    return max(low - limits[0], limits[1] - high) > _MIN_EXCESS * (high - low)
 
 
 def has_far_values(node: Any, all_values: list[Values]) -> bool:
@@ -286,7 +236,7 @@ def has_far_values(node: Any, all_values: list[Values]) -> bool:
     epsilon of a norm, are no loss.
     """
     all_octaves = [values.octaves for values in all_values]
-    if any(bool((octaves[:, _INFINITE:] >= 0).any()) for octaves in all_octaves):
+    if any(values.is_infinite for values in all_values):
         return True
     if node.target in _JOINING and (tensors := [values.octaves for values in all_values if not values.is_number]):
         together = torch.stack(tensors).amax(0)

@@ -12,6 +12,8 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,6 +38,7 @@ from etfarm.server.compile.errors import (
 from etfarm.server.compile.inputs import InputMismatch, check_inputs
 from etfarm.server.compile.inspect import signature
 from etfarm.server.compile.lower import batch_norms, far_values, fusion, half_precision, integers
+from etfarm.server.compile.lower.unseen_values import MAX_SAMPLES
 from etfarm.server.compile.program import fp32_layers, loading, values
 from etfarm.server.compile.program.descriptions import describe_place, find_line, first_line
 from etfarm.server.compile.program.places import places
@@ -86,7 +89,7 @@ def quantize(
     calibration: Sequence[Path],
     options: Options = _DEFAULTS,
     unused: set[str] | None = None,
-    kept: list[tuple[far_values.Reason, Any]] | None = None,
+    kept: far_values.Kept | None = None,
 ) -> torch.nn.Module:
     """Return the program as a module with quantize and dequantize operators, with the same arguments and outputs.
 
@@ -96,7 +99,7 @@ def quantize(
         calibration: tensor files in addition to the program's example inputs; one file at a time is in memory.
         options: `copy_shared_layers` and `fuse_activations` of the recipe.
         unused: names of options, from which those that have an effect are removed.
-        kept: a list that gets the nodes that stay in fp32 for their values; see `far_values`.
+        kept: gets what stays in fp32 for its values; see `far_values`.
 
     Raises:
         CalibrationMismatch: a sample does not fit the program.
@@ -125,13 +128,14 @@ def quantize(
     if far_kept is not None:
         far_kept.watch()
     _calibrate(prepared, program, recipe, name, method, calibration, initial)
-    if far_kept is not None and far_kept.find(initial):
+    samples = (pytree.tree_leaves(sample) for sample in islice(_samples(program, recipe, method, calibration), MAX_SAMPLES))
+    if far_kept is not None and far_kept.find(prepared, samples, partial(_restore, prepared, initial), initial):
         del prepared
         prepared = _prepare(program, recipe, stage, quantizer, options, unused)
         _restore(prepared, initial)
         _calibrate(prepared, program, recipe, name, method, calibration, initial)
         if kept is not None:
-            kept += far_kept.kept
+            kept.nodes, kept.inputs = far_kept.kept.nodes, far_kept.kept.inputs
     if isinstance(quantizer, fusion.ActivationsFused) and quantizer.has_fused:
         unused.discard("fuse_activations")
     prepared = stage._apply_passes(prepared, recipe.pre_convert_passes)

@@ -27,7 +27,7 @@ from etfarm.server.compile.lower import (
     stage_files,
     written_state,
 )
-from etfarm.server.compile.lower.far_values import Reason
+from etfarm.server.compile.lower.far_values import Kept, Reason
 from etfarm.server.compile.lower.selection import Selection, require_found
 from etfarm.server.compile.program import (
     assertions,
@@ -100,7 +100,7 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
     with stages.stage("QUANTIZE") as times:
         for method, quantization in quantizing.items():
             calibration = request.calibration.get(method, ())
-            kept: list[tuple[Reason, Any]] = []
+            kept = Kept()
             with lowering.timed(times, method):
                 try:
                     modules[method] = quantize.quantize(
@@ -109,6 +109,7 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
                 except QuantizedNothing as error:
                     failures.append(error)
                     _add_selected(quantization, method, result)
+                    _warn_of_kept(method, kept, result["warnings"])
                     continue
                 except Exception as error:  # noqa: BLE001 - raised again if the host or the model is at fault
                     failures.append(_quantizer_failure(error, recipe, method, programs))
@@ -213,27 +214,28 @@ def _warn_of_integers(program: Any, quantization: Any, method: str, warnings: li
         )  # fmt: skip
 
 
-def _warn_of_kept(method: str, kept: list[tuple[Reason, Any]], warnings: list[Warning]) -> None:
+def _warn_of_kept(method: str, kept: Kept, warnings: list[Warning]) -> None:
     """Warn of operators that stay in fp32 for their values."""
     for reason, (code, why) in _WHY_KEPT.items():
         nodes_by_operator: dict[str, list[Any]] = defaultdict(list)
-        for node in (node for node_reason, node in kept if node_reason is reason):
+        for node in (node for node_reason, node in kept.nodes if node_reason is reason):
             nodes_by_operator[fp32_layers.name_of(node)].append(node)
         if nodes_by_operator:
             named = (f"{len(group)} x {name}{describe_places(places.places(group))}" for name, group in nodes_by_operator.items())
-            _warn(warnings, code, f"Operators of {method} stay in fp32: {', '.join(named)}. {why}")
+            same = f" Inputs with one value only: {', '.join(kept.inputs)}." if reason is Reason.UNSEEN and kept.inputs else ""
+            _warn(warnings, code, f"Operators of {method} stay in fp32: {', '.join(named)}. {why}{same}")
 
 
 _WHY_KEPT: Final = {
     Reason.FAR: (
         "FAR_VALUES_KEPT",
-        "Some of their values are infinite, as a mask's may be, or so far from the others that int8 has less than four steps for "
-        "these.",
+        "Some of their values are infinite, as a mask's may be, or so far from the others that int8 has fewer than eight steps "
+        "for these.",
     ),
     Reason.UNSEEN: (
         "UNSEEN_VALUES_KEPT",
-        "They take or give values that were zero in all calibration inputs, or a mask that never applied, and int8 would clip "
-        "all others. Give calibration inputs in which that is different, such as texts with padding or a state that is not zero.",
+        "Other inputs than those of calibration give them values that int8 would clip: a state was zero, or a mask never "
+        "applied. Give calibration inputs in which that is different, such as texts with padding or a state that is not zero.",
     ),
 }
 """The codes and sentences of warnings, by reason."""

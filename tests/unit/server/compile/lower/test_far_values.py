@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -227,6 +228,118 @@ async def test_what_gives_nan_has_its_line_and_the_remedy_helps(workers: Workers
     assert sqnr_db(model(*inputs), run(one.pte, list(inputs))[0]) > 20
 
 
+class Attention(nn.Module):
+    """Scores of attention, to which a function of them and of a mask is applied, and to which a bias is added."""
+
+    def __init__(self, mask: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mask = mask
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.register_buffer("bias", torch.randn(32, 32))
+        self.bias: Tensor
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        scores = self.q(x) @ self.k(x).transpose(1, 2) * 0.25
+        bias = self.bias[: x.shape[1], : x.shape[1]]
+        out: Tensor = self.out((self.mask(scores, mask) + bias).softmax(-1) @ self.v(x))
+        return out
+
+
+def _through_a_view(scores: Tensor, mask: Tensor) -> Tensor:
+    scores = scores.clone()
+    scores[:, :, 4:] = scores[:, :, 4:].masked_fill(mask[:, None, 4:] == 0, -1e4)
+    return scores
+
+
+def _into_zeros(scores: Tensor, mask: Tensor) -> Tensor:
+    zeros = torch.zeros_like(scores)
+    zeros[:, :, 2:] = torch.where(mask[:, None, 2:] == 0, -1e4, 0.0)
+    return scores + zeros
+
+
+def _window(scores: Tensor, mask: Tensor) -> Tensor:
+    places = torch.arange(scores.shape[1])
+    return scores + ((places[:, None] - places).abs() > TOKENS).float() * -1e4
+
+
+FILLED: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "view": _through_a_view,
+    "zeros": _into_zeros,
+    "dropout": lambda scores, mask: F.dropout(scores.masked_fill(mask[:, None] == 0, -1e4), training=False),
+    "einsum": lambda scores, mask: torch.einsum("bij,jk->bik", scores.masked_fill(mask[:, None] == 0, -1e4), torch.eye(TOKENS)),
+    "leaky_relu": lambda scores, mask: F.leaky_relu(scores.masked_fill(mask[:, None] == 0, -1e6)),
+    "shifted": lambda scores, mask: torch.where(mask[:, None] == 0, scores - 1e4, scores),
+    "clamp": lambda scores, mask: scores.masked_fill(mask[:, None] == 0, -1e4).clamp(max=10.0),
+    "offset": lambda scores, mask: (scores - 10.0).masked_fill(mask[:, None] == 0, -20.0),
+    "log": lambda scores, mask: scores + (mask[:, None] + 1e-6).log(),
+    "multiply": lambda scores, mask: scores + torch.multiply(torch.subtract(1.0, mask[:, None]), -1e4),
+}
+"""Masks that a model may apply, and that calibration on texts without padding does not show."""
+
+
+def in_graph(folder: Path, model: nn.Module, inputs: tuple[Tensor, ...], **options: Any) -> tuple[nn.Module, far_values.Kept]:
+    """Return the quantized graph of a model that was calibrated with other values of the first input, and what stays in fp32."""
+    program, kept = torch.export.export(model.eval(), inputs, **options), far_values.Kept()
+    how = build.quantization(recipes.parse(STATIC), "forward")
+    samples = [sample(folder / f"{index}.ett", torch.randn_like(inputs[0]), *inputs[1:]) for index in range(8)]
+    return quantize.quantize(program, how, STATIC, "forward", samples, kept=kept), kept
+
+
+@pytest.mark.parametrize("form", FILLED)
+def test_a_mask_is_followed_through_any_arithmetic(tmp_path: Path, form: str) -> None:
+    torch.manual_seed(0)
+    model, x = Attention(FILLED[form]), torch.randn(1, TOKENS, 16)
+    module, kept = in_graph(tmp_path, model, (x, torch.ones(1, TOKENS)))
+    mask = (torch.arange(TOKENS) < 5).float()[None]
+    assert {reason for reason, _ in kept.nodes} == {far_values.Reason.UNSEEN} and kept.inputs == ["mask"]
+    assert sqnr_db(model(x, mask), module(x, mask)) > 25
+
+
+def test_a_mask_of_what_is_longer_than_in_calibration_applies(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Attention(_window)
+    inputs = torch.randn(1, TOKENS, 16), torch.ones(1)
+    tokens = torch.export.Dim("tokens", min=2, max=31)
+    module, kept = in_graph(tmp_path, model, inputs, dynamic_shapes=({1: tokens}, None))
+    x = torch.randn(1, 24, 16)
+    assert far_values.Reason.UNSEEN in {reason for reason, _ in kept.nodes}
+    assert sqnr_db(model(x, inputs[1]), module(x, inputs[1])) > 20
+
+
+@pytest.mark.parametrize("joined", [torch.cat, torch.stack])
+def test_a_state_that_is_joined_counts(tmp_path: Path, joined: Callable[[list[Tensor], int], Tensor]) -> None:
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, state: Tensor) -> Tensor:
+            return joined([self.linear(x), state], -1)
+
+    torch.manual_seed(0)
+    model, x = Joined(), torch.randn(4, 8)
+    module, kept = in_graph(tmp_path, model, (x, torch.zeros(4, 8)))
+    if joined is torch.cat:  # XNNPACK quantizes no other
+        assert kept.inputs == ["state"] and {reason for reason, _ in kept.nodes} == {far_values.Reason.UNSEEN}
+    state = 10 * torch.randn(4, 8)
+    assert sqnr_db(model(x, state), module(x, state)) > 40
+
+
+class Constant(nn.Module):
+    """Has a mask that does not depend on inputs, as image transformers have it, a scatter, and weights of zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.gamma = nn.Parameter(torch.zeros(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        y = y + torch.where(torch.arange(64) >= 0, 0.0, LEAST)
+        y = torch.scatter(y, 1, torch.full((4, 1), 63), torch.zeros(4, 1)) + y
+        return y + self.gamma.tanh()[None] * y + (self.gamma.exp() - 1) * y
+
+
 class Plain(nn.Module):
     """Has an epsilon, a gate, a small residual and a number that is added."""
 
@@ -259,13 +372,13 @@ class Scaled(nn.Module):
         return torch.where(x > 1, 255.0, x) / 255.0 + x.clamp(0.0, 1.0)
 
 
-@pytest.mark.parametrize("model", [Plain, Summed, Scaled, None])
+@pytest.mark.parametrize("model", [Plain, Summed, Scaled, Constant, None])
 def test_what_has_no_far_values_is_quantized_whole(model: type[nn.Module] | None) -> None:
     torch.manual_seed(0)
     program = models.conv() if model is None else torch.export.export(model().eval(), (torch.randn(4, 64),))
-    kept: list[tuple[far_values.Reason, Any]] = []
+    kept = far_values.Kept()
     quantize.quantize(program, build.quantization(recipes.parse(STATIC), "forward"), STATIC, "forward", [], kept=kept)
-    assert kept == []
+    assert kept.nodes == []
 
 
 @pytest.mark.asyncio(loop_scope="session")
@@ -287,10 +400,10 @@ async def test_a_computed_number_is_added_in_fp32(workers: Workers, tmp_path: Pa
 
 def test_what_stays_keeps_the_scales_of_the_others() -> None:
     model, inputs = masked("buffer", -INF)
-    program, kept = torch.export.export(model, inputs), list[tuple[far_values.Reason, Any]]()
+    program, kept = torch.export.export(model, inputs), far_values.Kept()
     how = build.quantization(recipes.parse(STATIC), "forward")
     module = quantize.quantize(program, how, STATIC, "forward", [], kept=kept)
-    assert [(reason, str(node.target)) for reason, node in kept] == [(far_values.Reason.FAR, "aten.add.Tensor")]
+    assert [(reason, str(node.target)) for reason, node in kept.nodes] == [(far_values.Reason.FAR, "aten.add.Tensor")]
     sums = [node for node in module.graph.nodes if node.target == torch.ops.aten.add.Tensor]
     dequantized = [all("dequantize" in str(each.target) for each in node.all_input_nodes) for node in sums]
     assert dequantized == [False, True]
@@ -299,8 +412,8 @@ def test_what_stays_keeps_the_scales_of_the_others() -> None:
 @pytest.mark.parametrize(
     ("values", "is_far"),
     [([0.0, 1.0, -2.0, -1e4], True), ([0.5, -1e4, -2e4], True), ([0.5, -1e4, 1e4], False), ([0.5, 100.0, -1e4], True),
-     ([0.5, 200.0, -1e4], False),
-     ([0.0, -1e4], False), ([0.5, -20.0], False), ([1.0, 1e-9], False),
+     ([0.5, 200.0, -1e4], True), ([0.5, 400.0, -1e4], False),
+     ([0.0, -1e4], False), ([0.5, -20.0], True), ([0.5, -15.0], False), ([1.0, -20.0], False), ([1.0, 1e-9], False),
      ([0.0, -INF], True), ([0.5, LEAST], True), ([0.0], False)],
 )  # fmt: skip
 def test_values_of_one_tensor_are_far(values: list[float], is_far: bool) -> None:

@@ -1,0 +1,216 @@
+"""What the operators of a model may get that calibration did not show: a mask that never applied, a state that was zero.
+
+Where all inputs of calibration have one value in common, such as a mask of ones for texts without padding, the model runs again
+with another value in half of it. The same is done to conditions that were never true, or never false. That way any arithmetic
+between a mask and what it is added to is followed, as it is executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import structlog
+import torch
+
+log = structlog.get_logger()
+
+MAX_SAMPLES: Final = 8
+"""Number of samples that the model runs on again, before and after the change of what they have in common."""
+Restore = Callable[[], None]
+Visit = Callable[[Any, torch.Tensor], torch.Tensor]
+
+_SEED: Final = 20_261_129
+_SHAPED: Final = frozenset({
+    "full", "full_like", "new_full", "scalar_tensor", "zeros", "ones", "empty", "arange", "zeros_like", "ones_like", "empty_like",
+    "new_zeros", "new_ones", "new_empty",
+})  # fmt: skip
+"""Names of operators whose outputs do not depend on the values of tensors."""
+
+
+class Ranges:
+    """The least and the greatest values of the tensors that observers get, by the observers' nodes."""
+
+    def __init__(self) -> None:
+        self._limits: dict[Any, tuple[float, float]] = {}
+
+    def note(self, node: Any, value: torch.Tensor) -> None:
+        """Take in a tensor; NaN does not count."""
+        low, high = self._limits.get(node, (0.0, 0.0))
+        if value.numel():
+            least, greatest = torch.aminmax(value.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
+            self._limits[node] = min(low, float(least)), max(high, float(greatest))
+
+    def __getitem__(self, node: Any) -> tuple[float, float]:
+        """Return the least and the greatest value, zero included."""
+        return self._limits.get(node, (0.0, 0.0))
+
+
+class Exploration:
+    """The values that a model's operators have on samples, and those that they have with what the samples have in common changed.
+
+    Args:
+        prepared: the model with observers, which see none of this.
+        observers: the class of the observers.
+        changed_buffers: names of the buffers that the model changes.
+    """
+
+    def __init__(self, prepared: torch.fx.GraphModule, observers: type[Any], changed_buffers: Collection[str]) -> None:
+        self._prepared = prepared
+        self._observers = observers
+        self._varying = _find_varying(prepared.graph, changed_buffers)
+        self.seen, self.unseen = Ranges(), Ranges()
+        self.inputs: list[str] = []
+        """Names of the inputs that were the same in all samples."""
+
+    def run(self, samples: Iterable[Sequence[Any]], restore: Restore) -> None:
+        """Execute the model on samples, and then again.
+
+        Args:
+            samples: flattened inputs.
+            restore: function that gives the model's buffers their initial values.
+        """
+        samples, same = list(samples), _Same()
+        inputs = [node for node in self._prepared.graph.nodes if node.op == "placeholder"]
+        for sample in samples:
+            for node, leaf in zip(inputs, sample, strict=True):
+                if isinstance(leaf, torch.Tensor):
+                    same.note(node, leaf)
+        if not same.values and not any(_is_condition(node) for node in self._varying):
+            return
+        note, change = self._executor(self.seen, same.note), self._executor(self.unseen, _Changes(same.values).change)
+        if not all(note(sample, restore) for sample in samples) or not same.values:
+            return
+        if not all(change(sample, restore) for sample in samples):
+            # Such as an index that was 0 in all samples: conditions can still be changed.
+            for node in inputs:
+                same.values.pop(node, None)
+            for sample in samples:
+                change(sample, restore)
+        self.inputs = [node.name for node in inputs if node in same.values]
+
+    def _executor(self, ranges: Ranges, visit: Visit) -> Callable[[Sequence[Any], Restore], bool]:
+        return lambda sample, restore: _execute(
+            _Run(self._prepared, self._observers, ranges, self._varying, visit), sample, restore
+        )
+
+
+class _Run(torch.fx.Interpreter):  # type: ignore[misc]
+    """One execution without observers.
+
+    Args:
+        ranges: takes in the tensors that observers would see.
+        visit: called with inputs and conditions that other inputs may change, and their values; returns the value to go on with.
+    """
+
+    def __init__(
+        self, prepared: torch.fx.GraphModule, observers: type[Any], ranges: Ranges, varying: Collection[Any], visit: Visit
+    ) -> None:
+        super().__init__(prepared)
+        self._observer_class = observers
+        self._ranges = ranges
+        self._varying_nodes = varying
+        self._visit = visit
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        """Execute a node of the graph."""
+        if n.op == "call_module" and isinstance(self.fetch_attr(str(n.target)), self._observer_class):
+            (value,), _ = self.fetch_args_kwargs_from_env(n)
+            if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
+                self._ranges.note(n, value)
+            return value
+        value = super().run_node(n)
+        if n in self._varying_nodes and isinstance(value, torch.Tensor) and (n.op == "placeholder" or _is_condition(n)):
+            return self._visit(n, value)
+        return value
+
+
+class _Same:
+    """The values of the nodes that have had one value only."""
+
+    def __init__(self) -> None:
+        self.values: dict[Any, Any] = {}
+        self._others: set[Any] = set()
+
+    def note(self, node: Any, value: torch.Tensor) -> torch.Tensor:
+        """Take in a tensor, and return it."""
+        if node not in self._others and value.numel():
+            first = value.flatten()[0]
+            if bool((value == first).all()) and self.values.setdefault(node, first.item()) == first.item():
+                return value
+            self.values.pop(node, None)
+            self._others.add(node)
+        return value
+
+
+def _execute(run: _Run, leaves: Sequence[Any], restore: Restore) -> bool:
+    """Return whether the model runs on inputs."""
+    restore()
+    try:
+        with torch.no_grad():
+            run.run(*(leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves), enable_io_processing=False)
+    except Exception as error:  # noqa: BLE001 - a model may refuse values that its users never give it
+        log.info("the model does not run on changed calibration inputs", error=str(error).partition("\n")[0])
+        return False
+    return True
+
+
+class _Changes:
+    """Other values for nodes that have had one value only."""
+
+    def __init__(self, same: Mapping[Any, Any]) -> None:
+        self._same = same
+        self._generator = torch.Generator().manual_seed(_SEED)
+
+    def change(self, node: Any, value: torch.Tensor) -> torch.Tensor:
+        """Return a node's tensor with another value in about half of its elements, at least in one."""
+        if node not in self._same or not value.numel():
+            return value
+        chosen = torch.rand(value.shape, generator=self._generator) < 0.5
+        chosen.view(-1)[:1] = True
+        if value.dtype == torch.bool:
+            return value ^ chosen
+        if self._same[node] == 0 and value.is_floating_point():
+            other = torch.randn(value.shape, generator=self._generator).to(value.dtype)
+        else:
+            other = torch.full_like(value, 0 if self._same[node] else 1)
+        return torch.where(chosen, other, value)
+
+
+def _is_condition(node: Any) -> bool:
+    value = node.meta.get("val")
+    return node.op == "call_function" and isinstance(value, torch.Tensor) and value.dtype == torch.bool
+
+
+def _find_varying(graph: torch.fx.Graph, changed_buffers: Collection[str]) -> set[Any]:
+    """Return the nodes of a graph whose values other inputs may change."""
+    varying: set[Any] = set()
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder":
+            varies = isinstance(value, torch.Tensor)
+        elif node.op == "get_attr":
+            varies = node.target in changed_buffers
+        elif isinstance(value, torch.SymInt):
+            varies = True
+        else:
+            near = node.all_input_nodes
+            if name_of(node) in _SHAPED:
+                near = [each for each in near if isinstance(each.meta.get("val"), torch.SymInt) or _has_symbols(each)]
+            varies = any(each in varying for each in near)
+        if varies:
+            varying.add(node)
+    return varying
+
+
+def _has_symbols(node: Any) -> bool:
+    """Return whether the size of a tensor depends on inputs."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape)
+
+
+def name_of(node: Any) -> str:
+    """Return the name of a node's operator without overload, such as `add`; empty if it calls none."""
+    if node.op != "call_function":
+        return ""
+    return str(getattr(node.target, "overloadpacket", node.target).__name__)
