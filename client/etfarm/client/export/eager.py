@@ -32,7 +32,7 @@ from etfarm.client.export.mutation import (
     assignments_written,
     changes_constants,
     find_shared_buffers,
-    inline_writing_regions,
+    inline_regions,
     keep_mutations,
     written_parameters,
 )
@@ -262,7 +262,7 @@ class _Export:
         for name in kept.forgotten(args, kwargs, written_parameters(program), others) if kept.is_changed else ():
             forgotten[name] = None
             self.say(f"The program forgets what the model keeps in {name}: make that a buffer, and write to it with copy_().")
-        if inline_writing_regions(program):
+        if inline_regions(program):
             raise ExportFailed(
                 method, "SpecViolationError", "torch.export cannot save a region of torch.autocast that returns nothing.", "",
                 remedy="Compute within the region, and write to buffers after it.",

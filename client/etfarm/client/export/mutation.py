@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -153,20 +153,22 @@ def _written(program: ExportedProgram) -> Iterator[str]:
                 yield written.name
 
 
-def inline_writing_regions(program: ExportedProgram) -> list[Any]:
-    """Put the operators of `with torch.no_grad():` regions that only write to tensors into the graph itself.
+def inline_regions(program: ExportedProgram) -> list[Any]:
+    """Put the operators of `with torch.no_grad():` regions into the graph itself.
 
-    Such a region returns nothing, and torch 2.13 cannot load an archive with an operator that returns nothing.
+    Quantizers look at no operator within a region, and torch 2.13 cannot load an archive with a region that returns nothing.
 
     Returns:
-        The regions that stay: those of torch.autocast, whose operators change outside of it, and those with regions of their own.
+        The regions that return nothing and stay: those of torch.autocast, whose operators change outside of it, and those with
+        regions of their own.
     """
     graph, stay = program.graph, []
-    for region in [node for node in graph.nodes if str(node.target).startswith("wrap_with_") and not node.users]:
+    for region in [node for node in graph.nodes if str(node.target).startswith("wrap_with_")]:
         inner = next(each for each in region.args if getattr(each, "op", "") == "get_attr")
         body: Any = getattr(program.graph_module, inner.target)
         if str(region.target) != "wrap_with_set_grad_enabled" or any(node.op == "get_attr" for node in body.graph.nodes):
-            stay.append(region)
+            if not region.users:
+                stay.append(region)
             continue
         values = iter(region.args[region.args.index(inner) + 1 :])
         copies: dict[Any, Any] = {}
@@ -176,9 +178,22 @@ def inline_writing_regions(program: ExportedProgram) -> list[Any]:
                     copies[node] = next(values)
                 elif node.op != "output":
                     copies[node] = graph.node_copy(node, copies.__getitem__)
+        _replace_outputs(program, region, [copies.get(node, node) for node in body.graph.output_node().args[0]])
         graph.erase_node(region)
         if not inner.users:
             graph.erase_node(inner)
             delattr(program.graph_module, inner.target)
     program.graph_module.recompile()
     return stay
+
+
+def _replace_outputs(program: ExportedProgram, region: Any, values: Sequence[Any]) -> None:
+    """Let the users of a region's outputs use other values, and the program return these."""
+    for item in list(region.users):
+        value = values[item.args[1]]
+        returned = (spec.arg for spec in program.graph_signature.output_specs)
+        for argument in (*returned, *(program.module_call_graph[0].signature.outputs or ())):
+            if argument.name == item.name:
+                argument.name = value.name
+        item.replace_all_uses_with(value)
+        program.graph.erase_node(item)

@@ -43,7 +43,9 @@ QUANTIZING: Final = ("quantized_decomposed.", "torchao.quantize_affine", "torcha
                      "torchao.choose_qparams", "quant.dequantize_codebook")  # fmt: skip
 """Beginnings of the names of operators that quantize or dequantize."""
 
-_OTHERWISE: Final = "Keep layers in fp32 with skip_modules in a recipe file, or use an int8 recipe with dynamic scales."
+_OTHERWISE: Final = (
+    "Keep layers in fp32 with skip_modules or skip_operators in a recipe file, or use an int8 recipe with dynamic scales."
+)
 KEEP_IN_FP32: Final = "Keep layers in fp32 with skip_modules in a recipe file: --numerics names the operators that differ."
 
 _NAMED: Final = 3

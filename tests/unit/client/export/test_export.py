@@ -316,6 +316,30 @@ def test_a_region_that_only_writes_is_part_of_the_program() -> None:
     assert not [node for node in program.graph.nodes if "wrap_with" in str(node.target)]
 
 
+class Frozen(nn.Module):
+    """Computes without gradients: what it returns, what it goes on with, and an input that it returns unchanged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            y = self.stem(x)
+            z = y * 2
+        return {"z": z, "x": x, "head": self.head(y), "again": z}
+
+
+def test_a_region_without_gradients_is_part_of_the_program() -> None:
+    model, x = Frozen().eval(), torch.randn(2, 3)
+    program = torch.export.load(io.BytesIO(forward_of(ModelSource.of(model, (x,))).pt2))
+    assert not [node for node in program.graph.nodes if "wrap_with" in str(node.target)]
+    expected, actual = model(x), program.module()(x)
+    assert expected.keys() == actual.keys() and all(torch.equal(expected[key], actual[key]) for key in expected)
+    lines = [node.meta["stack_trace"] for node in program.graph.nodes if str(node.target) == "aten.linear.default"]
+    assert ["self.stem(x)" in line for line in lines] == [True, False]
+
+
 class Cast(nn.Module):
     """Writes to a buffer in a region whose operators compute in another dtype."""
 

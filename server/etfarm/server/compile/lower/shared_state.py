@@ -7,6 +7,8 @@ from typing import Any, Final
 
 from executorch.exir.passes import MemoryPlanningPass
 
+from etfarm.server.compile.program.descriptions import describe_place
+from etfarm.server.compile.program.places import places
 from etfarm.wire.errors import UserError
 from etfarm.wire.recipes import Recipe
 from etfarm.wire.shared_state import PREFIX, buffer_names, rename_buffers, written_buffers
@@ -125,8 +127,13 @@ def require_kept(method: str, before: Any, after: Any) -> None:
     """
     for name in sorted(_used(before) - _used(after)):
         if name.startswith(PREFIX):
+            names = buffer_names(before)
+            line = describe_place(
+                places([user for node in before.graph.nodes if names.get(node.name) == name for user in node.users])
+            )
             raise StateNotShared(
-                shown_name(name), f"{method} and other methods", f"quantization makes a constant of it in {method}",
+                shown_name(name), f"{method} and other methods",
+                f"quantization makes a constant of it in {method}{f', at {line}' if line else ''}",
                 f"Leave {method} unquantized (quantizers = [] in [methods.{method}])",
             )  # fmt: skip
 

@@ -146,7 +146,8 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
             with lowering.timed(times, method):
                 original = programs.pop(method)
                 exported = quantize.export_again(modules.pop(method), original, recipe.strict)
-                shared_state.require_kept(method, original, exported)
+                if recipe.options.executorch.get("share_mutable_buffers") is not False:
+                    shared_state.require_kept(method, original, exported)
                 del original
                 if not is_quantized(exported):
                     raise QuantizedNothing(name, method, "TORCH_EXPORT")

@@ -50,7 +50,7 @@ def describe_copies(method: str, copies: Mapping[str, int]) -> str:
         sentences.append(
             f"{method} writes to its {inputs} {listed}. The program works on {copy} made in every run. To avoid that, write "
             "out-of-place operators, such as x = x.add(1) for x.add_(1). To get what was written, return it from forward, or "
-            "give a factory with --keep-mutations."
+            "give a factory with --keep-mutations (ModelSource: keep_mutations=True)."
         )
     if others := [repr(name) for name in copies if name not in copied]:
         sentences.append(

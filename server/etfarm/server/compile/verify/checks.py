@@ -482,7 +482,10 @@ def _advise_accuracy(program: _Program, method: str) -> str:
     lowered = program.lowered.get(method)
     if lowered is not None and not quantized_outputs.is_static(lowered):
         return quantized_outputs.KEEP_IN_FP32
-    return "Give calibration inputs like the real ones, or use a recipe that keeps more in fp32."
+    return (
+        "Give calibration inputs like the real ones, use an int8 recipe with dynamic scales, or keep what loses most in fp32 "
+        "with skip_modules or skip_operators in a recipe file: --numerics shows the operators' loss against eager PyTorch."
+    )
 
 
 def _find_cause(original: Any, *, delegates: bool) -> str:

@@ -92,6 +92,39 @@ async def test_what_cannot_be_shared_is_refused(
     assert caught.value.metadata["buffer"] == "state.n"
 
 
+class Writes(torch.nn.Module):  # type: ignore[misc]
+    """Fills a memory."""
+
+    def __init__(self, memory: Holder) -> None:
+        super().__init__()
+        self.memory, self.linear = memory, torch.nn.Linear(2, 2)
+
+    def forward(self, x: Any) -> Any:
+        self.memory.n.copy_(self.linear(x)[0])
+        return self.linear(x)
+
+
+class Reads(Writes):
+    """Adds the memory to something that is quantized."""
+
+    def forward(self, x: Any) -> Any:
+        return self.linear(x) + self.memory.n
+
+
+async def test_what_quantization_makes_constant_is_refused_with_two_remedies(workers: Workers, tmp_path: Path) -> None:
+    memory = Holder()
+    methods = {"write": Writes(memory).eval(), "read": Reads(memory).eval()}
+    exported = programs(ModelSource(methods=methods, example_inputs=dict.fromkeys(methods, (torch.randn(1, 2),))))
+    static = "xnnpack_pt2e_int8_static_per_channel"
+    with pytest.raises(EtfarmError) as caught:
+        await compiled(workers, tmp_path / "refused", exported, static)
+    assert caught.value.reason == "STATE_NOT_SHARED" and "test_compile_shared_state.py:" in caught.value.message
+    assert "quantizers = [] in [methods.read], or set share_mutable_buffers = false" in caught.value.remedy.replace(")", "")
+    for name, text in (("apart", PLANNED.format("false")), ("fp32", "[methods.read]\nquantizers = []\n")):
+        one = await compiled(workers, tmp_path / name, exported, recipes.from_toml(f'recipe = "{static}"\n{text}'))
+        assert ("STATE_SHARED" in one.codes) is (name == "fp32")
+
+
 def test_a_recipe_that_contradicts_itself_is_refused() -> None:
     with pytest.raises(recipes.BadCombination):
         recipes.from_toml(f'recipe = "portable"\n{PLANNED.format("true")}alloc_mutable_buffers = false')
