@@ -14,6 +14,7 @@ import grpc
 import pytest
 import trustme
 
+from etfarm.client import AsyncFarm, Progress
 from etfarm.server.backup.backup import back_up
 from etfarm.server.backup.restore import restore
 from etfarm.v1 import agent_pb2, agent_pb2_grpc, common_pb2, token_pb2, token_pb2_grpc
@@ -22,6 +23,7 @@ from tests.support import last_release
 from tests.support.databases import TEMPLATE, PostgresDatabases
 from tests.support.databases import postgres_databases as postgres_databases
 from tests.support.farm import START_S, Daemon
+from tests.support.programs import program
 from tests.support.runner import know_own_runners
 from tests.support.servers import Servers
 
@@ -325,30 +327,54 @@ async def test_a_revoked_token_is_not_sent_and_named(home: Home, board: Board) -
         assert "the token was revoked, or something between them has a certificate of its own." in await board.refused(address)
 
 
-async def test_each_server_of_a_farm_proves_itself_and_an_agent_goes_from_one_to_the_other(
-    postgres_databases: PostgresDatabases, tmp_path: Path
-) -> None:
+@pytest.fixture
+async def two(postgres_databases: PostgresDatabases, tmp_path: Path, home: Home) -> AsyncIterator[Servers]:
+    """Two servers of one farm, each with a certificate of its own."""
     name = f"proofs_{uuid.uuid4().hex}"
     postgres_databases.server.execute("CREATE DATABASE {} TEMPLATE {}", name, TEMPLATE)
-    homes = [home := Home(tmp_path / "first"), Home(tmp_path / "second", home.authority)]
     (tmp_path / "servers").mkdir()
     servers = Servers(tmp_path / "servers", postgres_databases.server.url(name))
     try:
-        for each in homes:
+        for each in (home, Home(tmp_path / "second", home.authority)):
             await asyncio.to_thread(servers.add, "--tokens", str(each.tokens), *each.tls)
-        leader, standby = servers.servers
-        board = Board(tmp_path / "board", home.ca)
-        async with board.connected(leader.address, await home.enrolment_token(leader.address)):
-            pass
-        async with board.connected(standby.address):
-            assert await home.connected(leader.address) == 1
-        async with board.connected(servers.addresses) as agent:
-            await asyncio.to_thread(leader.kill9)
-            await asyncio.to_thread(agent.expect, "connected to")
-            assert await home.connected(standby.address) == 1
+        yield servers
     finally:
         await asyncio.to_thread(servers.stop)
         postgres_databases.server.execute("DROP DATABASE {} WITH (FORCE)", name)
+
+
+async def test_each_server_of_a_farm_proves_itself_and_an_agent_goes_from_one_to_the_other(
+    two: Servers, home: Home, tmp_path: Path
+) -> None:
+    leader, standby = two.servers
+    board = Board(tmp_path / "board", home.ca)
+    async with board.connected(leader.address, await home.enrolment_token(leader.address)):
+        pass
+    async with board.connected(standby.address):
+        assert await home.connected(leader.address) == 1
+    async with board.connected(two.addresses) as agent:
+        await asyncio.to_thread(leader.kill9)
+        await asyncio.to_thread(agent.expect, "connected to")
+        assert await home.connected(standby.address) == 1
+
+
+async def test_a_result_reaches_a_server_that_was_away_when_its_attempt_began(two: Servers, home: Home, tmp_path: Path) -> None:
+    leader, other = two.servers
+    board = Board(tmp_path / "board", home.ca)
+    await asyncio.to_thread(other.kill9)
+    async with (
+        board.connected(two.addresses, await home.enrolment_token(leader.address)),
+        AsyncFarm(two.addresses, token=ADMIN, tls_ca=home.ca) as farm,
+    ):
+        job = await farm.bench(program("add").path, warmup=1, min_time_s=10.0)
+        async for event in job.watch():
+            if isinstance(event, Progress) and event.phase == "TIMED":
+                break
+        await asyncio.to_thread(other.start)
+        await asyncio.to_thread(leader.kill9)
+        async with asyncio.timeout(240):
+            (report,) = (await job.result()).reports
+        assert report.error is None and report.state == "SUCCEEDED"
 
 
 @pytest.mark.skipif(not last_release.is_available(), reason="a shallow clone lacks the release's commit")

@@ -26,7 +26,6 @@ from etfarm.device_agents.device.inventory import choose_cpus, format_cpu_list
 from etfarm.device_agents.errors import SelfTestFailed
 from etfarm.device_agents.targets.base import Target
 from etfarm.v1 import agent_pb2, job_pb2
-from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
 from etfarm.wire import tensors
 from etfarm.wire.status import to_proto
 from etfarm.wire.tensors import Value
@@ -87,7 +86,7 @@ class Attempt:
         start = self.start
         try:
             async with attempt_channel(self.config, self.remaining_s(), attempt_limit_s(start)) as channel:
-                transfers = Transfers(ArtifactServiceStub(channel), self.config.pauses)
+                transfers = Transfers.over(channel, self.config.pauses)
                 with self._cache.lease(transfers) as lease:
                     results = await self._carry_out(transfers, lease)
                     if not self.target.measures_memory:

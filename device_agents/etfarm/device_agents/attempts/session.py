@@ -29,7 +29,6 @@ from etfarm.device_agents.runners.process import LogLine
 from etfarm.device_agents.targets.base import Provisions, Target
 from etfarm.v1 import agent_pb2, common_pb2, session_pb2
 from etfarm.v1.agent_pb2_grpc import AgentServiceStub
-from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import from_rpc_error, to_proto
 from etfarm.wire.words import value_of
@@ -91,9 +90,9 @@ class ServedSession:
             limit_s = attempt_limit_s(self.start)
             left_s = limit_s - (time.monotonic() - self._received_s)
             async with attempt_channel(self.config, left_s, limit_s) as channel:
-                transfers = Transfers(ArtifactServiceStub(channel), self.config.pauses)
+                transfers = Transfers.over(channel, self.config.pauses)
                 with self._cache.lease(transfers) as lease:
-                    await self._run(channel, transfers, lease)
+                    await self._run(channel.channel, transfers, lease)
         except grpc.aio.AioRpcError as error:
             result.error.CopyFrom(to_proto(from_rpc_error(error, server=self.config.access.server)))
         except EtfarmError as raised:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.errors import TransferTimedOut
 from etfarm.device_agents.jail.box import require_plain_file
 from etfarm.v1 import artifact_pb2, common_pb2
+from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
 from etfarm.wire import chunks
 from etfarm.wire.chunks import Progressed
 from etfarm.wire.errors import EtfarmError
@@ -39,34 +41,82 @@ _TRY_AGAIN: Final = frozenset(
 )
 _FULL: Final = frozenset({"DISK_FULL", "QUOTA_EXCEEDED"})
 """Reasons why the server has no room for a result at the moment. The agent waits, so that no measurement is lost."""
+_RENEW_S: Final = 5.0
+"""Age in seconds from which a channel without an answer is opened anew."""
 _CORRUPTIONS: Final = 3
 """Number of damaged arrivals of an artifact after which the transfer fails."""
 
 
-@asynccontextmanager
-async def attempt_channel(config: AgentConfig, left_s: float, limit_s: float) -> AsyncIterator[grpc.aio.Channel]:
-    """Open a channel of an attempt to the farm. Like transfers, it is tried again without limit: no program is to blame for it.
+class AttemptChannel:
+    """The channel of an attempt to the farm.
+
+    It is to the servers that had proven to be the farm's when it was opened. Where none of these answers any more, such as one
+    that was stopped for good, or has another certificate, it is opened anew, so that others are asked.
 
     Args:
-        left_s: the attempt's remaining time in seconds.
-        limit_s: all of its time in seconds.
-
-    Raises:
-        TransferTimedOut: no server of the farm was reached within the attempt's time.
+        config: how to reach the farm.
     """
-    async with AsyncExitStack() as opened:
+
+    def __init__(self, config: AgentConfig) -> None:
+        self._config = config
+        self._turn = asyncio.Lock()
+        self._opened = AsyncExitStack()
+        self._opened_s = 0.0
+        self.channel: grpc.aio.Channel
+
+    async def open(self, left_s: float, limit_s: float) -> None:
+        """Open it. Like transfers, that is tried again without limit: no program is to blame for it.
+
+        Args:
+            left_s: the attempt's remaining time in seconds.
+            limit_s: all of its time in seconds.
+
+        Raises:
+            TransferTimedOut: no server of the farm was reached within the attempt's time.
+        """
         try:
             async with asyncio.timeout(left_s):
-                for pause in config.pauses():
+                for pause in self._config.pauses():
                     try:
-                        channel = await opened.enter_async_context(farm_channel(config.access))
-                        break
+                        return await self._open()
                     except EtfarmError as error:
                         log.info("an attempt does not reach the farm (%s); trying again in %.1f s", error.message, pause)
                     await asyncio.sleep(pause)
         except TimeoutError:
             raise TransferTimedOut("FETCH", limit_s) from None
-        yield channel
+
+    async def renew(self) -> grpc.aio.Channel:
+        """Return a new channel if the present one has been open for a while; that one if no server is reached."""
+        async with self._turn:
+            if time.monotonic() - self._opened_s >= _RENEW_S:
+                self._opened_s = time.monotonic()
+                try:
+                    await self._open()
+                except EtfarmError as error:
+                    log.info("an attempt does not reach the farm (%s)", error.message)
+        return self.channel
+
+    async def close(self) -> None:
+        """Close it."""
+        await self._opened.aclose()
+
+    async def _open(self) -> None:
+        async with AsyncExitStack() as opening:
+            self.channel = await opening.enter_async_context(farm_channel(self._config.access))
+            former, self._opened = self._opened, opening.pop_all()
+        self._opened_s = time.monotonic()
+        await former.aclose()
+
+
+@asynccontextmanager
+async def attempt_channel(config: AgentConfig, left_s: float, limit_s: float) -> AsyncIterator[AttemptChannel]:
+    """Open the channel of an attempt, as `AttemptChannel.open`, until the end of the block."""
+    own = AttemptChannel(config)
+    try:
+        await own.open(left_s, limit_s)
+        yield own
+    finally:
+        await own.close()
 
 
 class Transfers:
@@ -77,11 +127,27 @@ class Transfers:
     Args:
         stub: the artifact service.
         pauses: returns the seconds to wait before each further try of one transfer.
+        renew: returns the stub to go on with when no server has answered.
     """
 
-    def __init__(self, stub: ArtifactServiceAsyncStub, pauses: Callable[[], Iterator[float]]) -> None:
+    def __init__(
+        self,
+        stub: ArtifactServiceAsyncStub,
+        pauses: Callable[[], Iterator[float]],
+        renew: Callable[[], Awaitable[ArtifactServiceAsyncStub]] | None = None,
+    ) -> None:
         self._stub = stub
         self._pauses = pauses
+        self._renew = renew
+
+    @classmethod
+    def over(cls, channel: AttemptChannel, pauses: Callable[[], Iterator[float]]) -> Transfers:
+        """Return the transfers of an attempt."""
+
+        async def renew() -> ArtifactServiceAsyncStub:
+            return ArtifactServiceStub(await channel.renew())
+
+        return cls(ArtifactServiceStub(channel.channel), pauses, renew)
 
     async def download(
         self, artifact: common_pb2.Artifact, path: Path, on_progress: Progressed | None = None, links: Links | None = None
@@ -139,6 +205,8 @@ class Transfers:
                 if corruptions == _CORRUPTIONS or not (is_full or error.code() in _TRY_AGAIN | {grpc.StatusCode.DATA_LOSS}):
                     raise
                 log.info("a transfer was cut (%s); trying again in %.1f s", error.code().name, pause)
+                if error.code() is grpc.StatusCode.UNAVAILABLE and self._renew is not None:
+                    self._stub = await self._renew()
             await asyncio.sleep(pause)
         raise AssertionError("pauses never end")
 

@@ -31,6 +31,7 @@ SELECT id, principal, role, secret_hash, enrolment, agent_id, expires_at AT TIME
 _FARM: Final = "SELECT id FROM farm"
 _RETRY_S: Final = 0.5
 _LOG_AGAIN_S: Final = 60.0
+_CATCH_UP_S: Final = 3.0
 
 
 class KnownTokens:
@@ -50,6 +51,8 @@ class KnownTokens:
         self._is_empty = True
         self._leader_asks = False
         self._has_seen_refusal = False
+        self._has_read = asyncio.Event()
+        """Set, and replaced, after each look at the tokens."""
         self.loaded = asyncio.Event()
         """Set once the tokens are known. Until then, the leader is asked about every caller."""
         if url is None:
@@ -71,6 +74,17 @@ class KnownTokens:
     def key_of_hint(self, hint: bytes) -> bytes | None:
         """Return the key of an agent's own token by its hint in GetProofRequest; None if there is no such token."""
         return self._hints.get(hint)
+
+    async def catch_up(self) -> bool:
+        """Wait until the tokens have been read once more; return False if the database does not answer in time."""
+        if self._url is None:
+            return True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CATCH_UP_S):
+                for _ in range(2):  # the first one may have begun before
+                    await self._has_read.wait()
+                return True
+        return False
 
     def is_former(self, key: bytes) -> bool:
         """Return whether a token was revoked or replaced."""
@@ -115,6 +129,8 @@ class KnownTokens:
             if not self.farm_id:
                 with contextlib.suppress(psycopg.errors.UndefinedTable):  # or one of an older version leads
                     self.farm_id = str(((await (await session.execute(_FARM)).fetchone()) or [""])[0])
+            self._has_read.set()
+            self._has_read = asyncio.Event()
             await asyncio.sleep(POLL_S)
 
     def _replace(self, rows: list[Any]) -> None:

@@ -48,6 +48,7 @@ from etfarm.server.graphs.written_buffers import changed_buffers
 from etfarm.server.workers.errors import is_out_of_memory
 from etfarm.wire import tensors
 from etfarm.wire.recipes import Options
+from etfarm.wire.shared_state import PREFIX, buffer_names
 
 _LOG_INTERVAL_S: Final = 2.0
 """Interval of the log lines of a long calibration, in seconds."""
@@ -129,7 +130,9 @@ def quantize(
         far_kept.watch()
     _calibrate(prepared, program, recipe, name, method, calibration, initial)
     samples = (pytree.tree_leaves(sample) for sample in islice(_samples(program, recipe, method, calibration), MAX_SAMPLES))
-    if far_kept is not None and far_kept.find(prepared, samples, partial(_restore, prepared, initial), initial):
+    # What other methods write is as little seen in calibration as what inputs had in common.
+    states = {*initial, *(name for name in buffer_names(program).values() if name.startswith(PREFIX))}
+    if far_kept is not None and far_kept.find(prepared, samples, partial(_restore, prepared, initial), states):
         del prepared
         prepared = _prepare(program, recipe, stage, quantizer, options, unused)
         _restore(prepared, initial)

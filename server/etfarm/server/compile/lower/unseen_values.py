@@ -13,6 +13,8 @@ from typing import Any, Final
 import structlog
 import torch
 
+from etfarm.wire.shared_state import PREFIX
+
 log = structlog.get_logger()
 
 MAX_SAMPLES: Final = 8
@@ -52,7 +54,7 @@ class Exploration:
     Args:
         prepared: the model with observers, which see none of this.
         observers: the class of the observers.
-        changed_buffers: names of the buffers that the model changes.
+        changed_buffers: names of the buffers that this method or another one changes.
     """
 
     def __init__(self, prepared: torch.fx.GraphModule, observers: type[Any], changed_buffers: Collection[str]) -> None:
@@ -61,7 +63,7 @@ class Exploration:
         self._varying = _find_varying(prepared.graph, changed_buffers)
         self.seen, self.unseen = Ranges(), Ranges()
         self.inputs: list[str] = []
-        """Names of the inputs that were the same in all samples."""
+        """Names of the inputs, and of buffers that other methods write, that were the same in all samples."""
 
     def run(self, samples: Iterable[Sequence[Any]], restore: Restore) -> None:
         """Execute the model on samples, and then again.
@@ -72,11 +74,12 @@ class Exploration:
         """
         samples, same = list(samples), _Same()
         inputs = [node for node in self._prepared.graph.nodes if node.op == "placeholder"]
+        states = [node for node in self._varying if node.op == "get_attr"]
         for sample in samples:
             for node, leaf in zip(inputs, sample, strict=True):
                 if isinstance(leaf, torch.Tensor):
                     same.note(node, leaf)
-        if not same.values and not any(_is_condition(node) for node in self._varying):
+        if not same.values and not any(_is_condition(node) or node.op == "get_attr" for node in self._varying):
             return
         note, change = self._executor(self.seen, same.note), self._executor(self.unseen, _Changes(same.values).change)
         if not all(note(sample, restore) for sample in samples) or not same.values:
@@ -87,7 +90,7 @@ class Exploration:
                 same.values.pop(node, None)
             for sample in samples:
                 change(sample, restore)
-        self.inputs = [node.name for node in inputs if node in same.values]
+        self.inputs = [str(node.target).removeprefix(PREFIX) for node in (*inputs, *states) if node in same.values]
 
     def _executor(self, ranges: Ranges, visit: Visit) -> Callable[[Sequence[Any], Restore], bool]:
         return lambda sample, restore: _execute(
@@ -120,7 +123,7 @@ class _Run(torch.fx.Interpreter):  # type: ignore[misc]
                 self._ranges.note(n, value)
             return value
         value = super().run_node(n)
-        if n in self._varying_nodes and isinstance(value, torch.Tensor) and (n.op == "placeholder" or _is_condition(n)):
+        if n in self._varying_nodes and isinstance(value, torch.Tensor) and (n.op != "call_function" or _is_condition(n)):
             return self._visit(n, value)
         return value
 

@@ -136,7 +136,7 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
 
         async def prove(requests: object, context: ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
             try:
-                proof = prover.prove(metadata)
+                proof = await prover.prove(metadata)
             except EtfarmError as error:
                 await _abort(context, error, PROOF)
             yield proof.SerializeToString()

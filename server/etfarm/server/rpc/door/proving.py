@@ -38,6 +38,10 @@ class ProvableTokens(Protocol):
         """Return the key of an agent's own token; None if there is no such token."""
         ...
 
+    async def catch_up(self) -> bool:
+        """Wait until all tokens of now are known; return False if they cannot be read at the moment."""
+        ...
+
 
 class Prover:
     """The proofs of one server.
@@ -57,7 +61,7 @@ class Prover:
         """Return whether a call with these metadata asks about a token that there is."""
         return self._tokens.key_of_hint(_read(metadata).hint) is not None
 
-    def prove(self, metadata: Any) -> FarmProof:
+    async def prove(self, metadata: Any) -> FarmProof:
         """Return the answer to a call with these metadata.
 
         Raises:
@@ -70,7 +74,9 @@ class Prover:
                 f"The metadata `{METADATA}` must be a GetProofRequest: {HINT_BYTES} bytes of hint, {NONCE_BYTES} of nonce.",
                 "Use an agent of the server's version.",
             )
-        if not (farm_id := self._tokens.farm_id):
+        # An agent may have enrolled at the leader a moment ago, and ends for good where it is told that its token is unknown.
+        knows = self._tokens.key_of_hint(request.hint) is not None or await self._tokens.catch_up()
+        if not (farm_id := self._tokens.farm_id) or not knows:
             raise TokensNotRead("This server has not read the farm's tokens yet.", "Try again.")
         unknown, server_nonce = secrets.token_bytes(32), secrets.token_bytes(NONCE_BYTES)
         key = self._tokens.key_of_hint(request.hint) or unknown

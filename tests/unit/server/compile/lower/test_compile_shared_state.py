@@ -125,6 +125,23 @@ async def test_what_quantization_makes_constant_is_refused_with_two_remedies(wor
         assert ("STATE_SHARED" in one.codes) is (name == "fp32")
 
 
+class Joins(Writes):
+    """Joins the memory to something that is quantized."""
+
+    def forward(self, x: Any) -> Any:
+        return torch.cat([self.linear(x), self.memory.n[None]], -1)
+
+
+async def test_what_another_method_writes_is_not_clipped_to_its_initial_value(workers: Workers, tmp_path: Path) -> None:
+    memory = Holder()
+    methods = {"write": Writes(memory).eval(), "read": Joins(memory).eval()}
+    exported = programs(ModelSource(methods=methods, example_inputs=dict.fromkeys(methods, (torch.randn(1, 2),))))
+    one = await compiled(workers, tmp_path, exported, "xnnpack_pt2e_int8_static_per_channel")
+    assert one.quantized is not None
+    (message,) = (w["message"] for w in one.quantized["warnings"] if w["code"] == "UNSEEN_VALUES_KEPT")
+    assert "1 x cat at " in message and message.endswith("Inputs with one value only: memory.n.")
+
+
 def test_a_recipe_that_contradicts_itself_is_refused() -> None:
     with pytest.raises(recipes.BadCombination):
         recipes.from_toml(f'recipe = "portable"\n{PLANNED.format("true")}alloc_mutable_buffers = false')

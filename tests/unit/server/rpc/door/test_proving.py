@@ -23,8 +23,15 @@ class Tokens:
     farm_id: str = FARM
     hints: dict[bytes, bytes] = field(default_factory=lambda: {hint_of(key_of(TOKEN)): key_of(TOKEN)})
 
+    later: dict[bytes, bytes] | None = field(default_factory=dict)
+    """What is known in addition when all has been read again; None if it cannot be."""
+
     def key_of_hint(self, hint: bytes) -> bytes | None:
         return self.hints.get(hint)
+
+    async def catch_up(self) -> bool:
+        self.hints |= self.later or {}
+        return self.later is not None
 
 
 def metadata(token: str = TOKEN, nonce: bytes = NONCE) -> tuple[tuple[str, bytes], ...]:
@@ -35,8 +42,8 @@ def convinces(proof: FarmProof, *, token: str = TOKEN, nonce: bytes = NONCE, cer
     return is_proof(proof.mac, key_of(token), nonce, proof.server_nonce, proof.farm_id, certificate)
 
 
-def test_a_proof_convinces_who_sees_the_same_certificate_and_asked_for_it() -> None:
-    proof = Prover(Tokens(), lambda: CERTIFICATE).prove(metadata())
+async def test_a_proof_convinces_who_sees_the_same_certificate_and_asked_for_it() -> None:
+    proof = await Prover(Tokens(), lambda: CERTIFICATE).prove(metadata())
     assert proof.farm_id == FARM and convinces(proof)
     assert not convinces(proof, certificate=b"r" * 32)  # a relay's
     assert not convinces(proof, certificate=b"")
@@ -46,10 +53,10 @@ def test_a_proof_convinces_who_sees_the_same_certificate_and_asked_for_it() -> N
     assert not convinces(FarmProof(farm_id=FARM, server_nonce=b"s" * 32, mac=proof.mac))
 
 
-def test_an_unknown_token_gets_an_answer_that_looks_the_same_and_convinces_nobody() -> None:
+async def test_an_unknown_token_gets_an_answer_that_looks_the_same_and_convinces_nobody() -> None:
     prover = Prover(Tokens(), lambda: CERTIFICATE)
-    known = [prover.prove(metadata()) for _ in range(2)]
-    unknown = [prover.prove(metadata("etf_of-another")) for _ in range(2)]
+    known = [await prover.prove(metadata()) for _ in range(2)]
+    unknown = [await prover.prove(metadata("etf_of-another")) for _ in range(2)]
     for first, second in (known, unknown):
         # Nothing repeats, from which one could see whether the key is the same again.
         assert first.mac != second.mac and first.server_nonce != second.server_nonce
@@ -57,19 +64,26 @@ def test_an_unknown_token_gets_an_answer_that_looks_the_same_and_convinces_nobod
     assert not any(convinces(proof, token="etf_of-another") for proof in unknown)
 
 
+async def test_a_token_that_was_created_a_moment_ago_is_waited_for() -> None:
+    hints = {hint_of(key_of(TOKEN)): key_of(TOKEN)}
+    assert convinces(await Prover(Tokens(hints={}, later=hints), lambda: CERTIFICATE).prove(metadata()))
+    with pytest.raises(TokensNotRead):  # an agent that is told that its token is unknown ends for good
+        await Prover(Tokens(hints={}, later=None), lambda: CERTIFICATE).prove(metadata())
+
+
 @pytest.mark.parametrize(
     "sent", [(), ((METADATA, b""),), ((METADATA, b"\xff" * 40),), ((METADATA, "text"),), metadata(nonce=b"short"),
              metadata(nonce=b"n" * 1000)],
 )  # fmt: skip
-def test_other_metadata_are_refused(sent: tuple[tuple[str, bytes], ...], golden: Golden) -> None:
+async def test_other_metadata_are_refused(sent: tuple[tuple[str, bytes], ...], golden: Golden) -> None:
     with pytest.raises(BadProofRequest) as refused:
-        Prover(Tokens(), lambda: CERTIFICATE).prove(sent)
+        await Prover(Tokens(), lambda: CERTIFICATE).prove(sent)
     golden.check(refused.value)
 
 
-def test_a_server_that_has_not_read_the_tokens_says_so(golden: Golden) -> None:
+async def test_a_server_that_has_not_read_the_tokens_says_so(golden: Golden) -> None:
     with pytest.raises(TokensNotRead) as refused:
-        Prover(Tokens(farm_id=""), lambda: b"").prove(metadata())
+        await Prover(Tokens(farm_id=""), lambda: b"").prove(metadata())
     golden.check(refused.value)
 
 
