@@ -88,7 +88,7 @@ def describe(name: str, address: str, asked: Asked, now: datetime | None = None)
         remedy = "Have the server's certificate renewed; the server reads the new files by itself."
         yield _expiry(f"{name} certificate", "The certificate", info.certificate_expire_time.ToDatetime(UTC), now, remedy)
     if info.servers:
-        yield _servers(name, info)
+        yield _servers(name, address, info)
     if info.stopping:
         remedy = "Wait until it has started again."
         yield Finding(f"{name} state", Status.WARNING, "The server is about to stop.", "new jobs are refused.", remedy)
@@ -101,15 +101,20 @@ def describe(name: str, address: str, asked: Asked, now: datetime | None = None)
             yield Finding(f"{name}'s disk", Status.OK, text)
 
 
-def _servers(name: str, info: farm_pb2.ServerInfo) -> Finding:
-    """Return which servers the farm has, and which one leads."""
+def _servers(name: str, address: str, info: farm_pb2.ServerInfo) -> Finding:
+    """Return which servers the farm has, and which one leads; with a warning if they are fewer than the addresses."""
     via = f"; {info.forwarded_by} forwarded the call" if info.forwarded_by else ""
     others = ", ".join(f"{server.address} (etfarm {server.version})" for server in info.servers if not server.leads)
     leader = next((server.address for server in info.servers if server.leads), "unknown")
     if others:
-        return Finding(f"{name}s", Status.OK, f"{leader} leads; {others} stand{'s' if len(info.servers) == 2 else ''} by{via}")
-    text = f"{leader} is the farm's only server."
-    return Finding(f"{name}s", Status.OK, text)
+        text = f"{leader} leads; {others} stand{'s' if len(info.servers) == 2 else ''} by{via}"
+    else:
+        text = f"{leader} is the farm's only server."
+    if (expected := address.count(",") + 1) <= len(info.servers):
+        return Finding(f"{name}s", Status.OK, text)
+    cost = "fewer servers can take over."
+    remedy = f"Start the other of the {expected} servers in {address!r}, or leave it out there."
+    return Finding(f"{name}s", Status.WARNING, text, cost, remedy)
 
 
 def _clock(name: str, asked: Asked) -> Finding:

@@ -194,8 +194,11 @@ class Config:
         """Return the address at which the farm's other servers reach this one, which listens on `address`."""
         return address if self.advertise is None else self.advertise.text
 
-    def check(self) -> None:
+    def check(self, *, has_tokens: bool | None = None) -> None:
         """Refuse a configuration that would expose the farm, or whose files cannot be used.
+
+        Args:
+            has_tokens: whether the database has tokens; None to look.
 
         Raises:
             NotAWheel: the agents' wheel is not a wheel of etfarm.
@@ -231,12 +234,13 @@ class Config:
         missing = [
             flag
             for flag, value in (("--tls-cert", self.tls_cert), ("--tls-key", self.tls_key), ("--tokens", self.tokens))
-            if value is None and not (flag == "--tokens" and self.has_tokens)
+            if value is None and not (flag == "--tokens" and (self.has_tokens if has_tokens is None else has_tokens))
         ]
         if missing:
+            create = " (tokens in the database will do: `etfarm tokens init`)" if "--tokens" in missing else ""
             raise Exposed(
                 f"Other machines can reach {self.listen.text}, and it has no {', no '.join(missing)}.",
-                "Give them, listen on 127.0.0.1, or pass --insecure if you trust everybody who can reach it.",
+                f"Give them{create}, listen on 127.0.0.1, or pass --insecure if you trust everybody who can reach it.",
                 address=self.listen.text,
             )  # fmt: skip
 

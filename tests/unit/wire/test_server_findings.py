@@ -62,3 +62,12 @@ def test_the_servers_of_a_farm_are_named() -> None:
     assert detail() == "a:1 is the farm's only server."
     assert detail("b:1") == "a:1 leads; b:1 (etfarm 2) stands by"
     assert detail("b:1", "c:1") == "a:1 leads; b:1 (etfarm 2), c:1 (etfarm 2) stand by"
+
+
+def test_a_server_that_is_missing_from_those_that_were_given_is_a_warning() -> None:
+    info = farm_pb2.ServerInfo(version=version("etfarm"), servers=[{"address": "a:1", "version": "1", "leads": True}])
+    (alone,) = [each for each in describe("server", "a:1,b:1", Asked(info, None, 0.02), NOW) if each.name == "servers"]
+    assert alone.status is Status.WARNING and "only server" in alone.detail and "2 servers in 'a:1,b:1'" in alone.remedy
+    info.servers.add(address="elsewhere:1", version="1")  # by another name
+    (both,) = [each for each in describe("server", "a:1,b:1", Asked(info, None, 0.02), NOW) if each.name == "servers"]
+    assert both.status is Status.OK

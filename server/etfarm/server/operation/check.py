@@ -90,21 +90,24 @@ def check(settings: Sequence[Setting], create: Callable[[], Config], *, as_json:
 
 
 def _check(result: Result, config: Config) -> None:
-    config = _check_database(result, config)
+    config, is_readable = _check_database(result, config)
     result.facts += [
         ("listen", "this machine only" if config.listen.is_local else "other machines reach it"),
         ("data", str(config.data)),
-        ("tokens", _tokens(config)),
+        ("tokens", _tokens(config) if is_readable else "unknown, as the database cannot be used"),
         ("jail required", "yes" if config.is_jail_required else "no"),
     ]
-    for require in (config.check, lambda: config.tokens is not None and Tokens.read(config.tokens)):
+    for require in (
+        lambda: config.check(has_tokens=None if is_readable else True),
+        lambda: config.tokens is not None and Tokens.read(config.tokens),
+    ):
         try:
             require()
         except EtfarmError as error:
             result.problems.append(error)
     _check_folder(result, config)
     _check_certificate(result, config)
-    if _check_blobs(result, config) and not config.begin_empty:
+    if _check_blobs(result, config) and is_readable and not config.begin_empty:
         try:
             config.require_database()
         except EtfarmError as error:
@@ -126,18 +129,19 @@ def _check(result: Result, config: Config) -> None:
             result.warnings.append(missing.message)
 
 
-def _check_database(result: Result, config: Config) -> Config:
-    """Check a PostgreSQL database. Return the configuration for the other checks, without one that cannot be used."""
+def _check_database(result: Result, config: Config) -> tuple[Config, bool]:
+    """Check a PostgreSQL database. Return the configuration for the other checks, and whether these can read the database."""
     if config.database is None:
-        return config
+        return config, True
     result.facts.append(("database", str(config.database)))
     config = replace(config, database_wait_s=min(config.database_wait_s, _DATABASE_S))
     try:
         config.has_tokens  # noqa: B018 - connects
     except EtfarmError as error:
         result.problems.append(error)
-        return replace(config, database=None)
-    return config
+        # With a limit, the store's limits do not depend on whether there are tokens.
+        return replace(config, project_storage_bytes=config.project_storage_bytes or 0), False
+    return config, True
 
 
 def _check_nodes(result: Result, config: Config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -56,6 +57,17 @@ def test_problems_are_listed_and_the_exit_code_is_1(config: Path, capsys: pytest
     assert output.endswith("the server would not start\n")
     assert main(["--check", "--quota", "nothing=1"]) == 1
     assert "problem: 'nothing=1' does not set a quota." in capsys.readouterr().out
+
+
+def test_a_database_that_cannot_be_reached_is_the_only_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    database = f"postgresql://farm:secret@127.0.0.1:{port}/farm"
+    options = ["--listen", "0.0.0.0:0", "--insecure", "--advertise", "farm.example:1", "--data", str(tmp_path)]
+    assert main([*options, "--database", database, "--database-wait", "1", "--check", "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert [problem["reason"] for problem in document["problems"]] == ["DATABASE_UNAVAILABLE"]
+    assert {"name": "tokens", "text": "unknown, as the database cannot be used"} in document["facts"]
 
 
 def test_the_doctor_checks_the_file_of_the_environment(config: Path) -> None:
