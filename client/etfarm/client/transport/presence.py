@@ -39,6 +39,8 @@ class Presence:
         self._channel = channel
         self._farm = farm_pb2_grpc.FarmServiceStub(channel)
         self._say = say if say is not None else lambda _: None
+        self.last_error: grpc.aio.AioRpcError | None = None
+        """Why the last question of `wait` had no answer; None if it had one."""
         self._has_answered = False
         self._asking: asyncio.Task[None] | None = None
 
@@ -89,8 +91,10 @@ class Presence:
             await settle(self._channel)
             try:
                 await self.ask()
+                self.last_error = None
                 break
             except grpc.aio.AioRpcError as error:
+                self.last_error = error
                 if not is_unanswered(error):
                     break
                 if self.is_out_of_reach(error):

@@ -110,10 +110,14 @@ class Backoff:
         """Wait until the server answers, after an error that says that it does not.
 
         Raises:
-            EtfarmError: `failure`, when the time is up.
+            EtfarmError: why the server does not answer by then, when the time is up; `failure` if it was not asked again.
         """
-        if await self.wait() and self._until_s is not None and await self._patience.presence.wait(self._until_s):
+        presence = self._patience.presence
+        if await self.wait() and self._until_s is not None and await presence.wait(self._until_s):
             return
+        # What a server said when it began to stop is no longer true when none has come back.
+        if presence.last_error is not None and is_unanswered(presence.last_error):
+            failure = from_rpc_error(presence.last_error, server=self._patience.server)
         if self._patience.remedy is not None:
             failure.advise(self._patience.remedy())
         raise failure from None

@@ -96,3 +96,20 @@ async def test_what_has_answered_once_is_waited_for() -> None:
         )
         assert not patience.presence.is_out_of_reach(hopeless)
         assert Patience.of(channel, address).presence.is_out_of_reach(hopeless)
+
+
+async def test_the_error_at_the_end_is_why_no_server_answers_by_then() -> None:
+    """Not what the last one said when it began to stop."""
+    address = free_address()
+    former = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details="This server no longer leads the farm."
+    )
+    async with open_channel(Access(address)) as channel:
+        patience = Patience.of(channel, address, 1.0)
+        async with serving(address):
+            await patience.presence.ask()
+        with pytest.raises(EtfarmError) as ended:
+            await patience.backoff().after(former)
+        patience.presence.close()
+    assert ended.value.reason == "SERVER_UNREACHABLE" and address in ended.value.message
+    assert "no longer leads" not in ended.value.message
