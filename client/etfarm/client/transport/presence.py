@@ -38,7 +38,8 @@ class Presence:
         self.server = server
         self._channel = channel
         self._farm = farm_pb2_grpc.FarmServiceStub(channel)
-        self._say = say if say is not None else lambda _: None
+        self.say = say if say is not None else lambda _: None
+        """Callback that gets a sentence for who waits."""
         self.last_error: grpc.aio.AioRpcError | None = None
         """Why the last question of `wait` had no answer; None if it had one."""
         self._has_answered = False
@@ -101,7 +102,7 @@ class Presence:
                     return
             if not is_away:
                 is_away = True
-                self._say(AWAY)
+                self.say(AWAY)
             await asyncio.sleep(pause_s)
         if is_away:
-            self._say(BACK)
+            self.say(BACK)

@@ -21,6 +21,8 @@ from etfarm.wire.status import is_unanswered
 
 FIRST_DELAY_S: Final = 0.1
 LONGEST_DELAY_S: Final = 2.0
+_SHOWN_AFTER: Final = 3
+"""Number of times in a row that a server which is there cannot do something, after which its reason is shown."""
 
 Answer = TypeVar("Answer")
 RequestT = TypeVar("RequestT")
@@ -78,6 +80,8 @@ class Backoff:
         """Record a success: the next failure counts as the first one."""
         self._pauses = retry_backoff(FIRST_DELAY_S, LONGEST_DELAY_S)
         self._until_s: float | None = None
+        self._refusals = 0
+        """Number of failures after which the server answered when it was asked how it is."""
 
     async def wait(self) -> bool:
         """Pause, longer each time, and return True; return False at once when the time is up."""
@@ -114,6 +118,9 @@ class Backoff:
         """
         presence = self._patience.presence
         if await self.wait() and self._until_s is not None and await presence.wait(self._until_s):
+            self._refusals += 1
+            if self._refusals == _SHOWN_AFTER:  # such as one whose S3 server is away
+                presence.say(f"{failure.message} Waiting.")
             return
         # What a server said when it began to stop is no longer true when none has come back.
         if presence.last_error is not None and is_unanswered(presence.last_error):

@@ -113,3 +113,22 @@ async def test_the_error_at_the_end_is_why_no_server_answers_by_then() -> None:
         patience.presence.close()
     assert ended.value.reason == "SERVER_UNREACHABLE" and address in ended.value.message
     assert "no longer leads" not in ended.value.message
+
+
+async def test_what_a_server_that_is_there_cannot_do_is_shown_once() -> None:
+    address, shown = free_address(), list[str]()
+    away = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details="The artifacts' S3 server is away."
+    )
+    failures = [away] * 5
+
+    async def submit() -> str:
+        if failures:
+            raise failures.pop()
+        return "done"
+
+    async with open_channel(Access(address)) as channel, serving(address):
+        patience = Patience.of(channel, address, 60.0, shown.append)
+        assert await repeat(submit, patience.backoff()) == "done"
+        patience.presence.close()
+    assert len(shown) == 1 and shown[0].endswith("Waiting."), shown
