@@ -94,6 +94,7 @@ class Revision:
             cells = {cell.id: cell for cell in job.cells}
             revised = [await self._revise(job, cells[report.cell], report) for report in reports]
             await self._journal.reports.replace(job, revised, at=self._now())
+            self._joblog.end(job.id)
         return revised
 
     async def _revise(self, job: Job, cell: Cell, before: report_pb2.Report) -> report_pb2.Report:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import datetime
 from functools import partial
@@ -32,6 +33,7 @@ MAX_LINES: Final = 100_000
 MAX_CHARACTERS: Final = 32 << 20
 """Maximum size of one job's log; its last line then states that the log is full."""
 
+_MOST_ENDED: Final = 1_000
 _LINE: Final = 8000
 """Maximum number of characters of a line."""
 
@@ -48,8 +50,23 @@ class JobLog:
         self._now = now
         self._numbers: dict[str, int] = {}
         self._characters: dict[str, int] = {}
+        self._ended: deque[str] = deque()
+        """Jobs that have ended, whose numbers are known for a while: a line may still be on its way."""
         self._waiting: list[dict[str, object]] = []
         self._flushing: asyncio.Task[None] | None = None
+        announcer.on_event(self._note_end)
+
+    def _note_end(self, job_id: str, event: JobEvent) -> None:
+        if event.WhichOneof("event") == "job" and model.is_terminal(event.job_state):
+            self.end(job_id)
+
+    def end(self, job_id: str) -> None:
+        """Forget the numbering of a job, once many others have ended after it."""
+        self._ended.append(job_id)
+        if len(self._ended) > _MOST_ENDED:
+            oldest = self._ended.popleft()
+            self._numbers.pop(oldest, None)
+            self._characters.pop(oldest, None)
 
     def add(self, job_id: str, cell_id: str, source: LogSource.ValueType, text: str) -> None:
         """Add a line. Watchers receive it at once; it is written to the database soon."""

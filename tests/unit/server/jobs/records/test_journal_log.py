@@ -144,3 +144,18 @@ async def test_a_line_without_end_is_cut(world: World) -> None:
     world.log.add("j", "c", LogSource.LOG_SOURCE_COMPILE, "x" * 100_000)
     (line,) = await world.tail()
     assert line.text == "x" * 8000
+
+
+async def test_of_jobs_that_have_ended_only_the_last_ones_take_memory(world: World) -> None:
+    numbers: list[int] = []
+    world.announcer.on_event(lambda _, event: numbers.append(event.log.number) if event.HasField("log") else None)
+    world.log.add("j", "c", LogSource.LOG_SOURCE_COMPILE, "first")
+    await world.end_job()
+    for number in range(999):
+        world.log.end(f"other-{number}")
+    world.log.add("j", "c", LogSource.LOG_SOURCE_COMPILE, "late")
+    assert numbers == [1, 2]
+    world.log.end("another")
+    await world.log.flush()
+    world.log.add("j", "c", LogSource.LOG_SOURCE_COMPILE, "an hour later, which does not happen")
+    assert numbers == [1, 2, 1]
