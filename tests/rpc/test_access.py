@@ -247,7 +247,8 @@ def refused(folder: Path, *arguments: str) -> str:
 def test_a_public_address_without_tls_is_refused_before_it_is_bound(tmp_path: Path) -> None:
     assert refused(tmp_path, "--listen", "0.0.0.0:0") == (
         "etfarm: Other machines can reach 0.0.0.0:0, and it has no --tls-cert, no --tls-key, no --tokens. "
-        "Give them, listen on 127.0.0.1, or pass --insecure if you trust everybody who can reach it.\n"
+        "Give them (tokens in the database will do: `etfarm tokens init`), listen on 127.0.0.1, or pass --insecure if you trust "
+        "everybody who can reach it.\n"
     )
     assert not (tmp_path / "data").exists()
 

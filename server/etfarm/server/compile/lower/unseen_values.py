@@ -74,12 +74,12 @@ class Exploration:
         """
         samples, same = list(samples), _Same()
         inputs = [node for node in self._prepared.graph.nodes if node.op == "placeholder"]
-        states = [node for node in self._varying if node.op == "get_attr"]
+        states = [node for node in self._varying if _is_foreign(node)]
         for sample in samples:
             for node, leaf in zip(inputs, sample, strict=True):
                 if isinstance(leaf, torch.Tensor):
                     same.note(node, leaf)
-        if not same.values and not any(_is_condition(node) or node.op == "get_attr" for node in self._varying):
+        if not same.values and not states and not any(map(_is_condition, self._varying)):
             return
         note, change = self._executor(self.seen, same.note), self._executor(self.unseen, _Changes(same.values).change)
         if not all(note(sample, restore) for sample in samples) or not same.values:
@@ -123,7 +123,8 @@ class _Run(torch.fx.Interpreter):  # type: ignore[misc]
                 self._ranges.note(n, value)
             return value
         value = super().run_node(n)
-        if n in self._varying_nodes and isinstance(value, torch.Tensor) and (n.op != "call_function" or _is_condition(n)):
+        is_free = n.op == "placeholder" or _is_condition(n) or _is_foreign(n)
+        if is_free and n in self._varying_nodes and isinstance(value, torch.Tensor):
             return self._visit(n, value)
         return value
 
@@ -178,6 +179,11 @@ class _Changes:
         else:
             other = torch.full_like(value, 0 if self._same[node] else 1)
         return torch.where(chosen, other, value)
+
+
+def _is_foreign(node: Any) -> bool:
+    """Return whether a node is a buffer that other methods write. What a method itself writes, its calibration has shown."""
+    return node.op == "get_attr" and str(node.target).startswith(PREFIX)
 
 
 def _is_condition(node: Any) -> bool:
