@@ -132,6 +132,9 @@ _TICK_S: Final = 0.05
 _IDLE_TICK_S: Final = 0.25
 """The interval while no call waits and no connection without a valid token calls."""
 
+_SPARE_NAMES: Final = 256
+"""Number of names of peers that stay parsed beside twice that of the connections: an agent opens one for each attempt."""
+
 _FLOODED_SWITCH_S: Final = 0.0005
 """Time after which a busy event loop lets the thread run during a flood, instead of Python's 5 ms."""
 
@@ -207,8 +210,8 @@ def _parse_name(name: bytes) -> Peer | None:
     family = int.from_bytes(name[:2], sys.byteorder)
     if family not in (socket.AF_INET, socket.AF_INET6):
         return None
-    host = name[4:8] if family == socket.AF_INET else name[8:24]
-    return _plain(socket.inet_ntop(family, host)), int.from_bytes(name[2:4], "big")
+    host = socket.inet_ntop(family, name[4:8] if family == socket.AF_INET else name[8:24])
+    return host if family == socket.AF_INET else _plain(host), int.from_bytes(name[2:4], "big")
 
 
 def _is_of(number: int, port: int) -> bool:
@@ -415,6 +418,9 @@ class Connections:
         for current, listed in zip((self._trusted, self._distrusted, self._flooding), known, strict=True):
             if current is self._trusted or not self.is_flooded:  # else calls of closed connections may still wait
                 current -= listed - descriptors.keys()
+        for parse in (_parse_name, parse_peer):
+            if parse.cache_info().currsize > 2 * len(descriptors) + _SPARE_NAMES:
+                parse.cache_clear()
         for peer in self._strange_of.keys() - descriptors.keys():
             self._strange_of.pop(peer, None)
         self._paused &= descriptors.keys()
@@ -581,7 +587,7 @@ def _shut_down(number: int, peer: Peer, port: int) -> None:
             _libc.shutdown(connection, socket.SHUT_RDWR)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=MAX_CONNECTIONS)
 def parse_peer(peer: str) -> Peer | None:
     """Return the address and port of a gRPC peer such as `ipv6:%5B::1%5D:4711`; None for a unix socket."""
     kind, _, rest = unquote(peer).partition(":")
