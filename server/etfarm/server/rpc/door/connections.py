@@ -391,8 +391,7 @@ class Connections:
                     log.exception("the connections could not be checked")
             if is_regular:
                 looked_s = now
-                if changed > self.unused - unused:
-                    number = changed - (self.unused - unused)
+                if number := changed - (self.unused - unused):
                     log.warning("closed or paused connections without a valid token or beyond the limits", connections=number)
                 changed, unused = 0, self.unused
 
