@@ -15,8 +15,6 @@ from etfarm.wire.atomic_write import write_atomically
 log = logging.getLogger(__name__)
 
 _SUFFIX: Final = ".result2"
-_SUFFIX_OF_0_1: Final = ".result"
-"""Suffix of the results that etfarm 0.1 kept, whose messages have other fields."""
 _DIGEST_BYTES: Final = 32
 
 
@@ -25,7 +23,7 @@ class ResultOutbox:
 
     Args:
         folder: holds a file for each result: the sha256 of the serialized RunResult, then the RunResult. Files that are damaged
-            are deleted when the agent starts, and those of etfarm 0.1 are converted.
+            are deleted when the agent starts.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -36,8 +34,6 @@ class ResultOutbox:
             result = _read_result(path)
             if result is not None:
                 self._waiting[result.attempt_id] = result
-                if path.suffix == _SUFFIX_OF_0_1:
-                    self._replace(path, result)
 
     def __contains__(self, attempt_id: object) -> bool:
         return attempt_id in self._waiting
@@ -60,17 +56,7 @@ class ResultOutbox:
     def drop(self, attempt_id: str) -> None:
         """Discard an attempt's result, if there is one."""
         if self._waiting.pop(attempt_id, None) is not None:
-            path = self._path(attempt_id)
-            path.unlink(missing_ok=True)
-            path.with_suffix(_SUFFIX_OF_0_1).unlink(missing_ok=True)
-
-    def _replace(self, path: Path, result: agent_pb2.RunResult) -> None:
-        """Replace the file of etfarm 0.1 by a current one; if that fails, the next start of the agent converts it again."""
-        try:
-            write_atomically(self._path(result.attempt_id), _encode(result), durable=True)
-            path.unlink()
-        except OSError as error:
-            log.error("the result of attempt %s cannot be written: %s", result.attempt_id, error)
+            self._path(attempt_id).unlink(missing_ok=True)
 
     def _path(self, attempt_id: str) -> Path:
         # The server chooses the id, so it must not become a file name.
@@ -92,11 +78,6 @@ def _read_result(path: Path) -> agent_pb2.RunResult | None:
         digest, message = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
         if hashlib.sha256(message).digest() == digest and path.suffix == _SUFFIX:
             return agent_pb2.RunResult.FromString(message)
-        if hashlib.sha256(message).digest() == digest and path.suffix == _SUFFIX_OF_0_1:
-            # Only agents that were upgraded with results unsent need the messages of etfarm 0.1.
-            from etfarm.wire.release_0_1.convert import converted
-
-            return converted(agent_pb2.RunResult, message)
         log.warning("%s is not a complete result and is deleted", path)
         path.unlink()
     except OSError as error:

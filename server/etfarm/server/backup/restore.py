@@ -24,7 +24,7 @@ from etfarm.server.config import DATABASE
 from etfarm.server.state import damage, identity
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.folder import LOCK, RESTORING
-from etfarm.server.state.revisions import HEAD, known_revisions
+from etfarm.server.state.revisions import HEAD, OLDEST, known_revisions
 from etfarm.server.state.sqlite import LOGS, merge_log
 from etfarm.server.transfer import rows, untrusted
 from etfarm.server.transfer.artifacts import BucketArtifacts, FileArtifacts, artifacts_of, copy_artifacts, count_missing_bytes
@@ -69,6 +69,11 @@ def restore(
         DatabaseDamaged: the database in the backup is damaged.
     """
     manifest = manifests.read(backup)
+    if manifest.revision < OLDEST:
+        raise BackupRefused(
+            f"The backup is of etfarm {manifest.version}, with revision {manifest.revision} of the database: of before 0.3.0.",
+            "Convert the farm's data folder, with docs/upgrade/convert.py in a checkout of etfarm, and make a backup of that.",
+        )
     if manifest.revision not in known_revisions():
         raise BackupRefused(
             f"The backup is of etfarm {manifest.version}, with revision {manifest.revision} of the database; this is etfarm "

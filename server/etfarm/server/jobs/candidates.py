@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 from etfarm.server.jobs.cells.requirements import MethodMissing
+from etfarm.server.jobs.client_versions import require_later_client
 from etfarm.server.jobs.model import BadJob
 from etfarm.v1 import common_pb2, job_pb2
 from etfarm.wire import digest, stages
 from etfarm.wire.model_limits import MAX_CALLS, MAX_SOURCE_PATH, MAX_SOURCES
-from etfarm.wire.release_0_1.requests import require_later_client
 
 MAX_SAMPLES = 10_000
 """Maximum number of calibration samples of one method: all of ImageNet would calibrate no better, and take a day."""

@@ -14,7 +14,7 @@ from urllib.parse import quote
 import structlog
 
 from etfarm.server.state import schema
-from etfarm.server.state.engine import DatabaseTooNew
+from etfarm.server.state.revisions import require_known
 from etfarm.wire.errors import FarmError, Kind
 
 log = structlog.get_logger()
@@ -90,7 +90,8 @@ def check(path: Path, head: str, known: Iterable[str], *, whole: bool = False) -
         whole: whether to check all pages and indexes, however long that takes.
 
     Raises:
-        DatabaseUnusable, DatabaseDamaged, DatabaseForeign, DatabaseTooNew: the file cannot be used; the error has a remedy.
+        DatabaseUnusable, DatabaseDamaged, DatabaseForeign, DatabaseTooNew, DatabaseTooOld: the file cannot be used; the error has
+            a remedy.
     """
     if path.is_dir():
         raise DatabaseUnusable(f"{path} is a directory, not a database.", "Move it aside, or choose another --data.", path=path)
@@ -203,10 +204,8 @@ def _check_schema(connection: sqlite3.Connection, path: Path, head: str, known: 
         if revision == head:
             _check_tables(connection, path, tables)
         return
-    if len(revisions) == 1 and revision.isdigit() and len(revision) == len(head) and revision > head:
-        raise DatabaseTooNew(
-            f"The database has revision {revision}, this etfarm knows {head} at most.", "Update etfarm, or choose another --data."
-        )
+    if len(revisions) == 1:
+        require_known(revision)
     raise DatabaseForeign(path, f"its revision is {revision[:40]!r}")
 
 

@@ -8,10 +8,15 @@ from typing import Final
 import structlog
 from sqlalchemy import Connection, inspect, text
 
+from etfarm.server.state.engine import DatabaseTooNew, DatabaseTooOld
+
 log = structlog.get_logger()
 
 HEAD: Final = "0020"
 """The newest migration, to which older databases are upgraded when they are opened."""
+
+OLDEST: Final = "0020"
+"""The baseline: the revision of etfarm 0.3.0, the first release."""
 
 _MIGRATIONS: Final = Path(__file__).parent / "migrations"
 
@@ -19,6 +24,26 @@ _MIGRATIONS: Final = Path(__file__).parent / "migrations"
 def known_revisions() -> list[str]:
     """Return the revisions of databases that this version can open."""
     return [path.name.partition("_")[0] for path in (_MIGRATIONS / "versions").glob("[0-9]*.py")]
+
+
+def require_known(revision: str) -> None:
+    """Check that this version opens a database whose revision is one of etfarm's; anything else passes.
+
+    Raises:
+        DatabaseTooNew, DatabaseTooOld: a newer etfarm has written it, or one of before 0.3.0.
+    """
+    if not (revision.isdigit() and len(revision) == len(HEAD)):
+        return
+    if revision > HEAD:
+        raise DatabaseTooNew(
+            f"The database has revision {revision}, this etfarm knows {HEAD} at most.",
+            "Update etfarm, or choose another --data or --database.",
+        )
+    if revision < OLDEST:
+        raise DatabaseTooOld(
+            f"The database has revision {revision}, of an etfarm before 0.3.0; this one knows {OLDEST} and later ones.",
+            "Copy the data folder, and convert it once, in a checkout of etfarm: python docs/upgrade/convert.py FOLDER.",
+        )
 
 
 def revision_of(connection: Connection) -> str | None:

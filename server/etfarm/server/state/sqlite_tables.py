@@ -25,6 +25,13 @@ _LATER: Final = (
 
 def create(connection: Connection) -> None:
     """Create everything in an empty database, in the transaction of the connection."""
+    create_baseline(connection)
+    connection.exec_driver_sql("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)")
+    connection.execute(text("INSERT INTO alembic_version VALUES (:head)"), {"head": revisions.HEAD})
+
+
+def create_baseline(connection: Connection) -> None:
+    """Create what a database has besides the record of its revision."""
     for table in schema.metadata.sorted_tables:
         connection.execute(CreateTable(table))
         for index in sorted(table.indexes, key=lambda index: _LATER.index(index.name) if index.name in _LATER else -1):
@@ -34,8 +41,6 @@ def create(connection: Connection) -> None:
     project = {"name": "default", "created_at": datetime.now(UTC), "created_by": "farm"}
     connection.execute(insert(schema.projects), project)
     identity.renew(connection)
-    connection.exec_driver_sql("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)")
-    connection.execute(text("INSERT INTO alembic_version VALUES (:head)"), {"head": revisions.HEAD})
 
 
 def _triggers() -> list[str]:

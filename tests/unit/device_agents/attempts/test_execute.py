@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -27,7 +24,6 @@ from etfarm.device_agents.targets.local import Machine
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
 from etfarm.wire import digest, tensors
 from etfarm.wire.channel import Access
-from etfarm.wire.release_0_1.messages import message_class
 from tests.support.attempts import Blobs
 from tests.support.programs import program
 from tests.support.runner import runner_archive
@@ -201,30 +197,3 @@ async def test_results_outlive_the_process_until_they_are_acknowledged(tmp_path:
     again.drop("../../etc/passwd")
     again.drop("unknown")
     assert list(ResultOutbox(tmp_path).waiting) == ["b"]
-
-
-def test_a_result_that_etfarm_0_1_kept_is_converted(tmp_path: Path) -> None:
-    kept = message_class("RunResult")(attempt_id="a", device_id="d")
-    candidate = kept.candidates.add(cell_id="c", iterations=7, stop_reason="MAX_TIME")
-    candidate.runner.kind = "python"
-    candidate.phases.add(actor="DEVICE", phase="TIMED", start_ms=1, duration_ms=2)
-    data = kept.SerializeToString()
-    (tmp_path / "0123.result").write_bytes(hashlib.sha256(data).digest() + data)
-    for _ in range(2):  # from the old file, then from the one that takes its place
-        (result,) = ResultOutbox(tmp_path).waiting.values()
-        (actual,) = result.candidates
-        assert (result.attempt_id, result.device_id, actual.cell_id, actual.iterations) == ("a", "d", "c", 7)
-        assert actual.stop_reason == common_pb2.STOP_REASON_MAX_TIME and actual.runner.kind == common_pb2.RUNNER_KIND_PYTHON
-        assert (actual.phases[0].actor, actual.phases[0].phase) == (common_pb2.ACTOR_DEVICE, "TIMED")
-        (path,) = tmp_path.iterdir()
-        assert path.name != "0123.result"
-
-
-def test_an_agent_without_results_of_0_1_loads_none_of_its_messages(tmp_path: Path) -> None:
-    code = (
-        "import sys, pathlib, etfarm.device_agents.main, etfarm.device_agents.daemon.agent as agent; "
-        "agent.ResultOutbox(pathlib.Path(sys.argv[1])); print(*(name for name in sys.modules if 'release_0_1' in name))"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "results")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == []

@@ -30,7 +30,6 @@ from etfarm.server.transfer.database import FarmDatabase
 from etfarm.server.transfer.errors import OtherVersion, TargetNotEmpty
 from tests.support.full_farm import blobs_of, committed, contents, new_farm
 from tests.support.leases import begin_to_lead, claim, end_in_order, try_to_lead
-from tests.support.old_database import database_of_0006
 from tests.support.s3 import S3Server, environment_of
 
 LOCAL = Place(None, None)
@@ -264,18 +263,6 @@ def test_a_server_of_another_version_is_backed_up_by_its_own(
         connection.exec_driver_sql(f"UPDATE alembic_version SET version_num = '{revision}'")
     with pytest.raises(OtherVersion, match=f"revision {revision}, this etfarm copies revision {HEAD}"):
         back_up(farm.path.parent, tmp_path / "backup", database=there.database)
-
-
-def test_artifacts_that_a_conversion_stores_go_to_the_bucket(s3_server: S3Server, tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    database_of_0006(tmp_path / "data", 3)
-    location, data = s3_server.new_location(), tmp_path / "restored"
-    back_up(tmp_path / "data", tmp_path / "backup")
-    restore(tmp_path / "backup", data, blobs=location, keep_identity=True)
-    with committed(FarmDatabase(data / "farm.sqlite")) as connection:
-        named = set(connection.execute(select(schema.artifacts.c.digest)).scalars())
-    assert len(named) == 6 and objects_of(location) == {digest: digest for digest in named}
-    assert not (data / "artifacts" / "blobs").exists()
 
 
 def test_the_command_says_how_to_start_the_restored_farm(

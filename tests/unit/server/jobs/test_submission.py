@@ -20,6 +20,7 @@ from etfarm.server.jobs import model
 from etfarm.server.jobs.cells import groups
 from etfarm.server.jobs.cells.limits import DeadlinePassed
 from etfarm.server.jobs.cells.requirements import MethodMissing
+from etfarm.server.jobs.client_versions import ClientTooOld
 from etfarm.server.jobs.matrix import MAX_CELLS
 from etfarm.server.jobs.records.deletion import JobDeletion
 from etfarm.server.jobs.records.journal import Journal
@@ -36,8 +37,6 @@ from etfarm.wire.chunks import artifact_of
 from etfarm.wire.cores import CoresUnknown
 from etfarm.wire.errors import Kind, UserError
 from etfarm.wire.recipes import BadRecipeText
-from etfarm.wire.release_0_1.messages import message_class
-from etfarm.wire.release_0_1.requests import ClientTooOld
 from etfarm.wire.selectors import UnknownSelectorKey
 from tests.support.golden import Golden
 from tests.support.submissions import AT, FP32, World, world
@@ -170,9 +169,9 @@ async def test_a_program_may_be_measured_in_50_runs(world: World, repeat: int) -
 
 
 async def test_a_client_of_0_1_is_refused_with_the_version_to_install(golden: Golden, world: World) -> None:
-    stage = message_class("Stage")(stage="TORCH_EXPORT", duration_ms=1.0, where="CLIENT")
     candidate = await world.model()
-    candidate.stages_done.add().MergeFromString(stage.SerializeToString())
+    stage = candidate.stages_done.add(stage="TORCH_EXPORT", duration_ms=1.0)
+    stage.MergeFromString(b"\x1a\x06CLIENT")  # field 3, `where`
     with pytest.raises(ClientTooOld) as refused:
         await world.make(JobSpec(candidates=[candidate]))
     assert refused.value.kind is Kind.FAILED_PRECONDITION

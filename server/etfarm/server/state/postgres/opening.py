@@ -11,7 +11,6 @@ from sqlalchemy import Connection, inspect, text
 from etfarm.server.state import copies, revisions, schema
 from etfarm.server.state.damage import DatabaseUnusable
 from etfarm.server.state.database_url import DatabaseUrl
-from etfarm.server.state.engine import DatabaseTooNew
 from etfarm.server.state.postgres import tables
 from etfarm.server.state.postgres.connections import Connections, driver_of
 
@@ -24,7 +23,7 @@ def open_tables(connection: Connection, url: DatabaseUrl, data: Path) -> None:
 
     Raises:
         DatabaseUnusable: it is not the database of etfarm, or not one that can be.
-        DatabaseTooNew: a newer etfarm has written it.
+        DatabaseTooNew, DatabaseTooOld: a newer etfarm has written it, or one of before 0.3.0.
         CopyUnfinished, FarmMoved: the farm is not, or no longer, there.
     """
     _check_server(connection, url)
@@ -37,11 +36,7 @@ def open_tables(connection: Connection, url: DatabaseUrl, data: Path) -> None:
     copies.require_current(connection, url)
     revision = str(connection.execute(text("SELECT version_num FROM alembic_version")).scalar())
     if revision not in revisions.known_revisions():
-        if revision.isdigit() and len(revision) == len(revisions.HEAD) and revision > revisions.HEAD:
-            raise DatabaseTooNew(
-                f"The database has revision {revision}, this etfarm knows {revisions.HEAD} at most.",
-                "Update etfarm, or choose another --database.",
-            )
+        revisions.require_known(revision)
         raise _foreign(url, f"its revision is {revision[:40]!r}")
     revisions.upgrade(connection, data, revision)
     if missing := sorted(schema.metadata.tables.keys() - set(inspect(connection).get_table_names())):

@@ -10,12 +10,12 @@ import sqlalchemy as sa
 import structlog
 from alembic import context, op
 from google.protobuf.message import DecodeError, Message
+from release_0_1.convert import converted, is_wire_compatible
+from release_0_1.reports import converted_report
 
 from etfarm.server.artifacts.blobs import write_blob
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, device_pb2, job_pb2
 from etfarm.wire import series
-from etfarm.wire.release_0_1.convert import converted, is_wire_compatible
-from etfarm.wire.release_0_1.reports import converted_report
 
 log = structlog.get_logger()
 

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from etfarm.wire.release_0_1 import tables
-from etfarm.wire.release_0_1.messages import message_class
 from etfarm.wire.words import number_of
+from release_0_1 import tables
+from release_0_1.messages import message_class
 
 Kind = TypeVar("Kind", bound=Message)
 
@@ -66,7 +66,7 @@ def counterpart(field: FieldDescriptor, message: Descriptor) -> FieldDescriptor:
         return same
     named: FieldDescriptor | None = message.fields_by_name.get(tables.RENAMED.get(label(field), field.name))
     if named is None:
-        raise UnknownField(f"{label(field)} is neither in {message.name} nor in a table of etfarm.wire.release_0_1")
+        raise UnknownField(f"{label(field)} is neither in {message.name} nor in a table of release_0_1")
     return named
 
 

@@ -1,35 +1,50 @@
-"""A farm of etfarm 0.1.0: its data folder opens with this version, and its agent gets a sentence that says how to upgrade."""
+"""Data folders of etfarm 0.1.0 and 0.2.0, recorded when their servers were killed, are converted, and open with this version."""
 
 from __future__ import annotations
 
 import json
-import shutil
+import signal
+import subprocess
+import sys
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
 from etfarm.client import Farm
-from etfarm.wire.names import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
-from tests.support import old_release
 from tests.support.documents import known_part
 from tests.support.farm import FarmProcess, etfarm
 
-pytestmark = [
-    pytest.mark.slow(reason="builds etfarm 0.1.0 and runs its farm; opens the data folder with this version's"),
-    pytest.mark.skipif(not old_release.is_available(), reason="needs the history of the repository: git fetch --unshallow"),
-]
+pytestmark = pytest.mark.slow(reason="converts data folders and runs farms on them")
+
+ROOT: Final = Path(__file__).parents[2]
+RECORDED: Final = ROOT / "tests" / "support" / "recorded_folders"
+JOBS: Final = ("measured", "again", "interleaved", "compiled", "failed")
+"""The jobs of 0.1; the last one failed. There is a live one, too, for which the agent keeps a result."""
+
+
+def extract(version: str, folder: Path) -> Path:
+    """Extract the folder of a version, and return it."""
+    with tarfile.open(RECORDED / f"{version}.tar.xz") as archive:
+        archive.extractall(folder)
+    return folder / version
+
+
+def convert(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "docs" / "upgrade" / "convert.py"), str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 class Opened:
-    """A copy of the old farm's data, served by this version."""
+    """The converted farm of 0.1, served by this version."""
 
     def __init__(self, folder: Path, farm: FarmProcess, client: Farm) -> None:
         self.folder = folder
         self.farm = farm
         self.client = client
-        self.documents: dict[str, Any] = json.loads((folder / "documents.json").read_text())
+        self.documents: dict[str, Any] = self.read("documents.json")
 
     def read(self, name: str) -> Any:
         return json.loads((self.folder / name).read_text())
@@ -37,9 +52,15 @@ class Opened:
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
-    folder = tmp_path_factory.mktemp("old") / "farm"
-    shutil.copytree(old_release.data_folder(), folder)
+    folder = extract("0.1", tmp_path_factory.mktemp("old"))
     (folder / "agent").rename(folder / "agent-0")
+    refused = etfarm("serve", "--data", "server", "--listen", "127.0.0.1:0", cwd=folder)
+    assert refused.returncode == 1 and "revision 0005, of an etfarm before 0.3.0" in refused.stderr, refused.stderr
+    assert "python docs/upgrade/convert.py FOLDER" in refused.stderr
+    for name in ("server", "agent-0"):
+        done = convert(folder / name)
+        assert done.returncode == 0, done.stderr
+    assert convert(folder / "server").stdout.endswith("needs no conversion.\n")
     farm = FarmProcess(folder, bundle=False)
     try:
         farm.restart()
@@ -49,7 +70,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
         farm.stop()
 
 
-@pytest.mark.parametrize("name", list(old_release.JOBS))
+@pytest.mark.parametrize("name", JOBS)
 def test_an_old_job_has_an_equal_document(opened: Opened, name: str) -> None:
     before = opened.documents[name]
     after = opened.client.job(before["job"]["id"]).result().json()
@@ -61,8 +82,8 @@ def test_an_old_job_has_an_equal_document(opened: Opened, name: str) -> None:
     assert shown.returncode == 0, shown.stderr
 
 
-def test_old_reports_are_converted(opened: Opened) -> None:
-    reports = [report for name in old_release.JOBS for report in opened.documents[name]["reports"]]
+def test_the_recorded_reports_have_what_was_moved(opened: Opened) -> None:
+    reports = [report for name in JOBS for report in opened.documents[name]["reports"]]
     assert any(report["latency"] and len(report["latency"]["samples_ns"]) >= 40 for report in reports)
     assert any(row["times_ns"] for report in reports for row in report["operators"] or ())
     assert any(report["numeric_gap"] for report in reports) and any(report["interleaved"] for report in reports)
@@ -97,17 +118,7 @@ def test_a_comparison_of_old_tags_is_equal(opened: Opened) -> None:
     assert [after_pair["latency"][key] for key in times] == [before_pair["latency"][key] for key in times]
 
 
-def test_an_old_agent_is_refused_with_upgrade_instructions(opened: Opened, tmp_path: Path) -> None:
-    board = old_release.agent(tmp_path, opened.farm.address)
-    board.start()
-    assert board.process is not None
-    assert board.process.wait(timeout=120) != 0
-    text = board.log.read_text()
-    assert f"this server (etfarm {opened.client.info().version}) speaks {OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}" in text
-    assert "pip install 'etfarm[agent]==" in text
-
-
-def test_a_kept_result_of_an_old_agent_is_delivered(opened: Opened) -> None:
+def test_a_result_that_an_old_agent_kept_is_delivered(opened: Opened) -> None:
     job = opened.client.job(opened.documents["live"])
     assert not job.state.is_terminal
     opened.farm.add_agent()
@@ -117,27 +128,36 @@ def test_a_kept_result_of_an_old_agent_is_delivered(opened: Opened) -> None:
     assert not list((opened.folder / "agent-0" / "results").iterdir())
 
 
-def test_a_client_refuses_a_server_of_0_1(tmp_path: Path) -> None:
-    server, address = old_release.start_server(tmp_path)
-    try:
-        done = etfarm("devices", "list", "--server", address, cwd=tmp_path)
-    finally:
-        server.stop()
-    assert done.returncode == 2 and "is etfarm 0.1.0, which this version cannot talk to. Update the server" in done.stderr
+def test_a_conversion_that_is_killed_can_be_run_again(tmp_path: Path) -> None:
+    folder = extract("0.2", tmp_path)
+    script = ROOT / "docs" / "upgrade" / "convert.py"
+    kill = f"import os, runpy, sys; sys.argv[1:] = [{str(folder / 'server')!r}]; sys.path.insert(0, {str(script.parent)!r})\n"
+    kill += "from alembic.operations import Operations\n"
+    kill += f"Operations.create_index = lambda *_, **__: os.kill(os.getpid(), {signal.SIGKILL})\n"
+    kill += f"runpy.run_path({str(script)!r}, run_name='__main__')"
+    assert subprocess.run([sys.executable, "-c", kill], timeout=300, check=False).returncode == -signal.SIGKILL
+    done = convert(folder / "server")
+    assert done.returncode == 0 and "is converted from revision 0007" in done.stdout, done.stderr
 
 
-def test_a_job_of_a_client_of_0_1_is_refused_with_the_version_to_install(tmp_path: Path) -> None:
-    (tmp_path / "farm").mkdir()
-    farm = FarmProcess(tmp_path / "farm", bundle=False)
+def test_a_farm_of_0_2_keeps_its_reports_and_their_references(tmp_path: Path) -> None:
+    folder = extract("0.2", tmp_path)
+    document = json.loads((folder / "document.json").read_text())
+    done = convert(folder / "server")
+    assert done.returncode == 0, done.stderr
+    farm = FarmProcess(folder, bundle=False)
     try:
         farm.restart()
-        old_release.run(
-            *("bench", "demo:ds_cnn", "--server", farm.address, "--json", "r.json"), cwd=tmp_path, returncodes=(2,)
-        )  # fmt: skip
         with farm.client() as client:
-            assert client.jobs() == []
-            version = client.info().version
+            after = client.job("baseline").result().json()
+            assert known_part(after["reports"], document["reports"]) == document["reports"]
+            (report,) = after["reports"]
+            assert report["state"] == "SUCCEEDED" and client.collect(dry_run=True).count == 0
+            listed = etfarm("artifacts", "list", "--json", "-", "--server", farm.address, cwd=tmp_path)
+            digests = [artifact["digest"] for artifact in json.loads(listed.stdout)["artifacts"]]
+            assert digests
+            refused = etfarm("artifacts", "delete", "--force", *digests, "--server", farm.address, cwd=tmp_path)
+            assert refused.returncode != 0 and "is used by" in refused.stderr
+            assert client.delete_job("baseline", force=True) == after["job"]["id"]
     finally:
         farm.stop()
-    error = json.loads((tmp_path / "r.json").read_text())["error"]
-    assert error["reason"] == "CLIENT_TOO_OLD" and f"pip install 'etfarm=={version}'" in error["remedy"]

@@ -2,8 +2,7 @@
 
 import sqlalchemy as sa
 from alembic import op
-
-from etfarm.wire.release_0_1.messages import message_class
+from release_0_1.messages import message_class
 
 revision = "0004"
 down_revision = "0003"

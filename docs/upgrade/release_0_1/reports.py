@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from etfarm.v1 import report_pb2
-from etfarm.wire.release_0_1.convert import fill
-from etfarm.wire.release_0_1.messages import message_class
 from etfarm.wire.series import encode_samples, encode_trace_times
+from release_0_1.convert import fill
+from release_0_1.messages import message_class
 
 
 def converted_report(body: bytes) -> tuple[report_pb2.Report, bytes | None, bytes | None]:
