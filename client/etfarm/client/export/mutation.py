@@ -166,7 +166,7 @@ def inline_regions(program: ExportedProgram) -> list[Any]:
     for region in [node for node in graph.nodes if str(node.target).startswith("wrap_with_")]:
         inner = next(each for each in region.args if getattr(each, "op", "") == "get_attr")
         body: Any = getattr(program.graph_module, inner.target)
-        if str(region.target) != "wrap_with_set_grad_enabled" or any(node.op == "get_attr" for node in body.graph.nodes):
+        if str(region.target) != "wrap_with_set_grad_enabled" or any(map(_stays_in_region, body.graph.nodes)):
             if not region.users:
                 stay.append(region)
             continue
@@ -185,6 +185,11 @@ def inline_regions(program: ExportedProgram) -> list[Any]:
             delattr(program.graph_module, inner.target)
     program.graph_module.recompile()
     return stay
+
+
+def _stays_in_region(node: Any) -> bool:
+    """Return whether a node cannot be put into the graph: a further region, or an assignment to `.data` in a strict export."""
+    return node.op == "get_attr" or "set_.source_Tensor" in str(node.target)
 
 
 def _replace_outputs(program: ExportedProgram, region: Any, values: Sequence[Any]) -> None:

@@ -21,8 +21,8 @@ async def test_a_server_that_proves_nothing_is_asked_again_until_the_farm_is_bac
 
     async def ask() -> str:
         config = AgentConfig(site.access(other.address), "board", tmp_path, retry_first_s=0.01, retry_last_s=0.05)
-        async with attempt_channel(config, 30, 60) as channel:
-            return (await FarmServiceStub(channel).GetServerInfo(GetServerInfoRequest(), timeout=20)).version
+        async with attempt_channel(config, 30, 60) as own:
+            return (await FarmServiceStub(own.channel).GetServerInfo(GetServerInfoRequest(), timeout=20)).version
 
     async with other.running() as address:
         asking = asyncio.create_task(ask())

@@ -286,6 +286,7 @@ async def test_a_device_that_is_offline_for_long_is_reported_once_and_again_afte
             clock.now += timedelta(seconds=2)
             await notices.report_offline([device])
             await notices.report_offline([device])
+            await settled(notices, "DELIVERED")
         async with opened(tmp_path, clock) as notices:  # a restart does not report it again
             await notices.report_offline([device])
             assert len(await notices.outbox.deliveries(9, None)) == 1

@@ -182,4 +182,4 @@ def test_the_page_of_a_second_server_sets_up_the_user_and_the_folder_of_the_unit
 def test_the_page_of_a_second_server_stops_the_servers_before_their_last_backup() -> None:
     page = (Path(__file__).parents[4] / "docs" / "second-server.md").read_text()
     move = page.partition("## 8.")[2]
-    assert -1 < move.find(f"systemctl stop {UNIT_NAME}") < move.find("etfarm backup ") < move.find("etfarm restore ")
+    assert -1 < move.find(f"systemctl disable --now {UNIT_NAME}") < move.find("etfarm backup ") < move.find("etfarm restore ")
