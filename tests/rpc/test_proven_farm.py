@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -393,6 +395,8 @@ async def test_a_server_of_the_last_release_serves_an_agent_at_its_address_until
         assert not board.kept["farm_id"]
     finally:
         assert old.stop() == 0
+    script = Path(__file__).parents[2] / "docs" / "upgrade" / "convert.py"
+    await asyncio.to_thread(subprocess.run, [sys.executable, script, home.data], check=True, timeout=120)
     with home.serving(address=address):
         async with board.connected(address):
             pass
