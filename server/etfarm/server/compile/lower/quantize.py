@@ -97,7 +97,8 @@ def quantize(
     Args:
         recipe: a new QuantizationRecipe of ExecuTorch with PT2E quantizers.
         name: the recipe's name for the message.
-        calibration: tensor files in addition to the program's example inputs; one file at a time is in memory.
+        calibration: tensor files in addition to the program's example inputs; one at a time is in memory, and then the first
+            eight, from which `unseen_values` begins.
         options: `copy_shared_layers` and `fuse_activations` of the recipe.
         unused: names of options, from which those that have an effect are removed.
         kept: gets what stays in fp32 for its values; see `far_values`.
