@@ -146,7 +146,8 @@ async def test_health_checks_and_reflection_require_a_token(door: Door, admin: g
             health = health_pb2_grpc.HealthStub(stranger)
             assert (await refusal(health.Check(health_pb2.HealthCheckRequest(), metadata=metadata))).reason == "UNAUTHENTICATED"
             assert (await ended(health.Watch(health_pb2.HealthCheckRequest(), metadata=metadata))).reason == "UNAUTHENTICATED"
-            reflecting = stranger.stream_stream(reflection)(iter([request]), metadata=metadata)
+            # No request: grpc.aio loses the status when the server answers a stream in the moment of its first write.
+            reflecting = stranger.stream_stream(reflection)(iter(()), metadata=metadata)
             assert (await ended(reflecting)).reason == "UNAUTHENTICATED"
     health = health_pb2_grpc.HealthStub(admin)
     assert (await health.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
+import os
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -55,9 +57,9 @@ class SqliteDatabase(Database):
 
     def _open(self) -> None:
         require_unmoved(self._path)
-        damage.check(self._path, revisions.HEAD, revisions.known_revisions())
         try:
-            with _translated(self._path):
+            with _alone(self._path.parent), _translated(self._path):
+                damage.check(self._path, revisions.HEAD, revisions.known_revisions())
                 self._migrate()
         except DatabaseFull as error:
             raise DatabaseFull(error.message, "Free disk where its --data is, and start it again. Nothing is lost.") from error
@@ -219,6 +221,20 @@ def _translated(path: Path) -> Iterator[None]:
 def _is_read_only_error(error: BaseException | None) -> bool:
     """Return whether a read-only transaction tried to write, which is a bug and no problem of the file."""
     return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_READONLY
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep other processes from opening a database of the folder: `etfarm tokens init` may run beside a server that starts.
+
+    SQLite itself refuses the second of two that change a new file to WAL.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _create_engine(path: Path) -> Engine:

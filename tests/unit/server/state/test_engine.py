@@ -6,6 +6,7 @@ import asyncio
 import sqlite3
 import threading
 from collections.abc import AsyncIterator, Awaitable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +40,28 @@ def add(connection: Connection, digest: str = "a") -> None:
 
 def count(connection: Connection) -> int:
     return connection.execute(select(func.count()).select_from(schema.artifacts)).scalar_one()
+
+
+def test_processes_that_open_a_new_file_at_the_same_time_agree(tmp_path: Path) -> None:
+    """As `etfarm tokens init` beside a server that starts."""
+    for attempt in range(20):
+        path = tmp_path / f"{attempt}.sqlite"
+        together = threading.Barrier(2)
+
+        def opened(path: Path = path, together: threading.Barrier = together) -> int:
+            async def open_it() -> int:
+                database = SqliteDatabase(path)
+                together.wait(60)
+                await database.open()
+                try:
+                    return await database.read(count)
+                finally:
+                    database.close()
+
+            return asyncio.run(open_it())
+
+        with ThreadPoolExecutor(2) as pool:
+            assert [each.result(60) for each in [pool.submit(opened), pool.submit(opened)]] == [0, 0]
 
 
 async def test_a_read_sees_every_write_that_has_returned(database: Database) -> None:
