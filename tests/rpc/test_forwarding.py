@@ -25,7 +25,7 @@ from etfarm.server.rpc.door.forwarded import ACCEPTED, KEY, PEER, QUESTION, Forw
 from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
 from etfarm.server.rpc.door.listening import guarded_server
 from etfarm.server.rpc.door.token_file import Tokens
-from etfarm.v1 import agent_pb2, artifact_pb2_grpc, farm_pb2, farm_pb2_grpc, job_pb2, job_pb2_grpc
+from etfarm.v1 import agent_pb2, artifact_pb2_grpc, device_pb2, device_pb2_grpc, farm_pb2, farm_pb2_grpc, job_pb2, job_pb2_grpc
 from etfarm.wire.channel import Access, open_channel, parse_address
 from etfarm.wire.chunks import artifact_of, download_bytes, upload
 from etfarm.wire.failover import settle
@@ -40,6 +40,7 @@ TOKEN = "secret-of-ann-0123456789"
 SECRET = "the secret of the farm's servers"
 WATCH, UPLOAD = "/etfarm.v1.JobService/Watch", "/etfarm.v1.ArtifactService/Upload"
 MESSAGE = bytes(1 << 20)
+WATCH_DEVICES = device_pb2.WatchDevicesRequest()
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +110,25 @@ async def test_calls_wait_for_a_leader_and_end_with_a_reason(server: Daemon, tmp
         await asyncio.wait({waiting}, timeout=0.2)
         leadership.set(Leader(1, address_of(server), "", "", SECRET))
         assert (await waiting).version
+
+
+async def test_calls_that_are_open_when_a_standby_ends_get_a_status_that_asks_to_repeat_them(
+    server: Daemon, tmp_path: Path
+) -> None:
+    """gRPC's server would cancel them, as if their callers had."""
+    opened = []
+    async with standby_of(address_of(server), tmp_path) as (_, own, _), standby_of(None, tmp_path / "other") as (_, waiting, _):
+        for address in (own, waiting):  # one forwards its calls, at the other they wait for a leader
+            channel = grpc.aio.insecure_channel(address)
+            opened.append((channel, [device_pb2_grpc.DeviceServiceStub(channel).Watch(WATCH_DEVICES) for _ in range(8)]))
+        assert all([isinstance(await call.read(), device_pb2.DeviceEvent) for call in opened[0][1]])
+    for channel, calls in opened:
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+            assert from_rpc_error(ended.value, server="here").reason == "NO_LEADER"
+        await channel.close()
 
 
 async def test_a_standby_is_no_leader_of_another_standby(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from etfarm.v1 import (
 )
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.chunks import artifact_of, upload
+from etfarm.wire.status import is_unanswered
 
 GIVE_UP_S: Final = 120.0
 """After which a call that is not answered fails the test."""
@@ -47,7 +48,7 @@ class FarmCalls:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.repeated = Counter[str]()
-        """Names of the codes for which calls were repeated."""
+        """Names of the codes for which calls were repeated; UNAVAILABLE is what clients take for it."""
         self.artifacts = artifact_pb2_grpc.ArtifactServiceStub(channel)
         self.devices = device_pb2_grpc.DeviceServiceStub(channel)
         self.farm = farm_pb2_grpc.FarmServiceStub(channel)
@@ -67,8 +68,12 @@ class FarmCalls:
                 except grpc.aio.AioRpcError as error:
                     if not is_away(error):
                         raise
-                    self.repeated[error.code().name] += 1
+                    self._count(error)
                 await asyncio.sleep(PAUSE_S)
+
+    def _count(self, error: grpc.aio.AioRpcError) -> None:
+        # gRPC's server cancels calls that arrive while it closes its port.
+        self.repeated["UNAVAILABLE" if is_unanswered(error) else error.code().name] += 1
 
     async def put(self, data: bytes) -> common_pb2.Artifact:
         """Upload bytes."""
@@ -105,7 +110,7 @@ class FarmCalls:
             except grpc.aio.AioRpcError as error:
                 if not is_away(error):
                     raise
-                self.repeated[error.code().name] += 1
+                self._count(error)
             await asyncio.sleep(PAUSE_S)
 
     async def all_jobs(self) -> list[job_pb2.Job]:

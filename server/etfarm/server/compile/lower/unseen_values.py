@@ -81,20 +81,20 @@ class Exploration:
                     same.note(node, leaf)
         if not same.values and not states and not any(map(_is_condition, self._varying)):
             return
-        note, change = self._executor(self.seen, same.note), self._executor(self.unseen, _Changes(same.values).change)
-        if not all(note(sample, restore) for sample in samples) or not same.values:
+        if not self._execute(samples, restore, self.seen, same.note) or not same.values:
             return
-        if not all(change(sample, restore) for sample in samples):
+        if not self._execute(samples, restore, self.unseen, _Changes(same.values).change):
             # Such as an index that was 0 in all samples: conditions can still be changed.
             for node in inputs:
                 same.values.pop(node, None)
-            for sample in samples:
-                change(sample, restore)
+            self.unseen = Ranges()
+            self._execute(samples, restore, self.unseen, _Changes(same.values).change)
         self.inputs = [str(node.target).removeprefix(PREFIX) for node in (*inputs, *states) if node in same.values]
 
-    def _executor(self, ranges: Ranges, visit: Visit) -> Callable[[Sequence[Any], Restore], bool]:
-        return lambda sample, restore: _execute(
-            _Run(self._prepared, self._observers, ranges, self._varying, visit), sample, restore
+    def _execute(self, samples: Iterable[Sequence[Any]], restore: Restore, ranges: Ranges, visit: Visit) -> bool:
+        """Return whether the model runs on all samples; end at the first on which it does not."""
+        return all(
+            _execute(_Run(self._prepared, self._observers, ranges, self._varying, visit), sample, restore) for sample in samples
         )
 
 
