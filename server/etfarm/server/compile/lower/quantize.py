@@ -149,6 +149,7 @@ def quantize(
         converted = stage._apply_passes(converted, recipe.post_convert_passes)
     if fp32_layers.by_xnnpack(recipe.quantizers):
         fusion.copy_dynamic_scales(converted)
+        fusion.widen_convolutions(converted)
         half_precision.require_computable(converted)
     for node in converted.graph.nodes:
         is_weight = str(node.target).startswith("quantized_decomposed.quantize_per_channel")

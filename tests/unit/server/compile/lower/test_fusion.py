@@ -208,3 +208,24 @@ def test_an_activation_that_is_skipped_is_not_fused(skips: bool) -> None:
     layer, activation = (node for node in captured.graph.nodes if str(node.target).startswith(("aten.conv2d", "aten.hardtanh")))
     assert ("quantization_annotation" in activation.meta) is not skips
     assert (layer.meta["quantization_annotation"].output_qspec is None) is not skips
+
+
+class Signals(nn.Module):
+    """Convolutions in one dimension, of which XNNPACK quantizes all but the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv1d(8, 8, 3, stride=2), nn.Conv1d(8, 8, 3, padding="same", groups=2)
+        self.c = nn.ConvTranspose1d(8, 4, 3, stride=2, output_padding=1, groups=4, bias=False)
+        self.d = nn.Conv1d(4, 8, 3, dilation=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(self.c(torch.relu(self.b(self.a(x)))))
+
+
+@pytest.mark.parametrize("skipped", ['"c"', '"a"', '"b"', '"a", "d"', '"b", "c", "d"'])
+def test_convolutions_in_one_dimension_stay_in_fp32_beside_quantized_ones(skipped: str, tmp_path: Path) -> None:
+    """XNNPACK refused them, or made an operator that it could not load."""
+    options = f'[[quantizers]]\nname = "xnnpack"\nper_channel = true\nskip_modules = [{skipped}]'
+    level, of_model, _, _ = compared(Signals, (1, 8, 32), options, tmp_path, "xnnpack_fp32")
+    assert level > 40 and of_model > 35
