@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import dataclasses
 import logging
 import os
@@ -47,6 +46,7 @@ from etfarm.device_agents.targets.local import Machine
 from etfarm.v1 import device_pb2
 from etfarm.wire.channel import Access, parse_addresses
 from etfarm.wire.escapes import printable
+from etfarm.wire.heap import share_one_heap
 from etfarm.wire.names import DATA_VARIABLE, SERVER_VARIABLE, boot_id
 from etfarm.wire.owner import at_end_of_stdin
 from etfarm.wire.private import close_umask, make_private
@@ -55,9 +55,6 @@ if TYPE_CHECKING:
     from etfarm.device_agents.daemon.phones.fleet import Fleet
 
 log = logging.getLogger(__name__)
-
-_M_ARENA_MAX = -8
-"""The option that limits malloc's arenas. Source: mallopt(3) and malloc.h."""
 
 
 def main(argv: list[str]) -> int:
@@ -92,7 +89,7 @@ def main(argv: list[str]) -> int:
         make_private(config.data, MARKS)  # it has the code that is started
         become(config.data, argv)
     logs.configure(options.log_format)
-    _share_one_heap()
+    share_one_heap()
     # Fail now if the certificates cannot be used.
     config.access.credentials()
     device = None if config.phones else _device(config)
@@ -263,13 +260,6 @@ def _default_folder(options: argparse.Namespace, emulator: Emulator | None) -> P
     if options.adb:
         return phones_data_folder()
     return emulated_data_folder(emulator) if emulator else default_data_folder()
-
-
-def _share_one_heap() -> None:
-    """Let all threads share one heap: glibc would give each gRPC thread its own, a megabyte of a small board's memory."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_ARENA_MAX, 1)
 
 
 def _print_line(line: str) -> None:

@@ -15,6 +15,7 @@ from etfarm.server.operation.death import Evidence
 from etfarm.server.serving import Process, restart
 from etfarm.server.state.folder import locked, require_restored
 from etfarm.server.workers.pacing import shorten_thread_switches
+from etfarm.wire.heap import share_one_heap
 from etfarm.wire.private import close_umask
 
 
@@ -40,6 +41,7 @@ def main(argv: list[str]) -> int:
     config.check()
     with stderr_lines.as_json() if config.log_format == "json" else nullcontext(sys.stderr) as stream:
         logs.configure(config.log_format, stream)
+        share_one_heap()
         shorten_thread_switches()
         close_umask()
         with locked(config.data):

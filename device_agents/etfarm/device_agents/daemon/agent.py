@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import hashlib
 import logging
 from collections import deque
@@ -23,6 +22,7 @@ from etfarm.device_agents.runners.errors import DeviceStorageFailed
 from etfarm.device_agents.targets.base import Target
 from etfarm.v1 import agent_pb2, common_pb2, device_pb2
 from etfarm.wire.errors import EtfarmError
+from etfarm.wire.heap import give_memory_back
 from etfarm.wire.status import to_proto
 
 log = logging.getLogger(__name__)
@@ -254,7 +254,7 @@ class Agent:
         log.info("attempt %s ended: %s", result.attempt_id, ", ".join(reason or "ok" for reason in errors) or "nothing to run")
         await self.outbox.put(result)
         self._send(agent_pb2.AgentMessage(run_result=result))
-        _give_memory_back()
+        give_memory_back()
 
     def _progress(self, progress: agent_pb2.RunProgress) -> None:
         self._send(agent_pb2.AgentMessage(run_progress=progress))
@@ -288,10 +288,3 @@ def _attempt_class(start: agent_pb2.StartRun) -> type[Attempt | ServedSession]:
         return GenerationAttempt
     # A single candidate has no other to alternate with.
     return InterleavedAttempt if start.measurement.interleave and len(start.candidates) > 1 else Attempt
-
-
-def _give_memory_back() -> None:
-    """Return unused memory in malloc's arenas to the system; after transfers glibc would keep about 4 MB."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -11,7 +11,6 @@ methods of etfarm are; so the remaining calls can be refused without decoding th
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -21,6 +20,7 @@ import structlog
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from etfarm.server.rpc.door.connections import STRANGER_S, Connections
+from etfarm.wire.heap import give_memory_back
 
 log = structlog.get_logger()
 
@@ -143,7 +143,7 @@ class _Accepting(cygrpc.AioServer):  # type: ignore[misc]
                     await asyncio.sleep(_END_S)
                     ticks -= 1
                 if not self._dropped:
-                    await asyncio.to_thread(_return_memory)
+                    await asyncio.to_thread(give_memory_back)
 
     def _admits(self, call: Any, method: str, loop: asyncio.AbstractEventLoop) -> bool:
         if self.connections is None:
@@ -156,12 +156,6 @@ class _Accepting(cygrpc.AioServer):  # type: ignore[misc]
         except Exception:
             log.exception("a call could not be checked")
             return True  # an error would end the loop that accepts the method's calls
-
-
-def _return_memory() -> None:
-    """Return the memory of calls that have ended to the kernel, which glibc keeps otherwise."""
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)
 
 
 def new_server(

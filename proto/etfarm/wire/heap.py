@@ -1,0 +1,26 @@
+"""The heap of a long-running process: glibc keeps more of it than the process uses."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Final
+
+_M_ARENA_MAX: Final = -8
+"""The option that limits malloc's arenas. Source: mallopt(3) and malloc.h."""
+
+
+def share_one_heap() -> None:
+    """Let all threads share one heap: glibc would give each of gRPC's its own, of which parts stay unused for ever.
+
+    Call it before threads start.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)
+
+
+def give_memory_back() -> None:
+    """Return the heap's unused memory to the kernel: after transfers and calls, glibc would keep megabytes."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
