@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from operator import getitem
 from typing import Any, Final
 
-_MAY_RETURN_INPUT: Final = frozenset(
+MAY_RETURN_INPUT: Final = frozenset(
     {
         "atleast_1d", "atleast_2d", "atleast_3d", "alpha_dropout", "broadcast_tensors", "cartesian_prod", "conj_physical",
         "dropout", "feature_alpha_dropout", "feature_dropout", "meshgrid", "sum_to_size", "type_as",
@@ -70,7 +70,7 @@ def _effects(node: Any, origins: dict[Any, frozenset[Any]]) -> tuple[frozenset[A
     viewed: frozenset[Any] = frozenset()
     aliases = any(each.alias_info is not None for each in schema.returns)
     name = schema.name.partition("::")[2]
-    lies = not aliases and name in _MAY_RETURN_INPUT
+    lies = not aliases and name in MAY_RETURN_INPUT
     if name in _CONVERT and _dtype_of(node) != _dtype_of(node.args[0]):
         return frozenset(), frozenset()
     for place, argument in enumerate(schema.arguments):

@@ -19,6 +19,7 @@ from etfarm.server.compile.lower import (
     batch_norms,
     build,
     etrecord,
+    in_place,
     integers,
     lowering,
     plugins,
@@ -92,6 +93,7 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
     name = _quantizer_names(recipe)
     for method in quantizing:
         quantize.check(programs[method], name, method)
+        programs[method] = in_place.without_writes(programs[method])
     _check_names(recipe, quantizing, programs)
 
     modules = {}

@@ -1,0 +1,65 @@
+"""Operators that write to memory which other operators read, too.
+
+Observers and quantize operators are put between operators: behind them, what writes to a view or a buffer writes to a dequantized
+copy of it, and what reads it gets a copy of before. Observers return what they get, so that calibration does not show this.
+"""
+
+from __future__ import annotations
+
+from operator import getitem
+from typing import Any
+
+import torch
+
+from etfarm.wire.written_inputs import MAY_RETURN_INPUT
+
+_ATEN = torch.ops.aten
+
+
+def without_writes(program: Any) -> Any:
+    """Return a program that computes new values in place of writes, if quantization would lose one; else the program itself.
+
+    Args:
+        program: an exported program whose operators may write.
+    """
+    if not any(map(_is_lost, program.graph.nodes)):
+        return program
+    functional = program.run_decompositions({})
+    _join_batch_norms(functional.graph)
+    functional.graph_module.recompile()
+    return functional
+
+
+def _is_lost(node: Any) -> bool:
+    """Return whether a node writes to the floats of a buffer, of a view, or of what other nodes use."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None or not schema.is_mutable:
+        return False
+    for place, argument in enumerate(schema.arguments):
+        target = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+        if argument.is_write and any(_is_shared(each) for each in (target if isinstance(target, list | tuple) else [target])):
+            return True
+    return False
+
+
+def _is_shared(target: Any) -> bool:
+    if not isinstance(target, torch.fx.Node) or not target.meta["val"].is_floating_point():
+        return False
+    schema = getattr(target.target, "_schema", None)
+    if target.op != "call_function" or len(target.users) > 1 or target.target is getitem or schema is None:
+        return True
+    is_view = any(each.alias_info is not None for each in schema.returns) and not schema.is_mutable
+    return is_view or schema.name.partition("::")[2] in MAY_RETURN_INPUT
+
+
+def _join_batch_norms(graph: torch.fx.Graph) -> None:
+    """Give batch norms the operator again that quantizers fold into the layer before it."""
+    for node in graph.find_nodes(op="call_function", target=_ATEN._native_batch_norm_legit_no_training.default):
+        (item,) = node.users  # the other results are empty
+        *tensors, momentum, epsilon = node.args
+        with graph.inserting_before(node):
+            whole = graph.call_function(_ATEN.batch_norm.default, (*tensors, False, momentum, epsilon, False))
+        whole.meta = item.meta
+        item.replace_all_uses_with(whole)
+        graph.erase_node(item)
+        graph.erase_node(node)
