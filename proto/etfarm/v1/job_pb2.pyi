@@ -172,6 +172,12 @@ class MethodSource(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     FORGOTTEN_BUFFERS_FIELD_NUMBER: _builtins.int
     SMALL_SIZES_FIELD_NUMBER: _builtins.int
+    DIFFERS_FIELD_NUMBER: _builtins.int
+    differs: _builtins.str
+    """How the outputs of the exported program on the example inputs differ from those of the model in eager mode, as the client saw at
+    its export, such as "output 1 has other values"; at most 500 characters, empty if they do not differ. Reports have a warning
+    PROGRAM_DIFFERS with it.
+    """
     @_builtins.property
     def exported_program(self) -> _common_pb2.Artifact:
         """A .pt2: an exported program with its example inputs."""
@@ -216,10 +222,11 @@ class MethodSource(_message.Message):
         samples: _abc.Iterable[_common_pb2.Artifact] | None = ...,
         forgotten_buffers: _abc.Iterable[_builtins.str] | None = ...,
         small_sizes: _abc.Iterable[_builtins.str] | None = ...,
+        differs: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["exported_program", b"exported_program", "reference", b"reference"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration", b"calibration", "exported_program", b"exported_program", "forgotten_buffers", b"forgotten_buffers", "reference", b"reference", "samples", b"samples", "small_sizes", b"small_sizes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration", b"calibration", "differs", b"differs", "exported_program", b"exported_program", "forgotten_buffers", b"forgotten_buffers", "reference", b"reference", "samples", b"samples", "small_sizes", b"small_sizes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

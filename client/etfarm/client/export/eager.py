@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from etfarm.client.export.construction import add_lines
+from etfarm.client.export.differences import difference_for_examples, differing_sizes
 from etfarm.client.export.errors import (
     STAGE,
     BadModelSource,
@@ -51,14 +52,13 @@ from etfarm.client.export.samples import (
 )
 from etfarm.client.export.shapes import must_be_bounded, normal_shapes, specialized
 from etfarm.client.export.shared_state import mark_shared
-from etfarm.client.export.small_sizes import differing_sizes
 from etfarm.client.export.source import ModelSource, must_be_tuple
 from etfarm.client.export.splits import find_split, must_fit_all_sizes
 from etfarm.client.export.structures import plain_structures
 from etfarm.client.export.subclasses import is_unwrapping, make_plain
 from etfarm.client.export.traces import Place, make_relative, place_in, place_of, traced_graph
 from etfarm.client.export.transform import Transform
-from etfarm.wire import digest, small_sizes
+from etfarm.wire import differences, digest
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.pt2 import InputType, read_archive
 from etfarm.wire.samples import AccuracySamples
@@ -113,7 +113,9 @@ class ExportedMethod:
     forgotten: tuple[str, ...] = ()
     """Names of buffers and attributes, such as `state.n` and `self.h`, whose new values the program forgets."""
     small_sizes: tuple[str, ...] = ()
-    """Sizes of 1 and 0 at which the program differs from the model, see `etfarm.wire.small_sizes`."""
+    """Sizes of 1 and 0 at which the program differs from the model, see `etfarm.wire.differences`."""
+    differs: str = ""
+    """How outputs on the example inputs differ from those of the model in eager mode; empty if they do not."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,7 @@ class _Program:
     export_s: float
     forgotten: tuple[str, ...]
     small_sizes: tuple[str, ...]
+    differs: str
 
 
 @dataclass(frozen=True)
@@ -274,14 +277,21 @@ class _Export:
         must_be_bounded(method, program)
         must_fit_all_sizes(method, program, self.base)
         if small := differing_sizes(module, program):
-            self.say(small_sizes.describe(method, small))
+            self.say(differences.describe_sizes(method, small))
+        given = self.source.example_inputs[method], dict(self.source.example_kwargs.get(method, {}))
+        # What is forgotten, and may differ in the first call, is named already.
+        differs = "" if forgotten else difference_for_examples(module, program, *given)
+        if differs:
+            self.say(differences.describe_examples(method, differs))
         add_lines(program, module, self.base)
         make_relative(program, self.base)
         make_plain(program)
         if self.source.keep_mutations:
             keep_mutations(program)
         export_s = time.monotonic() - started
-        return _Program(method, program, args, kwargs, early_names, transform_ms, export_s, tuple(forgotten), tuple(small))
+        return _Program(
+            method, program, args, kwargs, early_names, transform_ms, export_s, tuple(forgotten), tuple(small), differs
+        )
 
     def _calls_of_others(self, method: str) -> list[EagerCall]:
         source = self.source
@@ -312,6 +322,7 @@ class _Export:
             relations=facts.relations,
             forgotten=exported.forgotten,
             small_sizes=exported.small_sizes,
+            differs=exported.differs,
         )
 
     def calls(self, methods: Mapping[str, ExportedMethod]) -> tuple[Call, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from etfarm.client.export.attributes import Change, Snapshot
-from etfarm.client.export.calls import difference_of, outputs_of, tensors_kept
+from etfarm.client.export.calls import difference_of, outputs_of, tensors_kept, values_kept
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -20,6 +20,8 @@ _MAX_CALLS: Final = 16
 _CALLS_S: Final = 1.0
 """Duration in s of further calls after which there are no more than the minimum: a quick model may count to more."""
 _NAMED_APART: Final = 8
+_MAX_TENSOR: Final = 1 << 28
+"""Size in bytes of a tensor that is copied before an export; a larger one is more likely a data set than a state."""
 _SLOW_S: Final = 5.0
 """Duration of a call in s from which only the next one is compared."""
 
@@ -60,8 +62,11 @@ def attributes_kept(module: nn.Module, *, is_called: bool) -> Iterator[Attribute
     before = Snapshot(module)
     attributes = Attributes(module, before, is_changed=not is_called)
     hook = module.register_forward_hook(lambda *_: attributes.note()) if is_called else None
+    # An export executes what is written into a tensor outside of buffers without an input, such as `self.n += 1`.
+    small = [tensor for tensor in before.tensors if tensor.nbytes <= _MAX_TENSOR]
     try:
-        yield attributes
+        with values_kept(small):
+            yield attributes
     finally:
         if hook is not None:
             hook.remove()

@@ -215,6 +215,7 @@ def _export(model: ExportedModel) -> PreparedExport:
             relations=method.relations,
             forgotten=method.forgotten,
             small_sizes=method.small_sizes,
+            differs=method.differs,
         )
         for name, method in model.methods.items()
     }

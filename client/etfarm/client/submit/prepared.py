@@ -53,6 +53,8 @@ class PreparedMethod:
     """See `ExportedMethod.forgotten`."""
     small_sizes: tuple[str, ...] = ()
     """See `ExportedMethod.small_sizes`."""
+    differs: str = ""
+    """See `ExportedMethod.differs`."""
 
     @classmethod
     def of_archive(cls, pt2: bytes | Path) -> PreparedMethod:

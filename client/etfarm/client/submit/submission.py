@@ -156,6 +156,7 @@ class Submission:
                 (model.methods[method].small_sizes, prepared.small_sizes),
             ):
                 named.extend(name[:_NAME_CHARACTERS] for name in names[:_MAX_NAMED])
+            model.methods[method].differs = prepared.differs[:_NAME_CHARACTERS]
             if reference is not None:
                 model.methods[method].reference.CopyFrom(self.add(reference.methods[method].pt2))
             if calibrate:

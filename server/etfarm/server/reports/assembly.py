@@ -14,8 +14,8 @@ from etfarm.server.reports.traced_verdict import is_disturbed, judge_trace
 from etfarm.server.reports.verdict import Thresholds, judge
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, generation_pb2, job_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device
+from etfarm.wire import differences
 from etfarm.wire import digest as digests
-from etfarm.wire import small_sizes
 from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH
 
 PYTHON_RUNNER: Final = "PYTHON_RUNNER"
@@ -117,8 +117,11 @@ def assemble(
         )
         report.compile.warnings.add(code="STATE_FORGOTTEN", message=message)
     if compilation is not None and cell.method in methods and (sizes := methods[cell.method].small_sizes):
-        message = small_sizes.describe(cell.method, sizes)
-        report.compile.warnings.add(code=small_sizes.SIZE_ONE_DIFFERS, message=message)
+        message = differences.describe_sizes(cell.method, sizes)
+        report.compile.warnings.add(code=differences.SIZE_ONE_DIFFERS, message=message)
+    if compilation is not None and cell.method in methods and (differs := methods[cell.method].differs):
+        message = differences.describe_examples(cell.method, differs)
+        report.compile.warnings.add(code=differences.PROGRAM_DIFFERS, message=message)
     if result is not None and result.further.HasField("error"):
         count = "one sample" if result.further.samples < 1 else f"{1 + result.further.samples} samples"
         error = result.further.error

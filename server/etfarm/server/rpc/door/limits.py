@@ -76,6 +76,7 @@ LIMITS: Final[dict[str, Limit]] = {
     "MethodSource.forgotten_buffers[]": Limit(500),
     "MethodSource.small_sizes": Limit(64),
     "MethodSource.small_sizes[]": Limit(500),
+    "MethodSource.differs": Limit(500),
     "FurtherInputs.samples": _SAMPLES,
     "DeviceChoice.selector": _SELECTOR,
     "JobSpec.notify_urls": Limit(5, "BAD_WEBHOOK", "Add a webhook of the farm instead."),

@@ -1,5 +1,6 @@
-"""Sizes of 1 and 0 of dynamic dims, for which torch.export may take another branch than the model does.
+"""Inputs for which a program differs from its model, which are both called for that.
 
+These are the example inputs, where an export keeps what Python computed in forward; and sizes of 1 and 0 of dynamic dims.
 torch.export assumes that a dynamic size is 2 or more where code asks whether it is 1 or 0, and records no guard: the program of
 `x * 10 if x.shape[0] == 1 else x` returns `x` for each size.
 """
@@ -22,8 +23,25 @@ _LIMIT_S: Final = 20.0
 """Duration in s after which no further size is tried."""
 
 
+def difference_for_examples(module: nn.Module, program: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return how a program's outputs differ from those of its module; empty if they do not, or if the module does not run.
+
+    Both are called, and left as they were. The program gets what a device gets: a tensor of its own for each input, also where
+    the module gets a tensor twice, or a view of another.
+    """
+    import torch
+    from torch.utils import _pytree as pytree
+
+    def separate(leaf: Any) -> Any:
+        return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+
+    return _difference(
+        module, program, program.module(check_guards=False), (args, kwargs), pytree.tree_map(separate, (args, kwargs))
+    )
+
+
 def differing_sizes(module: nn.Module, program: ExportedProgram) -> list[str]:
-    """Return the dynamic dims of inputs at whose size 1 or 0 a program differs from its module, as `wire.small_sizes` shows them.
+    """Return the dynamic dims of inputs at whose size 1 or 0 a program differs from its module, as `wire.differences` shows them.
 
     Both are called with slices of the example inputs, and left as they were. A call of size 0 that raises counts as no
     difference: few models mean it, and it is the default minimum of a Dim.
@@ -35,7 +53,7 @@ def differing_sizes(module: nn.Module, program: ExportedProgram) -> list[str]:
         if time.monotonic() - started > _LIMIT_S:
             break
         called = called or program.module()
-        if (difference := _difference(module, program, called, inputs)) and not (size == 0 and "raises" in difference):
+        if (difference := _difference(module, program, called, inputs, inputs)) and not (size == 0 and "raises" in difference):
             differing.append(f"{where} has the size {size} ({difference})")
     return differing
 
@@ -85,7 +103,7 @@ def _cut(leaf: Any, shape: list[Any], known: dict[Any, int]) -> Any:
     return leaf.contiguous() if shape else leaf
 
 
-def _difference(module: nn.Module, program: ExportedProgram, called: Callable[..., Any], inputs: Any) -> str:
+def _difference(module: nn.Module, program: ExportedProgram, called: Callable[..., Any], inputs: Any, of_program: Any) -> str:
     import torch
 
     attributes = Snapshot(module)
@@ -93,10 +111,10 @@ def _difference(module: nn.Module, program: ExportedProgram, called: Callable[..
     constants = [each for each in program.constants.values() if isinstance(each, torch.Tensor)]
     held = (*attributes.tensors, *buffers, *constants, *written_parameters(program))
     results: list[Any] = []
-    for function in (module, called):
+    for function, (args, kwargs) in ((module, inputs), (called, of_program)):
         try:
             with tensors_kept(module, held):
-                results.append(outputs_of(function, *inputs))
+                results.append(outputs_of(function, args, kwargs))
         except Exception as error:  # noqa: BLE001 - the module is the user's, which need not accept this size
             results.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
         finally:
