@@ -151,6 +151,27 @@ def db(signal: float, noise: float) -> float:
     return 300.0 if noise == 0 else min(300.0, 10 * float(np.log10(signal / noise)))
 
 
+def test_accuracy_of_what_a_transform_quantized_is_against_the_model_before(client: Farm) -> None:
+    """As of a recipe that does the same."""
+    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
+    from torchao.quantization.granularity import PerAxis
+
+    def transform(_: str, module: nn.Module) -> nn.Module:
+        quantize_(module, Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerAxis(0)))
+        return module
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32)).eval()
+    inputs = (random(2, 64),)
+    transformed = ModelSource.of(model, inputs, source_transforms=[transform])
+    (own,) = bench(client, transformed, "xnnpack_fp32").result().reports
+    (recipes,) = bench(client, ModelSource.of(model, inputs), "xnnpack_torchao_int8da_int4w_per_channel").result().reports
+    of_own, of_recipe = own.accuracy[0], recipes.accuracy[0]
+    assert of_own.reference == of_recipe.reference
+    assert of_own.sqnr_db is not None and of_recipe.sqnr_db is not None
+    assert of_own.sqnr_db < 30 and abs(of_own.sqnr_db - of_recipe.sqnr_db) < 1
+
+
 def test_accuracy_is_of_all_calibration_images_together(client: Farm, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Detector().eval()

@@ -87,6 +87,41 @@ def test_the_remedies_for_branches_on_a_size_of_one_work(farm: FarmProcess) -> N
                 assert np.allclose(session.run(x[:size].numpy()).array(), module(x[:size]), atol=1e-5), (minimum, size)
 
 
+class Exporting(nn.Module):
+    """Computes something else while it is exported."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if torch.compiler.is_exporting() else x * 3
+
+
+def test_a_report_says_that_the_program_differs_from_the_model(farm: FarmProcess) -> None:
+    with farm.client() as client:
+        (report,) = client.compile(ModelSource.of(Exporting().eval(), (torch.rand(4) + 1,))).result().reports
+    assert report.compile is not None
+    (warning,) = [each for each in report.compile.warnings if each.code == "PROGRAM_DIFFERS"]
+    assert "differs from the model, called with the example inputs: the output has other values" in warning.message
+
+
+class Counter(nn.Module):
+    """Counts in a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = torch.zeros(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x + self.count
+
+
+def test_a_tensor_outside_of_buffers_starts_on_the_device_as_in_the_model(farm: FarmProcess) -> None:
+    with (
+        farm.client() as client,
+        client.session(ModelSource.of(Counter().eval(), (torch.ones(2),)), recipe="portable") as session,
+    ):
+        assert [session.run(np.ones(2, np.float32)).array().tolist() for _ in range(2)] == [[2, 2], [3, 3]]
+
+
 def test_a_report_names_the_sizes_at_which_a_program_differs(farm: FarmProcess) -> None:
     dims = {"x": {0: Dim("n", min=1, max=8)}}
     with farm.client() as client:

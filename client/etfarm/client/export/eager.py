@@ -128,6 +128,8 @@ class ExportedModel:
     """A tensor file per constant method, with its leaves in flattened order."""
     calls: tuple[Call, ...] = ()
     """Calls by which the program is compared with the model; each method once if the methods share state."""
+    is_quantized: bool = False
+    """Whether the source's own transforms have quantized weights."""
 
 
 def export_source(
@@ -180,7 +182,7 @@ def _exported(export: _Export, name: str) -> ExportedModel:
     is_shared = mark_shared({method: exported.program for method, exported in programs.items()}, source.methods, export.say)
     methods = {method: export.archived(exported) for method, exported in programs.items()}
     calls = export.calls(methods) or (tuple((method, None) for method in methods) if is_shared else ())
-    return ExportedModel(name, methods, _constants(source), calls)
+    return ExportedModel(name, methods, _constants(source), calls, bool(export.transform.quantized))
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,8 @@ class Transform:
     """Folder that names of source files in errors are relative to."""
     say: Callable[[str], None] = lambda _: None
     """Called with a sentence that names layers which stay in fp32."""
+    quantized: set[str] = field(default_factory=set)
+    """Gets the methods of which the source's own transforms have quantized weights."""
     _configs: list[Any] = field(default_factory=list, repr=False)
 
     @property
@@ -109,6 +111,8 @@ class Transform:
             own = copy.deepcopy(module)
         for transform in self.source.source_transforms:
             own = self._transformed(method, own, transform)
+        if has_subclasses(own) and not has_subclasses(module):
+            self.quantized.add(method)
         if self.recipe is not None and torchao_parts(self.recipe):
             self._quantize(method, own, self._config())
         with self._refusals(method, "unwrapping the tensor subclasses"), quiet():

@@ -15,7 +15,14 @@ from etfarm.client.export.spec import EagerSpec, FileFactory, ModelSpec, ModuleF
 from etfarm.client.export.transform import torchao_parts
 from etfarm.client.submit.calibration import Calibration, calibrated
 from etfarm.client.submit.names_file import read_names
-from etfarm.client.submit.prepared import PreparedExport, PreparedMethod, PreparedModel, export_key, reference_key
+from etfarm.client.submit.prepared import (
+    PreparedExport,
+    PreparedMethod,
+    PreparedModel,
+    export_key,
+    reference_key,
+    untransformed_key,
+)
 from etfarm.client.submit.recipes import read_recipe, reads_values
 from etfarm.wire.recipes import Recipe
 
@@ -192,11 +199,16 @@ def _exports(source: ModelSource, name: str, recipes: Sequence[Recipe], folder: 
             say(f"Exporting {name}{f' for {first.text}' if key and first is not None else ''}.")
         calibrate = any(recipe is None or reads_values(recipe) for recipe in sharing)
         strict = first.strict if first is not None else False
-        exports[key] = _export(
-            export_source(
-                source, name=name, strict=strict, recipe=first if key else None, calibrate=calibrate, folder=folder, say=say
-            )
+        exported = export_source(
+            source, name=name, strict=strict, recipe=first if key else None, calibrate=calibrate, folder=folder, say=say
         )
+        exports[key] = _export(exported)
+        if exported.is_quantized and (key := untransformed_key(strict=strict)) not in exports:
+            # What the source's own transforms do to weights is quantization, too.
+            if say is not None:
+                say(f"Exporting {name} without its transforms, to compare with.")
+            plain = replace(source, source_transforms=())
+            exports[key] = _export(export_source(plain, name=name, strict=strict, calibrate=False, folder=folder, say=say))
     return PreparedModel(name, exports, eager=True, sources=source.scope.sources if source.scope is not None else ())
 
 

@@ -176,7 +176,9 @@ class PreparedModel:
         return match
 
     def reference_for(self, recipe: Recipe) -> PreparedExport | None:
-        """Return the export before the recipe rewrote modules; None if it rewrites none, or if that export is unknown."""
+        """Return the export before weights were quantized; None if none were, or if that export is unknown."""
+        if (untransformed := self.exports.get(untransformed_key(strict=recipe.strict))) is not None:
+            return untransformed
         return self.exports.get(reference_key(recipe)) if self.eager and torchao_parts(recipe) else None
 
 
@@ -207,6 +209,11 @@ def _distinguish(name: str, files: Sequence[Path | None]) -> list[str]:
 def reference_key(recipe: Recipe) -> str:
     """Return the key of the export before a recipe rewrites modules, which its outputs are compared with."""
     return _key([], recipe.strict)
+
+
+def untransformed_key(*, strict: bool) -> str:
+    """Return the key of the export without the source's own transforms, of a model whose weights these quantize."""
+    return digest.canonical_json({"source_transforms": False, "strict": strict})
 
 
 def export_key(recipe: Recipe | None) -> str:
