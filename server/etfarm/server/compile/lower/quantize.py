@@ -143,7 +143,7 @@ def quantize(
     if isinstance(quantizer, fusion.ActivationsFused) and quantizer.has_fused:
         unused.discard("fuse_activations")
     prepared = stage._apply_passes(prepared, recipe.pre_convert_passes)
-    with _unfolded(initial):
+    with _unfolded(states):
         converted = convert_pt2e(prepared)
         batch_norms.show_what_was_kept(converted)
         converted = stage._apply_passes(converted, recipe.post_convert_passes)

@@ -53,8 +53,7 @@ def plan_shared_state(programs: Mapping[str, Any], recipe: Recipe, config: Any) 
     wanted = recipe.options.executorch.get("share_mutable_buffers")
     buffers = {method: frozenset(buffer_names(program).values()) for method, program in programs.items()}
     written = {method: written_buffers(program) for method, program in programs.items()}
-    has_marks = any(name.startswith(PREFIX) for names in buffers.values() for name in names)
-    shared = _select(buffers, written, marked_only=has_marks or not wanted)
+    shared = _select(buffers, written, marked_only=_has_marks(buffers) or not wanted)
     if wanted is False or not shared:
         for program in programs.values():
             names = set(buffer_names(program).values())
@@ -71,6 +70,20 @@ def plan_shared_state(programs: Mapping[str, Any], recipe: Recipe, config: Any) 
             rename_buffers(program, own)
     config.memory_planning_pass.share_mutable_buffers = True
     return {method: frozenset(_used(program) & shared.keys()) for method, program in programs.items()}
+
+
+def mark_equal_names(programs: Mapping[str, Any], recipe: Recipe) -> bool:
+    """Mark buffers of equal names as shared where the recipe says that they are; return whether there are any.
+
+    The client marks those that are one object. With a mark, quantization leaves them variable in methods that only read them.
+    """
+    buffers = {method: frozenset(buffer_names(program).values()) for method, program in programs.items()}
+    if not recipe.options.executorch.get("share_mutable_buffers") or _has_marks(buffers):
+        return False
+    shared = _select(buffers, {method: written_buffers(program) for method, program in programs.items()}, marked_only=False)
+    for program in programs.values():
+        rename_buffers(program, {name: f"{PREFIX}{name}" for name in shared})
+    return bool(shared)
 
 
 def rename_ambiguous(programs: Iterable[Any]) -> None:
@@ -143,6 +156,10 @@ def _used(program: Any) -> set[str]:
     used = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
     read = {buffer for placeholder, buffer in buffer_names(program).items() if placeholder in used}
     return read | set(program.graph_signature.buffers_to_mutate.values())
+
+
+def _has_marks(buffers: Mapping[str, frozenset[str]]) -> bool:
+    return any(name.startswith(PREFIX) for names in buffers.values() for name in names)
 
 
 def _select(buffers: Mapping[str, frozenset[str]], written: Mapping[str, set[str]], *, marked_only: bool) -> dict[str, list[str]]:

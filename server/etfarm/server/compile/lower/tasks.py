@@ -95,6 +95,7 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
         quantize.check(programs[method], name, method)
         programs[method] = in_place.without_writes(programs[method])
     _check_names(recipe, quantizing, programs)
+    is_marked = shared_state.mark_equal_names(programs, recipe)
 
     modules = {}
     failures: list[EtfarmError] = []
@@ -143,7 +144,10 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
             file = folder / f"{method}.pt2"
             result["programs"][method] = file.name
             if method not in modules:
-                shutil.copyfile(request.models[method], file)
+                if is_marked:
+                    torch.export.save(programs[method], str(file))
+                else:
+                    shutil.copyfile(request.models[method], file)
                 continue
             with lowering.timed(times, method):
                 original = programs.pop(method)

@@ -124,6 +124,34 @@ async def test_what_another_method_writes_stays_state_beside_what_is_quantized(w
     assert "STATE_SHARED" not in apart.codes
 
 
+class Fills(Writes):
+    """Fills a memory with what it gets, and quantizes nothing."""
+
+    def forward(self, x: Any) -> Any:
+        self.memory.n.copy_(x[0])
+        return x + 1
+
+
+@pytest.mark.parametrize("writer", [Writes, Fills])
+async def test_programs_that_were_exported_apart_share_what_has_one_name(
+    workers: Workers, tmp_path: Path, writer: type[Writes]
+) -> None:
+    from executorch.runtime import Runtime
+
+    torch.manual_seed(0)
+    modules = {"write": writer(Holder()).eval(), "read": Reads(Holder()).eval()}
+    x = torch.randn(1, 2)
+    made = {name: lambda module=module: torch.export.export(module, (x,)) for name, module in modules.items()}
+    recipe = recipes.from_toml(f'recipe = "xnnpack_pt2e_int8_static_per_channel"\n{PLANNED.format("true")}')
+    one = await compiled(workers, tmp_path, made, recipe)
+    assert "STATE_SHARED" in one.codes
+    program = Runtime.get().load_program(one.pte)
+    write, read = program.load_method("write"), program.load_method("read")
+    expected = modules["read"].linear(x) + (x[0] if writer is Fills else modules["write"].linear(x)[0])
+    write.execute([x])
+    assert torch.allclose(read.execute([x])[0], expected, atol=0.1)
+
+
 class Joins(Writes):
     """Joins the memory to something that is quantized."""
 
