@@ -280,9 +280,9 @@ class _Export:
         must_fit_all_sizes(method, program, self.base)
         if small := differing_sizes(module, program):
             self.say(differences.describe_sizes(method, small))
-        given = self.source.example_inputs[method], dict(self.source.example_kwargs.get(method, {}))
+        inputs = self.source.example_inputs[method], dict(self.source.example_kwargs.get(method, {}))
         # What is forgotten, and may differ in the first call, is named already.
-        differs = "" if forgotten else difference_for_examples(module, program, *given)
+        differs = "" if forgotten else difference_for_examples(module, program, *inputs)
         if differs:
             self.say(differences.describe_examples(method, differs))
         add_lines(program, module, self.base)

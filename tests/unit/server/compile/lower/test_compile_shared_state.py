@@ -141,9 +141,9 @@ async def test_programs_that_were_exported_apart_share_what_has_one_name(
     torch.manual_seed(0)
     modules = {"write": writer(Holder()).eval(), "read": Reads(Holder()).eval()}
     x = torch.randn(1, 2)
-    made = {name: lambda module=module: torch.export.export(module, (x,)) for name, module in modules.items()}
+    exported = {name: lambda module=module: torch.export.export(module, (x,)) for name, module in modules.items()}
     recipe = recipes.from_toml(f'recipe = "xnnpack_pt2e_int8_static_per_channel"\n{PLANNED.format("true")}')
-    one = await compiled(workers, tmp_path, made, recipe)
+    one = await compiled(workers, tmp_path, exported, recipe)
     assert "STATE_SHARED" in one.codes
     program = Runtime.get().load_program(one.pte)
     write, read = program.load_method("write"), program.load_method("read")
