@@ -131,8 +131,8 @@ class FarValuesKept(Reviewed):
                 self._reasons[ordinal, node.name] = Reason.FAR
         if self._values:
             with _silent(prepared):
-                exploration = Exploration(prepared, ObserverBase, changed_buffers)
-                exploration.run(samples, restore)
+                exploration = Exploration(prepared, ObserverBase, changed_buffers, restore)
+                exploration.run(samples)
             self._find_unseen(exploration)
         self._values.clear()
         if self._reasons:

@@ -13,6 +13,7 @@ from typing import Any, Final
 import structlog
 import torch
 
+from etfarm.server.compile.program.descriptions import first_line
 from etfarm.wire.shared_state import PREFIX
 
 log = structlog.get_logger()
@@ -22,6 +23,8 @@ MAX_SAMPLES: Final = 8
 Restore = Callable[[], None]
 Visit = Callable[[Any, torch.Tensor], torch.Tensor]
 
+_MAX_ATTEMPTS: Final = 32
+"""Number of times that the samples are run with something changed: more than one if the model refuses some of it."""
 _SEED: Final = 20_261_129
 _SHAPED: Final = frozenset({
     "full", "full_like", "new_full", "scalar_tensor", "zeros", "ones", "empty", "arange", "zeros_like", "ones_like", "empty_like",
@@ -43,6 +46,12 @@ class Ranges:
             least, greatest = torch.aminmax(value.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
             self._limits[node] = min(low, float(least)), max(high, float(greatest))
 
+    def add(self, others: Ranges) -> None:
+        """Take in what other tensors had."""
+        for node, (low, high) in others._limits.items():
+            least, greatest = self[node]
+            self._limits[node] = min(least, low), max(greatest, high)
+
     def __getitem__(self, node: Any) -> tuple[float, float]:
         """Return the least and the greatest value, zero included."""
         return self._limits.get(node, (0.0, 0.0))
@@ -55,23 +64,23 @@ class Exploration:
         prepared: the model with observers, which see none of this.
         observers: the class of the observers.
         changed_buffers: names of the buffers that this method or another one changes.
+        restore: function that gives the model's buffers their initial values.
     """
 
-    def __init__(self, prepared: torch.fx.GraphModule, observers: type[Any], changed_buffers: Collection[str]) -> None:
+    def __init__(
+        self, prepared: torch.fx.GraphModule, observers: type[Any], changed_buffers: Collection[str], restore: Restore
+    ) -> None:
         self._prepared = prepared
         self._observers = observers
+        self._restore = restore
         self._varying = _find_varying(prepared.graph, changed_buffers)
+        self._attempts = 0
         self.seen, self.unseen = Ranges(), Ranges()
         self.inputs: list[str] = []
-        """Names of the inputs, and of buffers that other methods write, that were the same in all samples."""
+        """Names of the inputs, and of buffers that other methods write, that were the same in all samples, and can be others."""
 
-    def run(self, samples: Iterable[Sequence[Any]], restore: Restore) -> None:
-        """Execute the model on samples, and then again.
-
-        Args:
-            samples: flattened inputs.
-            restore: function that gives the model's buffers their initial values.
-        """
+    def run(self, samples: Iterable[Sequence[Any]]) -> None:
+        """Execute the model on flattened inputs, and then again."""
         samples, same = list(samples), _Same()
         inputs = [node for node in self._prepared.graph.nodes if node.op == "placeholder"]
         states = [node for node in self._varying if _is_foreign(node)]
@@ -81,21 +90,46 @@ class Exploration:
                     same.note(node, leaf)
         if not same.values and not states and not any(map(_is_condition, self._varying)):
             return
-        if not self._execute(samples, restore, self.seen, same.note) or not same.values:
-            return
-        if not self._execute(samples, restore, self.unseen, _Changes(same.values).change):
-            # Such as an index that was 0 in all samples: conditions can still be changed.
-            for node in inputs:
-                same.values.pop(node, None)
-            self.unseen = Ranges()
-            self._execute(samples, restore, self.unseen, _Changes(same.values).change)
-        self.inputs = [str(node.target).removeprefix(PREFIX) for node in (*inputs, *states) if node in same.values]
+        for sample in samples:
+            if why := self._execute(sample, self.seen, same.note):
+                log.warning("the model does not run on calibration inputs again, so that unseen values are unknown", error=why)
+                return
+        changed = self._explore(samples, same.values, [node for node in self._prepared.graph.nodes if node in same.values])
+        self.inputs = [str(node.target).removeprefix(PREFIX) for node in (*inputs, *states) if node in changed]
 
-    def _execute(self, samples: Iterable[Sequence[Any]], restore: Restore, ranges: Ranges, visit: Visit) -> bool:
-        """Return whether the model runs on all samples; end at the first on which it does not."""
-        return all(
-            _execute(_Run(self._prepared, self._observers, ranges, self._varying, visit), sample, restore) for sample in samples
-        )
+    def _explore(self, samples: Sequence[Sequence[Any]], same: Mapping[Any, Any], nodes: Sequence[Any]) -> list[Any]:
+        """Run the model with nodes changed, or else with each half of them, and so on; return those that could be changed.
+
+        An index into a table of one row, for instance, cannot, and does not keep a mask beside it from being followed.
+        """
+        if not nodes:
+            return []
+        if self._attempts == _MAX_ATTEMPTS:
+            log.warning("the model refuses other values of too many inputs to follow these", nodes=[node.name for node in nodes])
+            return []
+        self._attempts += 1
+        ranges, changes = Ranges(), _Changes({node: same[node] for node in nodes})
+        why = next(filter(None, (self._execute(sample, ranges, changes.change) for sample in samples)), "")
+        if not why:
+            self.unseen.add(ranges)
+            return list(nodes)
+        log.info("the model does not run on changed inputs", error=why, nodes=[node.name for node in nodes])
+        if len(nodes) == 1:
+            return []
+        half = len(nodes) // 2
+        return self._explore(samples, same, nodes[:half]) + self._explore(samples, same, nodes[half:])
+
+    def _execute(self, sample: Sequence[Any], ranges: Ranges, visit: Visit) -> str:
+        """Return why the model does not run on flattened inputs; empty if it does."""
+        self._restore()
+        run = _Run(self._prepared, self._observers, ranges, self._varying, visit)
+        leaves = (leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in sample)
+        try:
+            with torch.no_grad():
+                run.run(*leaves, enable_io_processing=False)
+        except Exception as error:  # noqa: BLE001 - a model may refuse values that its users never give it
+            return first_line(error)
+        return ""
 
 
 class _Run(torch.fx.Interpreter):  # type: ignore[misc]
@@ -145,18 +179,6 @@ class _Same:
             self.values.pop(node, None)
             self._others.add(node)
         return value
-
-
-def _execute(run: _Run, leaves: Sequence[Any], restore: Restore) -> bool:
-    """Return whether the model runs on inputs."""
-    restore()
-    try:
-        with torch.no_grad():
-            run.run(*(leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves), enable_io_processing=False)
-    except Exception as error:  # noqa: BLE001 - a model may refuse values that its users never give it
-        log.info("the model does not run on changed calibration inputs", error=str(error).partition("\n")[0])
-        return False
-    return True
 
 
 class _Changes:
