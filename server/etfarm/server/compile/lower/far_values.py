@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -30,7 +30,7 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 
 from etfarm.server.compile.lower.annotations import Reviewed
 from etfarm.server.compile.lower.selection import ANNOTATION, kept_in_fp32
-from etfarm.server.compile.lower.unseen_values import Exploration, Restore
+from etfarm.server.compile.lower.unseen_values import Exploration, State
 
 _MIN_STEPS: Final = 8
 _STEPS: Final = 255
@@ -110,7 +110,7 @@ class FarValuesKept(Reviewed):
                     observer.forward = partial(values.observe, observer.forward)
 
     def find(
-        self, prepared: torch.fx.GraphModule, samples: Iterable[Sequence[Any]], restore: Restore, changed_buffers: Collection[str]
+        self, prepared: torch.fx.GraphModule, samples: Iterable[Sequence[Any]], common: Mapping[int, Any], state: State
     ) -> bool:
         """Find the operators for whose values int8 has no range, and stop watching; return whether there are any.
 
@@ -118,9 +118,9 @@ class FarValuesKept(Reviewed):
 
         Args:
             prepared: the model with the observers that have seen all samples.
-            samples: flattened inputs of the first ones.
-            restore: function that gives the model's buffers their initial values.
-            changed_buffers: names of the buffers that the model changes.
+            samples: flattened inputs of those that `unseen_values.Common` chose.
+            common: the numbers that inputs consist of in all of them, by the inputs' positions.
+            state: the buffers that methods change.
         """
         for observer in self._values:
             del observer.forward
@@ -131,8 +131,8 @@ class FarValuesKept(Reviewed):
                 self._reasons[ordinal, node.name] = Reason.FAR
         if self._values:
             with _silent(prepared):
-                exploration = Exploration(prepared, ObserverBase, changed_buffers, restore)
-                exploration.run(samples)
+                exploration = Exploration(prepared, ObserverBase, state)
+                exploration.run(samples, common)
             self._find_unseen(exploration)
         self._values.clear()
         if self._reasons:

@@ -38,7 +38,7 @@ from etfarm.server.compile.errors import (
 from etfarm.server.compile.inputs import InputMismatch, check_inputs
 from etfarm.server.compile.inspect import signature
 from etfarm.server.compile.lower import batch_norms, far_values, fusion, half_precision, integers
-from etfarm.server.compile.lower.unseen_values import MAX_SAMPLES
+from etfarm.server.compile.lower.unseen_values import Common, State
 from etfarm.server.compile.program import fp32_layers, loading, values
 from etfarm.server.compile.program.descriptions import describe_place, find_line, first_line
 from etfarm.server.compile.program.places import places
@@ -97,8 +97,8 @@ def quantize(
     Args:
         recipe: a new QuantizationRecipe of ExecuTorch with PT2E quantizers.
         name: the recipe's name for the message.
-        calibration: tensor files in addition to the program's example inputs; one at a time is in memory, and then the first
-            eight, from which `unseen_values` begins.
+        calibration: tensor files in addition to the program's example inputs; one at a time is in memory, and then the up to
+            sixteen from which `unseen_values` begins.
         options: `copy_shared_layers` and `fuse_activations` of the recipe.
         unused: names of options, from which those that have an effect are removed.
         kept: gets what stays in fp32 for its values; see `far_values`.
@@ -129,11 +129,14 @@ def quantize(
     prepared = _prepare(program, recipe, stage, quantizer, options, unused)
     if far_kept is not None:
         far_kept.watch()
-    _calibrate(prepared, program, recipe, name, method, calibration, initial)
-    samples = (pytree.tree_leaves(sample) for sample in islice(_samples(program, recipe, method, calibration), MAX_SAMPLES))
+    common = Common()
+    _calibrate(prepared, program, recipe, name, method, calibration, initial, common)
+    indexed = enumerate(islice(_samples(program, recipe, method, calibration), max(common.chosen, default=-1) + 1))
+    samples = (pytree.tree_leaves(sample) for index, sample in indexed if index in common.chosen)
     # What other methods write is as little seen in calibration as what inputs had in common.
-    states = {*initial, *(name for name in buffer_names(program).values() if name.startswith(PREFIX))}
-    if far_kept is not None and far_kept.find(prepared, samples, partial(_restore, prepared, initial), states):
+    foreign = {name for name in buffer_names(program).values() if name.startswith(PREFIX)} - initial.keys()
+    state = State(initial.keys(), foreign, partial(_restore, prepared, initial))
+    if far_kept is not None and far_kept.find(prepared, samples, common.values, state):
         del prepared
         prepared = _prepare(program, recipe, stage, quantizer, options, unused)
         _restore(prepared, initial)
@@ -188,12 +191,14 @@ def _prepare(
 
 def _calibrate(
     prepared: torch.nn.Module, program: Any, recipe: Any, name: str, method: str, calibration: Sequence[Path],
-    initial: Mapping[str, Any],
+    initial: Mapping[str, Any], common: Common | None = None,
 ) -> None:  # fmt: skip
-    """Run all samples, so that observers see the values."""
+    """Run all samples, so that observers see the values, and `common` the inputs."""
     last_logged = time.monotonic()
     with torch.no_grad():
         for index, (args, kwargs) in enumerate(_samples(program, recipe, method, calibration)):
+            if common is not None:
+                common.note(pytree.tree_leaves((args, kwargs)))
             try:
                 _run(prepared, args, kwargs, initial)
             except Exception as error:

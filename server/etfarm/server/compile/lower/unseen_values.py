@@ -8,6 +8,7 @@ between a mask and what it is added to is followed, as it is executed.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import structlog
@@ -18,11 +19,11 @@ from etfarm.wire.shared_state import PREFIX
 
 log = structlog.get_logger()
 
-MAX_SAMPLES: Final = 8
-"""Number of samples that the model runs on again, before and after the change of what they have in common."""
-Restore = Callable[[], None]
 Visit = Callable[[Any, torch.Tensor], torch.Tensor]
 
+_FIRST_SAMPLES: Final = 8
+_MAX_SAMPLES: Final = 16
+"""Numbers of samples that the model runs on again, before and after the change of what all have in common."""
 _MAX_ATTEMPTS: Final = 32
 """Number of times that the samples are run with something changed: more than one if the model refuses some of it."""
 _SEED: Final = 20_261_129
@@ -31,6 +32,43 @@ _SHAPED: Final = frozenset({
     "new_zeros", "new_ones", "new_empty",
 })  # fmt: skip
 """Names of operators whose outputs do not depend on the values of tensors."""
+
+
+@dataclass(frozen=True)
+class State:
+    """The buffers that do not keep their values."""
+
+    own: Collection[str]
+    """Names of those that the method itself changes: successive calls of calibration have shown their values."""
+    foreign: Collection[str]
+    """Names of those that only other methods change."""
+    restore: Callable[[], None]
+    """Gives the method's own ones their initial values."""
+
+
+class Common:
+    """What the inputs of all samples of calibration have in common, and the samples that show what they have not."""
+
+    def __init__(self) -> None:
+        self.chosen: list[int] = []
+        """Indices of the first samples, and of those in which an input is the first time not what it was in all before."""
+        self._same = _Same()
+        self._count = 0
+
+    @property
+    def values(self) -> Mapping[int, Any]:
+        """The numbers that inputs consist of in all samples, by the inputs' positions."""
+        return self._same.values
+
+    def note(self, leaves: Iterable[Any]) -> None:
+        """Take in the next sample's flattened inputs."""
+        before = set(self.values)
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                self._same.note(position, leaf)
+        if self._count < _FIRST_SAMPLES or (before - self.values.keys() and len(self.chosen) < _MAX_SAMPLES):
+            self.chosen.append(self._count)
+        self._count += 1
 
 
 class Ranges:
@@ -63,39 +101,41 @@ class Exploration:
     Args:
         prepared: the model with observers, which see none of this.
         observers: the class of the observers.
-        changed_buffers: names of the buffers that this method or another one changes.
-        restore: function that gives the model's buffers their initial values.
+        state: the buffers that this method or another one changes.
     """
 
-    def __init__(
-        self, prepared: torch.fx.GraphModule, observers: type[Any], changed_buffers: Collection[str], restore: Restore
-    ) -> None:
+    def __init__(self, prepared: torch.fx.GraphModule, observers: type[Any], state: State) -> None:
         self._prepared = prepared
         self._observers = observers
-        self._restore = restore
-        self._varying = _find_varying(prepared.graph, changed_buffers)
+        self._restore = state.restore
+        varying = _find_varying(prepared.graph, {*state.own, *state.foreign})
+        self._states = [node for node in varying if node.op == "get_attr" and node.target in state.foreign]
+        self._conditions = [node for node in varying if _is_condition(node)]
         self._attempts = 0
         self.seen, self.unseen = Ranges(), Ranges()
         self.inputs: list[str] = []
         """Names of the inputs, and of buffers that other methods write, that were the same in all samples, and can be others."""
 
-    def run(self, samples: Iterable[Sequence[Any]]) -> None:
-        """Execute the model on flattened inputs, and then again."""
+    def run(self, samples: Iterable[Sequence[Any]], common: Mapping[int, Any]) -> None:
+        """Execute the model on samples of calibration as successive calls, and then again.
+
+        Args:
+            samples: flattened inputs.
+            common: the numbers that inputs consist of in all of calibration, by the inputs' positions.
+        """
         samples, same = list(samples), _Same()
-        inputs = [node for node in self._prepared.graph.nodes if node.op == "placeholder"]
-        states = [node for node in self._varying if _is_foreign(node)]
-        for sample in samples:
-            for node, leaf in zip(inputs, sample, strict=True):
-                if isinstance(leaf, torch.Tensor):
-                    same.note(node, leaf)
-        if not same.values and not states and not any(map(_is_condition, self._varying)):
+        placeholders = [node for node in self._prepared.graph.nodes if node.op == "placeholder"]
+        inputs = {placeholders[position]: value for position, value in common.items()}
+        if not inputs and not self._states and not self._conditions:
             return
+        self._restore()
         for sample in samples:
-            if why := self._execute(sample, self.seen, same.note):
+            if why := self._execute(sample, self.seen, dict.fromkeys((*self._states, *self._conditions), same.note)):
                 log.warning("the model does not run on calibration inputs again, so that unseen values are unknown", error=why)
                 return
-        changed = self._explore(samples, same.values, [node for node in self._prepared.graph.nodes if node in same.values])
-        self.inputs = [str(node.target).removeprefix(PREFIX) for node in (*inputs, *states) if node in changed]
+        values = inputs | same.values
+        changed = self._explore(samples, values, [node for node in self._prepared.graph.nodes if node in values])
+        self.inputs = [str(node.target).removeprefix(PREFIX) for node in changed if node in inputs or node in self._states]
 
     def _explore(self, samples: Sequence[Sequence[Any]], same: Mapping[Any, Any], nodes: Sequence[Any]) -> list[Any]:
         """Run the model with nodes changed, or else with each half of them, and so on; return those that could be changed.
@@ -108,8 +148,9 @@ class Exploration:
             log.warning("the model refuses other values of too many inputs to follow these", nodes=[node.name for node in nodes])
             return []
         self._attempts += 1
-        ranges, changes = Ranges(), _Changes({node: same[node] for node in nodes})
-        why = next(filter(None, (self._execute(sample, ranges, changes.change) for sample in samples)), "")
+        ranges, changes = Ranges(), _Changes(same)
+        self._restore()
+        why = next(filter(None, (self._execute(sample, ranges, dict.fromkeys(nodes, changes.change)) for sample in samples)), "")
         if not why:
             self.unseen.add(ranges)
             return list(nodes)
@@ -119,48 +160,47 @@ class Exploration:
         half = len(nodes) // 2
         return self._explore(samples, same, nodes[:half]) + self._explore(samples, same, nodes[half:])
 
-    def _execute(self, sample: Sequence[Any], ranges: Ranges, visit: Visit) -> str:
-        """Return why the model does not run on flattened inputs; empty if it does."""
-        self._restore()
-        run = _Run(self._prepared, self._observers, ranges, self._varying, visit)
-        leaves = (leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in sample)
-        try:
-            with torch.no_grad():
-                run.run(*leaves, enable_io_processing=False)
-        except Exception as error:  # noqa: BLE001 - a model may refuse values that its users never give it
-            return first_line(error)
-        return ""
+    def _execute(self, sample: Sequence[Any], ranges: Ranges, visits: Mapping[Any, Visit]) -> str:
+        """Return why the model runs on a sample neither after those before nor from its initial state; empty if it does."""
+        why = ""
+        for _ in range(2):
+            run = _Run(self._prepared, self._observers, visits)
+            leaves = (leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in sample)
+            try:
+                with torch.no_grad():
+                    run.run(*leaves, enable_io_processing=False)
+            except Exception as error:  # noqa: BLE001 - a model may refuse values that its users never give it
+                why = first_line(error)
+                self._restore()
+            else:
+                ranges.add(run.ranges)
+                return ""
+        return why
 
 
 class _Run(torch.fx.Interpreter):  # type: ignore[misc]
     """One execution without observers.
 
     Args:
-        ranges: takes in the tensors that observers would see.
-        visit: called with inputs and conditions that other inputs may change, and their values; returns the value to go on with.
+        visits: called with nodes and their values; return the values to go on with.
     """
 
-    def __init__(
-        self, prepared: torch.fx.GraphModule, observers: type[Any], ranges: Ranges, varying: Collection[Any], visit: Visit
-    ) -> None:
+    def __init__(self, prepared: torch.fx.GraphModule, observers: type[Any], visits: Mapping[Any, Visit]) -> None:
         super().__init__(prepared)
         self._observer_class = observers
-        self._ranges = ranges
-        self._varying_nodes = varying
-        self._visit = visit
+        self._visits = visits
+        self.ranges = Ranges()
+        """Those of the tensors that observers would see."""
 
     def run_node(self, n: torch.fx.Node) -> Any:
         """Execute a node of the graph."""
         if n.op == "call_module" and isinstance(self.fetch_attr(str(n.target)), self._observer_class):
             (value,), _ = self.fetch_args_kwargs_from_env(n)
             if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
-                self._ranges.note(n, value)
+                self.ranges.note(n, value)
             return value
         value = super().run_node(n)
-        is_free = n.op == "placeholder" or _is_condition(n) or _is_foreign(n)
-        if is_free and n in self._varying_nodes and isinstance(value, torch.Tensor):
-            return self._visit(n, value)
-        return value
+        return self._visits[n](n, value) if n in self._visits and isinstance(value, torch.Tensor) else value
 
 
 class _Same:
@@ -190,7 +230,7 @@ class _Changes:
 
     def change(self, node: Any, value: torch.Tensor) -> torch.Tensor:
         """Return a node's tensor with another value in about half of its elements, at least in one."""
-        if node not in self._same or not value.numel():
+        if not value.numel():
             return value
         chosen = torch.rand(value.shape, generator=self._generator) < 0.5
         chosen.view(-1)[:1] = True
@@ -201,11 +241,6 @@ class _Changes:
         else:
             other = torch.full_like(value, 0 if self._same[node] else 1)
         return torch.where(chosen, other, value)
-
-
-def _is_foreign(node: Any) -> bool:
-    """Return whether a node is a buffer that other methods write. What a method itself writes, its calibration has shown."""
-    return node.op == "get_attr" and str(node.target).startswith(PREFIX)
 
 
 def _is_condition(node: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,10 +16,12 @@ from structlog.testing import capture_logs  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torchao.quantization.pt2e.observer import ObserverBase  # noqa: E402
 
-from etfarm.server.compile.lower import build, far_values, quantize  # noqa: E402
-from etfarm.server.compile.lower.unseen_values import Exploration  # noqa: E402
+from etfarm.client.export import ModelSource, export_source  # noqa: E402 - needs torch
+from etfarm.server.compile.lower import build, far_values, in_place, quantize  # noqa: E402
+from etfarm.server.compile.lower.unseen_values import Common, Exploration, State  # noqa: E402
 from etfarm.wire import recipes  # noqa: E402
 from tests.support.compiling import STATIC, sample, sqnr_db  # noqa: E402
+from tests.support.shared_state import Holder  # noqa: E402
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow(reason="quantizes")]
 
@@ -29,7 +32,12 @@ PADDED: Final = (torch.arange(TOKENS) < 5).float()[None]
 
 def in_graph(folder: Path, model: nn.Module, samples: Sequence[tuple[Tensor, ...]]) -> tuple[nn.Module, far_values.Kept]:
     """Return the quantized graph of a model that was calibrated on samples, and what stays in fp32."""
-    program, kept = torch.export.export(model.eval(), samples[0]), far_values.Kept()
+    return program_in_graph(folder, torch.export.export(model.eval(), samples[0]), samples)
+
+
+def program_in_graph(folder: Path, program: Any, samples: Sequence[tuple[Tensor, ...]]) -> tuple[nn.Module, far_values.Kept]:
+    """Return the quantized graph of an exported program with the first of the samples as its example inputs."""
+    kept = far_values.Kept()
     files = [sample(folder / f"{index}.ett", *inputs) for index, inputs in enumerate(samples[1:])]
     module = quantize.quantize(program, build.quantization(recipes.parse(STATIC), "forward"), STATIC, "forward", files, kept=kept)
     return module, kept
@@ -71,8 +79,72 @@ def test_an_input_that_cannot_be_another_hides_no_mask(tmp_path: Path, form: str
 
 def test_a_model_that_does_not_run_again_is_logged() -> None:
     graph: Any = torch.export.export(nn.Linear(4, 4), (torch.ones(1, 4),)).module(check_guards=False)
-    exploration = Exploration(graph, ObserverBase, (), lambda: None)
+    exploration = Exploration(graph, ObserverBase, State((), (), lambda: None))
     with capture_logs() as logs:
-        exploration.run([(torch.ones(1, 3),)])
+        exploration.run([(torch.ones(1, 3),)], {0: 1.0})
     assert [(line["log_level"], "shapes cannot be multiplied" in line["error"]) for line in logs] == [("warning", True)]
     assert exploration.inputs == []
+
+
+class Late(nn.Module):
+    """Has an input that is zero at first, as a state may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.state, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return self.x(x) + self.state(state), self.out(state)
+
+
+def test_an_input_that_varies_only_in_late_samples_varies(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, zeros = Late(), torch.zeros(4, WIDTH)
+    samples = [(torch.randn(4, WIDTH), zeros if index < 9 else torch.randn(4, WIDTH)) for index in range(24)]
+    module, kept = in_graph(tmp_path, model, samples)
+    assert kept.nodes == []
+    x, state = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    assert all(sqnr_db(*pair) > 30 for pair in zip(model(x, state), module(x, state), strict=True))
+
+
+def test_samples_are_chosen_that_show_how_inputs_vary() -> None:
+    common = Common()
+    for index in range(40):
+        common.note([torch.randn(2), None, *(torch.full((2,), float(index == 9 + place)) for place in range(20)), torch.ones(2)])
+    assert common.chosen == [*range(8), *range(9, 17)]
+    assert common.values == {22: 1.0}
+
+
+class Smoothed(nn.Module):
+    """Keeps a mean of what it computes in a buffer that another method reads."""
+
+    def __init__(self, holder: Holder) -> None:
+        super().__init__()
+        self.holder = holder
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        self.holder.n.mul_(0.5).add_(y)
+        return y
+
+
+class Read(Smoothed):
+    """Adds that buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) + self.holder.n
+        return y
+
+
+def test_calls_of_a_method_show_what_it_writes_for_others(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    holder = Holder(shape=(4, WIDTH))
+    methods: dict[str, nn.Module] = {"write": Smoothed(holder).eval(), "read": Read(holder).eval()}
+    samples = [(torch.randn(4, WIDTH),) for _ in range(8)]
+    exported = export_source(ModelSource(methods=methods, example_inputs=dict.fromkeys(methods, samples[0])), name="m").methods
+    kept = {}
+    for method, files in exported.items():
+        program = in_place.without_writes(torch.export.load(BytesIO(files.pt2)))
+        _, kept[method] = program_in_graph(tmp_path, program, samples)
+    assert names(kept["write"]) == [] and names(kept["read"]) == ["add"]
