@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import structlog
 import torch
+from torch.utils import _pytree as pytree
 
 from etfarm.server.compile.program.descriptions import first_line
 from etfarm.wire.shared_state import PREFIX
@@ -26,12 +28,19 @@ _MAX_SAMPLES: Final = 16
 """Numbers of samples that the model runs on again, before and after the change of what all have in common."""
 _MAX_ATTEMPTS: Final = 32
 """Number of times that the samples are run with something changed: more than one if the model refuses some of it."""
+_SHARES: Final = (0.5, 0.125, 0.0)
+"""Shares of a tensor's elements that are changed, the next one where the model does not run; one element at least."""
+_OTHER: Final = 0.75
+"""The factor that gives a constant, such as a temperature, another value that it may have."""
 _SEED: Final = 20_261_129
 _SHAPED: Final = frozenset({
     "full", "full_like", "new_full", "scalar_tensor", "zeros", "ones", "empty", "arange", "zeros_like", "ones_like", "empty_like",
     "new_zeros", "new_ones", "new_empty",
 })  # fmt: skip
 """Names of operators whose outputs do not depend on the values of tensors."""
+_COMPARISONS: Final = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite"})
+_ALIKE: Final = frozenset({"abs", "clone", "detach", "alias", "to", "_to_copy"})
+"""Names of operators whose outputs a condition compares in place of their input."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,14 @@ class Ranges:
 
     def __init__(self) -> None:
         self._limits: dict[Any, tuple[float, float]] = {}
+        self.is_possible = True
+        """Whether neither these tensors have infinity nor the model's results that or NaN. -inf does not count: masks make it."""
+
+    def note_results(self, results: Any) -> None:
+        """Take in what the model returns."""
+        for value in pytree.tree_leaves(results):
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                self.is_possible &= not bool((value.isnan() | value.isposinf()).any())
 
     def note(self, node: Any, value: torch.Tensor) -> None:
         """Take in a tensor; NaN does not count."""
@@ -83,9 +100,11 @@ class Ranges:
         if value.numel():
             least, greatest = torch.aminmax(value.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
             self._limits[node] = min(low, float(least)), max(high, float(greatest))
+            self.is_possible &= float(greatest) < torch.inf
 
     def add(self, others: Ranges) -> None:
         """Take in what other tensors had."""
+        self.is_possible &= others.is_possible
         for node, (low, high) in others._limits.items():
             least, greatest = self[node]
             self._limits[node] = min(least, low), max(greatest, high)
@@ -110,7 +129,7 @@ class Exploration:
         self._restore = state.restore
         varying = _find_varying(prepared.graph, {*state.own, *state.foreign})
         self._states = [node for node in varying if node.op == "get_attr" and node.target in state.foreign]
-        self._conditions = [node for node in varying if _is_condition(node)]
+        self._conditions = [node for node in varying if _is_condition(node) and not _is_guard(node)]
         self._attempts = 0
         self.seen, self.unseen = Ranges(), Ranges()
         self.inputs: list[str] = []
@@ -128,9 +147,10 @@ class Exploration:
         inputs = {placeholders[position]: value for position, value in common.items()}
         if not inputs and not self._states and not self._conditions:
             return
+        visits = dict.fromkeys((*self._states, *self._conditions), same.note)
         self._restore()
         for sample in samples:
-            if why := self._execute(sample, self.seen, dict.fromkeys((*self._states, *self._conditions), same.note)):
+            if why := self._execute(sample, [visits, visits], self.seen, accepts_all=True):
                 log.warning("the model does not run on calibration inputs again, so that unseen values are unknown", error=why)
                 return
         values = inputs | same.values
@@ -140,7 +160,8 @@ class Exploration:
     def _explore(self, samples: Sequence[Sequence[Any]], same: Mapping[Any, Any], nodes: Sequence[Any]) -> list[Any]:
         """Run the model with nodes changed, or else with each half of them, and so on; return those that could be changed.
 
-        An index into a table of one row, for instance, cannot, and does not keep a mask beside it from being followed.
+        An index into a table of one row, for instance, cannot, and does not keep a mask beside it from being followed. The first
+        sample decides: others may fail by chance, as where a mask leaves nothing of a row.
         """
         if not nodes:
             return []
@@ -148,11 +169,12 @@ class Exploration:
             log.warning("the model refuses other values of too many inputs to follow these", nodes=[node.name for node in nodes])
             return []
         self._attempts += 1
-        ranges, changes = Ranges(), _Changes(same)
+        changes = _Changes(same)
+        visits = [dict.fromkeys(nodes, partial(changes.change, share=share)) for share in _SHARES]
         self._restore()
-        why = next(filter(None, (self._execute(sample, ranges, dict.fromkeys(nodes, changes.change)) for sample in samples)), "")
-        if not why:
-            self.unseen.add(ranges)
+        if not (why := self._execute(samples[0], visits, self.unseen)):
+            for sample in samples[1:]:
+                self._execute(sample, visits, self.unseen)
             return list(nodes)
         log.info("the model does not run on changed inputs", error=why, nodes=[node.name for node in nodes])
         if len(nodes) == 1:
@@ -160,10 +182,20 @@ class Exploration:
         half = len(nodes) // 2
         return self._explore(samples, same, nodes[:half]) + self._explore(samples, same, nodes[half:])
 
-    def _execute(self, sample: Sequence[Any], ranges: Ranges, visits: Mapping[Any, Visit]) -> str:
-        """Return why the model runs on a sample neither after those before nor from its initial state; empty if it does."""
+    def _execute(
+        self, sample: Sequence[Any], attempts: Iterable[Mapping[Any, Visit]], ranges: Ranges, *, accepts_all: bool = False
+    ) -> str:
+        """Return why the model does not run on a sample; empty if it does.
+
+        Args:
+            sample: flattened inputs.
+            attempts: functions by nodes, see `_Run`, of which those after the first that works have no effect. The first one
+                follows the sample before; all others begin from the initial state.
+            ranges: takes in the values of the attempt that worked.
+            accepts_all: whether NaN and infinity are taken, too: else, where none were seen, users give nothing that makes them.
+        """
         why = ""
-        for _ in range(2):
+        for visits in attempts:
             run = _Run(self._prepared, self._observers, visits)
             leaves = (leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in sample)
             try:
@@ -171,10 +203,12 @@ class Exploration:
                     run.run(*leaves, enable_io_processing=False)
             except Exception as error:  # noqa: BLE001 - a model may refuse values that its users never give it
                 why = first_line(error)
-                self._restore()
             else:
-                ranges.add(run.ranges)
-                return ""
+                if accepts_all or run.ranges.is_possible or not self.seen.is_possible:
+                    ranges.add(run.ranges)
+                    return ""
+                why = "its values are NaN or infinite"
+            self._restore()
         return why
 
 
@@ -200,6 +234,8 @@ class _Run(torch.fx.Interpreter):  # type: ignore[misc]
                 self.ranges.note(n, value)
             return value
         value = super().run_node(n)
+        if n.op == "output":
+            self.ranges.note_results(value)
         return self._visits[n](n, value) if n in self._visits and isinstance(value, torch.Tensor) else value
 
 
@@ -228,24 +264,59 @@ class _Changes:
         self._same = same
         self._generator = torch.Generator().manual_seed(_SEED)
 
-    def change(self, node: Any, value: torch.Tensor) -> torch.Tensor:
-        """Return a node's tensor with another value in about half of its elements, at least in one."""
+    def change(self, node: Any, value: torch.Tensor, share: float) -> torch.Tensor:
+        """Return a node's tensor with another value in about a share of its elements, at least in one."""
         if not value.numel():
             return value
-        chosen = torch.rand(value.shape, generator=self._generator) < 0.5
-        chosen.view(-1)[:1] = True
+        chosen = torch.rand(value.shape, generator=self._generator) < share
+        chosen.view(-1)[torch.randint(value.numel(), (1,), generator=self._generator)] = True
         if value.dtype == torch.bool:
             return value ^ chosen
-        if self._same[node] == 0 and value.is_floating_point():
+        same = self._same[node]
+        if not value.is_floating_point() or same == 1:
+            other = torch.full_like(value, 0 if same else 1)
+        elif same == 0:
             other = torch.randn(value.shape, generator=self._generator).to(value.dtype)
         else:
-            other = torch.full_like(value, 0 if self._same[node] else 1)
+            other = value * _OTHER
         return torch.where(chosen, other, value)
 
 
 def _is_condition(node: Any) -> bool:
     value = node.meta.get("val")
     return node.op == "call_function" and isinstance(value, torch.Tensor) and value.dtype == torch.bool
+
+
+def _is_guard(condition: Any) -> bool:
+    """Return whether a condition only compares a tensor to select from that tensor, as in `where(d == 0, 1, d)`.
+
+    With the condition changed, the tensor would still have the value that the condition says it has not.
+    """
+    compared = _find_compared(condition)
+
+    def guards(user: Any) -> bool:
+        selected = {"where": user.args[1:], "masked_fill": user.args[:1]}.get(name_of(user).rstrip("_"), ())
+        return (_is_negation(user) and _is_guard(user)) or any(_find_original(each) in compared for each in selected)
+
+    return bool(condition.users) and all(map(guards, condition.users))
+
+
+def _find_compared(condition: Any) -> set[Any]:
+    """Return the tensors that a comparison, or the one that a condition negates, has as its inputs."""
+    while _is_negation(condition):
+        condition = condition.args[0]
+    return set(map(_find_original, condition.all_input_nodes)) if name_of(condition) in _COMPARISONS else set()
+
+
+def _is_negation(node: Any) -> bool:
+    return name_of(node) in ("logical_not", "bitwise_not")
+
+
+def _find_original(value: Any) -> Any:
+    """Return what observers and operators in `_ALIKE` get."""
+    while isinstance(value, torch.fx.Node) and (value.op == "call_module" or name_of(value) in _ALIKE):
+        value = value.args[0]
+    return value
 
 
 def _find_varying(graph: torch.fx.Graph, changed_buffers: Collection[str]) -> set[Any]:

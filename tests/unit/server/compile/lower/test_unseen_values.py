@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Final
@@ -148,3 +148,84 @@ def test_calls_of_a_method_show_what_it_writes_for_others(tmp_path: Path) -> Non
         program = in_place.without_writes(torch.export.load(BytesIO(files.pt2)))
         _, kept[method] = program_in_graph(tmp_path, program, samples)
     assert names(kept["write"]) == [] and names(kept["read"]) == ["add"]
+
+
+class Applied(nn.Module):
+    """Applies a function to what a layer computes and to another input, and adds a parameter to that."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.linear, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.bias = nn.Parameter(0.1 * torch.randn(WIDTH))
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        out: Tensor = self.out(self.function(self.linear(x), other) + self.bias)
+        return out
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("bounded", [torch.clone, torch.tanh])
+def test_a_temperature_is_not_changed_to_zero(tmp_path: Path, temperature: float, bounded: Callable[[Tensor], Tensor]) -> None:
+    class Bounded(Applied):
+        def forward(self, x: Tensor, other: Tensor) -> Tensor:
+            return bounded(super().forward(x, other))
+
+    torch.manual_seed(0)
+    samples = [(torch.randn(4, WIDTH), torch.tensor([temperature])) for _ in range(8)]
+    _, kept = in_graph(tmp_path, Bounded(torch.div), samples)
+    assert kept.nodes == []
+
+
+@pytest.mark.parametrize("guard", [
+    lambda d: torch.where(d == 0, torch.ones_like(d), d),
+    lambda d: torch.where(d != 0, d, 1e-3),
+    lambda d: torch.where(torch.logical_not(d > 1e-3), 1e-3, d),
+    lambda d: torch.where(d.abs() < 1e-6, 1e-6, d),
+    lambda d: d.masked_fill(d <= 0, 1e-3),
+    lambda d: d.masked_fill(torch.isnan(d), 1e-3),
+    lambda d: d.masked_fill(torch.isinf(d), 1e-3),
+])  # fmt: skip
+def test_a_guard_of_the_tensor_that_it_selects_from_stays(tmp_path: Path, guard: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model = Applied(lambda y, other: y / guard(y.norm(dim=-1, keepdim=True)) * other)
+    _, kept = in_graph(tmp_path, model, [(torch.randn(4, WIDTH), torch.randn(4, 1)) for _ in range(8)])
+    assert kept.nodes == []
+
+
+def test_a_condition_on_another_tensor_is_changed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Applied(lambda y, other: torch.where(other > 100, -1e4, y))
+    _, kept = in_graph(tmp_path, model, [(torch.randn(4, WIDTH), torch.randn(4, WIDTH)) for _ in range(8)])
+    assert "add" in names(kept)
+
+
+def test_a_mask_that_by_chance_leaves_nothing_of_a_row_is_followed(tmp_path: Path) -> None:
+    class Choice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.bias = nn.Linear(WIDTH, 3), nn.Parameter(torch.randn(3))
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return (self.linear(x).masked_fill(mask == 0, -torch.inf) + self.bias).softmax(-1)
+
+    torch.manual_seed(0)
+    model = Choice()
+    module, kept = in_graph(tmp_path, model, [(torch.randn(2, WIDTH), torch.ones(2, 3)) for _ in range(8)])
+    assert kept.inputs == ["mask"] and names(kept) == ["add"]
+    x, mask = torch.randn(2, WIDTH), torch.tensor([[1.0, 0.0, 1.0]] * 2)
+    assert sqnr_db(model(x, mask), module(x, mask)) > 25
+
+
+def test_a_mask_of_results_is_followed(tmp_path: Path) -> None:
+    class Actions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.bias = nn.Linear(WIDTH, 8), nn.Parameter(torch.randn(8))
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.linear(x).masked_fill(mask == 0, -torch.inf) + self.bias
+
+    torch.manual_seed(0)
+    _, kept = in_graph(tmp_path, Actions(), [(torch.randn(2, WIDTH), torch.ones(2, 8)) for _ in range(8)])
+    assert kept.inputs == ["mask"] and names(kept) == ["add"]
