@@ -8,7 +8,8 @@ An int8 tensor has 255 steps between the smallest and the largest value that cal
   has a range without its number.
 
 The observers note the orders of magnitude of their values, which shows the first two. The model runs again on other inputs than
-those of calibration, which shows the third (`unseen_values`). Then it is calibrated again without these operators.
+those of calibration, which shows the third (`unseen_values`), and the layers behind it that would clip what becomes of the mask.
+Then it is calibrated again without these operators.
 
 Source: HistogramObserver of torchao/quantization/pt2e/observer.py 0.18.0.
 """
@@ -72,6 +73,8 @@ class Kept:
     nodes: list[tuple[Reason, Any]] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)
     """Names of the inputs that had one value in all of calibration, if any node stays for what was not seen."""
+    buffers: list[str] = field(default_factory=list)
+    """Names of the buffers that other methods write and that had one value, which no calibration can change, likewise."""
 
 
 class FarValuesKept(Reviewed):
@@ -146,10 +149,10 @@ class FarValuesKept(Reviewed):
             for near, observer in _observers(node).items():
                 was, is_now = exploration.seen[near], exploration.unseen[near]
                 is_zero = was == (0.0, 0.0) and (sites[observer] > 1 or _saw_only_zeros(observer))
-                is_new = is_now != (0.0, 0.0) if is_zero else node.target in _CANDIDATES and _is_beyond(is_now, observer)
+                is_new = is_now != (0.0, 0.0) if is_zero else _is_beyond(is_now, observer)
                 if is_new and (ordinal, node.name) not in self._reasons:
                     self._reasons[ordinal, node.name] = Reason.UNSEEN
-                    self.kept.inputs = exploration.inputs
+                    self.kept.inputs, self.kept.buffers = exploration.inputs, exploration.buffers
 
     def _annotated(self) -> Iterator[tuple[int, Any]]:
         """Yield the annotated operators with the ordinal of their graph."""

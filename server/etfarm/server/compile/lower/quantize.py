@@ -142,7 +142,7 @@ def quantize(
         _restore(prepared, initial)
         _calibrate(prepared, program, recipe, name, method, calibration, initial)
         if kept is not None:
-            kept.nodes, kept.inputs = far_kept.kept.nodes, far_kept.kept.inputs
+            kept.nodes, kept.inputs, kept.buffers = far_kept.kept.nodes, far_kept.kept.inputs, far_kept.kept.buffers
     if isinstance(quantizer, fusion.ActivationsFused) and quantizer.has_fused:
         unused.discard("fuse_activations")
     prepared = stage._apply_passes(prepared, recipe.pre_convert_passes)

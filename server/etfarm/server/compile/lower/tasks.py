@@ -229,8 +229,24 @@ def _warn_of_kept(method: str, kept: Kept, warnings: list[Warning]) -> None:
             nodes_by_operator[fp32_layers.name_of(node)].append(node)
         if nodes_by_operator:
             named = (f"{len(group)} x {name}{describe_places(places.places(group))}" for name, group in nodes_by_operator.items())
-            same = f" Inputs with one value only: {', '.join(kept.inputs)}." if reason is Reason.UNSEEN and kept.inputs else ""
-            _warn(warnings, code, f"Operators of {method} stay in fp32: {', '.join(named)}. {why}{same}")
+            what = f"Operators of {method} stay in fp32: {', '.join(named)}."
+            remedies = _remedies(kept) if reason is Reason.UNSEEN else []
+            _warn(warnings, code, " ".join((what, why, *remedies)))
+
+
+def _remedies(kept: Kept) -> list[str]:
+    """Return sentences on what could be done for operators that stay in fp32 for what calibration did not show."""
+    sentences = []
+    if kept.inputs or not kept.buffers:
+        sentences.append(
+            "Give calibration inputs in which that is different, such as texts with padding or a state that is not zero."
+        )
+    if kept.inputs:
+        sentences.append(f"Inputs with one value only: {', '.join(kept.inputs)}.")
+    if kept.buffers:
+        sentences.append(f"Buffers that other methods write: {', '.join(kept.buffers)}.")
+        sentences.append("No calibration shows what these become, so that there is nothing to do for them.")
+    return sentences
 
 
 _WHY_KEPT: Final = {
@@ -241,8 +257,7 @@ _WHY_KEPT: Final = {
     ),
     Reason.UNSEEN: (
         "UNSEEN_VALUES_KEPT",
-        "Other inputs than those of calibration give them values that int8 would clip: a state was zero, or a mask never "
-        "applied. Give calibration inputs in which that is different, such as texts with padding or a state that is not zero.",
+        "They may get values that calibration did not show and that int8 would clip: a state was zero, or a mask never applied.",
     ),
 }
 """The codes and sentences of warnings, by reason."""

@@ -32,6 +32,8 @@ _SHARES: Final = (0.5, 0.125, 0.0)
 """Shares of a tensor's elements that are changed, the next one where the model does not run; one element at least."""
 _OTHER: Final = 0.75
 """The factor that gives a constant, such as a temperature, another value that it may have."""
+_STATE_SCALE: Final = 4.0
+"""The standard deviation of what zeros of other methods become, which is large since no calibration can show more of it."""
 _SEED: Final = 20_261_129
 _SHAPED: Final = frozenset({
     "full", "full_like", "new_full", "scalar_tensor", "zeros", "ones", "empty", "arange", "zeros_like", "ones_like", "empty_like",
@@ -133,7 +135,9 @@ class Exploration:
         self._attempts = 0
         self.seen, self.unseen = Ranges(), Ranges()
         self.inputs: list[str] = []
-        """Names of the inputs, and of buffers that other methods write, that were the same in all samples, and can be others."""
+        """Names of the inputs that were the same in all samples, and can be others."""
+        self.buffers: list[str] = []
+        """Names of such buffers, which other methods write."""
 
     def run(self, samples: Iterable[Sequence[Any]], common: Mapping[int, Any]) -> None:
         """Execute the model on samples of calibration as successive calls, and then again.
@@ -155,7 +159,8 @@ class Exploration:
                 return
         values = inputs | same.values
         changed = self._explore(samples, values, [node for node in self._prepared.graph.nodes if node in values])
-        self.inputs = [str(node.target).removeprefix(PREFIX) for node in changed if node in inputs or node in self._states]
+        self.inputs = [str(node.target) for node in changed if node in inputs]
+        self.buffers = [str(node.target).removeprefix(PREFIX) for node in changed if node in self._states]
 
     def _explore(self, samples: Sequence[Sequence[Any]], same: Mapping[Any, Any], nodes: Sequence[Any]) -> list[Any]:
         """Run the model with nodes changed, or else with each half of them, and so on; return those that could be changed.
@@ -276,7 +281,8 @@ class _Changes:
         if not value.is_floating_point() or same == 1:
             other = torch.full_like(value, 0 if same else 1)
         elif same == 0:
-            other = torch.randn(value.shape, generator=self._generator).to(value.dtype)
+            scale = _STATE_SCALE if node.op == "get_attr" else 1.0
+            other = (scale * torch.randn(value.shape, generator=self._generator)).to(value.dtype)
         else:
             other = value * _OTHER
         return torch.where(chosen, other, value)

@@ -137,17 +137,22 @@ class Read(Smoothed):
         return y
 
 
+def shared_in_graphs(
+    folder: Path, methods: dict[str, nn.Module], samples: Sequence[tuple[Tensor, ...]]
+) -> dict[str, tuple[nn.Module, far_values.Kept]]:
+    """Return the quantized graphs of methods with buffers in common, and what stays in fp32."""
+    exported = export_source(ModelSource(methods=methods, example_inputs=dict.fromkeys(methods, samples[0])), name="m").methods
+    programs = {name: in_place.without_writes(torch.export.load(BytesIO(files.pt2))) for name, files in exported.items()}
+    return {name: program_in_graph(folder, program, samples) for name, program in programs.items()}
+
+
 def test_calls_of_a_method_show_what_it_writes_for_others(tmp_path: Path) -> None:
     torch.manual_seed(0)
     holder = Holder(shape=(4, WIDTH))
     methods: dict[str, nn.Module] = {"write": Smoothed(holder).eval(), "read": Read(holder).eval()}
     samples = [(torch.randn(4, WIDTH),) for _ in range(8)]
-    exported = export_source(ModelSource(methods=methods, example_inputs=dict.fromkeys(methods, samples[0])), name="m").methods
-    kept = {}
-    for method, files in exported.items():
-        program = in_place.without_writes(torch.export.load(BytesIO(files.pt2)))
-        _, kept[method] = program_in_graph(tmp_path, program, samples)
-    assert names(kept["write"]) == [] and names(kept["read"]) == ["add"]
+    graphs = shared_in_graphs(tmp_path, methods, samples)
+    assert names(graphs["write"][1]) == [] and names(graphs["read"][1]) == ["add"]
 
 
 class Applied(nn.Module):
@@ -229,3 +234,73 @@ def test_a_mask_of_results_is_followed(tmp_path: Path) -> None:
     torch.manual_seed(0)
     _, kept = in_graph(tmp_path, Actions(), [(torch.randn(2, WIDTH), torch.ones(2, 8)) for _ in range(8)])
     assert kept.inputs == ["mask"] and names(kept) == ["add"]
+
+
+def test_a_layer_behind_a_mask_clips_nothing(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Applied(lambda y, mask: y + (1 - mask) * 20.0)
+    module, kept = in_graph(tmp_path, model, [(torch.randn(8, WIDTH), torch.ones(8, WIDTH)) for _ in range(8)])
+    assert kept.inputs == ["other"] and names(kept) == ["mul", "add", "add", "linear"]
+    x, mask = torch.randn(8, WIDTH), (torch.rand(8, WIDTH) < 0.5).float()
+    assert sqnr_db(model(x, mask), module(x, mask)) > 40
+
+
+class Written(nn.Module):
+    """Keeps what it is given in a buffer that another method reads."""
+
+    def __init__(self, holder: Holder) -> None:
+        super().__init__()
+        self.holder = holder
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.holder.n.copy_(x[0])
+        return x * 1.0
+
+
+class ReadAndUsed(Read):
+    """Adds that buffer, and has a layer behind."""
+
+    def __init__(self, holder: Holder) -> None:
+        super().__init__(holder)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(super().forward(x))
+        return out
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_a_layer_behind_what_another_method_writes_clips_nothing(tmp_path: Path, scale: float) -> None:
+    torch.manual_seed(0)
+    holder = Holder(shape=(WIDTH,))
+    methods: dict[str, nn.Module] = {"write": Written(holder).eval(), "read": ReadAndUsed(holder).eval()}
+    graphs = shared_in_graphs(tmp_path, methods, [(torch.randn(8, WIDTH),) for _ in range(8)])
+    module, kept = graphs["read"]
+    assert names(kept) == ["add", "linear"] and kept.inputs == [] and kept.buffers == ["holder.n"]
+    x, state = torch.randn(8, WIDTH), scale * torch.randn(WIDTH)
+    holder.n.copy_(state)
+    buffers = dict(module.named_buffers())
+    buffers["etfarm_shared.holder.n"].copy_(state)
+    assert sqnr_db(methods["read"](x), module(x)) > 30
+
+
+class Encoder(nn.Module):
+    """Attention with a padding mask, norms, a feed-forward part and a classifier of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.norms = Placed("divisor"), nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.first, self.second, self.out = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.norms[0](x + self.attention(x, mask, torch.tensor([1])))
+        x = self.norms[1](x + self.second(nn.functional.gelu(self.first(x))))
+        out: Tensor = self.out(x)
+        return out
+
+
+def test_an_encoder_keeps_its_layers_in_int8(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    samples = [(torch.randn(1, TOKENS, WIDTH), torch.ones(1, TOKENS)) for _ in range(8)]
+    _, kept = in_graph(tmp_path, Encoder(), samples)
+    assert set(names(kept)) == {"mul", "add"}
