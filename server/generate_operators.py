@@ -47,8 +47,8 @@ REFUSED: Final = {
     # Files and the process.
     r"from_file|save|_?set_data|data|set_?|requires_grad_|retains?_grad|_?record_stream|_print|_backward|_debug.*|_version":
         "reads or writes files, or changes what a tensor is",
-    r"output_nr|is_leaf|get_device|_has_.*|is_set_to|_use_.*|is_vulkan_available|is_pinned|_?pin_memory|can_cast|"
-    r"promote_types|result_type|is_inference|is_distributed|_?cufft.*|cudnn_is_acceptable|_nnpack_available|_test_.*":
+    r"output_nr|is_leaf|get_device|_has_.*|is_set_to|_use_.*|is_vulkan_available|is_pinned|_?pin_memory|"
+    r"can_cast|is_inference|is_distributed|_?cufft.*|cudnn_is_acceptable|_nnpack_available|_test_.*":
         "asks for the state of the process",
     # Memory: sizes, strides or indices that nothing checks, or memory that nothing wrote.
     r"_reshape_alias(_copy)?|_reshape_copy|_?resize.*|_resize_output_?|_reshape_from_tensor|_rowwise_prune|_lazy_clone|"

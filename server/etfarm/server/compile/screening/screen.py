@@ -225,6 +225,8 @@ def _screen_program(name: str, records: Records, opened: Opened, rules: _Rules) 
             _PARSED[key](text, name)
     if _has_objects(program):
         raise UnsafeModel("CODE_CONSTANT", name, "uses script objects, whose loading runs code")
+    if _has_numbers_as_dtypes(program):
+        raise UnsafeModel("OUT_OF_BOUNDS", name, "promotes a number that is not a dtype")
     expressions.check_verifiers(program.get("verifiers", []), name)
 
 
@@ -304,6 +306,31 @@ def _has_objects(program: object) -> bool:
                 return True
             stack.extend(current.values())
     return False
+
+
+def _has_numbers_as_dtypes(program: object) -> bool:
+    """Return whether promote_types, which looks up its arguments in a table without a check, has any that is not a dtype.
+
+    torch.tensor of sizes makes this operator. torch itself looks up what is archived as a dtype among those that there are.
+    """
+    stack = [program]
+    while stack:
+        current = stack.pop()
+        if isinstance(current, list):
+            stack.extend(current)
+        elif isinstance(current, dict):
+            if current.get("target") == _PROMOTE and not _are_dtypes(current.get("inputs")):
+                return True
+            stack.extend(current.values())
+    return False
+
+
+_PROMOTE: Final = "torch.ops.aten.promote_types.default"
+
+
+def _are_dtypes(inputs: object) -> bool:
+    arguments = [each.get("arg") if isinstance(each, dict) else None for each in inputs] if isinstance(inputs, list) else [None]
+    return all(isinstance(argument, dict) and list(argument) == ["as_scalar_type"] for argument in arguments)
 
 
 def screen_tensor_records(name: str, records: Records) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import zipfile
 from importlib.metadata import Distribution, PathDistribution
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from etfarm.server.compile.screening import operators
-from etfarm.server.compile.screening.errors import OperatorNotAllowed
+from etfarm.server.compile.screening.errors import OperatorNotAllowed, UnsafeModel
 from etfarm.server.compile.screening.expressions import check_target
 from etfarm.server.compile.screening.operators import Added, BadOperators, Operators
+from etfarm.server.compile.screening.screen import screen_pt2
 from tests.support.golden import Golden
 
 ROOT = Path(__file__).parents[5]
@@ -57,6 +61,33 @@ def test_what_reaches_files_memory_or_the_process_is_not_on_the_list(name: str) 
     assert name not in listed()
     with pytest.raises(OperatorNotAllowed):
         check_target(f"torch.ops.{name}", "here")
+
+
+@pytest.mark.parametrize("arguments", [[{"as_int": 50}], [{"as_scalar_type": 5, "as_int": 50}], [None], None])
+def test_promoted_types_are_dtypes(tmp_path: Path, arguments: Any) -> None:
+    torch = pytest.importorskip("torch")
+
+    class Sizes(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return torch.tensor([x.shape[0], x.shape[1]]), x.to(torch.result_type(x, torch.ones(1)))
+
+    dims = {"x": {0: torch.export.Dim("n", min=2, max=9), 1: torch.export.Dim("k", min=2, max=9)}}
+    torch.export.save(torch.export.export(Sizes(), (torch.ones(3, 4),), dynamic_shapes=dims), tmp_path / "good.pt2")
+    screen_pt2(tmp_path / "good.pt2")
+
+    with zipfile.ZipFile(tmp_path / "good.pt2") as good, zipfile.ZipFile(tmp_path / "bad.pt2", "w") as bad:
+        for name in good.namelist():
+            data = good.read(name)
+            if name.endswith("models/model.json"):
+                program = json.loads(data)
+                nodes = program["graph_module"]["graph"]["nodes"]
+                node = next(each for each in nodes if each["target"] == "torch.ops.aten.promote_types.default")
+                first, second = node["inputs"]
+                node["inputs"] = arguments and [{**first, "arg": arguments[0]}, second]
+                data = json.dumps(program).encode()
+            bad.writestr(name, data)
+    with pytest.raises(UnsafeModel, match="promotes a number that is not a dtype"):
+        screen_pt2(tmp_path / "bad.pt2")
 
 
 def test_a_server_without_torch_reads_the_list() -> None:
