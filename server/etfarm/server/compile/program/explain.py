@@ -183,6 +183,14 @@ def _no_output(stage: str, match: re.Match[str], text: str, programs: Programs) 
     return StageFailed(stage, "InternalError", why, remedy)
 
 
+_OF_SIZES: Final = {
+    "pow": "n * n for n ** 2",
+    "lshift": "n * 4 for n << 2",
+    "rshift": "n // 4 for n >> 2",
+}
+"""Operators on sizes that ExecuTorch does not emit, with what gives the same."""
+
+
 def _unknown_control_flow(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     name = (match[1] or match[2]).rpartition(".")[2]
     shown = CONTROL_FLOW.get(name, name)
@@ -195,6 +203,8 @@ def _unknown_control_flow(stage: str, match: re.Match[str], text: str, programs:
             "Write a loop with a fixed number of steps in Python, which the export unrolls; where the number depends on values, "
             "take its maximum and keep finished values with torch.where. Or call the body as a program from outside."
         )
+    elif name in _OF_SIZES:
+        shown, remedy = f"{name} of a size", f"Write {_OF_SIZES[name]}, where n is a size, such as x.shape[0]."
     else:
         remedy = "Write it with operators, which ExecuTorch lowers, or compute both branches and choose with torch.where."
     return StageFailed(stage, "InternalError", f"ExecuTorch cannot emit {describe(shown, places(nodes))}.", remedy)
