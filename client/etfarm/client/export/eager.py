@@ -52,6 +52,7 @@ from etfarm.client.export.samples import (
 )
 from etfarm.client.export.shapes import must_be_bounded, normal_shapes, specialized
 from etfarm.client.export.shared_state import mark_shared
+from etfarm.client.export.size_arithmetic import must_be_whole
 from etfarm.client.export.source import ModelSource, must_be_tuple
 from etfarm.client.export.splits import find_split, must_fit_all_sizes
 from etfarm.client.export.structures import plain_structures
@@ -273,6 +274,7 @@ class _Export:
                 remedy="Compute within the region, and write to buffers after it.",
             )  # fmt: skip
         must_be_savable(method, program, self.base)
+        must_be_whole(method, program, self.base)
         keep_constants(program)
         with _refusals(method, self.base), quiet():
             program = plain_operators(program)

@@ -16,7 +16,7 @@ from etfarm.client.export.errors import (
     UnsupportedInput,
     with_article,
 )
-from etfarm.wire.dim_guards import how_to_exclude
+from etfarm.wire.dim_guards import WHOLE_NUMBERS, computes_in_floats, how_to_exclude, why_floats
 from etfarm.wire.fixed_numbers import how_to_vary
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ _FIXED: Final = re.compile(r"You marked (.+?) as dynamic but your code specializ
 _FIXED_HINT: Final = re.compile(r"(?:due to hint of|inferred a static shape of) (\d+) for dimension (.+?)\.?$", re.MULTILINE)
 _CONFLICT: Final = re.compile(r"range of (\[.+?\]), conflicting with the (.+?), for (.+?)\.?$", re.MULTILINE)
 _DIVIDES: Final = re.compile(r"in the specified range (?:(\d+) <= )?\S+(?: <= (\d+))? satisfy the generated guard .*(?://|%)")
+_GUARD: Final = re.compile(r"satisfy the generated guard (.+)")
+_QUOTIENT: Final = re.compile(r" // \d+\) == \d+$")
 _SIZE: Final = re.compile(r"(?:L|inputs)\['(\w+)'\](?:\.size\(\)|\.shape)\[(\d+)\]")
 """The dims that torch.export 2.13 refuses, as symbolic_shapes.py and _export/non_strict_utils.py word them."""
 
@@ -131,6 +133,8 @@ def specialized(method: str, text: str, place: str, find: Callable[[], Split | N
         return DimSpecialized(method, dim, why, "Give it a range of sizes that the model accepts.", place)
     reason = re.search(r"^\s*- (.+?)\.?$", text, re.MULTILINE)
     why = _SIZE.sub(lambda size: _dim_named(size[0]), reason[1]) if reason else "its constraints are violated"
+    if (condition := _GUARD.search(why)) and computes_in_floats(condition[1]):
+        return DimSpecialized(method, _dim_named(violated[1]), why_floats(condition[1]), WHOLE_NUMBERS, place)
     guard = _DIVIDES.search(reason[1]) if reason else None
     if guard and (split := find()) is not None:
         dim = _dim_named(violated[1])
@@ -140,6 +144,11 @@ def specialized(method: str, text: str, place: str, find: Callable[[], Split | N
     fixes = re.search(r"Suggested fixes:\n((?:  .+\n?)+)", text)
     fix = "; ".join(line.strip() for line in fixes[1].splitlines()) if fixes else ""
     remedy = f"Write {fix}, or remove what limits the size from the model." if fix else "Export the dim as static."
+    if _QUOTIENT.search(why):
+        remedy = (
+            "Remove what fixes the quotient: write x.shape[0] // 2 for int(x.shape[0] / 2), which fixes it as a number in a "
+            "reshape does. Where a slice ends there, give a multiple as the dim, with a minimum: 2 * Dim('k', min=2, max=8)."
+        )
     if not fix and reason and (bounds := how_to_exclude(reason[1])):
         remedy = f"Give the dim {bounds}, or export it as static."
     return DimSpecialized(method, _dim_named(violated[1]), why[0].lower() + why[1:], remedy, place)
@@ -155,7 +164,8 @@ def _fixed(method: str, name: str, size: int, place: str) -> DimSpecialized:
     remedy = (
         "Remove what fixes the size (a number in a reshape, a buffer or another input of that size, a loop or a recurrent layer "
         "over it, whose steps the export unrolls) from the model, or leave the dim out of dynamic_shapes. Steps of any number "
-        "are a scan of a cell, such as nn.GRUCell."
+        "are a scan of a cell, such as nn.GRUCell. A factor torch.tensor(x.shape[0]).sqrt() replaces math.sqrt(x.shape[0]), and "
+        "torch.tensor(x.shape[0]) replaces float() of a size."
     )
     return DimSpecialized(method, dim, why, remedy, place)
 

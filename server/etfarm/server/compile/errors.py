@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from etfarm.server.compile.alternatives import use_instead
-from etfarm.wire.dim_guards import how_to_exclude
+from etfarm.wire.dim_guards import WHOLE_NUMBERS, computes_in_floats, how_to_exclude
 from etfarm.wire.errors import FarmError, Kind, UserError
 from etfarm.wire.fixed_numbers import how_to_vary
 
@@ -170,7 +170,9 @@ class DimSpecialized(UserError):
         bounds = how_to_exclude(why)
         super().__init__(
             f"Dim {dims} cannot be dynamic as requested{f' at {where}' if where else ''}: {why}.",
-            f"Give the dim {bounds}, or export it as static."
+            WHOLE_NUMBERS
+            if computes_in_floats(why)
+            else f"Give the dim {bounds}, or export it as static."
             if bounds
             else "Remove what fixes the size (a number in a reshape, an assert) from the model, or export the dim as static.",
             stage=stage, dims=dims, why=why, source=where,

@@ -14,8 +14,10 @@ import re
 import unicodedata
 from typing import Final
 
+from etfarm.server.compile.errors import DimSpecialized
 from etfarm.server.compile.screening import operators
 from etfarm.server.compile.screening.errors import OperatorNotAllowed, UnknownOperator, UnsafeModel
+from etfarm.wire.dim_guards import why_floats
 from etfarm.wire.errors import UserError
 
 MAX_EXPRESSION: Final = 20_000
@@ -220,17 +222,35 @@ def check_guard(text: str, where: str) -> None:
     The keys of dicts may have letters of any script, as in `check_tree`; all other texts are refused.
 
     Raises:
+        DimSpecialized: it compares what torch.export fixes, above all floats that are computed of sizes.
         UnsafeModel: it is anything else.
     """
     tree = _parse(text, where, "guards_code", ascii_only=False)
     nodes = _list_nodes(tree, text, where, "guards_code")
     keys = {id(node.slice) for node in nodes if isinstance(node, ast.Subscript)}
+    if _is_of_floats(nodes) and (size := _SIZE.search(text)) is not None:
+        raise DimSpecialized("TORCH_EXPORT", f"{size[2]} of {size[1]!r}", why_floats(_SIZE.sub(r"dim \2 of '\1'", text)), "")
     for node in nodes:
         is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
         if not _is_guard_node(node) or (is_text and id(node) not in keys):
             raise _unsafe("UNSAFE_GUARD", where, "guards_code", text)
     if not _has_short_numbers(nodes, text) or _is_costly(nodes):
         raise _unsafe("UNSAFE_GUARD", where, "guards_code", text)
+
+
+def _is_of_floats(nodes: list[ast.AST]) -> bool:
+    """Return whether a guard has functions of floats or operators on bits, as torch.export writes them, and nothing else."""
+    functions = {id(node.func) for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) in _FLOAT_FUNCTIONS}
+    parts = {id(part) for node in nodes if id(node) in functions for part in ast.walk(node)}
+    calls = {id(node) for node in nodes if isinstance(node, ast.Call) and id(node.func) in functions}
+    bits = {id(node) for node in nodes if isinstance(node, ast.BinOp) and isinstance(node.op, _FLOAT_OPERATORS)}
+    others = parts | calls | bits
+    return bool(others) and all(id(node) in others or _is_guard_node(node) for node in nodes)
+
+
+_FLOAT_FUNCTIONS: Final = _words("math.trunc math.ceil math.floor math.sqrt torch.sym_float round")
+_FLOAT_OPERATORS: Final = (ast.Pow, ast.BitAnd, ast.BitOr, ast.BitXor)
+_SIZE: Final = re.compile(r"L\['(\w{1,100})'\](?:\[[^\]]{1,100}\])*\.size\(\)\[(\d{1,3})\]")
 
 
 def _is_guard_node(node: ast.AST) -> bool:

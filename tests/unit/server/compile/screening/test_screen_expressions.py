@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etfarm.server.compile.errors import DimSpecialized
 from etfarm.server.compile.screening import expressions, pickles
 from etfarm.server.compile.screening.errors import UnsafeModel
 
@@ -171,5 +172,33 @@ def test_a_guard_may_name_an_input_by_letters_of_any_script(key: str) -> None:
 
 @pytest.mark.parametrize("guard", ["'a' * 99999999999", "L['x'].size()[0] == 'a' * 9999999999"])
 def test_a_guard_that_multiplies_a_text_is_refused(guard: str) -> None:
+    with pytest.raises(UnsafeModel):
+        expressions.check_guard(guard, "here")
+
+
+@pytest.mark.parametrize(
+    ("guard", "size"),
+    [
+        ("math.trunc(0.5*torch.sym_float(L['x'].size()[0])) == 3", "0 of 'x'"),
+        ("math.trunc(torch.sym_float(L['x'].size()[1]) ** 0.5) == 2", "1 of 'x'"),
+        ("round(0.5*torch.sym_float(L['batch']['left'].size()[1])) >= 0", "1 of 'batch'"),
+        ("(L['x'].size()[0] & 1) == 0", "0 of 'x'"),
+    ],
+)
+def test_conditions_on_floats_of_a_size_are_no_attack(guard: str, size: str) -> None:
+    with pytest.raises(DimSpecialized, match=f"^Dim {size} cannot be dynamic as requested: the export fixes") as caught:
+        expressions.check_guard(guard, "here")
+    assert caught.value.remedy.startswith("Compute sizes with whole numbers")
+
+
+@pytest.mark.parametrize(
+    "guard",
+    [
+        "math.trunc(__import__('os').system('id'), L['x'].size()[0]) == 3", "math.__loader__(L['x'].size()[0])",
+        "torch.sym_float.__self__(L['x'].size()[0])", "math.trunc(L['x'].size()[0]).real == 3", "torch.load(L['x'].size()[0])",
+        "math.trunc(key=L['x'].size()[0])", "math.trunc(0.5) == 0",
+    ],
+)  # fmt: skip
+def test_other_functions_of_math_and_torch_are_refused_as_code(guard: str) -> None:
     with pytest.raises(UnsafeModel):
         expressions.check_guard(guard, "here")
