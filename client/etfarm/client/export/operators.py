@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -10,13 +11,23 @@ from etfarm.client.export.errors import ExportFailed, UnsupportedOutput
 from etfarm.client.export.remedies import DATA, GRADIENTS
 from etfarm.client.export.structures import to_plain
 from etfarm.client.export.traces import place_in
+from etfarm.wire.batch_norms import join_batch_norms
 
 if TYPE_CHECKING:
+    from torch._ops import OpOverload
     from torch.export import ExportedProgram
     from torch.fx import Graph, Node
 
 _PREDISPATCH: Final = "torch._functorch.predispatch"
 """Functions that begin and end torch.vmap and torch.func.jvp, and torch's own loops such as associative_scan."""
+
+_KNOWN: Final = frozenset(
+    ("aten", "dim_order_ops", "executorch", "executorch_prim", "higher_order", "llama", "prim", "prims", "quant", "quantized",
+     "quantized_decomposed", "torchao", "torchvision")
+)  # fmt: skip
+"""Namespaces of operators that servers and quantizers know as they are."""
+_PLUGINS: Final = "etfarm.operators"
+"""Group of entry points that allow servers other operators."""
 
 _IN_PLACE: Final = {
     "unsqueeze_": "x = x.unsqueeze(dim)",
@@ -39,17 +50,55 @@ def find_reshaping(graph: Graph, operators: Iterable[str] = tuple(_IN_PLACE)) ->
 
 
 def plain_operators(program: ExportedProgram) -> ExportedProgram:
-    """Return a program without the functions of torch.vmap, which servers refuse: with the operators that it stands for."""
-    from torch.fx import GraphModule
+    """Return a program without what servers refuse, though torch can write it with other operators: with these.
 
-    graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, GraphModule)]  # also of branches
-    targets = {getattr(node.target, "__module__", "") for graph in graphs for node in graph.nodes}
-    if _PREDISPATCH not in targets:
+    That are the functions of torch.vmap, and operators of the user's libraries with a kernel of CompositeImplicitAutograd. All
+    others stay whole. A program without such operators is returned as it is.
+    """
+    composites = _composites(program)
+    if not composites and not _has_predispatch(program):
         return program
-    plain = program.run_decompositions({})
+    plain = program.run_decompositions({operator: _kernel_of(operator) for operator in composites})
+    while inner := _composites(plain) - composites:  # in the kernels of others
+        composites |= inner
+        plain = plain.run_decompositions({operator: _kernel_of(operator) for operator in composites})
+    for graph in _graphs(plain):
+        join_batch_norms(graph)
     for node in plain.graph.nodes:
         _unlink_layer(node)
+    plain.graph_module.recompile()
     return plain
+
+
+def _graphs(program: ExportedProgram) -> list[Graph]:
+    """Return the graphs of a program, also of its branches and loops."""
+    from torch.fx import GraphModule
+
+    return [part.graph for part in program.graph_module.modules() if isinstance(part, GraphModule)]
+
+
+def _has_predispatch(program: ExportedProgram) -> bool:
+    return any(getattr(node.target, "__module__", "") == _PREDISPATCH for graph in _graphs(program) for node in graph.nodes)
+
+
+def _composites(program: ExportedProgram) -> set[OpOverload]:
+    """Return the operators of the user's libraries that torch can write with others, except those that a plug-in allows."""
+    from torch._ops import OpOverload
+
+    allowed = {point.name for point in entry_points(group=_PLUGINS)}
+    targets = {node.target for graph in _graphs(program) for node in graph.nodes if isinstance(node.target, OpOverload)}
+    return {
+        target for target in targets
+        if target.namespace not in _KNOWN and target._can_decompose() and str(target) not in allowed
+    }  # fmt: skip
+
+
+def _kernel_of(operator: OpOverload) -> Callable[..., Any]:
+    """Return the function by which run_decompositions() writes an operator with others."""
+    from torch._export.utils import _get_decomp_for_cia
+
+    kernel: Callable[..., Any] = _get_decomp_for_cia(operator)
+    return kernel
 
 
 def _unlink_layer(node: Node) -> None:

@@ -47,6 +47,11 @@ _REMEDIES: Final = (
         "matrix @ vector.",
     ),
     (
+        re.compile(r"Constant tensor lifted_tensor_\d+ is not in the constants dictionary"),
+        "In an operator of your own, create no tensors from numbers: compute with the number, or write torch.full((), 2.0) for "
+        "torch.tensor(2.0).",
+    ),
+    (
         re.compile(r"AttributeError: 'Tensor' object has no attribute 'constant'"),
         GRADIENTS,
     ),

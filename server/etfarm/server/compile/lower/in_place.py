@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from etfarm.wire.batch_norms import join_batch_norms
 from etfarm.wire.written_inputs import MAY_RETURN_INPUT
 
 _ATEN = torch.ops.aten
@@ -25,7 +26,7 @@ def without_writes(program: Any) -> Any:
     if not any(map(_is_lost, program.graph.nodes)):
         return program
     functional = program.run_decompositions({})
-    _join_batch_norms(functional.graph)
+    join_batch_norms(functional.graph)
     functional.graph_module.recompile()
     return functional
 
@@ -50,16 +51,3 @@ def _is_shared(target: Any) -> bool:
         return True
     is_view = any(each.alias_info is not None for each in schema.returns) and not schema.is_mutable
     return is_view or schema.name.partition("::")[2] in MAY_RETURN_INPUT
-
-
-def _join_batch_norms(graph: torch.fx.Graph) -> None:
-    """Give batch norms the operator again that quantizers fold into the layer before it."""
-    for node in graph.find_nodes(op="call_function", target=_ATEN._native_batch_norm_legit_no_training.default):
-        (item,) = node.users  # the other results are empty
-        *tensors, momentum, epsilon = node.args
-        with graph.inserting_before(node):
-            whole = graph.call_function(_ATEN.batch_norm.default, (*tensors, False, momentum, epsilon, False))
-        whole.meta = item.meta
-        item.replace_all_uses_with(whole)
-        graph.erase_node(item)
-        graph.erase_node(node)

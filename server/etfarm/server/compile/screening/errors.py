@@ -138,7 +138,9 @@ class UnknownOperator(UserError):
     def __init__(self, operator: str) -> None:
         super().__init__(
             f"The model uses the operator {operator}, which this server does not know.",
-            "Decompose it before the export (program.run_decompositions()), or use operators of PyTorch. The server's owner can "
-            "install the operator's library as a plug-in with an entry point in etfarm.operators.",
+            "Use operators of PyTorch, or give it a kernel that consists of them: lib.impl(name, function, "
+            '"CompositeImplicitAutograd"). Then etfarm writes it with them when it exports a module, as '
+            "program.run_decompositions() does with a program. The server's owner can install the operator's library as a "
+            "plug-in with an entry point in etfarm.operators.",
             operator=operator,
         )
