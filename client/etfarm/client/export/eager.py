@@ -79,6 +79,8 @@ _FOREIGN_OUTPUT = re.compile(
     r"|Encountered unrecognized type UserDefinedObjectVariable\((\w+)\) at output"
 )
 """torch.export 2.13 on an object in the output, in its strict and in its other mode."""
+_NO_LEAVES = "not enough values to unpack (expected 2, got 0)"
+"""torch.export 2.13 on a forward that returns an empty tuple, list or dict."""
 _INTS = 1 << 63
 """ExecuTorch's ints have 64 bits, with this limit."""
 
@@ -495,6 +497,8 @@ def _refusals(method: str, base: Path, what: str = "torch.export", graph: Graph 
             what = "torch.export.save"
             place = place or _place_of_node(text, graph, base)
         remedy = remedy_of(name, text)
+        if text == _NO_LEAVES and place is None:
+            text, remedy = "forward returns no value, but a program needs an output.", "Return a tensor."
         # torch.export compares the inputs' dims with those of before.
         graph = traced_graph(error) if isinstance(error, IndexError) else graph
         if isinstance(error, IndexError) and graph is not None and (reshaping := find_reshaping(graph)) is not None:

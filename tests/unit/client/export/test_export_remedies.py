@@ -301,3 +301,25 @@ def test_a_recurrent_layer_of_a_dynamic_length_is_refused_and_a_scan_of_its_cell
     for length in (2, 9):
         series = torch.rand(1, length, 3)
         torch.testing.assert_close(called(series), Steps(scans=True)(series))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("empty", [(), [], {}, ((),)])
+def test_an_empty_output_is_refused(empty: Any, strict: bool) -> None:
+    def body(m: Any, x: Tensor) -> Any:
+        m.cache.add_(x.sum())
+        return empty
+
+    with pytest.raises(ExportFailed, match="forward returns no value, but a program needs an output") as caught:
+        export_source(ModelSource.of(Model(body).eval(), (X,)), name="m", strict=strict)
+    assert caught.value.remedy == "Return a tensor."
+    must_equal_eager(lambda m, x: m.cache.add_(x.sum()) * 1, (X,))
+
+
+def test_an_unpacking_of_the_models_own_keeps_its_line() -> None:
+    def body(m: Any, x: Tensor) -> Any:
+        first, second = ()
+        return first + second
+
+    with pytest.raises(ExportFailed, match=r"test_export_remedies\.py:\d+ with ValueError: not enough values to unpack"):
+        export_source(ModelSource.of(Model(body).eval(), (X,)), name="m")
