@@ -30,6 +30,7 @@ from etfarm.server.compile.program.descriptions import (
     NAMED,
     Programs,
     describe,
+    describe_control_flow,
     describe_node,
     describe_operators,
     describe_place,
@@ -125,6 +126,27 @@ def _mismatched_dtypes(stage: str, match: re.Match[str], text: str, programs: Pr
         rows.append((shown, f"{shown} at {source.file}:{source.line} ({source.code})" if source else shown))
     dtypes = ", ".join(sorted(set(re.findall(r"torch\.((?:complex|float|bfloat|u?int|bool)\w*)", text))))
     return UnsupportedDtypes(stage, "; ".join(row[1] for row in rows[:NAMED]), ", ".join(row[0] for row in rows), dtypes)
+
+
+def _complex(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
+    """Explain complex numbers of Python: ExecuTorch makes tensors of them in passes, which take real ones."""
+    by_name: dict[str, list[Any]] = defaultdict(list)
+    for program in programs.values():
+        for node in all_nodes(program):
+            if node.op == "call_function" and any(isinstance(each, complex) for each in (*node.args, *node.kwargs.values())):
+                by_name[name_as_called(node)].append(node)
+    shown = [describe(name, places(nodes)) for name, nodes in sorted(by_name.items())]
+    return UnsupportedDtypes(stage, "; ".join(shown[:NAMED]) or "an operator", ", ".join(sorted(by_name)), "complex")
+
+
+def _nested_control_flow(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
+    nodes = [
+        node for program in programs.values() for node in all_nodes(program)
+        if node.op == "call_function" and node.graph is not program.graph and str(node.target) in CONTROL_FLOW
+    ]  # fmt: skip
+    shown = describe_control_flow(nodes[:1]) or "torch.cond"
+    why = f"quantization does not work with control flow inside of a branch or loop of another: {shown}."
+    return StageFailed(stage, "RuntimeError", why, "Use a recipe in fp32, such as xnnpack_fp32.")
 
 
 def _branch(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
@@ -283,6 +305,8 @@ _EXPLAINED: Final[tuple[tuple[re.Pattern[str], _Explained], ...]] = (
     (re.compile(r"Operator (?:torch\._ops\.)?(\S+) is not in Core ATen opset"), _not_core_aten),
     (re.compile(r"\A\s*(aten|prims|torchao|torchvision)\.(\w+)\.\w+\s*(?:\n\s*While executing|\Z)"), _not_described),
     (re.compile(r"taking Tensor inputs with mismatched dtypes"), _mismatched_dtypes),
+    (re.compile(r"'complex' object has no attribute|real number, not 'complex'|Unsupported constant type: complex"), _complex),
+    (re.compile(r"Node \w+ target \w*graph_\d+ references nonexistent attribute"), _nested_control_flow),
     (re.compile(r"Could not guard on data-dependent|Data-dependent branching"), _branch),
     (re.compile(r"Constraints violated \(([^)]+)\)"), _specialized),
     (re.compile(r"finite upper bound for symbolic expression (.+?) \(int_oo\)"), _unbounded),

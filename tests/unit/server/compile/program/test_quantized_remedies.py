@@ -76,10 +76,55 @@ class Padded(Two):
         return F.max_pool2d(x, 3, 2)
 
 
+class Nested(Two):
+    """Chooses within a branch."""
+
+    def forward(self, x: Any) -> Any:
+        def inner(v: Any) -> Any:
+            return torch.cond(v.max() > 1, lambda w: w * 2, lambda w: w + 1, (v,))
+
+        return torch.cond(x.sum() > 0, inner, lambda v: v - 1, (self.a(x),))
+
+
+class Rotated(Two):
+    """Multiplies by an imaginary number."""
+
+    def forward(self, x: Any) -> Any:
+        y = self.a(x).unflatten(-1, (3, 2)).contiguous()
+        return torch.view_as_real(torch.view_as_complex(y) * 2j)
+
+
+class Increment(Two):
+    """Adds an imaginary number, as a keyword."""
+
+    def forward(self, x: Any) -> Any:
+        return torch.view_as_real(torch.add(torch.complex(x, x), 1, alpha=2j))
+
+
+class Parts(Two):
+    """Computes what `Rotated` does with real and imaginary parts."""
+
+    def forward(self, x: Any) -> Any:
+        real, imaginary = self.a(x).unflatten(-1, (3, 2)).unbind(-1)
+        return torch.stack([imaginary * -2.0, real * 2.0], -1)
+
+
 IMAGE: Final = torch.randn(1, 3, 6, 6, generator=torch.Generator().manual_seed(3))
 PRODUCT: Final = f"test_quantized_remedies.py:{Padded.forward.__code__.co_firstlineno + 2}"
 Model = tuple[nn.Module, str | Recipe]
+COMPLEX: Final = ["UNSUPPORTED_DTYPES", "no kernel for these dtypes (complex)", "compute real and imaginary parts separately"]
+
 CASES: Final[dict[str, tuple[Model, list[Model], list[str]]]] = {
+    "a condition within a branch": (
+        (Nested(), STATIC), [(Nested(), "xnnpack_fp32")],
+        ["QUANTIZE failed", "inside of a branch or loop of another: torch.cond at ", "(return torch.cond(x.sum()", "fp32"],
+    ),
+    "a condition within a branch, with dynamic scales": (
+        (Nested(), DYNAMIC), [(Nested(), "xnnpack_fp32")], ["does not work with control flow inside of a branch"],
+    ),
+    "a complex number in int8": ((Rotated(), STATIC), [(Parts(), "xnnpack_fp32")], [*COMPLEX, "aten::mul at ", "* 2j)"]),
+    "a complex number": ((Rotated(), "xnnpack_fp32"), [(Parts(), "xnnpack_fp32")], [*COMPLEX, "aten::mul at ", "* 2j)"]),
+    "a complex keyword": ((Increment(), "portable"), [(Parts(), "portable")], [*COMPLEX, "aten::add at ", "alpha=2j)"]),
     "a convolution's output that is returned and used": (
         (Returned(), STATIC), [(Copied(), STATIC), (Returned(), DYNAMIC)],
         ["PROGRAM_CANNOT_RUN", "of aten::conv2d at ", "(y = self.a(x)), in module a", "channels last", "y * 1.0"],
