@@ -75,6 +75,8 @@ class Kept:
     """Names of the inputs that had one value in all of calibration, if any node stays for what was not seen."""
     buffers: list[str] = field(default_factory=list)
     """Names of the buffers that other methods write and that had one value, which no calibration can change, likewise."""
+    is_blank: bool = False
+    """Whether all inputs of calibration were floats of one value each."""
 
 
 class FarValuesKept(Reviewed):

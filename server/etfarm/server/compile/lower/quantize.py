@@ -136,7 +136,10 @@ def quantize(
     # What other methods write is as little seen in calibration as what inputs had in common.
     foreign = {name for name in buffer_names(program).values() if name.startswith(PREFIX)} - initial.keys()
     state = State(initial.keys(), foreign, partial(_restore, prepared, initial))
-    if far_kept is not None and far_kept.find(prepared, samples, common.values, state):
+    if kept is not None:
+        kept.is_blank = common.is_blank
+    # Inputs that show nothing at all are no example of use: what never applied in them says nothing about any operator.
+    if far_kept is not None and far_kept.find(prepared, samples, {} if common.is_blank else common.values, state):
         del prepared
         prepared = _prepare(program, recipe, stage, quantizer, options, unused)
         _restore(prepared, initial)
@@ -146,7 +149,7 @@ def quantize(
     if isinstance(quantizer, fusion.ActivationsFused) and quantizer.has_fused:
         unused.discard("fuse_activations")
     prepared = stage._apply_passes(prepared, recipe.pre_convert_passes)
-    with _unfolded(states):
+    with _unfolded({*initial, *foreign}):
         converted = convert_pt2e(prepared)
         batch_norms.show_what_was_kept(converted)
         converted = stage._apply_passes(converted, recipe.post_convert_passes)

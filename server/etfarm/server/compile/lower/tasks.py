@@ -121,7 +121,13 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
             _warn_of_integers(programs[method], quantization, method, result["warnings"])
             _warn_of_kept(method, kept, result["warnings"])
             _warn_of_copies(method, copies[method], result["warnings"])
-            if not calibration and quantize.is_static(modules[method]):
+            if kept.is_blank and quantize.is_static(modules[method]):
+                _warn(
+                    result["warnings"], "FEW_CALIBRATION_INPUTS",
+                    f"Each calibration input of {method} has one value only, such as 0 everywhere, which shows no range: the "
+                    "int8 program is as fast as any, and wrong for other inputs. Give calibration inputs as they are in use.",
+                )  # fmt: skip
+            elif not calibration and quantize.is_static(modules[method]):
                 _warn(
                     result["warnings"], "FEW_CALIBRATION_INPUTS",
                     f"{method} was calibrated with one input; int8 needs eight or more to be accurate. "

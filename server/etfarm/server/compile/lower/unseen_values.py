@@ -65,6 +65,12 @@ class Common:
         """Indices of the first samples, and of those in which an input is the first time not what it was in all before."""
         self._same = _Same()
         self._count = 0
+        self._varies = False
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether no input shows any range: all are floats, each of one number in all samples, such as an image of zeros."""
+        return bool(self.values) and not self._varies
 
     @property
     def values(self) -> Mapping[int, Any]:
@@ -77,6 +83,8 @@ class Common:
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 self._same.note(position, leaf)
+                # Whole numbers may be tokens, whose embeddings are not alike.
+                self._varies |= position not in self.values or not leaf.is_floating_point()
         if self._count < _FIRST_SAMPLES or (before - self.values.keys() and len(self.chosen) < _MAX_SAMPLES):
             self.chosen.append(self._count)
         self._count += 1

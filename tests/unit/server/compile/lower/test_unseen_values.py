@@ -19,8 +19,9 @@ from torchao.quantization.pt2e.observer import ObserverBase  # noqa: E402
 from etfarm.client.export import ModelSource, export_source  # noqa: E402 - needs torch
 from etfarm.server.compile.lower import build, far_values, in_place, quantize  # noqa: E402
 from etfarm.server.compile.lower.unseen_values import Common, Exploration, State  # noqa: E402
+from etfarm.server.workers.pool import Workers  # noqa: E402
 from etfarm.wire import recipes  # noqa: E402
-from tests.support.compiling import STATIC, sample, sqnr_db  # noqa: E402
+from tests.support.compiling import STATIC, compiled, sample, sqnr_db  # noqa: E402
 from tests.support.shared_state import Holder  # noqa: E402
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow(reason="quantizes")]
@@ -304,3 +305,31 @@ def test_an_encoder_keeps_its_layers_in_int8(tmp_path: Path) -> None:
     samples = [(torch.randn(1, TOKENS, WIDTH), torch.ones(1, TOKENS)) for _ in range(8)]
     _, kept = in_graph(tmp_path, Encoder(), samples)
     assert set(names(kept)) == {"mul", "add"}
+
+
+class Images(nn.Module):
+    """Two convolutions, between which there is a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).relu() + self.a.bias.view(1, 8, 1, 1))
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize("make", [torch.zeros, torch.ones])
+async def test_images_of_one_value_are_quantized_and_said_to_show_nothing(
+    make: Callable[..., Tensor], workers: Workers, tmp_path: Path
+) -> None:
+    """As people measure speed: no operator stays in fp32 for what they do not show."""
+    model, images = Images(), [(make(1, 3, 8, 8),) for _ in range(3)]
+    _, kept = in_graph(tmp_path, model, images)
+    assert kept.is_blank and not names(kept)
+    answer = await compiled(workers, tmp_path / "compiled", lambda: torch.export.export(model.eval(), images[0]), STATIC)
+    assert answer.quantized is not None
+    (message,) = (each["message"] for each in answer.quantized["warnings"] if each["code"] == "FEW_CALIBRATION_INPUTS")
+    assert message.startswith("Each calibration input of forward has one value only")
+    _, kept = in_graph(tmp_path, model, [*images, (torch.rand(1, 3, 8, 8),)])
+    assert not kept.is_blank
