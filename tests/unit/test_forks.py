@@ -40,8 +40,10 @@ with open(os.devnull) as null:
     process = subprocess.Popen(
         arguments, stdin=subprocess.DEVNULL, pass_fds=pipe, cwd=sys.argv[1], env=kept | {OF_FORKSERVERS}, start_new_session=True
     )
-print("child", process.pid in map(int, open("/proc/thread-self/children").read().split()), flush=True)
-print("ends", process.wait(), process.poll(), flush=True)
+is_child = process.pid in map(int, open("/proc/thread-self/children").read().split())
+ends = process.wait(), process.poll()  # before anything is printed: the child's line is longer than a pipe takes at once
+print("child", is_child, flush=True)
+print("ends", *ends, flush=True)
 """
 
 

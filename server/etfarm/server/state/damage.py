@@ -115,7 +115,8 @@ def check(path: Path, head: str, known: Iterable[str], *, whole: bool = False) -
 
 def _check_access(path: Path) -> None:
     for file in (path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")):
-        if file.exists() and not os.access(file, os.R_OK | os.W_OK):
+        # Another process that closes the database removes the files beside it.
+        if not os.access(file, os.R_OK | os.W_OK) and file.exists():
             raise _no_access(file)
     if not os.access(path.parent, os.R_OK | os.W_OK | os.X_OK):
         raise _no_access(path.parent)
