@@ -14,7 +14,9 @@ def join_batch_norms(graph: Graph) -> None:
 
     aten = torch.ops.aten
     for node in graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_no_training.default):
-        (item,) = node.users  # the other results are empty
+        if [item.args[1] for item in node.users] != [0]:
+            continue  # the other results, which are empty, are used
+        (item,) = node.users
         *tensors, momentum, epsilon = node.args
         with graph.inserting_before(node):
             whole = graph.call_function(aten.batch_norm.default, (*tensors, False, momentum, epsilon, False))
