@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 
 import torch
+from torch.fx.graph import _PyTreeCodeGen
 from torchao.quantization.pt2e.quantizer import Quantizer
 
 
@@ -20,8 +21,9 @@ class Reviewed(Quantizer):  # type: ignore[misc]
         self._quantizer = quantizer
 
     def transform_for_annotation(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
-        """Let the inner quantizer change the graph."""
-        return self._quantizer.transform_for_annotation(model)
+        """Let the inner quantizer change a model's graph. A loop's body stays as it is: archives have no tensors there."""
+        is_whole = isinstance(model.graph._codegen, _PyTreeCodeGen)
+        return self._quantizer.transform_for_annotation(model) if is_whole else model
 
     def annotate(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
         """Annotate all operators, and change what was annotated."""

@@ -415,3 +415,25 @@ async def test_a_program_that_is_wrong_when_fused_is_found_without_a_device(work
     assert copied.quantized is not None
     (unused,) = [each["message"] for each in copied.quantized["warnings"] if each["code"] == "OPTION_WITHOUT_EFFECT"]
     assert unused.startswith("fuse_activations changes nothing") and "OPTION_WITHOUT_EFFECT" not in plain.codes
+
+
+class Smoothed(torch.nn.Module):  # type: ignore[misc]
+    """Multiplies by a number in the body of a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+
+    def forward(self, x: Any) -> Any:
+        from torch._higher_order_ops.scan import scan
+
+        carry, steps = scan(lambda c, v: (c * 0.5 + v, (c + v).clone()), torch.zeros(16), self.first(x))
+        return self.last(steps), carry
+
+
+@pytest.mark.parametrize("recipe", [STATIC, DYNAMIC])
+async def test_a_loop_with_a_number_in_its_body_is_quantized_around_it(workers: Workers, tmp_path: Path, recipe: str) -> None:
+    answer = await compiled(workers, tmp_path, lambda: torch.export.export(Smoothed().eval(), (torch.randn(4, 16),)), recipe)
+    assert not answer.result["stayed_fp32"]
+    (check,) = answer.result["checks"]
+    assert check["ran"] and all(output["sqnr_db"] > 25 for output in check["outputs"])
