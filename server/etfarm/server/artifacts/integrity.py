@@ -19,8 +19,9 @@ log = structlog.get_logger()
 
 _BATCH = 100
 
-_MOST_VERIFIED: Final = 200_000
-"""Maximum number of files that are known to be whole, for 14 MB; beyond it, all are verified again on their next reads."""
+_MOST_VERIFIED: Final = 5_000
+"""Number of files, for 0.4 MB, after which those that were not read since the last such time are forgotten: they are verified
+again on their next read."""
 
 _Stamp = int
 """Hash of a digest with its file's inode, modification time in ns, and size in bytes, which change when the file is replaced or
@@ -42,6 +43,7 @@ class Integrity:
         self._place = place
         self._pool = pool
         self._verified: set[_Stamp] = set()
+        self._verified_before: set[_Stamp] = set()
         self._checks: dict[str, asyncio.Task[bool]] = {}
         kept = quarantine.iterdir() if quarantine is not None and quarantine.is_dir() else ()
         self._damaged = {path.name.partition(".")[0] for path in kept}
@@ -64,7 +66,10 @@ class Integrity:
 
     def is_known_whole(self, digest: str) -> bool:
         """Return whether this process has verified the file in its current state."""
-        return self._stamp(digest) in self._verified
+        stamp = self._stamp(digest)
+        if stamp in self._verified_before and stamp is not None:
+            self._remember(stamp)
+        return stamp in self._verified
 
     async def is_whole(self, digest: str) -> bool:
         """Return whether the artifact is stored and undamaged. A damaged artifact is moved to the quarantine."""
@@ -164,12 +169,13 @@ class Integrity:
 
     def _remember(self, stamp: _Stamp) -> None:
         if len(self._verified) >= _MOST_VERIFIED:
-            self._verified.clear()
+            self._verified_before, self._verified = self._verified, set()
         self._verified.add(stamp)
 
     def _forget(self, digest: str) -> None:
         if (stamp := self._stamp(digest)) is not None:
             self._verified.discard(stamp)
+            self._verified_before.discard(stamp)
 
     def report(self, digest: str, actual: str, size_bytes: int, moved_to: str) -> None:
         """Record that a stored artifact turned out to be damaged."""
