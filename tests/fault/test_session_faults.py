@@ -40,8 +40,9 @@ LONG = {"warmup": 0, "min_time_s": 30.0, "max_time_s": 30.0}
 """A loop that a fault can hit in the middle; the slow program's iterations are few enough."""
 
 HOLDER = """
-import select, sys, numpy as np
+import select, signal, sys, numpy as np
 from etfarm.client import Farm
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell lets its background ignore
 with Farm(sys.argv[1]) as farm, farm.session(program=sys.argv[2]) as session:
     session.run("forward", np.zeros(1, np.float32))
     print("holding", flush=True)
