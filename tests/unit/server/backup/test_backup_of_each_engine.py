@@ -289,8 +289,12 @@ def test_an_interrupted_restore_does_not_continue_with_other_options(
     backup, data = tmp_path / "backup", tmp_path / "restored"
     back_up(farm.path.parent, backup)
 
+    interrupted: list[bool] = []
+
     def interrupt(what: str, done: int, total: int) -> None:
-        raise KeyboardInterrupt
+        if not interrupted:  # once, as by Ctrl-C: more of them end the wait for threads that still copy
+            interrupted.append(True)
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         restore(backup, data, on_progress=interrupt, **options)
