@@ -37,7 +37,7 @@ def test_the_server_starts_a_page_that_ends_with_it(tmp_path: Path) -> None:
     url = server.expect("web page at").rpartition(" ")[2].rstrip("/")
     visit = Visit(url)
     assert visit.sign_in("").status == 303, "this farm has no tokens"
-    assert "No device has connected yet" in visit.get("/devices").text
+    assert "There is no device" in visit.get("/devices").text
     children = psutil.Process(server.pid).children(recursive=True)
     page = next(child for child in children if "web" in child.cmdline())
     server.kill9()

@@ -353,6 +353,37 @@ async def test_a_full_server_is_waited_for(server: PostgresServer) -> None:
         server.execute("ALTER DATABASE {} CONNECTION LIMIT -1", "etfarm")
 
 
+async def test_a_refused_login_names_what_lets_it_in(tmp_path: Path) -> None:
+    right, wrong, readable = (tmp_path / name for name in ("right", "wrong", "readable"))
+    for file, password, mode in ((right, "s3cret", 0o600), (wrong, "other", 0o600), (readable, "s3cret", 0o644)):
+        file.write_text(f"*:*:*:*:{password}\n")
+        file.chmod(mode)
+    with postgres_server() as own:
+        own.execute("CREATE ROLE {} LOGIN PASSWORD 's3cret'", "farm")
+        own.execute("CREATE DATABASE {} OWNER farm TEMPLATE template0 ENCODING 'UTF8'", "etfarm")
+        rules = own.data / "pg_hba.conf"
+        rules.write_text("local all postgres trust\n")
+
+        def refusal(passfile: Path) -> str:
+            with psycopg.connect(own.url("postgres"), autocommit=True) as connection:
+                connection.execute("SELECT pg_reload_conf()")
+            with pytest.raises(DatabaseUnusable) as refused:
+                asyncio.run(login(passfile))
+            return refused.value.remedy
+
+        async def login(passfile: Path) -> None:
+            url = own.url("etfarm").replace("postgres@", "farm@")
+            async with opened(DatabaseUrl.parse(f"{url}&passfile={passfile}")):
+                pass
+
+        in_thread = asyncio.to_thread
+        assert "Add a line for this machine and role to pg_hba.conf" in await in_thread(refusal, right)
+        rules.write_text(rules.read_text() + "local etfarm farm scram-sha-256\n")
+        assert "Correct the role's password in the password file" in await in_thread(refusal, wrong)
+        assert "HOST:PORT:DATABASE:USER:PASSWORD for it, and chmod it 600" in await in_thread(refusal, readable)
+        await login(right)
+
+
 async def test_a_database_of_another_program_or_a_newer_etfarm_is_refused(server: PostgresServer) -> None:
     server.execute("CREATE DATABASE {}", "foreign")
     server.execute("CREATE TABLE customers (id int)", database="foreign")

@@ -72,7 +72,7 @@ def list_(
     if listing.is_on_stdout:
         return
     if not devices:
-        tell(f"No device matches {device!r}." if device else "No device has connected yet: run `etfarm agent` on one.")
+        tell(f"No device matches {device!r}." if device else "There is no device: run `etfarm agent` on one.")
         return
     output.show(build_table(output.open_console(), devices))
     now = datetime.now(UTC)

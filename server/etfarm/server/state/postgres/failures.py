@@ -115,11 +115,24 @@ def refused(url: DatabaseUrl, error: BaseException) -> FarmError | None:
     is_start = isinstance(original, psycopg.OperationalError) and original.sqlstate is None
     if not isinstance(original, _REFUSALS) and not (is_start and any(text in str(original) for text in _REFUSED_STARTS)):
         return None
-    return DatabaseUnusable(
-        f"The database {url} cannot be used: {one_line(original)}.",
-        "Create the role and the database, and give the role all privileges on it, as docs/growing.md shows.",
-        url=url,
-    )
+    why = one_line(original)
+    remedy = next((remedy for text, remedy in _REMEDIES if text in why), _REMEDY)
+    return DatabaseUnusable(f"The database {url} cannot be used: {why}.", remedy, url=url)
+
+
+_REMEDIES: Final = (
+    (
+        "no pg_hba.conf entry",
+        "Add a line for this machine and role to pg_hba.conf of the database's server, and reload PostgreSQL.",
+    ),
+    ("password authentication failed", "Correct the role's password in the password file (passfile of the database's URL)."),
+    (
+        "no password supplied",
+        "Give the password file (passfile of the database's URL) a line HOST:PORT:DATABASE:USER:PASSWORD for it, and chmod it "
+        "600: one that others may read is ignored.",
+    ),
+)
+_REMEDY: Final = "Create the role and the database, and give the role all privileges on it, as docs/growing.md shows."
 
 
 def one_line(error: BaseException) -> str:
