@@ -262,7 +262,8 @@ def test_a_retired_board_stays_away_until_it_enrols_again(farm: Yard, board: Mac
     assert device not in farm.devices()
     identity = farm.identity(agent_id)
     assert (identity.retired, identity.connected, identity.device_ids) == (True, False, ())
-    assert "etfarm: " in farm.refused(board)
+    for logged in (agent.log.read_text(), farm.refused(board)):
+        assert "an admin has retired the board, or revoked the token. To let it serve again, enrol the agent again" in logged
     with grpc.insecure_channel(farm.address) as channel:
         request = audit_pb2.ListAuditEntriesRequest(action="DeviceService.Retire")
         entry = audit_pb2_grpc.AuditServiceStub(channel).List(request, metadata=AS_ADMIN).entries[0]

@@ -206,8 +206,8 @@ async def _ask(access: Access, proofs: Proofs) -> tuple[str, bytes]:
                 raise _other_farm(access, proofs, proof.farm_id)
             raise FarmNotProven(
                 access.server,
-                "does not prove that it knows this agent's token, which was not sent: the token was revoked, or something "
-                "between them has a certificate of its own",
+                "does not prove that it knows this agent's token, which was not sent: the token was revoked, as of a board "
+                "that was retired, or something between them has a certificate of its own",
                 "Give --server and --tls-ca of the farm's own server",
                 farm=proofs.farm_id,
             )

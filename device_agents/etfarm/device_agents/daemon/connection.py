@@ -16,8 +16,8 @@ from etfarm.device_agents.daemon.device_choice import DeviceChoice
 from etfarm.device_agents.daemon.upgrade import Upgrader, report_connected
 from etfarm.v1 import agent_pb2, device_pb2
 from etfarm.v1.agent_pb2_grpc import AgentServiceStub
-from etfarm.wire.errors import EtfarmError, Kind
-from etfarm.wire.farm_channel import farm_channel, refused_by_farm
+from etfarm.wire.errors import EtfarmError, Fault, Kind, error_of
+from etfarm.wire.farm_channel import NEW_TOKEN, farm_channel, refused_by_farm
 from etfarm.wire.names import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 
@@ -169,7 +169,17 @@ class ServerConnection:
         """Return why the server refuses this agent for good: it does not know which farm the agent belongs to."""
         if refusal.kind is not Kind.UNAUTHENTICATED:
             return refusal
-        return self._withheld or await refused_by_farm(self._config.access, refusal)
+        error = self._withheld or await refused_by_farm(self._config.access, refusal)
+        if error is refusal and error.reason == Kind.UNAUTHENTICATED.value and self._config.access.proofs is not None:
+            why = "The server no longer knows this agent's own token: an admin has retired the board, or revoked the token."
+            return error_of(
+                Fault.USER,
+                refusal.reason,
+                why,
+                f"To let it serve again, {NEW_TOKEN.removeprefix('otherwise ')}",
+                kind=refusal.kind,
+            )
+        return error
 
     def _gives_way(self, refusal: EtfarmError) -> bool:
         """Return whether the device has another id now, under which the server may accept it."""
