@@ -295,17 +295,23 @@ def _iterate_strings(value: object) -> Iterator[tuple[str, str]]:
                 stack.append(("metadata" if texts and key != "source_fn_stack" else key, inner))
 
 
-def _has_objects(program: object) -> bool:
+def _dicts_in(program: object) -> Iterator[dict[str, Any]]:
+    """Yield the dicts within parsed JSON, at any depth."""
     stack = [program]
     while stack:
         current = stack.pop()
         if isinstance(current, list):
             stack.extend(current)
         elif isinstance(current, dict):
-            if current.get("custom_obj_values") or current.get("as_custom_obj") or current.get("custom_obj"):
-                return True
+            yield current
             stack.extend(current.values())
-    return False
+
+
+def _has_objects(program: object) -> bool:
+    return any(
+        current.get("custom_obj_values") or current.get("as_custom_obj") or current.get("custom_obj")
+        for current in _dicts_in(program)
+    )
 
 
 def _has_numbers_as_dtypes(program: object) -> bool:
@@ -313,16 +319,7 @@ def _has_numbers_as_dtypes(program: object) -> bool:
 
     torch.tensor of sizes makes this operator. torch itself looks up what is archived as a dtype among those that there are.
     """
-    stack = [program]
-    while stack:
-        current = stack.pop()
-        if isinstance(current, list):
-            stack.extend(current)
-        elif isinstance(current, dict):
-            if current.get("target") == _PROMOTE and not _are_dtypes(current.get("inputs")):
-                return True
-            stack.extend(current.values())
-    return False
+    return any(current.get("target") == _PROMOTE and not _are_dtypes(current.get("inputs")) for current in _dicts_in(program))
 
 
 _PROMOTE: Final = "torch.ops.aten.promote_types.default"
