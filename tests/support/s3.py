@@ -90,8 +90,7 @@ class S3Server:
         try:
             assert ready.wait(START_S), "".join(log[-50:])
             # The first object of a bucket creates it; the volumes may still be starting.
-            owner = replace(self.location(""), credentials=_OWNER)
-            asyncio.run(Bucket(owner, patience_s=START_S).put("ready", b"1"))
+            asyncio.run(Bucket(self.owners_location(BUCKET), patience_s=START_S).put("ready", b"1"))
             yield self
         finally:
             process.kill()  # in order, it takes half a minute to end, and its data is not used again
@@ -108,6 +107,10 @@ class S3Server:
             address: where to reach the server, if not at its own address.
         """
         return BucketLocation(BUCKET, prefix, f"http://{address or self.address}", "us-east-1", _FARM)
+
+    def owners_location(self, bucket: str) -> BucketLocation:
+        """Return a bucket, with credentials that may create it: an object that is written there does."""
+        return replace(self.location(""), bucket=bucket, credentials=_OWNER)
 
     def new_location(self, address: str = "") -> BucketLocation:
         """Return a folder of the bucket that nothing else uses."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sqlalchemy import select
+
 from etfarm.server.artifacts.left_behind import require_known
 from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.s3.bucket import PATIENCE_S
@@ -20,7 +22,7 @@ from etfarm.server.reports.verdict import Thresholds
 from etfarm.server.retention.limits import Limits
 from etfarm.server.state import schema
 from etfarm.server.state.database_url import DatabaseUrl
-from etfarm.server.state.databases import WAIT_S, has_rows
+from etfarm.server.state.databases import WAIT_S, first_of
 from etfarm.server.workers.cluster.pool import require_ray
 from etfarm.wire.channel import Address
 from etfarm.wire.errors import UserError
@@ -165,16 +167,19 @@ class Config:
     @property
     def has_tokens(self) -> bool:
         """Whether the database, which need not be open, has tokens."""
-        return has_rows(schema.tokens, self.data / DATABASE, self.database, self.database_wait_s)
+        return (
+            first_of(select(schema.tokens.c.id).limit(1), self.data / DATABASE, self.database, self.database_wait_s) is not None
+        )
 
     def require_database(self) -> None:
-        """Refuse an empty database beside the artifacts of a farm.
+        """Refuse an empty database beside the artifacts of a farm, and a bucket's folder that is another farm's.
 
         Raises:
             DatabaseLost: there are artifacts, which the database does not know.
             EtfarmError: the database or the bucket cannot be used.
         """
-        require_known(self.data, self.data / DATABASE, self.database, self.database_wait_s, self.blobs)
+        path, wait_s = self.data / DATABASE, self.database_wait_s
+        require_known(self.data, path, self.database, wait_s, self.blobs, begin_empty=self.begin_empty)
 
     @property
     def store_limits(self) -> StoreLimits:

@@ -129,7 +129,7 @@ async def require_ready(config: Config) -> JailReport | None:
     bytes waits for it.
 
     Raises:
-        BlobsUnusable: the artifacts are elsewhere, or the S3 server refuses requests.
+        BlobsUnusable: the artifacts are elsewhere, the S3 server refuses requests, or the bucket's folder is another farm's.
         FarmMoved: the farm was moved to another database.
         DatabaseLost: the database is empty, and there are artifacts of a farm.
         EtfarmError: another part of the configuration cannot be used.
@@ -141,8 +141,7 @@ async def require_ready(config: Config) -> JailReport | None:
     if config.database is None:
         require_unmoved(config.data / DATABASE)  # to say so first: the artifacts are elsewhere, too
     jail, _ = await asyncio.gather(_find_required_jail(config), _require_blobs(config))
-    if not config.begin_empty:
-        await require_database(config)
+    await require_database(config)
     return jail
 
 

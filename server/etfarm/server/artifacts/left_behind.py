@@ -1,4 +1,4 @@
-"""Artifacts of a farm whose database is lost."""
+"""Artifacts that are not the farm's: another farm has them, or their database is lost."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import structlog
 
 from etfarm.server.artifacts.blobs import ARTIFACTS, BLOBS
 from etfarm.server.artifacts.s3.bucket import Bucket
-from etfarm.server.artifacts.s3.errors import BlobsUnavailable
+from etfarm.server.artifacts.s3.claim import OWNER, require_not_foreign
+from etfarm.server.artifacts.s3.errors import BlobsAway, checked
 from etfarm.server.artifacts.s3.location import BucketLocation
+from etfarm.server.state import identity
 from etfarm.server.state.damage import DatabaseLost
 from etfarm.server.state.database_url import DatabaseUrl
-from etfarm.server.state.databases import is_new
+from etfarm.server.state.databases import first_of, is_new
 
 log = structlog.get_logger()
 
@@ -22,8 +24,16 @@ _PATIENCE_S: Final = 2.0
 """Time for which a request to the bucket is repeated."""
 
 
-def require_known(data: Path, path: Path, url: DatabaseUrl | None, wait_s: float, blobs: BucketLocation | None = None) -> None:
-    """Refuse to begin with an empty database where there are artifacts.
+def require_known(
+    data: Path,
+    path: Path,
+    url: DatabaseUrl | None,
+    wait_s: float,
+    blobs: BucketLocation | None = None,
+    *,
+    begin_empty: bool = False,
+) -> None:
+    """Refuse to begin with an empty database where there are artifacts, and to use those of another farm.
 
     Args:
         data: the server's data folder.
@@ -31,26 +41,30 @@ def require_known(data: Path, path: Path, url: DatabaseUrl | None, wait_s: float
         url: the PostgreSQL database to use instead.
         wait_s: how long to wait for the PostgreSQL server.
         blobs: the bucket of the artifacts; None for files in the data folder.
+        begin_empty: whether an empty database beside artifacts is intended.
 
     Raises:
         DatabaseLost: there are artifacts.
-        BlobsUnavailable: the bucket's server refuses requests. One that is away has no say: a farm begins without it.
+        BlobsUnusable: the bucket's folder is another farm's, or its server refuses requests. One that is away has no say: a farm
+            begins without it.
         DatabaseUnusable, DatabaseUnavailable: the PostgreSQL server refuses the connection, or cannot be reached.
     """
-    if not is_new(path, url, wait_s):
-        return
-    folder = data / ARTIFACTS / BLOBS
-    if next(folder.glob("??/*"), None) is not None:
+    may_begin = begin_empty or not is_new(path, url, wait_s)
+    if not may_begin and next((folder := data / ARTIFACTS / BLOBS).glob("??/*"), None) is not None:
         raise DatabaseLost(url or path, str(folder), data)
-    if blobs is not None and asyncio.run(_has_objects(Bucket(blobs, patience_s=_PATIENCE_S))):
-        raise DatabaseLost(url or path, blobs.place, data)
+    if blobs is None:
+        return
+    if asyncio.run(_has_lost(Bucket(blobs, patience_s=_PATIENCE_S), first_of(identity.FARM_ID, path, url, wait_s), may_begin)):
+        raise DatabaseLost(url or path, blobs.place, data, f"{blobs.url}/{OWNER}")
 
 
-async def _has_objects(bucket: Bucket) -> bool:
+async def _has_lost(bucket: Bucket, farm_id: str | None, may_begin: bool) -> bool:
+    """Return whether a bucket has artifacts, and none are allowed."""
     try:
-        return await anext(bucket.list(BLOBS), None) is not None
-    except BlobsUnavailable as error:
-        if error.failure.is_lasting:
-            raise
-        log.warning("beginning an empty database without a look at the bucket, which may have artifacts", error=error.message)
-        return False
+        with checked():
+            if not may_begin and await anext(bucket.list(BLOBS), None) is not None:
+                return True
+            await require_not_foreign(bucket, farm_id)
+    except BlobsAway as error:
+        log.warning("starting without a look at the bucket, which may have artifacts of another farm", error=error.message)
+    return False

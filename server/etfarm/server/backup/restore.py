@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import sqlite3
 from contextlib import closing
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
 from etfarm.server.artifacts.blobs import ARTIFACTS, BLOBS, CACHE
+from etfarm.server.artifacts.s3.claim import claim, owner_of
+from etfarm.server.artifacts.s3.errors import checked
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.backup import manifest as manifests
 from etfarm.server.backup.backup import BackupFailed
@@ -32,9 +36,7 @@ from etfarm.server.transfer.database import FarmDatabase, begin_copy, copy_rows,
 from etfarm.server.transfer.files import Differs, copy_verified, open_plain, sync_folder
 from etfarm.server.transfer.rows import OnProgress
 
-_WITH: Final = " with "
-_COPIED: Final = " copied to "
-"""In the marker of a restore whose rows are all in a PostgreSQL database, which follows."""
+_MARKER: Final = re.compile(r"(?P<backup>\w*)( with (?P<options>.*?))?( as (?P<farm_id>[\w-]+))?( copied to (?P<database>.+))?")
 
 
 def restore(
@@ -81,21 +83,21 @@ def restore(
             f"Install etfarm {manifest.version} or newer: pip install 'etfarm[server]>={manifest.version}'.",
         )
     target = None if database is None else FarmDatabase(data / DATABASE, database)
-    mark = _mark(manifest, keep_identity=keep_identity, without_tokens=without_tokens)
+    options = [*["--keep-identity"] * keep_identity, *["--without-tokens"] * without_tokens]
     try:
-        _prepare(data, mark)
+        marker = _prepare(data, manifest.database_sha256, " ".join(options) or "no option")
+        new_id = "" if keep_identity else marker.farm_id
         if target is None:
-            part = _convert(backup, data, manifest, blobs, on_progress, without_tokens=without_tokens)
-            if not keep_identity:
-                _renew_identity(FarmDatabase(part))
+            part = _convert(backup, data, manifest, blobs, new_id, on_progress, without_tokens=without_tokens)
+            if new_id:
+                _renew_identity(FarmDatabase(part), new_id)
                 merge_log(part)
             _sync(part)
             _remove_logs(data)
             part.replace(data / DATABASE)
-        elif not (_marker_of(data).endswith(f"{_COPIED}{database}") and target.is_complete()):
-            _restore_rows(
-                target, backup, data, manifest, blobs, on_progress, keep_identity=keep_identity, without_tokens=without_tokens
-            )
+        elif not (marker.database == str(database) and target.is_complete()):
+            copied = replace(marker, database=str(database))
+            _restore_rows(target, backup, data, manifest, blobs, new_id, copied, on_progress, without_tokens=without_tokens)
         FarmDatabase(_part_of(data)).clear()
         sync_folder(data)
         (data / RESTORING).unlink()
@@ -111,12 +113,17 @@ def _restore_rows(
     data: Path,
     manifest: Manifest,
     blobs: BucketLocation | None,
+    new_id: str,
+    copied: _Marker,
     on_progress: OnProgress,
     *,
-    keep_identity: bool,
     without_tokens: bool,
 ) -> None:
-    """Restore to a PostgreSQL database, of which no server runs."""
+    """Restore to a PostgreSQL database, of which no server runs.
+
+    Args:
+        copied: what to record once all rows are there.
+    """
     assert target.url is not None
     name = f"the backup {manifest.database_sha256}"
     with stopped(target.url) as hold:
@@ -124,7 +131,7 @@ def _restore_rows(
         begin_copy(target, name)
         hold.name_blobs(identify_folder(data / ARTIFACTS) if blobs is None else blobs.url)
         try:
-            source = FarmDatabase(_convert(backup, data, manifest, blobs, on_progress, without_tokens=without_tokens))
+            source = FarmDatabase(_convert(backup, data, manifest, blobs, new_id, on_progress, without_tokens=without_tokens))
         except (BackupDamaged, damage.DatabaseDamaged):
             target.clear()  # so that another backup can be restored to it
             hold.name_blobs("")
@@ -132,19 +139,28 @@ def _restore_rows(
         with source.connected() as connection, connection.begin():
             copy_rows(connection, target, name, on_progress)
         hold.require_held()
-        if not keep_identity:
-            _renew_identity(target)  # of the whole copy: one that continues is compared with the backup's rows
-        mark = _mark(manifest, keep_identity=keep_identity, without_tokens=without_tokens)
-        (data / RESTORING).write_text(f"{mark}{_COPIED}{target.url}")
-        _sync(data / RESTORING)
+        if new_id:
+            _renew_identity(target, new_id)  # of the whole copy: one that continues is compared with the backup's rows
+        copied.write(data)
         with target.connected() as connection:
             rows.finish(connection)
 
 
 def _convert(
-    backup: Path, data: Path, manifest: Manifest, blobs: BucketLocation | None, on_progress: OnProgress, *, without_tokens: bool
+    backup: Path,
+    data: Path,
+    manifest: Manifest,
+    blobs: BucketLocation | None,
+    new_id: str,
+    on_progress: OnProgress,
+    *,
+    without_tokens: bool,
 ) -> Path:
-    """Restore the artifacts, and return a copy of the backup's database with the tables of this version."""
+    """Restore the artifacts, and return a copy of the backup's database with the tables of this version.
+
+    Args:
+        new_id: the id that the farm is to have; empty for that of the one that was backed up.
+    """
     source, part, copy = backup / manifest.database, _part_of(data), data / f"{DATABASE}.backup"
     for each in (part, copy):
         FarmDatabase(each).clear()
@@ -162,7 +178,7 @@ def _convert(
     except untrusted.Malformed as error:
         raise BackupDamaged(f"The database {source} is not one that etfarm wrote: {error}.", "Use another backup.") from error
     copy.unlink()
-    asyncio.run(_copy_artifacts(backup, data, part, manifest, blobs, on_progress))
+    asyncio.run(_copy_artifacts(backup, data, part, manifest, blobs, new_id, on_progress))
     # It may store artifacts as files of the data folder.
     FarmDatabase(part).open()
     if without_tokens:
@@ -174,9 +190,9 @@ def _convert(
     return part
 
 
-def _renew_identity(database: FarmDatabase) -> None:
+def _renew_identity(database: FarmDatabase, new_id: str) -> None:
     with database.connected() as connection, connection.begin():
-        identity.renew(connection)
+        identity.renew(connection, new_id)
 
 
 def _require_room(data: Path, size_bytes: int) -> None:
@@ -197,38 +213,55 @@ def _part_of(data: Path) -> Path:
     return data / f"{DATABASE}.part"
 
 
-def _marker_of(data: Path) -> str:
-    return (data / RESTORING).read_text()
+@dataclass(frozen=True)
+class _Marker:
+    """What an unfinished restore has recorded in its data folder, on which no server starts before it has ended."""
+
+    backup: str
+    """The sha256 of the backup's database; empty if the restore was killed before it copied anything."""
+    options: str
+    """The options that the farm depends on; empty if an earlier release did not record them."""
+    farm_id: str
+    """The id of the farm, if it is not that of the one that was backed up."""
+    database: str = ""
+    """The PostgreSQL database that all rows were copied to; empty before that."""
+
+    @classmethod
+    def read(cls, data: Path) -> _Marker:
+        """Return the marker of a data folder; an empty one if it has none."""
+        path = data / RESTORING
+        match = _MARKER.fullmatch(path.read_text()) if path.exists() else None
+        return cls("", "", "") if match is None else cls(**{name: text or "" for name, text in match.groupdict().items()})
+
+    def write(self, data: Path) -> None:
+        """Record it durably."""
+        path = data / RESTORING
+        copied = f" copied to {self.database}" if self.database else ""
+        path.write_text(f"{self.backup} with {self.options} as {self.farm_id}{copied}")
+        _sync(path)
 
 
-def _mark(manifest: Manifest, *, keep_identity: bool, without_tokens: bool) -> str:
-    """Return what the marker of an unfinished restore has: the backup, and the options that the farm depends on."""
-    options = [*["--keep-identity"] * keep_identity, *["--without-tokens"] * without_tokens]
-    return f"{manifest.database_sha256}{_WITH}{' '.join(options) or 'no option'}"
-
-
-def _prepare(data: Path, mark: str) -> None:
-    """Create the data folder with a marker, with which no server starts on it before the restore has ended."""
-    marker = data / RESTORING
-    if marker.is_symlink():
-        raise BackupRefused(f"{marker} is a link, which no restore leaves.", "Delete it, or choose another --data.")
+def _prepare(data: Path, backup: str, options: str) -> _Marker:
+    """Create the data folder with a marker, or return that of an interrupted restore of the same backup."""
+    path = data / RESTORING
+    if path.is_symlink():
+        raise BackupRefused(f"{path} is a link, which no restore leaves.", "Delete it, or choose another --data.")
     if data.exists() and not data.is_dir():
         raise BackupRefused(f"{data} is not a folder.", "Choose another --data.")
-    if data.is_dir() and not marker.exists() and [path for path in data.iterdir() if path.name != LOCK]:
+    if data.is_dir() and not path.exists() and [each for each in data.iterdir() if each.name != LOCK]:
         raise BackupRefused(f"{data} is not empty.", "Move it aside, or choose another --data.")
     data.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # An empty marker is that of a restore that was killed before it copied anything.
-    former = _marker_of(data) if marker.exists() else ""
-    (backup, _, how), (former_backup, _, former_how) = mark.partition(_WITH), former.partition(_COPIED)[0].partition(_WITH)
-    if former_backup not in ("", backup):
+    former = _Marker.read(data)
+    if former.backup not in ("", backup):
         raise BackupRefused(f"{data} has an interrupted restore of another backup.", "Delete it, or choose another --data.")
-    if former_how not in ("", how):  # an earlier release did not record it
+    if former.options not in ("", options):
         raise BackupRefused(
-            f"{data} has an interrupted restore with {former_how}.",
+            f"{data} has an interrupted restore with {former.options}.",
             "Run it again like that. To begin anew, delete the folder, and empty the PostgreSQL database if it is for one.",
         )
-    if not former:
-        marker.write_text(mark)
+    marker = replace(former, backup=backup, options=options, farm_id=former.farm_id or identity.new_farm_id())
+    marker.write(data)
+    return marker
 
 
 def _remove_logs(data: Path) -> None:
@@ -238,10 +271,18 @@ def _remove_logs(data: Path) -> None:
 
 
 async def _copy_artifacts(
-    backup: Path, data: Path, database: Path, manifest: Manifest, blobs: BucketLocation | None, on_progress: OnProgress
+    backup: Path,
+    data: Path,
+    database: Path,
+    manifest: Manifest,
+    blobs: BucketLocation | None,
+    new_id: str,
+    on_progress: OnProgress,
 ) -> None:
     with closing(sqlite3.connect(database)) as connection:
         wanted = dict(connection.execute("SELECT digest, size_bytes FROM artifacts ORDER BY digest"))
+    with FarmDatabase(database).connected() as rows_of, rows_of.begin():
+        former_id = identity.farm_id(rows_of)
     for digest in manifest.missing:
         wanted.pop(digest, None)
     if (len(wanted), sum(wanted.values())) != (manifest.artifacts, manifest.artifact_bytes):
@@ -254,6 +295,11 @@ async def _copy_artifacts(
         _require_room(data, await count_missing_bytes(target, iter(wanted.items())))
     if isinstance(target, BucketArtifacts):
         await target.bucket.check()
+        with checked():
+            # The folder of the one that was backed up is not for another farm, whichever release it was claimed by, if any.
+            if new_id and await owner_of(target.bucket) is None:
+                await target.require_empty()
+            await claim(target.bucket, new_id or former_id)
     copied = await copy_artifacts(source, target, iter(wanted.items()), len(wanted), on_progress)
     if copied.lost:
         digest = min(copied.lost)

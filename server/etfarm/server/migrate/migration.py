@@ -16,11 +16,13 @@ from typing import Final
 from sqlalchemy import func, insert, inspect, select
 
 from etfarm.server.artifacts.blobs import ARTIFACTS
+from etfarm.server.artifacts.s3.claim import claim, require_not_foreign
+from etfarm.server.artifacts.s3.errors import checked
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.cluster.shared_blobs import identify_folder
 from etfarm.server.migrate.errors import ArtifactsLost, MoveFailed, NothingToMove
 from etfarm.server.migrate.folder import DataFolder
-from etfarm.server.state import copies, damage, schema
+from etfarm.server.state import copies, damage, identity, schema
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.revisions import HEAD, known_revisions
 from etfarm.server.state.sqlite import merge_log
@@ -228,14 +230,20 @@ class Migration:
 
     async def _copy_artifacts(self, database: FarmDatabase) -> Copied:
         source, target = artifacts_of(self._source.blobs, self._folder.former_blobs, self._scratch), self._target_artifacts()
+        with database.connected() as connection, connection.begin():
+            farm_id = identity.farm_id(connection)
         for each in (source, target):
             if isinstance(each, BucketArtifacts):
                 await each.bucket.check()
         is_resumed = isinstance(target, BucketArtifacts) and await target.is_begun(self._artifacts_name)
         if self._source.blobs is None and self._folder.is_in_bucket and not is_resumed:
             raise NothingToMove(f"The artifacts of {self._folder.path} are in a bucket.", "Name it with --blobs.")
-        if isinstance(target, BucketArtifacts) and not is_resumed:
-            await target.begin(self._artifacts_name)
+        if isinstance(target, BucketArtifacts):
+            with checked():
+                await require_not_foreign(target.bucket, farm_id)
+                if not is_resumed:
+                    await target.begin(self._artifacts_name)
+                await claim(target.bucket, farm_id)
         if self._target.blobs is None:
             needed, free = await count_missing_bytes(target, _wanted(database)), shutil.disk_usage(self._folder.path).free
             if needed > free:

@@ -107,7 +107,7 @@ def _check(result: Result, config: Config) -> None:
             result.problems.append(error)
     _check_folder(result, config)
     _check_certificate(result, config)
-    if _check_blobs(result, config) and is_readable and not config.begin_empty:
+    if _check_blobs(result, config) and is_readable:
         try:
             config.require_database()
         except EtfarmError as error:

@@ -59,12 +59,18 @@ class DatabaseLost(FarmError):
     reason = "DATABASE_LOST"
     kind = Kind.FAILED_PRECONDITION
 
-    def __init__(self, database: object, place: str, data: Path) -> None:
+    def __init__(self, database: object, place: str, data: Path, owner: str = "") -> None:
+        """Create the error.
+
+        Args:
+            owner: the object that says whose artifacts they are; empty if none does.
+        """
+        begin = f"delete the object {owner}, and start" if owner else "start"
         super().__init__(
             f"The database {database} is empty, but {place} has the artifacts of a farm.",
             "If the farm's database is another one, correct --database or --data. If it is lost, restore a backup: move "
             f"{data} aside and run `etfarm restore BACKUP --data {data} --keep-identity`, with the server's --config. Without "
-            "a backup, start `etfarm serve` once with --begin-empty: the artifacts stay, and nothing refers to them.",
+            f"a backup, {begin} `etfarm serve` once with --begin-empty: the artifacts stay, and nothing refers to them.",
             database=database, place=place,
         )  # fmt: skip
 

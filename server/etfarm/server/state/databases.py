@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Final
 
-from sqlalchemy import Connection, Table
+from sqlalchemy import Connection, Select
 
 from etfarm.server.extras import require_extra
 from etfarm.server.state import sqlite
@@ -83,19 +83,19 @@ def is_new(path: Path, url: DatabaseUrl | None, wait_s: float) -> bool:
     return opening.is_new(url, wait_s)
 
 
-def has_rows(table: Table, path: Path, url: DatabaseUrl | None, wait_s: float) -> bool:
-    """Return whether a table has rows, without opening the database. One that is new or damaged has none.
+def first_of(query: Select[tuple[str]], path: Path, url: DatabaseUrl | None, wait_s: float) -> str | None:
+    """Return the answer of a query of one table, without opening the database; None without rows, or if it is new or damaged.
 
     Raises:
         ExtraMissing: the driver of PostgreSQL is not installed.
         DatabaseUnusable, DatabaseUnavailable: the PostgreSQL server refuses the connection, or cannot be reached.
     """
     if url is None:
-        return sqlite.has_rows(path, table.name)
+        return sqlite.first_of(path, query)
     require_driver()
     from etfarm.server.state.postgres import opening
 
-    return opening.has_rows(url, table.name, wait_s)
+    return opening.first_of(url, query, wait_s)
 
 
 def require_driver() -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
 import structlog
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, Engine, Select, create_engine, event
 from sqlalchemy.exc import DatabaseError
 from sqlalchemy.pool import NullPool
 
@@ -292,12 +292,13 @@ def is_new(path: Path) -> bool:
     return not any(each.exists() and each.stat().st_size for each in map(path.with_name, names))
 
 
-def has_rows(path: Path, table: str) -> bool:
-    """Return whether a table of a file has rows, without opening it as a database."""
+def first_of(path: Path, query: Select[tuple[str]]) -> str | None:
+    """Return the answer of a query, without opening the file as a database; None without rows."""
     if not path.is_file():
-        return False
+        return None
     with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as connection:
         try:
-            return connection.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchone() is not None
+            row = connection.execute(str(query.compile(compile_kwargs={"literal_binds": True}))).fetchone()
         except sqlite3.DatabaseError:  # the file predates the table, or is damaged, which opening the database detects
-            return False
+            return None
+    return None if row is None else str(row[0])

@@ -142,11 +142,8 @@ class BucketArtifacts:
             CopyUnfinished: it has an unfinished copy of another farm.
             BlobsUnavailable: the bucket's server failed.
         """
-        size_bytes = await self.bucket.size(_MARK)
-        if size_bytes is None:
+        if (former := await self.bucket.text(_MARK, _MARK_BYTES)) is None:
             return False
-        pieces = self.bucket.pieces(_MARK, min(size_bytes, _MARK_BYTES))
-        former = b"".join([piece async for piece in pieces]).decode(errors="replace")
         if former != name:
             raise CopyUnfinished(self.bucket.location.place, former)
         return True
@@ -155,14 +152,23 @@ class BucketArtifacts:
         """Mark the bucket's folder as the copy of a farm's artifacts.
 
         Raises:
-            TargetNotEmpty: it has artifacts of another farm.
+            TargetNotEmpty: it has artifacts.
+            BlobsUnavailable: the bucket's server failed.
+        """
+        await self.require_empty()
+        await self.bucket.put(_MARK, name.encode())
+
+    async def require_empty(self) -> None:
+        """Check that the bucket's folder has no artifacts.
+
+        Raises:
+            TargetNotEmpty: it has some.
             BlobsUnavailable: the bucket's server failed.
         """
         async for _ in self.bucket.list(BLOBS):
             raise TargetNotEmpty(
                 f"{self.bucket.location.place} has artifacts already.", "Name an empty folder of the bucket: one for each farm."
             )
-        await self.bucket.put(_MARK, name.encode())
 
     async def finish(self) -> None:
         """Take the mark away.

@@ -21,10 +21,12 @@ from etfarm.server.artifacts.errors import ArtifactDamaged, ArtifactNotFound, Di
 from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.s3.blobs import BucketBlobs, key_of
 from etfarm.server.artifacts.s3.bucket import PIECE_BYTES, Bucket
+from etfarm.server.artifacts.s3.claim import claim
 from etfarm.server.artifacts.s3.errors import BlobsAway, BlobsUnavailable, BlobsUnusable
 from etfarm.server.artifacts.s3.location import BucketLocation, Credentials
 from etfarm.server.artifacts.store import Store
 from etfarm.server.state.engine import Database, DatabaseUnavailable
+from etfarm.server.state.identity import farm_id
 from etfarm.v1.artifact_pb2 import Chunk
 from etfarm.v1.common_pb2 import Artifact
 from etfarm.wire.chunks import artifact_of
@@ -109,6 +111,7 @@ async def world(tmp_path: Path, s3_server: S3Server, proxy: S3Proxy) -> AsyncIte
     stores = Stores(s3_server.new_location())
     assert stores.location is not None
     created = World(tmp_path, database, stores, proxy, Bucket(stores.location), Store(tmp_path / "unused", database))
+    await claim(created.direct, await database.read(farm_id))
     await created.reopen(folder="one")
     yield created
     created.store.close()
@@ -147,9 +150,10 @@ async def test_a_new_server_with_an_empty_folder_serves_everything(world: World)
 
 
 async def test_an_artifact_is_recorded_only_after_the_bucket_has_it(world: World) -> None:
+    assert await send(world.store, b"another")
     world.proxy.stall()
     sending = asyncio.create_task(send(world.store, DATA))
-    await asyncio.to_thread(world.proxy.wait_for, world.proxy.requests, "PUT", 2)  # the first one is the check of the start
+    await asyncio.to_thread(world.proxy.wait_for, world.proxy.requests, "PUT", 2)
     assert await world.store.holdings.sizes([DIGEST]) == {}
     assert not await world.store.has_for_now(DIGEST)
     world.proxy.heal()
@@ -412,8 +416,8 @@ async def test_a_full_disk_gives_up_copies_first(world: World) -> None:
     folder.mkdir()
     with ThreadPoolExecutor(2) as pool:
         blobs = BucketBlobs(
-            world.direct, folder, folder, world.store.holdings, pool, pool, cache_bytes=1 << 30, floor_bytes=200,
-            free=lambda _: size_bytes - 1000 * len(world.copies("full")),
+            world.direct, folder, folder, world.store.holdings, lambda: world.database.read(farm_id), pool, pool,
+            cache_bytes=1 << 30, floor_bytes=200, free=lambda _: size_bytes - 1000 * len(world.copies("full")),
         )  # fmt: skip
         for digest in stored:
             assert await asyncio.create_task(blobs.bring([digest])) == []

@@ -13,6 +13,8 @@ from sqlalchemy import func, insert, select
 
 from etfarm.server.artifacts.s3.blobs import key_of
 from etfarm.server.artifacts.s3.bucket import Bucket
+from etfarm.server.artifacts.s3.claim import OWNER, owner_of
+from etfarm.server.artifacts.s3.errors import BlobsUnusable
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.backup.backup import back_up
 from etfarm.server.backup.commands import restore_main
@@ -107,6 +109,44 @@ def test_a_restored_farm_is_another_one_unless_it_keeps_the_identity(
         after = contents(FarmDatabase(data / "farm.sqlite", target.database))
         assert [name for name in before if before[name] != after[name]] == ["farm"]
     assert len(ids) == 2 and not any(own in str(before["farm"]) for own in ids)
+
+
+def test_a_trial_is_not_restored_to_the_folder_of_the_farm(
+    farm: FarmDatabase, place: Place, new_place: Callable[[], Place], tmp_path: Path
+) -> None:
+    there = place.blobs or new_place().blobs
+    assert there is not None
+    back_up(farm.path.parent, tmp_path / "backup", database=place.database, blobs=place.blobs)
+    restore(tmp_path / "backup", tmp_path / "moved", blobs=there, keep_identity=True)
+    before = objects_of(there)
+    with pytest.raises(BlobsUnusable, match="has the artifacts of another farm") as refused:
+        restore(tmp_path / "backup", tmp_path / "trial", blobs=there)
+    assert "name a folder of the farm's own" in refused.value.remedy.lower()
+    other = new_place().blobs
+    restore(tmp_path / "backup", tmp_path / "trial", blobs=other)  # it continues, with another folder as the remedy says
+    # That of an earlier release, which claimed none.
+    asyncio.run(Bucket(there).delete(OWNER))
+    with pytest.raises(TargetNotEmpty):
+        restore(tmp_path / "backup", tmp_path / "second trial", blobs=there)
+    restore(tmp_path / "backup", tmp_path / "again", blobs=there, keep_identity=True)
+    assert objects_of(there) == before
+
+
+def test_an_interrupted_restore_of_a_trial_continues_in_its_own_folder(
+    farm: FarmDatabase, new_place: Callable[[], Place], tmp_path: Path
+) -> None:
+    target, trial = new_place(), tmp_path / "trial"
+    back_up(farm.path.parent, tmp_path / "backup")
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        restore(tmp_path / "backup", trial, database=target.database, blobs=target.blobs, on_progress=interrupt)
+    restore(tmp_path / "backup", trial, database=target.database, blobs=target.blobs)
+    with committed(FarmDatabase(trial / "farm.sqlite", target.database)) as connection:
+        own = farm_id(connection)
+    assert target.blobs is not None and asyncio.run(owner_of(Bucket(target.blobs))) == own
 
 
 def _digests(farm: FarmDatabase, place: Place) -> list[str]:

@@ -14,6 +14,7 @@ import trustme
 from etfarm.server.artifacts.blobs import place_of
 from etfarm.server.artifacts.s3.blobs import key_of
 from etfarm.server.artifacts.s3.bucket import Bucket
+from etfarm.server.artifacts.s3.claim import OWNER
 from etfarm.server.artifacts.s3.location import BadBlobs, BucketLocation
 from etfarm.server.cluster.errors import ServersRunning
 from etfarm.server.cluster.shared_blobs import identify_folder
@@ -71,12 +72,14 @@ def move(
 
 
 def objects_of(location: BucketLocation) -> dict[str, str]:
-    """Return the digest of each artifact of a bucket by its name, and the keys of everything else."""
+    """Return the digest of each artifact of a bucket by its name, and the keys of everything else but the claim."""
 
     async def read() -> dict[str, str]:
         bucket, digests = Bucket(location), dict[str, str]()
         async for page in bucket.list(""):
             for each in page:
+                if each.key == OWNER:
+                    continue
                 data = b"".join([piece async for piece in bucket.pieces(each.key, each.size_bytes)])
                 digests[each.key.rpartition("/")[2]] = hashlib.sha256(data).hexdigest()
         return digests

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from datetime import UTC, datetime, timedelta
@@ -10,9 +11,13 @@ from pathlib import Path
 import pytest
 import trustme
 
+from etfarm.server.artifacts.s3.bucket import Bucket
+from etfarm.server.artifacts.s3.claim import OWNER, claim, owner_of
+from etfarm.server.artifacts.s3.errors import BlobsUnusable
 from etfarm.server.checks import check_configuration
 from etfarm.server.main import main
 from etfarm.wire.doctor import Status
+from tests.support.s3 import S3Server, environment_of
 
 
 @pytest.fixture
@@ -68,6 +73,38 @@ def test_a_database_that_cannot_be_reached_is_the_only_problem(tmp_path: Path, c
     document = json.loads(capsys.readouterr().out)
     assert [problem["reason"] for problem in document["problems"]] == ["DATABASE_UNAVAILABLE"]
     assert {"name": "tokens", "text": "unknown, as the database cannot be used"} in document["facts"]
+
+
+def test_the_folder_of_another_farm_is_a_problem(
+    tmp_path: Path, s3_server: S3Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    location = s3_server.new_location()
+    asyncio.run(claim(Bucket(location), "another"))
+    for name, value in environment_of(location).items():
+        monkeypatch.setenv(name, value)
+    options = ["--listen", "127.0.0.1:0", "--data", str(tmp_path / "data"), "--blobs", location.url]
+    assert main([*options, "--check", "--json"]) == 1
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert problem["reason"] == "BLOBS_UNUSABLE"
+    with pytest.raises(BlobsUnusable) as refused:
+        main(options)
+    assert refused.value.message == problem["message"]
+    assert asyncio.run(owner_of(Bucket(location))) == "another"
+    asyncio.run(Bucket(location).delete(OWNER))
+    assert main([*options, "--check"]) == 0
+    assert asyncio.run(owner_of(Bucket(location))) is None, "a check claims nothing"
+
+
+def test_a_misspelled_bucket_is_not_created(
+    tmp_path: Path, s3_server: S3Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    location = s3_server.owners_location("etfarm-tets")
+    for name, value in environment_of(location).items():
+        monkeypatch.setenv(name, value)
+    for _ in range(2):
+        assert main(["--listen", "127.0.0.1:0", "--data", str(tmp_path), "--blobs", location.url, "--check", "--json"]) == 1
+        (problem,) = json.loads(capsys.readouterr().out)["problems"]
+        assert "there is no bucket 'etfarm-tets'" in problem["message"]
 
 
 def test_the_doctor_checks_the_file_of_the_environment(config: Path) -> None:

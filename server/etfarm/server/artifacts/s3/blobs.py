@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -25,6 +25,7 @@ from etfarm.server.artifacts.integrity import Integrity
 from etfarm.server.artifacts.s3 import cache as caches
 from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.cache import Cache
+from etfarm.server.artifacts.s3.claim import Claim
 from etfarm.server.artifacts.s3.errors import LOOK, BlobsUnavailable, BlobsUnusable, Failure
 from etfarm.server.artifacts.s3.fetch import Fetch, Overtaken
 from etfarm.server.artifacts.s3.location import BucketLocation
@@ -95,6 +96,7 @@ class BucketBlobs:
         folder: folder of the store; copies are in `cache/`.
         scratch: an existing folder on the same file system.
         holdings: which artifacts the database has.
+        farm_id: returns the id of the farm that the database has.
         pool: thread pool that writes and deletes files.
         verifiers: thread pool that computes hashes.
         cache_bytes: size up to which copies are kept.
@@ -109,6 +111,7 @@ class BucketBlobs:
         folder: Path,
         scratch: Path,
         holdings: Holdings,
+        farm_id: Callable[[], Awaitable[str]],
         pool: ThreadPoolExecutor,
         verifiers: ThreadPoolExecutor,
         *,
@@ -117,6 +120,7 @@ class BucketBlobs:
         free: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free,
     ) -> None:
         self.bucket = bucket
+        self._claim = Claim(bucket, farm_id)
         self.cache = Cache(folder / CACHE, scratch, cache_bytes)
         self.integrity = Integrity(None, self.place, verifiers)
         self._folder = folder
@@ -319,6 +323,7 @@ class BucketBlobs:
         self._lost.add(digest)
         target = f"{QUARANTINE}/{digest}.{time.time_ns()}"
         try:
+            await self._claim.require()
             await self.bucket.move(key_of(digest), target)
         except (BlobsUnavailable, FileNotFoundError) as error:
             log.warning("a damaged artifact stays where it is", digest=digest, why=str(error))
@@ -343,6 +348,7 @@ class BucketBlobs:
             await withdrawn.wait()
         self._sending[digest] += 1
         try:
+            await self._claim.require()
             # Also if it is there already: what is there may be damaged.
             await self.bucket.put(key_of(digest), path)
             self._lost.discard(digest)
@@ -433,6 +439,7 @@ class BucketBlobs:
         self._lost.discard(digest)
         try:
             async with asyncio.timeout_at(ends_s):
+                await self._claim.require()
                 await self.bucket.delete(key_of(digest))
         except (BlobsUnavailable, TimeoutError) as error:
             self._orphans.add(digest)
@@ -472,6 +479,7 @@ class BucketBlobs:
         if not (await self._holdings.totals())[0]:
             log.warning("the database names no artifact, so none is deleted from S3: it may not be that of the farm")
             return
+        await self._claim.require()
         before = datetime.now(UTC) - ORPHAN_AGE
         async for page in self.bucket.list(BLOBS):
             old = [each.key.rpartition("/")[2] for each in page if each.changed_at < before]
@@ -520,15 +528,17 @@ class BucketBlobs:
             await asyncio.sleep(_ROOM_POLL_S)
 
     async def _catch_up(self) -> None:
-        """Look up the quarantine, and delete objects whose deletion failed."""
+        """Claim the bucket's folder, look up the quarantine, and delete objects whose deletion failed."""
         while True:
             try:
+                await self._claim.renew()
                 if not self._knows_quarantine:
                     await self._look_up_quarantine(self.quarantine_s)
                 for start in range(0, len(orphans := list(self._orphans)), _FLIGHTS):
                     await self.delete([digest for digest in orphans[start : start + _FLIGHTS] if self.withdraw(digest)])
-            except EtfarmError as error:  # the database is unavailable, or another server leads
-                log.warning("what was left to do in S3 could not be done; that is tried again", why=error.message)
+            except EtfarmError as error:  # the bucket or the database is unavailable, or another server or farm has it
+                log.warning("what was left to do in S3 could not be done; that is tried again", error=error.message,
+                            remedy=error.remedy)  # fmt: skip
             await asyncio.sleep(self.repeat_s)
 
     async def _run(self, function: Callable[..., T], *arguments: object) -> T:

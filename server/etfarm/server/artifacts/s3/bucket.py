@@ -18,10 +18,10 @@ from etfarm.server.artifacts.s3.errors import (
     DENIED,
     LOOK,
     NO_BUCKET,
-    BlobsAway,
     BlobsUnavailable,
     BlobsUnusable,
     Failure,
+    checked,
     code_of,
 )
 from etfarm.server.artifacts.s3.location import BucketLocation
@@ -224,6 +224,19 @@ class Bucket:
         self.use.received_bytes += length
         return piece
 
+    async def text(self, key: str, most_bytes: int) -> str | None:
+        """Return the beginning of a small object's text; None if there is no object.
+
+        Raises:
+            BlobsUnavailable: the server failed.
+        """
+        try:
+            size_bytes = await self.size(key)
+            pieces = [piece async for piece in self.pieces(key, min(size_bytes or 0, most_bytes))]
+        except FileNotFoundError:  # it was deleted in between
+            return None
+        return None if size_bytes is None else b"".join(pieces).decode(errors="replace")
+
     async def delete(self, key: str) -> None:
         """Delete an object, if it exists.
 
@@ -290,19 +303,16 @@ class Bucket:
             BlobsUnusable: it answers, and the bucket cannot be used.
         """
         probing = Bucket(self.location, patience_s=min(_CHECK_S, self._patience_s), timeout_s=_CHECK_S)
-        key = f"{PROBE}-{random.randbytes(8).hex()}"
-        try:
-            async with asyncio.timeout(_CHECK_S):
-                await probing.put(key, PROBE.encode())
-                read = b"".join([piece async for piece in probing.pieces(key, len(PROBE))])
-                await probing.delete(key)
-        except TimeoutError:
-            raise BlobsAway(self.location.place, Failure(f"it takes longer than {_CHECK_S:g} s", LOOK)) from None
-        except BlobsUnavailable as error:
-            away = BlobsAway(self.location.place, error.failure)
-            raise (BlobsUnusable(away.message, away.remedy) if error.failure.is_lasting else away) from None
-        except FileNotFoundError:
-            read = b""
+        key, read = f"{PROBE}-{random.randbytes(8).hex()}", b""
+        with checked(), suppress(FileNotFoundError):
+            try:
+                async with asyncio.timeout(_CHECK_S):
+                    await probing.size(key)  # a server may create a bucket that is written, and its name may be misspelled
+                    await probing.put(key, PROBE.encode())
+                    read = b"".join([piece async for piece in probing.pieces(key, len(PROBE))])
+                    await probing.delete(key)
+            except TimeoutError:
+                raise self._unavailable("check", key, Failure(f"it takes longer than {_CHECK_S:g} s", LOOK)) from None
         if read != PROBE.encode():
             raise BlobsUnusable(f"{self.location.place} does not return what was written there.", "Check the S3 server.")
 

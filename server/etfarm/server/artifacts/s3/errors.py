@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -70,6 +72,7 @@ class BlobsUnavailable(FarmError):
             f"Nothing is lost. It is tried again by itself; if that lasts, ask the farm's admin to {failure.remedy}.",
             why=failure.why,
         )
+        self.place = place
         self.failure = failure
 
 
@@ -83,7 +86,18 @@ class BlobsUnusable(FarmError):
 class BlobsAway(BlobsUnusable):
     """A bucket whose server did not answer a check. A server starts without it; commands that copy artifacts do not."""
 
-    def __init__(self, place: str, failure: Failure) -> None:
-        super().__init__(
-            f"Artifacts cannot be stored in {place}: {failure.why}.", f"{failure.remedy[0].upper()}{failure.remedy[1:]}."
-        )
+
+@contextmanager
+def checked() -> Iterator[None]:
+    """Translate errors of requests, which are repeated, to those of a check, which ends a command.
+
+    Raises:
+        BlobsAway: the server does not answer.
+        BlobsUnusable: it answers, and the bucket cannot be used.
+    """
+    try:
+        yield
+    except BlobsUnavailable as error:
+        kind, failure = BlobsUnusable if error.failure.is_lasting else BlobsAway, error.failure
+        remedy = f"{failure.remedy[0].upper()}{failure.remedy[1:]}."
+        raise kind(f"Artifacts cannot be stored in {error.place}: {failure.why}.", remedy) from None

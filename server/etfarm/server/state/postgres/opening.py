@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from sqlalchemy import Connection, inspect, text
+from sqlalchemy import Connection, Select, inspect, text
 
 from etfarm.server.state import copies, revisions, schema
 from etfarm.server.state.damage import DatabaseUnusable
@@ -71,14 +71,16 @@ def is_new(url: DatabaseUrl, wait_s: float) -> bool:
         connections.close()
 
 
-def has_rows(url: DatabaseUrl, table: str, wait_s: float) -> bool:
-    """Return whether a table has rows, without opening the database."""
+def first_of(url: DatabaseUrl, query: Select[tuple[str]], wait_s: float) -> str | None:
+    """Return the answer of a query of one table, without opening the database; None without rows."""
     connections = Connections(url, wait_s)
     connection = connections.connect(time.monotonic() + wait_s)
     try:
-        if table not in inspect(connection).get_table_names():
-            return False
-        return connection.execute(text(f"SELECT 1 FROM {table} LIMIT 1")).first() is not None
+        tables = inspect(connection).get_table_names()
+        if any(str(table) not in tables for table in query.get_final_froms()):
+            return None
+        row = connection.execute(query).first()
+        return None if row is None else str(row[0])
     finally:
         connections.discard(connection)
         connections.close()

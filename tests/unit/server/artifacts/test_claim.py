@@ -1,0 +1,162 @@
+"""Two farms that name one folder of a bucket: the second is refused, and deletes nothing of the first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from etfarm.server.artifacts.left_behind import require_known
+from etfarm.server.artifacts.s3.blobs import key_of
+from etfarm.server.artifacts.s3.bucket import Bucket
+from etfarm.server.artifacts.s3.claim import OWNER, Claim, claim, owner_of
+from etfarm.server.artifacts.s3.errors import BlobsUnavailable, BlobsUnusable
+from etfarm.server.artifacts.s3.location import BucketLocation
+from etfarm.server.artifacts.store import Store
+from etfarm.server.state import identity
+from etfarm.server.state.engine import Database
+from etfarm.server.state.identity import farm_id
+from etfarm.wire.chunks import artifact_of
+from tests.support.databases import new_database
+from tests.support.golden import Golden
+from tests.support.s3 import S3Server
+from tests.support.stores import Stores
+
+DATA = b"of both farms"
+DIGEST = artifact_of(DATA).digest
+WAIT_S = 5.0
+
+
+@dataclass
+class Farm:
+    """A farm's database and its store."""
+
+    database: Database
+    store: Store
+
+    async def id(self) -> str:
+        return await self.database.read(farm_id)
+
+
+@pytest.fixture
+def location(s3_server: S3Server) -> BucketLocation:
+    return s3_server.new_location()
+
+
+@pytest.fixture
+def stores(location: BucketLocation) -> Iterator[Stores]:
+    created = Stores(location)
+    yield created
+    created.close()
+
+
+@asynccontextmanager
+async def running(stores: Stores, folder: Path) -> AsyncIterator[Farm]:
+    """Yield a farm of the bucket's folder, whose server does its late work."""
+    folder.mkdir()
+    database = new_database(folder / "farm.sqlite")
+    await database.open()
+    await database.write(identity.renew)  # that of a test's database is the template's
+    farm = Farm(database, stores.create(folder / "artifacts", database, patience_s=1.0))
+    try:
+        await farm.store.open()
+        yield farm
+    finally:
+        farm.store.close()
+        database.close()
+
+
+async def test_a_second_farm_neither_stores_nor_deletes_in_the_folder_of_another(
+    stores: Stores, location: BucketLocation, tmp_path: Path, golden: Golden
+) -> None:
+    bucket = Bucket(location)
+    async with running(stores, tmp_path / "first") as first, running(stores, tmp_path / "second") as second:
+        assert (await first.store.put(DATA, "ann")).digest == DIGEST
+        assert await owner_of(bucket) == await first.id()
+        with pytest.raises(BlobsUnavailable) as refused:
+            await second.store.put(b"other data", "bob")
+        golden.check(
+            str(refused.value)
+            .replace(location.place, "PLACE")
+            .replace(location.url, "URL")
+            .replace(await first.id(), "FIRST")
+            .replace(await second.id(), "SECOND")
+        )
+        assert refused.value.failure.is_lasting
+        # As after a restore of the first farm's backup: the database names an artifact that the bucket has.
+        await second.store.holdings.add("vision", [DIGEST], "bob", {DIGEST: len(DATA)})
+        await second.store.holdings.forget([DIGEST])
+        assert second.store.blobs.withdraw(DIGEST)
+        await second.store.blobs.delete([DIGEST])
+        assert await bucket.size(key_of(DIGEST)) == len(DATA)
+
+
+async def test_a_folder_whose_claim_was_deleted_is_the_next_farms(
+    stores: Stores, location: BucketLocation, tmp_path: Path
+) -> None:
+    bucket = Bucket(location)
+    async with running(stores, tmp_path / "first") as first, running(stores, tmp_path / "second") as second:
+        former = Claim(bucket, first.id)
+        await former.require()
+        await bucket.delete(OWNER)
+        await second.store.put(DATA, "bob")
+        assert await owner_of(bucket) == await second.id()
+        await former.require()  # it is not asked each time
+        with pytest.raises(BlobsUnavailable):
+            await former.renew()
+        with pytest.raises(BlobsUnavailable):
+            await former.require()
+
+
+async def test_the_claim_stands_while_the_server_is_away(location: BucketLocation) -> None:
+    async def mine() -> str:
+        return "mine"
+
+    held, away = (
+        Claim(Bucket(location), mine),
+        Claim(Bucket(replace(location, endpoint="http://127.0.0.1:9"), patience_s=0.1), mine),
+    )
+    await held.renew()
+    with pytest.raises(BlobsUnavailable):
+        await away.require()
+    with pytest.raises(BlobsUnavailable):
+        await away.require()
+    assert await owner_of(Bucket(location)) == "mine"
+
+
+async def test_objects_of_an_earlier_release_are_the_farms_that_comes_first(location: BucketLocation) -> None:
+    await Bucket(location).put(key_of(DIGEST), DATA)
+    await claim(Bucket(location), "the-first")
+    with pytest.raises(BlobsUnavailable, match="the-first"):
+        await claim(Bucket(location), "the-second")
+
+
+@pytest.mark.parametrize("begin_empty", [False, True])
+def test_no_server_starts_on_another_farms_folder(location: BucketLocation, tmp_path: Path, *, begin_empty: bool) -> None:
+    path = tmp_path / "farm.sqlite"
+
+    def require() -> None:
+        require_known(tmp_path, path, None, WAIT_S, location, begin_empty=begin_empty)
+
+    require()
+    asyncio.run(claim(Bucket(location), "another"))
+    with pytest.raises(BlobsUnusable, match="another farm, another, and this is a new one"):
+        require()
+    assert not path.exists()
+    database = new_database(path)
+    try:
+        asyncio.run(database.open())
+        own = asyncio.run(database.read(farm_id))
+    finally:
+        database.close()
+    with pytest.raises(BlobsUnusable, match=f"this is {own}") as refused:
+        require()
+    assert f"delete the object {location.url}/{OWNER}" in refused.value.remedy
+    asyncio.run(Bucket(location).delete(OWNER))
+    require()
+    asyncio.run(claim(Bucket(location), own))
+    require()
