@@ -230,12 +230,20 @@ class Bucket:
         Raises:
             BlobsUnavailable: the server failed.
         """
+        import obstore
+
+        async def get() -> bytes:
+            data = b""
+            async for part in (await obstore.get_async(self._store, key)).stream(most_bytes):
+                data += part
+                if len(data) >= most_bytes:
+                    break
+            return data[:most_bytes]
+
         try:
-            size_bytes = await self.size(key)
-            pieces = [piece async for piece in self.pieces(key, min(size_bytes or 0, most_bytes))]
-        except FileNotFoundError:  # it was deleted in between
+            return (await self._attempt("get", key, get)).decode(errors="replace")
+        except FileNotFoundError:
             return None
-        return None if size_bytes is None else b"".join(pieces).decode(errors="replace")
 
     async def delete(self, key: str) -> None:
         """Delete an object, if it exists.
@@ -307,7 +315,7 @@ class Bucket:
         with checked(), suppress(FileNotFoundError):
             try:
                 async with asyncio.timeout(_CHECK_S):
-                    await probing.size(key)  # a server may create a bucket that is written, and its name may be misspelled
+                    await probing.text(key, 1)  # a server may create a bucket that is written, and its name may be misspelled
                     await probing.put(key, PROBE.encode())
                     read = b"".join([piece async for piece in probing.pieces(key, len(PROBE))])
                     await probing.delete(key)
