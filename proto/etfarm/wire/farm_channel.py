@@ -135,8 +135,14 @@ def _not_asked(proofs: Proofs, addresses: Iterable[str]) -> list[str]:
 
 
 def _worst(errors: list[EtfarmError]) -> EtfarmError:
-    """Return the error that decides: a server that cannot be asked now may be the farm's."""
-    return next((error for error in errors if not isinstance(error, FarmNotProven)), errors[0])
+    """Return the error that decides: a server that cannot be asked now may be the farm's. It also says what another answered."""
+    refusal = next((error for error in errors if isinstance(error, FarmNotProven)), None)
+    away = next((error for error in errors if not isinstance(error, FarmNotProven)), None)
+    if refusal is None or away is None:
+        return errors[0]
+    away.message = f"{away.message} {refusal.message}"
+    away.advise(f"{away.remedy} {refusal.remedy}".strip())
+    return away
 
 
 async def _is_reached(channel: grpc.aio.Channel) -> bool:

@@ -117,8 +117,11 @@ async def test_a_server_that_is_away_is_no_other_farm(site: Site) -> None:
     async with away.running():
         pass
     async with other.running():
-        with pytest.raises(Unreachable, match=f"The server at {away.address} does not answer"):
+        with pytest.raises(Unreachable, match=f"The server at {away.address} does not answer") as error:
             await ask(site.access(other.address, away.address))
+        # Otherwise nothing would ever say it.
+        assert f"The server at {other.address} is of another farm" in error.value.message
+        assert "tokens create" in error.value.remedy
     assert not other.tokens
 
 

@@ -137,7 +137,7 @@ class ServerConnection:
                 continue
             if refusal is not None and self._is_final(refusal):
                 raise await self._cause_of(refusal)
-            why = refusal.message if refusal is not None else f"The server at {server} closed the stream."
+            why = str(refusal) if refusal is not None else f"The server at {server} closed the stream."
             if connection.welcomed:
                 pauses, logged = self._config.pauses(), ""
             pause = next(pauses)

@@ -27,7 +27,7 @@ from etfarm.wire.channel import Access
 from etfarm.wire.errors import EtfarmError, Kind, UserError
 from etfarm.wire.farm_channel import NEW_TOKEN, can_prove, farm_channel
 from etfarm.wire.farm_proof import Proofs
-from etfarm.wire.names import ENROLMENT_PREFIX, OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, TLS_CA_VARIABLE
+from etfarm.wire.names import ENROLMENT_PREFIX, OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, TLS_CA_VARIABLE, TOKEN_VARIABLE
 from etfarm.wire.status import from_rpc_error
 
 log = logging.getLogger(__name__)
@@ -109,9 +109,11 @@ async def enroll(
     """
     path = folder / TOKEN_FILE
     is_enrolment = access.token.startswith(ENROLMENT_PREFIX)
-    if access.token and not is_enrolment:
-        return Enrolment(access)
     kept = _read(path)
+    if access.token and not is_enrolment:
+        if kept is not None and kept.token != access.token:
+            log.warning("the token in %s is used, not this agent's own in %s; unset it to use that", TOKEN_VARIABLE, path)
+        return Enrolment(access)
     if kept is not None and access.token and kept.enrolment_sha256 != _sha256(access.token):
         kept = None
     if kept is not None:

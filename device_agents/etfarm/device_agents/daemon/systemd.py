@@ -22,6 +22,8 @@ _VARIABLES: Final = (
     SERVER_VARIABLE, TLS_CA_VARIABLE, DATA_VARIABLE, "ADB_SERVER_SOCKET", "ANDROID_ADB_SERVER_ADDRESS", "ANDROID_ADB_SERVER_PORT",
 )  # fmt: skip
 """Environment variables that the command reads, except for the token."""
+_OPTIONS: Final = {SERVER_VARIABLE: "--server", TLS_CA_VARIABLE: "--tls-ca", DATA_VARIABLE: "--data"}
+"""Options that take the place of variables."""
 _JAIL_CAPABILITIES: Final = "CAP_SETUID CAP_SETGID CAP_SETPCAP CAP_CHOWN CAP_KILL"
 """Capabilities with which the agent gives each program its own user with fewer rights, and ends it."""
 
@@ -97,8 +99,9 @@ def unit(
         UserError: an argument is not valid text, which a unit cannot hold.
     """
     service_arguments = without_options(arguments, _EXCLUDED_OPTIONS)
-    variables = {name: environment[name] for name in _VARIABLES if environment and environment.get(name)}
-    settings = [f"Environment={quoted(f'{name}={value}')}" for name, value in variables.items()]
+    typed = {each.partition("=")[0] for each in arguments}
+    variables = {name: (environment or {}).get(name) for name in _VARIABLES if _OPTIONS.get(name) not in typed}
+    settings = [f"Environment={quoted(f'{name}={value}')}" for name, value in variables.items() if value]
     if folder is not None:
         # Taken literally, without quotes.
         settings.append("WorkingDirectory=" + str(folder).replace("%", "%%"))

@@ -11,7 +11,7 @@ import pytest
 
 from etfarm.device_agents.attempts.cache import Cache
 from etfarm.device_agents.config import AgentConfig, PhoneOptions
-from etfarm.device_agents.daemon.enrolment import _Kept, _own_access
+from etfarm.device_agents.daemon.enrolment import _Kept, _own_access, enroll
 from etfarm.device_agents.daemon.phones.trial import Trial
 from etfarm.wire.channel import Access
 
@@ -30,6 +30,17 @@ def test_a_folder_that_cannot_be_written_does_not_end_an_agent_that_found_its_fa
     path.parent.mkdir()
     access.proofs.prove("the-farm", "farm:1", b"PEM")
     assert '"farm_id": "the-farm"' in path.read_text()
+
+
+async def test_a_token_of_the_environment_that_hides_the_agents_own_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _Kept("farm:1", "own", "sha").write(tmp_path / "token")
+    for token, is_named in (("", False), ("own", False), ("of-an-admin", True)):
+        caplog.clear()
+        enrolment = await enroll(Access("farm:1", token), tmp_path, "agent", [], None, "boot")
+        assert enrolment.access.token == (token or "own")
+        assert ("the token in ETFARM_TOKEN is used" in caplog.text) == is_named
 
 
 async def test_a_phone_is_left_to_its_first_job_if_no_channel_can_be_opened(tmp_path: Path) -> None:

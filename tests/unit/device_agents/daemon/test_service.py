@@ -97,7 +97,8 @@ def test_without_a_folder_of_its_own_the_agent_works_below_the_state_directory(
 
 @pytest.mark.parametrize("variables", [{}, {"ETFARM_DATA": "/data/my agent 100%"}])
 def test_a_folder_that_was_chosen_stays_writable(variables: dict[str, str], tmp_path: Path) -> None:
-    dump = systemd_on(unit(["--data", "/data/agent"], program=PROGRAM, environment=variables, own_data=True), tmp_path)
+    arguments = [] if variables else ["--data", "/data/agent"]
+    dump = systemd_on(unit(arguments, program=PROGRAM, environment=variables, own_data=True), tmp_path)
     assert (settings_of(dump, "ProtectSystem"), settings_of(dump, "StateDirectory")) == (["full"], [])
     assert settings_of(dump, "Environment") == [f"{name}={value}" for name, value in variables.items()]
 
@@ -119,6 +120,9 @@ def test_the_environment_is_kept_but_for_the_token(tmp_path: Path) -> None:
     assert "s3cret" not in text and "OTHER" not in text
     settings = settings_of(systemd_on(text, tmp_path), "Environment")
     assert settings[:2] == ["ETFARM_SERVER=farm:7070", "ETFARM_TLS_CA=/my certificates/ca.pem"]
+    assert "ETFARM_SERVER" not in unit(["--server", "other:7070"], program=PROGRAM, environment=values), (
+        "the option takes its place"
+    )
 
 
 @pytest.mark.parametrize("left_out", ["--print-unit", "--print", "--exit-with-stdin", "--exit"])

@@ -71,7 +71,8 @@ class PlainDisplay(Lines):
         super().__init__(write)
         self._labels: dict[str, str] = {}
         self._states: dict[str, str] = {}
-        self._waits: dict[str, str] = {}
+        self._waits: dict[str, dict[str, set[str]]] = {}
+        """Reasons that were written, without their numbers, by phase and by cell."""
 
     def cells(self, cells: Sequence[Cell]) -> None:
         """Set the names of the cells."""
@@ -86,9 +87,11 @@ class PlainDisplay(Lines):
             text = "".join(f", {part}" for part in (event.message, p50) if part)
             self._write(f"{self._label(event)}: {phases.describe(event.phase)}: {took}{_by(event.actor)}{text}")
         elif isinstance(event, Progress) and phases.is_wait(event.phase):
-            # The reading in a reason changes all the time, so only the first reason is written.
-            if self._waits.get(event.cell_id) != event.phase:
-                self._waits[event.cell_id] = event.phase
+            # The reading in a reason changes all the time, and what is busy in a pool: neither is a new reason for long.
+            waits, reason = self._waits.setdefault(event.cell_id, {}), re.sub(r"[\d.]+", "", event.message)
+            reasons = waits.setdefault(event.phase, set())
+            if reason not in reasons and len(reasons) < _REASONS:
+                reasons.add(reason)
                 text = f", {event.message}" if event.message else ""
                 self._write(f"{self._label(event)}: {phases.describe(event.phase)}{_by(event.actor)}{text}")
         elif isinstance(event, CellChanged):
@@ -235,6 +238,8 @@ class LiveDisplay:
         yield Spinner("dots", Text(foot, style="dim", no_wrap=True, overflow="ellipsis"))
 
 
+_REASONS: Final = 5
+"""Maximum number of reasons of one wait that are written as lines."""
 _LIMIT: Final = re.compile(r"(at most [^:,]+)(?:: |, )?")
 """The time limit of a wait in a message."""
 

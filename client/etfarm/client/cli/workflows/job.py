@@ -139,7 +139,10 @@ async def _while_there(working: asyncio.Task[Answer], lease: Lease | None) -> An
 
 
 async def _with_farm(task: Task, farm: AsyncFarm, outcome: Outcome, display: Display) -> tuple[AsyncJob, JobResult | None]:
-    display.status("Importing torch." if task.exports and "torch.export" not in sys.modules else "Submitting.")
+    if not task.exports:
+        display.status("Submitting.")
+    elif "torch.export" not in sys.modules:
+        display.status("Importing torch.")
     # Output of a user's factory must not mix with what the command writes to stdout.
     with redirect_stdout(sys.stderr):
         try:

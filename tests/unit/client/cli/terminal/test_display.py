@@ -54,6 +54,23 @@ def test_the_condition_that_a_device_waits_for_is_reported_once_with_its_reading
     ]
 
 
+def test_a_device_that_is_retired_while_a_cell_waits_is_a_new_reason_and_a_pool_has_few() -> None:
+    lines: list[str] = []
+    with PlainDisplay(lines.append) as display:
+        display.cells([_cell(CellState.WAITING_FOR_DEVICE)])
+
+        def wait(reason: str) -> None:
+            display.event(Progress(_now(), "c1", "SERVER", "WAIT_FOR_DEVICE", None, None, None, reason))
+
+        for reason in ("pi5-a is drained", "no known device matches any more", "pi5-a is drained"):
+            wait(reason)
+        for name in "abcdefgh":
+            wait(f"{name} is busy")
+    what = "resnet8 · xnnpack_fp32 · 4 threads: waiting for a device"
+    reasons = ("pi5-a is drained", "no known device matches any more", "a is busy", "b is busy", "c is busy")
+    assert lines == [f"{what}, {reason}" for reason in reasons]
+
+
 def test_a_failed_cell_says_why_on_stderr_however_it_is_shown() -> None:
     failed = _cell(CellState.FAILED, error=error_of(Fault.USER, "PROGRAM_CRASHED", "It was killed.", "Look at the log."))
     event = CellChanged(1, _now(), failed, JobState.FAILED)
