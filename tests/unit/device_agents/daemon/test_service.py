@@ -120,9 +120,7 @@ def test_the_environment_is_kept_but_for_the_token(tmp_path: Path) -> None:
     assert "s3cret" not in text and "OTHER" not in text
     settings = settings_of(systemd_on(text, tmp_path), "Environment")
     assert settings[:2] == ["ETFARM_SERVER=farm:7070", "ETFARM_TLS_CA=/my certificates/ca.pem"]
-    assert "ETFARM_SERVER" not in unit(["--server", "other:7070"], program=PROGRAM, environment=values), (
-        "the option takes its place"
-    )
+    assert "ETFARM_SERVER" not in unit(["--server", "other:7070"], program=PROGRAM, environment=values)
 
 
 @pytest.mark.parametrize("left_out", ["--print-unit", "--print", "--exit-with-stdin", "--exit"])
