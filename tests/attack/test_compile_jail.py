@@ -16,13 +16,14 @@ from pathlib import Path
 import pytest
 
 from etfarm.server.workers import output_files, pool
-from etfarm.server.workers.errors import BadWorkerAnswer, ChildDiskFull, ChildOutOfMemory, ChildTooManyProcesses
+from etfarm.server.workers.errors import BadWorkerAnswer, ChildOutOfMemory
 from etfarm.server.workers.jail.measures import NAMES
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
 from etfarm.wire.sandbox import cgroups
 from tests.support import attack_tasks
 from tests.support.farm import descendants, wait_until
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.slow(reason="starts workers for each kind of user")
 
@@ -88,7 +89,7 @@ async def nothing_is_left(workers: Workers) -> None:
 
 
 async def test_a_fork_bomb_ends_as_an_error_of_its_job(limited: Workers) -> None:
-    with pytest.raises(ChildTooManyProcesses, match="64 processes"):
+    with refuses("CHILD_TOO_MANY_PROCESSES", match="64 processes"):
         await limited.run(f"{TASKS}:fork_a_lot", None, deadline_s=120)
     await nothing_is_left(limited)
 
@@ -108,7 +109,7 @@ async def test_shared_memory_counts_against_the_limit(limited: Workers) -> None:
 async def test_a_fork_bomb_is_distinguished_from_a_crash(workers: Workers) -> None:
     if not (await workers.describe_jail()).measures[NAMES.index("process limit")].detail.startswith("control group"):
         return  # only a control group counts what it refuses
-    with pytest.raises(ChildTooManyProcesses):
+    with refuses("CHILD_TOO_MANY_PROCESSES"):
         await workers.run(f"{TASKS}:fork_a_lot_and_swallow_it", None, deadline_s=120)
 
 
@@ -118,7 +119,7 @@ async def test_a_child_is_killed_before_it_fills_the_disk(tmp_path: Path) -> Non
     running = Workers(preload=[TASKS], limits=limits, folder=tmp_path / "jobs", concurrency=1)
     running.start()
     try:
-        with pytest.raises(ChildDiskFull):
+        with refuses("DISK_FULL"):
             await running.run(f"{TASKS}:wait_for_ever", None, deadline_s=120)
     finally:
         await running.stop()

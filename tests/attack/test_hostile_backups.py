@@ -22,7 +22,6 @@ from etfarm.server.backup.backup import BackupFailed, back_up
 from etfarm.server.backup.errors import BackupDamaged
 from etfarm.server.backup.manifest import NAME, read
 from etfarm.server.backup.restore import restore
-from etfarm.server.migrate.errors import MoveFailed
 from etfarm.server.migrate.migration import Migration, Place
 from etfarm.server.state.damage import DatabaseDamaged, DatabaseForeign
 from etfarm.server.state.folder import locked
@@ -32,6 +31,7 @@ from etfarm.server.transfer.database import FarmDatabase, copy_rows
 from etfarm.server.transfer.errors import CopyDiffers
 from etfarm.wire import digest as digests
 from etfarm.wire.errors import UserError
+from tests.support.refusals import refuses
 
 BYTES = b"a program" * 1000
 NOW = "2026-11-27 10:00:00.000000"
@@ -411,7 +411,7 @@ def test_no_move_writes_through_a_link(data: Path, tmp_path: Path, name: str) ->
     outside.mkdir()
     (outside / "kept").write_text("kept")
     (data / name).symlink_to(outside)
-    with pytest.raises(MoveFailed, match=f"{data / name} is a link"):
+    with refuses("MOVE_FAILED", match=f"{data / name} is a link"):
         move(data)
     assert [path.name for path in outside.iterdir()] == ["kept"] and (outside / "kept").read_text() == "kept"
 

@@ -20,7 +20,7 @@ import pytest
 
 from etfarm.server.workers.cluster import pool as cluster_pool
 from etfarm.server.workers.cluster.node import LEASE_S
-from etfarm.server.workers.cluster.nodes import NoCompileNode, Node, NodeState
+from etfarm.server.workers.cluster.nodes import Node, NodeState
 from etfarm.server.workers.cluster.pool import ClusterPool
 from etfarm.server.workers.cluster.tenure import Tenure
 from etfarm.server.workers.errors import WorkersDown
@@ -40,6 +40,7 @@ from tests.support.node_pools import (  # noqa: F401 - fixtures
     until,
 )
 from tests.support.ray_cluster import RayCluster, RayNode
+from tests.support.refusals import refuses
 
 pytestmark = [
     pytest.mark.slow(reason="launches a Ray cluster, and kills nodes of it"),
@@ -60,7 +61,7 @@ async def test_without_a_ready_node_a_task_fails_as_the_farms_fault(
     monkeypatch.setattr(cluster_pool.versions, "describe", lambda: described)  # of a server with another torch
     async with running_pool(cluster, tmp_path) as pool:
         await until(pool, lambda node: node.state is NodeState.REFUSED)
-        with pytest.raises(NoCompileNode) as none:
+        with refuses("NO_COMPILE_NODE") as none:
             await pool.run(f"{TASKS}:echo", 1, deadline_s=60)
     assert none.value.fault is Fault.FARM
     assert "the server has 1.0" in none.value.message

@@ -16,11 +16,12 @@ from etfarm.client import EtfarmError, Farm
 from etfarm.client.models import JobState
 from etfarm.server.backup import manifest as manifests
 from etfarm.server.backup.backup import back_up
-from etfarm.server.backup.errors import BackupDamaged, BackupRefused
+from etfarm.server.backup.errors import BackupDamaged
 from etfarm.server.backup.restore import restore
 from tests.support.credentials import ADMIN
 from tests.support.farm import FarmProcess, etfarm
 from tests.support.programs import program
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.slow(reason="runs jobs on a farm, backs it up, kills it and restores it")
 
@@ -164,7 +165,7 @@ def test_an_interrupted_restore_keeps_servers_out_and_continues(backup: Path, tm
     moved.rename(blobs[-1])
     restore(backup, data)
     assert first.stat().st_ino == inode, "what was restored before stays"
-    with pytest.raises(BackupRefused, match="not empty"):
+    with refuses("BACKUP_REFUSED", match="not empty"):
         restore(backup, data)
 
 
@@ -188,7 +189,7 @@ def test_a_backup_of_a_newer_etfarm_is_refused_and_an_incomplete_one_too(backup:
     path = backup / manifests.NAME
     values = json.loads(path.read_text())
     path.write_text(json.dumps(values | {"version": "9.0.0", "revision": "9999"}))
-    with pytest.raises(BackupRefused, match=r"etfarm 9\.0\.0.*Install|etfarm 9\.0\.0"):
+    with refuses("BACKUP_REFUSED", match=r"etfarm 9\.0\.0.*Install|etfarm 9\.0\.0"):
         restore(backup, tmp_path / "data")
     path.unlink()
     done = etfarm("restore", str(backup), "--data", str(tmp_path / "data"), cwd=tmp_path)

@@ -540,7 +540,7 @@ async def main():
         await server.start_server()
         print(await server.version())
     except EtfarmError as error:
-        print(type(error).__name__, error)
+        print(error.reason, error)
 
 asyncio.run(main())
 """
@@ -556,4 +556,4 @@ def test_the_server_is_started_where_adb_is_installed(adb_phone: AdbPhone, insta
     if installed:
         assert int(done.stdout) >= 39
     else:
-        assert done.stdout.startswith("AdbMissing") and "apt-get install adb" in done.stdout
+        assert done.stdout.startswith("ADB_MISSING") and "apt-get install adb" in done.stdout

@@ -15,11 +15,12 @@ from etfarm.client.models import CellState
 from etfarm.client.submit.bench_options import BenchOptions
 from etfarm.client.submit.run_options import RunOptions
 from etfarm.client.transport.connection import CHOSEN_PROJECT
-from etfarm.wire.channel import Access, BadProjectName, open_channel
+from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.errors import UserError
 from etfarm.wire.names import PROJECT_VARIABLE, is_project_name
 from tests.support.farm import FarmProcess, wait_until
 from tests.support.programs import program
+from tests.support.refusals import refuses
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +171,7 @@ def test_the_project_option_precedes_the_environment_variable(
 def test_an_invalid_project_name_is_not_sent(name: str) -> None:
     assert not is_project_name(name)
     if name:
-        with pytest.raises(BadProjectName):
+        with refuses("BAD_PROJECT"):
             open_channel(Access("127.0.0.1:1", project=name))
 
 

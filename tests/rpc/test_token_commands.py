@@ -17,13 +17,14 @@ import grpc
 import psycopg
 import pytest
 
-from etfarm.server.config import Config, Exposed
+from etfarm.server.config import Config
 from etfarm.v1 import agent_pb2, agent_pb2_grpc
 from etfarm.wire.channel import parse_address
 from tests.support.contract import WAIT_S, address_of
 from tests.support.databases import PostgresDatabases
 from tests.support.databases import postgres_databases as postgres_databases
 from tests.support.farm import Daemon
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.slow(reason="starts servers, and each command is a process")
 
@@ -138,19 +139,19 @@ def test_an_invalid_command_is_refused_before_any_rpc(arguments: list[str], says
 
 def test_tokens_in_the_database_suffice_for_a_public_address(tmp_path: Path) -> None:
     config = Config(listen=parse_address("0.0.0.0:0"), data=tmp_path / "data")
-    with pytest.raises(Exposed, match="no --tokens"):
+    with refuses("EXPOSED", match="no --tokens"):
         config.check()
     created = run("tokens", "init", "ann", "--data", str(tmp_path / "data"))
     assert created.returncode == 0, created.stderr
     assert (tmp_path / "data").stat().st_mode & 0o077 == 0
-    with pytest.raises(Exposed) as exposed:
+    with refuses("EXPOSED") as exposed:
         config.check()
     assert "--tokens" not in str(exposed.value) and "no --tls-cert" in str(exposed.value)
     # Revoking the last one does not open the farm.
     with sqlite3.connect(tmp_path / "data" / "farm.sqlite") as database:
         database.execute("UPDATE tokens SET revoked_at = '2026-01-01 00:00:00'")
     database.close()
-    with pytest.raises(Exposed) as exposed:
+    with refuses("EXPOSED") as exposed:
         config.check()
     assert "--tokens" not in str(exposed.value)
 

@@ -13,7 +13,6 @@ import pytest
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.request import UploadRequest
 from etfarm.server.compile.upload_screening import Screening, screen
-from etfarm.server.devices.bundles import BundleMissing
 from etfarm.server.jobs.submission import Submission
 from etfarm.server.state.engine import Database
 from etfarm.server.workers.child_pool import ChildPool
@@ -21,6 +20,7 @@ from etfarm.v1.common_pb2 import Artifact
 from etfarm.v1.device_pb2 import Device, DeviceState
 from etfarm.v1.job_pb2 import Candidate, Job, JobSpec, MethodSource, Model
 from etfarm.wire import recipes
+from etfarm.wire.errors import error_for
 from etfarm.wire.recipes import Recipe
 from tests.support.databases import new_database
 
@@ -64,7 +64,7 @@ class World:
 
     def require_runner(self, devices: Sequence[Device]) -> None:
         if all(device.arch in self.without_runner for device in devices):
-            raise BundleMissing("no runner", "", arch=devices[0].arch)
+            raise error_for("BUNDLE_MISSING", "no runner", "", arch=devices[0].arch)
 
     async def check(self, recipe: Recipe) -> Recipe:
         self.asked.append(recipe.name)

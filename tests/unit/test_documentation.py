@@ -83,7 +83,7 @@ def test_each_error_reason_is_explained_once(generate: ModuleType) -> None:
     for group in groups:
         for reason, texts in group.items():
             if reason.isupper():
-                happened, remedy = texts
+                happened, remedy, *_ = texts
                 assert happened.endswith("."), reason
                 assert remedy.endswith("."), reason
 
@@ -105,7 +105,7 @@ FAMILIES = {
 def test_a_reason_belongs_to_one_class_of_a_role(generate: ModuleType) -> None:
     """The same fault may be found by client, server and agent, which do not import each other."""
     carriers = generate.find_carriers()
-    assert len(carriers) > 200
+    assert len(carriers) > 100
     for reason, classes in carriers.items():
         roles = [name.split(".")[1] for name in classes]
         assert len(roles) == len(set(roles)) or reason in FAMILIES, f"{reason}: {', '.join(classes)}"

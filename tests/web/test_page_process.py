@@ -17,10 +17,11 @@ import trustme
 from etfarm.client.admin.access import open_access
 from etfarm.client.errors import EtfarmError
 from etfarm.client.web.forms import CsrfTokens
-from etfarm.client.web.options import BadWebOption, WebOptions
+from etfarm.client.web.options import WebOptions
 from etfarm.client.web.pages.devices import DEVICES
 from etfarm.client.web.visitors import LinkUsed, Visitors
 from tests.support.farm import Daemon, etfarm
+from tests.support.refusals import refuses
 from tests.support.web import Visit, WebFarm, csrf_of, start_page
 
 pytestmark = pytest.mark.slow(reason="starts servers and pages")
@@ -189,7 +190,7 @@ def test_csrf_tokens_belong_to_a_cookie_and_differ() -> None:
     ],
 )
 def test_a_public_url_must_be_an_address(url: str) -> None:
-    with pytest.raises(BadWebOption):
+    with refuses("BAD_WEB_OPTION"):
         WebOptions("127.0.0.1:1", public_url=url)
 
 

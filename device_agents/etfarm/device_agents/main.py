@@ -37,7 +37,6 @@ from etfarm.device_agents.daemon.upgrade import Upgrader
 from etfarm.device_agents.daemon.versions import Versions
 from etfarm.device_agents.device import inventory
 from etfarm.device_agents.device.identity import device_id, emulated_id
-from etfarm.device_agents.errors import NoCores
 from etfarm.device_agents.jail.confine import Jail
 from etfarm.device_agents.jail.options import JailOptions
 from etfarm.device_agents.jail.secrets import forget_variable, hide_memory
@@ -45,6 +44,7 @@ from etfarm.device_agents.runners.emulator import SME_WARNING, Emulator
 from etfarm.device_agents.targets.local import Machine
 from etfarm.v1 import device_pb2
 from etfarm.wire.channel import Access, parse_addresses
+from etfarm.wire.errors import error_for
 from etfarm.wire.escapes import printable
 from etfarm.wire.heap import share_one_heap
 from etfarm.wire.names import DATA_VARIABLE, SERVER_VARIABLE, boot_id
@@ -198,7 +198,7 @@ def _device(config: AgentConfig) -> device_pb2.Device:
     device = emulator.device(config.cores) if emulator else inventory.parse(inventory.collect(), config.cores)
     if not device.cores:
         wanted = inventory.format_cpu_list(config.cores or ())
-        raise NoCores(f"None of the cpus {wanted} may be used here.", "Choose others with --cores.", cores=wanted)
+        raise error_for("NO_CORES", f"None of the cpus {wanted} may be used here.", "Choose others with --cores.", cores=wanted)
     if emulator is not None and "sme" in device.features:
         log.warning("--cpu %s: %s", emulator.cpu, SME_WARNING)
     device.name = config.name

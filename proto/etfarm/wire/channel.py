@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import grpc
 
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import error_for
 from etfarm.wire.failover import FailoverChannel
 from etfarm.wire.farm_proof import Proofs
 from etfarm.wire.names import PROJECT_METADATA, PROJECT_VARIABLE, TLS_CA_VARIABLE, TOKEN_VARIABLE, is_project_name
@@ -71,25 +71,6 @@ CALL_METADATA: Final[ContextVar[tuple[tuple[str, str], ...]]] = ContextVar("call
 """Metadata that is added to the calls of a task, over channels that were opened while there was some."""
 
 
-class BadAddress(UserError):
-    """An address that is not valid for connecting or listening."""
-
-    reason = "BAD_ADDRESS"
-
-
-class BadProjectName(UserError):
-    """A name that is not valid for a project."""
-
-    reason = "BAD_PROJECT"
-
-
-class BadToken(UserError):
-    """A token that no header can have."""
-
-    reason = "BAD_TOKEN"
-    kind = Kind.UNAUTHENTICATED
-
-
 @dataclass(frozen=True)
 class Address:
     """The address of a server: HOST:PORT, [IPV6]:PORT or unix:PATH."""
@@ -130,7 +111,7 @@ def parse_address(text: str) -> Address:
     """Return the address in `text`.
 
     Raises:
-        BadAddress: it is neither HOST:PORT, [IPV6]:PORT nor unix:PATH.
+        BAD_ADDRESS: it is neither HOST:PORT, [IPV6]:PORT nor unix:PATH.
     """
     if text.startswith("unix:"):
         if len(text) > len("unix:"):
@@ -140,18 +121,20 @@ def parse_address(text: str) -> Address:
         is_port = port.isascii() and port.isdigit() and int(port) < 65536
         if colon and is_port and (_is_ipv6(host[1:-1]) if host[:1] + host[-1:] == "[]" else _HOST.match(host)):
             return Address(text)
-    raise BadAddress(f"{text!r} is not an address.", "Give HOST:PORT, [IPV6]:PORT or unix:PATH.", address=text)
+    raise error_for("BAD_ADDRESS", f"{text!r} is not an address.", "Give HOST:PORT, [IPV6]:PORT or unix:PATH.", address=text)
 
 
 def parse_addresses(text: str) -> list[Address]:
     """Return the addresses in `text`: those of one server, or, with commas, of several servers of one farm.
 
     Raises:
-        BadAddress: one of them is not an address, or there are too many.
+        BAD_ADDRESS: one of them is not an address, or there are too many.
     """
     parts = text.split(",")
     if len(parts) > MAX_SERVERS:
-        raise BadAddress(f"{len(parts)} addresses of servers are given.", f"Give at most {MAX_SERVERS}.", address=text[:200])
+        raise error_for(
+            "BAD_ADDRESS", f"{len(parts)} addresses of servers are given.", f"Give at most {MAX_SERVERS}.", address=text[:200]
+        )
     return [parse_address(part.strip()) for part in parts]
 
 
@@ -226,18 +209,20 @@ def open_channel(access: Access, certificates: Mapping[str, bytes] | None = None
         certificates: PEM certificates by address, to connect only to these servers, and with these certificates only.
 
     Raises:
-        BadAddress: the address is not valid, or a token would be sent in clear text.
+        BAD_ADDRESS: the address is not valid, or a token would be sent in clear text.
         BadTlsFile: as in `Access.credentials`.
-        BadProjectName: the name of the project is not valid.
-        BadToken: the token is not printable ASCII.
+        BAD_PROJECT: the name of the project is not valid.
+        BAD_TOKEN: the token is not printable ASCII.
     """
     if not (access.token.isascii() and access.token.isprintable()):
-        raise BadToken(
+        raise error_for(
+            "BAD_TOKEN",
             "The token has characters that no token of a farm has: only printable ASCII can be sent.",
             f"Copy the token again ({TOKEN_VARIABLE}).",
         )
     if access.project and not is_project_name(access.project):
-        raise BadProjectName(
+        raise error_for(
+            "BAD_PROJECT",
             f"{access.project[:80]!r} is not a project's name.",
             f"Use lower-case letters, digits, dots, dashes and underscores, at most 64 (--project or {PROJECT_VARIABLE}).",
         )
@@ -246,7 +231,8 @@ def open_channel(access: Access, certificates: Mapping[str, bytes] | None = None
     headers += [(PROJECT_METADATA, access.project)] if access.project else []
     credentials = access.credentials()
     if access.token and credentials is None and not all(address.is_local for address in addresses):
-        raise BadAddress(
+        raise error_for(
+            "BAD_ADDRESS",
             f"The token would be sent to {access.server} unencrypted.",
             "Give --tls-ca FILE (or ETFARM_TLS_CA), or unset ETFARM_TOKEN for a server that requires none.",
         )

@@ -1,8 +1,9 @@
 """The errors that cross processes, with a fault, a reason for programs, and a message and a remedy for users.
 
 The three faults are the types: `UserError` (the model, the program, the command), `DeviceError` (the board or phone, its
-link, its agent) and `FarmError` (the server or this software). Each domain error subclasses one of them and names its
-`reason`, an UPPER_SNAKE word that programs may rely on; `kind` decides the gRPC status at the server's edge.
+link, its agent) and `FarmError` (the server or this software). Each error has a `reason`, an UPPER_SNAKE word that programs may
+rely on; `kind` decides the gRPC status at the server's edge. What is caught by its type is a class of one of them; every other
+reason is a row of docs/reasons.toml, raised with `error_for`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,17 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import ClassVar, Final
 
+from etfarm.wire.error_table import ROWS
+
 DOMAIN = "etfarm"
 """ErrorInfo.domain of every etfarm error."""
 
 AWAY_REASONS: Final = frozenset({"SERVER_UNREACHABLE", "SERVER_STOPPING", "SERVER_STOPPED", "NO_LEADER", "DATABASE_UNAVAILABLE"})
 """Reasons of errors that last until the server is back: a call that changes nothing may be repeated then."""
+
+
+ANY_KEYS: Final = "*"
+"""In a row of the table: the metadata is that of another error."""
 
 
 class Fault(StrEnum):
@@ -124,4 +131,19 @@ def error_of(
     error.reason = reason
     if kind is not None:
         error.kind = kind
+    return error
+
+
+def error_for(reason: str, message: str, remedy: str = "", *, stage: str = "", **metadata: object) -> EtfarmError:
+    """Return an error that has no class of its own, of the fault and the kind that docs/reasons.toml gives for its reason.
+
+    Raises:
+        KeyError: there is no such reason, or it does not have a key of the metadata.
+    """
+    row, _, keys = ROWS[reason].partition(": ")
+    fault, kind = row.split()
+    if keys != ANY_KEYS and (unknown := metadata.keys() - set(keys.split())):
+        raise KeyError(f"{reason} has no {sorted(unknown)}")
+    error = FAULTS[Fault(fault)](message, remedy, stage=stage, **metadata)
+    error.reason, error.kind = reason, Kind(kind)
     return error

@@ -21,10 +21,10 @@ import grpc
 from etfarm.v1.farm_pb2 import GetProofRequest
 from etfarm.v1.farm_pb2_grpc import FarmServiceStub
 from etfarm.wire.channel import Access, open_channel, parse_addresses
-from etfarm.wire.errors import EtfarmError, Kind, UserError
+from etfarm.wire.errors import EtfarmError, Kind, UserError, error_for
 from etfarm.wire.failover import settle
 from etfarm.wire.farm_proof import METADATA, NONCE_BYTES, Proofs, hint_of, is_proof, key_of
-from etfarm.wire.status import Unreachable, from_rpc_error
+from etfarm.wire.status import from_rpc_error
 
 if TYPE_CHECKING:
     import ssl
@@ -280,8 +280,8 @@ async def _read_certificate(access: Access) -> bytes:
         assert proofs is not None  # nothing has to be proven without
         proofs.unseen[access.server] = unseen = proofs.unseen.get(access.server, 0) + 1
         if unseen < _UNSEEN or proofs.certificates:
-            raise Unreachable(
-                f"The server at {access.server} {why}.", f"{remedy}, if it stays so.", server=access.server
+            raise error_for(
+                "SERVER_UNREACHABLE", f"The server at {access.server} {why}.", f"{remedy}, if it stays so.", server=access.server
             ) from None
         raise FarmNotProven(access.server, why, remedy) from None
     if access.proofs is not None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import UserError, error_for
 
 if TYPE_CHECKING:
     from etfarm.v1.device_pb2 import Device
@@ -39,12 +39,6 @@ class UnknownSelectorKey(UserError):
     """A selector with a key that devices do not have."""
 
     reason = "UNKNOWN_SELECTOR_KEY"
-
-
-class BadSelector(UserError):
-    """A selector with a term that is not KEY OP VALUE, or with a value of the wrong type."""
-
-    reason = "BAD_SELECTOR"
 
 
 _MAX_LABELS: Final = 1_000
@@ -76,16 +70,18 @@ def parse(text: str) -> Selector:
 
     Raises:
         UnknownSelectorKey: a key is not in `KEYS`.
-        BadSelector: the text is too long or has too many terms, a term is not KEY OP VALUE, or its value has the wrong type.
+        BAD_SELECTOR: the text is too long or has too many terms, a term is not KEY OP VALUE, or its value has the wrong type.
     """
     if len(text) > MAX_CHARACTERS:
-        raise BadSelector(
+        raise error_for(
+            "BAD_SELECTOR",
             f"A selector must have at most {MAX_CHARACTERS} characters, got {len(text)}.", "Select by `id` or a label.",
             limit=MAX_CHARACTERS, got=len(text),
         )  # fmt: skip
     parts = [part for part in text.split(",") if part.strip()]
     if len(parts) > MAX_TERMS:
-        raise BadSelector(
+        raise error_for(
+            "BAD_SELECTOR",
             f"A selector must have at most {MAX_TERMS} terms, got {len(parts)}.", "Select by `id` or a label.",
             limit=MAX_TERMS, got=len(parts),
         )  # fmt: skip
@@ -111,7 +107,8 @@ def _term(text: str) -> Term:
         key, colon, value = bare.partition(":")
         hint = f"To select a device by its name, give name={bare}. " if _NAME.match(bare) else ""
         hint = f"Give {key}={value}. " if colon and key in KEYS and _NAME.match(value) else hint
-        raise BadSelector(
+        raise error_for(
+            "BAD_SELECTOR",
             f"The selector {bare!r} is not KEY OP VALUE.",
             f"{hint}Keys: {', '.join(KEYS)}; operators: = != >= <=.",
             term=text,
@@ -123,14 +120,18 @@ def _term(text: str) -> Term:
         hint = f" Did you mean {near!r}?" if near else ""
         raise UnknownSelectorKey(f"Devices have no {key!r} to select by.{hint}", f"Keys: {', '.join(KEYS)}.", key=key)
     if not value:
-        raise BadSelector(f"The selector {bare!r} has no value.", "Give KEY=VALUE.", term=text)
+        raise error_for("BAD_SELECTOR", f"The selector {bare!r} has no value.", "Give KEY=VALUE.", term=text)
     if key in _NUMERIC:
         return Term(key, operator, _number(key, value))
     if operator in (">=", "<="):
-        raise BadSelector(f"{key!r} is text, {operator} compares numbers.", f"Numbers: {', '.join(_NUMERIC)}.", term=text)
+        raise error_for(
+            "BAD_SELECTOR", f"{key!r} is text, {operator} compares numbers.", f"Numbers: {', '.join(_NUMERIC)}.", term=text
+        )
     if key == "emulated":
         if value.lower() not in ("true", "false"):
-            raise BadSelector(f"'emulated' is true or false, not {value!r}.", "Give emulated=true or emulated=false.", term=text)
+            raise error_for(
+                "BAD_SELECTOR", f"'emulated' is true or false, not {value!r}.", "Give emulated=true or emulated=false.", term=text
+            )
         return Term(key, operator, value.lower() == "true")
     return Term(key, operator, value)
 
@@ -148,7 +149,9 @@ def _number(key: str, value: str) -> float:
     match = _SIZE.match(value)
     if match is None or (key == "cores" and match.group(2)):
         example = "memory>=2GiB" if key == "memory" else "cores>=4"
-        raise BadSelector(f"{key!r} must be a number, got {value!r}.", f"Give for example {example}.", key=key, value=value)
+        raise error_for(
+            "BAD_SELECTOR", f"{key!r} must be a number, got {value!r}.", f"Give for example {example}.", key=key, value=value
+        )
     return float(match.group(1)) * _UNITS[match.group(2) or "B"]
 
 

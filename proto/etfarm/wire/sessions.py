@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from etfarm.v1 import common_pb2, session_pb2
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import error_for
 from etfarm.wire.generation import MAX_CONTEXT_TOKENS
 
 INLINE_BYTES = 1 << 20
@@ -20,19 +20,6 @@ MAX_GENERATED_TOKENS = 1 << 16
 MAX_STOP_TOKENS = 1024
 GENERATION_TIME_S = 600.0
 """Default of SessionGeneration.max_time_s."""
-
-
-class SessionNotFound(UserError):
-    """A session id that is unknown, or whose session has ended."""
-
-    reason = "SESSION_NOT_FOUND"
-    kind = Kind.NOT_FOUND
-
-
-class BadCall(UserError):
-    """A call that is incomplete, or has values out of range."""
-
-    reason = "BAD_CALL"
 
 
 async def pack(data: bytes, store: Callable[[bytes], Awaitable[common_pb2.Artifact]]) -> session_pb2.SessionTensors:
@@ -51,15 +38,19 @@ def check_task(task: session_pb2.SessionTask) -> None:
     """Validate a task before it is sent to a device.
 
     Raises:
-        BadCall: a field is missing or out of range; the message names it.
+        BAD_CALL: a field is missing or out of range; the message names it.
     """
     if task.HasField("timeout_s") and not 0 < task.timeout_s <= 7 * 86_400:
-        raise BadCall(
-            f"`timeout_s` must be above 0 and at most 604,800, got {task.timeout_s:g}.", "Give seconds above 0, a week at most."
+        raise error_for(
+            "BAD_CALL",
+            f"`timeout_s` must be above 0 and at most 604,800, got {task.timeout_s:g}.",
+            "Give seconds above 0, a week at most.",
         )
     if len(task.inputs.inline) > INLINE_BYTES:
-        raise BadCall(
-            f"The inputs have {len(task.inputs.inline)} bytes inline; at most 1 MiB is allowed.", "Upload them as an artifact."
+        raise error_for(
+            "BAD_CALL",
+            f"The inputs have {len(task.inputs.inline)} bytes inline; at most 1 MiB is allowed.",
+            "Upload them as an artifact.",
         )
     if task.reset:
         return
@@ -67,19 +58,21 @@ def check_task(task: session_pb2.SessionTask) -> None:
         _check_generation(task.generation)
         return
     if not task.method:
-        raise BadCall("The call does not name a method.", "Name one of the program's.")
+        raise error_for("BAD_CALL", "The call does not name a method.", "Name one of the program's.")
     if not task.HasField("loop"):
         return
     loop = task.loop
     if not 1 <= loop.iterations <= 1_000_000:
-        raise BadCall(f"`iterations` must be 1 to 1,000,000, got {loop.iterations}.", "Give 1 to 1,000,000.")
+        raise error_for("BAD_CALL", f"`iterations` must be 1 to 1,000,000, got {loop.iterations}.", "Give 1 to 1,000,000.")
     if loop.HasField("warmup") and not 0 <= loop.warmup <= 1_000_000:
-        raise BadCall(f"`warmup` must be 0 to 1,000,000, got {loop.warmup}.", "Give 0 to 1,000,000.")
+        raise error_for("BAD_CALL", f"`warmup` must be 0 to 1,000,000, got {loop.warmup}.", "Give 0 to 1,000,000.")
     if loop.HasField("min_time_s") and not 0 <= loop.min_time_s <= 3600:
-        raise BadCall(f"`min_time_s` must be 0 to 3600, got {loop.min_time_s:g}.", "Give 0 to 3600.")
+        raise error_for("BAD_CALL", f"`min_time_s` must be 0 to 3600, got {loop.min_time_s:g}.", "Give 0 to 3600.")
     if loop.HasField("max_time_s") and not 0 < loop.max_time_s <= 86_400:
-        raise BadCall(
-            f"`max_time_s` must be above 0 and at most 86,400, got {loop.max_time_s:g}.", "Give seconds above 0, a day at most."
+        raise error_for(
+            "BAD_CALL",
+            f"`max_time_s` must be above 0 and at most 86,400, got {loop.max_time_s:g}.",
+            "Give seconds above 0, a day at most.",
         )
 
 
@@ -92,12 +85,15 @@ def _check_generation(generation: session_pb2.SessionGeneration) -> None:
     )
     for name, count, least, most, unit in limits:
         if not least <= count <= most:
-            raise BadCall(f"`{name}` must be {least:,} to {most:,}{unit}, got {count:,}.", f"Give {least:,} to {most:,}.")
+            raise error_for(
+                "BAD_CALL", f"`{name}` must be {least:,} to {most:,}{unit}, got {count:,}.", f"Give {least:,} to {most:,}."
+            )
     for name, tokens in (("prompt_tokens", generation.prompt_tokens), ("stop_tokens", generation.stop_tokens)):
         if tokens and min(tokens) < 0:
-            raise BadCall(f"`{name}` has a negative token: {min(tokens)}.", "Token ids are 0 or more.")
+            raise error_for("BAD_CALL", f"`{name}` has a negative token: {min(tokens)}.", "Token ids are 0 or more.")
     if generation.HasField("max_time_s") and not 0 < generation.max_time_s <= 86_400:
-        raise BadCall(
+        raise error_for(
+            "BAD_CALL",
             f"`max_time_s` must be above 0 and at most 86,400, got {generation.max_time_s:g}.",
             "Give seconds above 0, a day at most.",
         )

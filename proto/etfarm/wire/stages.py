@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import EtfarmError, error_for
 
 STAGES: Final = (
     "SOURCE_TRANSFORM",
@@ -43,12 +43,6 @@ REPLACEABLE: Final = STAGES[3:]
 """The stages that an installed plug-in may replace: those that only the server runs, on exported programs."""
 
 
-class BadStages(UserError):
-    """Stages that ExecuTorch does not run in this order, or that do not fit the recipe."""
-
-    reason = "BAD_STAGES"
-
-
 class Staged(Protocol):
     """The properties of a recipe that are needed here."""
 
@@ -65,14 +59,18 @@ def check_name(stage: str) -> None:
     """Raise an error unless `stage` is the name of a stage.
 
     Raises:
-        BadStages: it is not; the error lists all stages and the closest match.
+        BAD_STAGES: it is not; the error lists all stages and the closest match.
     """
     if stage in STAGES:
         return
     near = difflib.get_close_matches(stage.upper().replace("-", "_"), STAGES, n=1, cutoff=0.5)
     meant = f" Did you mean {near[0]}?" if near else ""
-    raise BadStages(
-        f"{stage!r} is not a stage.", f"The stages are {', '.join(STAGES)}.{meant}", stage_name=stage, nearest=",".join(near)
+    raise error_for(
+        "BAD_STAGES",
+        f"{stage!r} is not a stage.",
+        f"The stages are {', '.join(STAGES)}.{meant}",
+        stage_name=stage,
+        nearest=",".join(near),
     )
 
 
@@ -80,18 +78,19 @@ def check_order(stages: Sequence[str]) -> None:
     """Raise an error unless ExecuTorch can run the stages in this order.
 
     Raises:
-        BadStages: there are no stages, a stage is unknown or repeated, or it cannot follow its predecessor.
+        BAD_STAGES: there are no stages, a stage is unknown or repeated, or it cannot follow its predecessor.
     """
     if not stages:
-        raise BadStages("There are no stages.", f"An order begins with {_either(STARTS)}.", stages="")
+        raise error_for("BAD_STAGES", "There are no stages.", f"An order begins with {_either(STARTS)}.", stages="")
     for stage in stages:
         check_name(stage)
     order = ",".join(stages)
     for index, stage in enumerate(stages):
         if stage in stages[:index]:
-            raise BadStages(f"{stage} occurs twice.", "Every stage runs once.", stages=order, stage_name=stage)
+            raise error_for("BAD_STAGES", f"{stage} occurs twice.", "Every stage runs once.", stages=order, stage_name=stage)
     if stages[0] not in STARTS:
-        raise BadStages(
+        raise error_for(
+            "BAD_STAGES",
             f"{stages[0]} cannot be the first stage.", f"It follows {_either(PREDECESSORS[stages[0]])}.",
             stages=order, stage_name=stages[0], predecessors=",".join(PREDECESSORS[stages[0]]),
         )  # fmt: skip
@@ -104,11 +103,12 @@ def check_stop_after(recipe: Staged, stage: str) -> None:
     """Raise an error unless the recipe has the stage after which a compilation is to stop.
 
     Raises:
-        BadStages: it does not; the error lists its stages and explains how to add this one.
+        BAD_STAGES: it does not; the error lists its stages and explains how to add this one.
     """
     check_name(stage)
     if stage not in recipe.stages:
-        raise BadStages(
+        raise error_for(
+            "BAD_STAGES",
             f"Recipe {recipe.text} has no stage {stage}, so nothing can stop after it.",
             f"Its stages are {', '.join(recipe.stages)}. {_remedy(recipe.stages, stage)}",
             recipe=recipe.text, stage_name=stage, stages=",".join(recipe.stages),
@@ -134,7 +134,7 @@ def _remedy(stages: Sequence[str], stage: str) -> str:
     return f"To include it, write a recipe file with `stages = [{order}]`."
 
 
-def _misplaced(before: str, stage: str, order: str) -> BadStages:
+def _misplaced(before: str, stage: str, order: str) -> EtfarmError:
     valid = PREDECESSORS[stage]
     follows = f"it follows {_either(valid)}" if valid else "nothing comes before it"
     remedy = ""
@@ -144,7 +144,8 @@ def _misplaced(before: str, stage: str, order: str) -> BadStages:
         remedy = "TO_EDGE_TRANSFORM_AND_LOWER delegates already: leave TO_BACKEND out, or write TO_EDGE before it."
     elif between := [s for s in valid if before in PREDECESSORS[s]]:
         remedy = f"Put {_either(between)} between them."
-    return BadStages(
+    return error_for(
+        "BAD_STAGES",
         f"{stage} cannot follow {before}: {follows}.", remedy,
         stages=order, stage_name=stage, after=before, predecessors=",".join(valid),
     )  # fmt: skip

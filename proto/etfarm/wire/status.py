@@ -11,7 +11,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from etfarm.v1 import common_pb2
-from etfarm.wire.errors import DOMAIN, EtfarmError, FarmError, Fault, Kind, error_of
+from etfarm.wire.errors import DOMAIN, EtfarmError, Fault, Kind, error_for, error_of
 
 _DETAILS = "grpc-status-details-bin"
 
@@ -19,20 +19,6 @@ _MOST_CHARACTERS = 2000
 """Maximum length of a text in a status; longer ones end with an ellipsis. Trailers are limited: see MAX_METADATA_BYTES."""
 _MOST_VALUES = 6000
 """Maximum total length of an error's own metadata; entries beyond it are dropped."""
-
-
-class Unreachable(FarmError):
-    """A server that does not answer."""
-
-    reason = "SERVER_UNREACHABLE"
-    kind = Kind.UNAVAILABLE
-
-
-class Unimplemented(FarmError):
-    """A call that the server does not have: it is of another version."""
-
-    reason = "UNIMPLEMENTED"
-    kind = Kind.UNIMPLEMENTED
 
 
 def to_status(error: EtfarmError) -> grpc.Status:
@@ -70,14 +56,16 @@ def from_rpc_error(error: grpc.aio.AioRpcError, *, server: str) -> EtfarmError:
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE:
         why, remedy = _unreachable(details)
-        return Unreachable(f"The server at {server} does not answer: {why}.", remedy, server=server)
+        return error_for("SERVER_UNREACHABLE", f"The server at {server} does not answer: {why}.", remedy, server=server)
     if is_unanswered(error):
-        return Unreachable(
+        return error_for(
+            "SERVER_UNREACHABLE",
             f"The server at {server} did not take the call: it is stopping, or too many calls wait there.",
             "Try again in a moment; `etfarm doctor` says whether the server is there.", server=server,
         )  # fmt: skip
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return Unimplemented(
+        return error_for(
+            "UNIMPLEMENTED",
             f"The server at {server} does not have this call: it is of another version.",
             "Update the server, or use a client of its version.", server=server,
         )  # fmt: skip

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from etfarm.wire import timings
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import error_for
 
 BY: Final = ("op", "type", "module", "line", "backend")
 """The possible groupings."""
@@ -47,12 +47,6 @@ _SHOWN_LINES: Final = 3
 _NUMBER = re.compile(r" #\d+$")
 
 Row = Mapping[str, Any]
-
-
-class BadView(UserError):
-    """A grouping or order that does not exist."""
-
-    reason = "BAD_VIEW"
 
 
 @dataclass(frozen=True)
@@ -92,7 +86,7 @@ def group(operators: Sequence[Row], by: str, sort: str = "own", *, modules: Iter
         modules: paths to include in the tree of modules even without operators, such as those of modules with weights.
 
     Raises:
-        BadView: `by` or `sort` is unknown.
+        BAD_VIEW: `by` or `sort` is unknown.
     """
     check(by, sort)
     parents = {row["index"]: row for row in operators if row["kind"] == "DELEGATE"}
@@ -115,12 +109,12 @@ def check(by: str, sort: str) -> None:
     """Validate the arguments of `group` before there are operators.
 
     Raises:
-        BadView: `by` or `sort` is unknown.
+        BAD_VIEW: `by` or `sort` is unknown.
     """
     if by not in BY:
-        raise BadView(f"Operators cannot be grouped by {by!r}.", f"Give one of {', '.join(BY)}.", by=by)
+        raise error_for("BAD_VIEW", f"Operators cannot be grouped by {by!r}.", f"Give one of {', '.join(BY)}.", by=by)
     if sort not in SORTS:
-        raise BadView(f"Operators cannot be sorted by {sort!r}.", f"Give one of {', '.join(SORTS)}.", sort=sort)
+        raise error_for("BAD_VIEW", f"Operators cannot be sorted by {sort!r}.", f"Give one of {', '.join(SORTS)}.", sort=sort)
 
 
 def leaves(operators: Iterable[Row]) -> list[Row]:

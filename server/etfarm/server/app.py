@@ -105,7 +105,7 @@ async def running(
         suspects: the jobs that the death of the data folder's former server counts for, as of `takeups.take_left_in_hand`.
 
     Raises:
-        CannotListen: the address cannot be used.
+        CANNOT_LISTEN: the address cannot be used.
         EtfarmError: a part cannot start.
     """
     # A server that leads was ready before: what is away now, such as an S3 server, must not end one leader after another.

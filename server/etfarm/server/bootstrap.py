@@ -21,24 +21,20 @@ from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.databases import WAIT_S, create_database
 from etfarm.server.state.folder import MARKS
 from etfarm.v1.common_pb2 import ROLE_ADMIN
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import EtfarmError, UserError, error_for
 from etfarm.wire.private import close_umask, make_private
 
 
-class AdminExists(UserError):
-    """A first admin's token where there are admins already."""
-
-    reason = "ADMIN_EXISTS"
-    kind = Kind.ALREADY_EXISTS
-
-    def __init__(self, admins: Sequence[str]) -> None:
-        is_one, names = len(admins) == 1, ", ".join(admins)
-        who, whose = ("That admin creates", "the token is") if is_one else ("Each of them creates", "their tokens are")
-        super().__init__(
-            f"The farm has {'an admin' if is_one else f'{len(admins)} admins'} already: {names}.",
-            f"{who} further tokens with `etfarm tokens create NAME --role admin`. If {whose} lost, add --another.",
-            admins=names,
-        )  # fmt: skip
+def admin_exists(admins: Sequence[str]) -> EtfarmError:
+    """Return the error of a first admin's token where there are admins already."""
+    is_one, names = len(admins) == 1, ", ".join(admins)
+    who, whose = ("That admin creates", "the token is") if is_one else ("Each of them creates", "their tokens are")
+    return error_for(
+        "ADMIN_EXISTS",
+        f"The farm has {'an admin' if is_one else f'{len(admins)} admins'} already: {names}.",
+        f"{who} further tokens with `etfarm tokens create NAME --role admin`. If {whose} lost, add --another.",
+        admins=names,
+    )  # fmt: skip
 
 
 def main(argv: list[str]) -> int:
@@ -70,14 +66,14 @@ async def _create(folder: Path, url: DatabaseUrl | None, name: str, *, is_anothe
     """Create an admin's token and return its secret.
 
     Raises:
-        AdminExists: there are admins, and none was to be added.
+        ADMIN_EXISTS: there are admins, and none was to be added.
     """
     database = create_database(folder / DATABASE, url)
     try:
         await database.open()
         tokens = TokenTable(database, _now)
         if not is_another and (admins := await tokens.admins()):
-            raise AdminExists(admins)
+            raise admin_exists(admins)
         token, secret = await tokens.create(name, ROLE_ADMIN, by=f"etfarm tokens init ({getpass.getuser()})")
         audit = AuditLog(database, _now, asyncio.get_running_loop().time)
         audit.record(Entry("TokenService.Create", "OK", subject=f"{name} {token.id}", detail="etfarm tokens init"))

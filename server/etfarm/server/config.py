@@ -25,7 +25,7 @@ from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.databases import WAIT_S, first_of
 from etfarm.server.workers.cluster.pool import require_ray
 from etfarm.wire.channel import Address
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import UserError, error_for
 from etfarm.wire.tls import read_certificates, read_identity
 
 LOCAL = "local"
@@ -33,12 +33,6 @@ LOCAL = "local"
 
 DATABASE = "farm.sqlite"
 """File name of the database within the data folder."""
-
-
-class Exposed(UserError):
-    """A configuration in which others could reach the server without TLS and tokens."""
-
-    reason = "EXPOSED"
 
 
 @dataclass(frozen=True)
@@ -175,7 +169,7 @@ class Config:
         """Refuse an empty database beside the artifacts of a farm, and a bucket's folder that is another farm's.
 
         Raises:
-            DatabaseLost: there are artifacts, which the database does not know.
+            DATABASE_LOST: there are artifacts, which the database does not know.
             EtfarmError: the database or the bucket cannot be used.
         """
         path, wait_s = self.data / DATABASE, self.database_wait_s
@@ -208,7 +202,7 @@ class Config:
         Raises:
             NotAWheel: the agents' wheel is not a wheel of etfarm.
             ExtraMissing: the compile pool is a Ray cluster, and Ray is not installed.
-            Exposed: others can reach the address, and TLS or tokens are missing.
+            EXPOSED: others can reach the address, and TLS or tokens are missing.
             BadTlsFile: a TLS file cannot be read, or has other content.
             UserError: a certificate has no key, or a key no certificate.
         """
@@ -243,7 +237,8 @@ class Config:
         ]
         if missing:
             create = " (tokens in the database will do: `etfarm tokens init`)" if "--tokens" in missing else ""
-            raise Exposed(
+            raise error_for(
+                "EXPOSED",
                 f"Other machines can reach {self.listen.text}, and it has no {', no '.join(missing)}.",
                 f"Give them{create}, listen on 127.0.0.1, or pass --insecure if you trust everybody who can reach it.",
                 address=self.listen.text,

@@ -306,7 +306,7 @@ class Fleet:
         """Return whether an upgrade, an attempt or a session on a device of the principal's agents needs the artifact.
 
         Raises:
-            AttemptNotResumed: that is not known yet.
+            ATTEMPT_NOT_RESUMED: that is not known yet.
         """
         if self.upgrades.offers(principal, digest):
             return True

@@ -24,7 +24,7 @@ from etfarm.server.state.sqlite import require_unmoved
 from etfarm.server.workers.cluster.nodes import Node
 from etfarm.server.workers.cluster.pool import ClusterPool, log_node
 from etfarm.server.workers.cluster.tenure import Tenure
-from etfarm.server.workers.jail.isolation import JailOptions, NetworkNotRemoved
+from etfarm.server.workers.jail.isolation import JailOptions
 from etfarm.server.workers.jail.measures import NETWORK, JailIncomplete, JailReport
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
@@ -103,7 +103,7 @@ async def find_jail(config: Config) -> JailReport:
     try:
         return await workers.describe_jail()
     except EtfarmError as error:
-        if error.reason != NetworkNotRemoved.reason:  # the error comes from the child, so its class shows only its fault
+        if error.reason != "NETWORK_NOT_REMOVED":  # the error comes from the child, so its class shows only its fault
             raise
         return JailReport.of_nothing(NETWORK, error.message)
     finally:
@@ -131,7 +131,7 @@ async def require_ready(config: Config) -> JailReport | None:
     Raises:
         BlobsUnusable: the artifacts are elsewhere, the S3 server refuses requests, or the bucket's folder is another farm's.
         FarmMoved: the farm was moved to another database.
-        DatabaseLost: the database is empty, and there are artifacts of a farm.
+        DATABASE_LOST: the database is empty, and there are artifacts of a farm.
         EtfarmError: another part of the configuration cannot be used.
     """
     if config.tokens is not None:

@@ -21,13 +21,12 @@ from etfarm.client.jobs.file_names import data_file_name, method_file
 from etfarm.client.jobs.job import AsyncJob
 from etfarm.client.models import CellChanged, JobChanged, JobResult, LogLine, Progress
 from etfarm.client.submit.input_names import InputMissing, UnknownInput
-from etfarm.client.submit.inputs import InputsDiffer, read_named
+from etfarm.client.submit.inputs import read_named
 from etfarm.client.submit.preparation import BadModel, prepare
 from etfarm.client.submit.prepared import PreparedExport, PreparedMethod, PreparedModel
 from etfarm.client.submit.recipes import read_recipe
 from etfarm.client.submit.submission import Submission
 from etfarm.client.transport import decode, retry, transfers
-from etfarm.client.transport.connection import NotConnected
 from etfarm.client.transport.retry import Patience
 from etfarm.v1 import artifact_pb2, common_pb2, job_pb2, report_pb2
 from etfarm.wire import digest, recipes, report, tensors
@@ -36,6 +35,7 @@ from etfarm.wire.status import to_status
 from tests.support.golden import Golden
 from tests.support.patience import patience_with_a_server
 from tests.support.programs import program
+from tests.support.refusals import refuses
 
 TWO = PreparedModel.of("two", {"forward": PreparedMethod(b"pt2", (b"sample",), ("x", "y"), 12.0)})
 INT8 = "xnnpack_pt2e_int8_static_per_channel"
@@ -203,7 +203,7 @@ def test_an_object_that_is_no_model_is_refused_with_the_forms_of_one(golden: Gol
 
 def test_one_file_cannot_serve_models_that_order_it_otherwise() -> None:
     turned = PreparedModel.of("turned", {"forward": PreparedMethod(b"", input_names=("y", "x"))})
-    with pytest.raises(InputsDiffer):
+    with refuses("INPUTS_DIFFER"):
         Submission(job_pb2.JobSpec()).add_inputs(read_named({"x": np.ones(1), "y": np.ones(1)}), [TWO, turned], [])
 
 
@@ -488,9 +488,9 @@ async def test_a_watcher_goes_on_after_the_last_event_it_saw() -> None:
 
 
 async def test_a_farm_outside_of_its_block_says_so() -> None:
-    with pytest.raises(NotConnected):
+    with refuses("NOT_CONNECTED"):
         await AsyncFarm(UNREACHABLE).devices()
-    with pytest.raises(NotConnected):
+    with refuses("NOT_CONNECTED"):
         Farm(UNREACHABLE).devices()
 
 

@@ -14,8 +14,8 @@ from etfarm.client import AsyncFarm, AsyncJob, AsyncLocalSession, AsyncSession, 
 from etfarm.client.admin.projects import AsyncProjects
 from etfarm.client.client import Projects
 from etfarm.client.transport.blocking import Blocking, OwnLoop
-from etfarm.client.transport.connection import NotConnected
-from etfarm.wire.errors import EtfarmError
+from etfarm.wire.errors import EtfarmError, error_for
+from tests.support.refusals import refuses
 
 ROOT = Path(__file__).resolve().parents[3]
 TWINS = [
@@ -66,7 +66,7 @@ class _Numbers:
         self.is_open = False
 
     def _not_open(self) -> EtfarmError:
-        return NotConnected("not open")
+        return error_for("NOT_CONNECTED", "not open")
 
     async def double(self, number: int) -> int:
         return 2 * number
@@ -90,7 +90,7 @@ class _BlockingNumbers(OwnLoop):
 def test_a_loop_runs_from_start_to_stop() -> None:
     numbers = _Numbers()
     blocking = _BlockingNumbers(numbers)
-    with pytest.raises(NotConnected):
+    with refuses("NOT_CONNECTED"):
         blocking.double(1)
     blocking._start()
     assert numbers.is_open and blocking.double(4) == 8
@@ -102,5 +102,5 @@ def test_a_loop_runs_from_start_to_stop() -> None:
     assert borrowed._run(numbers.double(5)) == 10
     blocking._stop()
     assert not numbers.is_open
-    with pytest.raises(NotConnected):
+    with refuses("NOT_CONNECTED"):
         borrowed._run(numbers.double(5))

@@ -14,7 +14,8 @@ from etfarm.server import preflight
 from etfarm.server.arguments import config_of, parser
 from etfarm.server.config import Config
 from etfarm.server.operation import web_page
-from etfarm.server.reports.latency.thresholds import BadThresholds, Thresholds
+from etfarm.server.reports.latency.thresholds import Thresholds
+from tests.support.refusals import refuses
 
 
 def config(*arguments: str) -> Config:
@@ -63,7 +64,7 @@ def test_thresholds_of_a_verdict_come_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("max_drift = 0.25\n")
     assert config("--thresholds", str(tmp_path / "mine.toml")).thresholds == Thresholds(max_drift=0.25)
     assert config().thresholds == Thresholds()
-    with pytest.raises(BadThresholds, match="cannot be read"):
+    with refuses("BAD_THRESHOLDS", match="cannot be read"):
         config("--thresholds", str(tmp_path / "none.toml"))
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.wire.channel import Access, BadAddress, BadToken, open_channel, parse_address
+from etfarm.wire.channel import Access, open_channel, parse_address
 from etfarm.wire.errors import Kind
 from etfarm.wire.tls import BadTlsFile
 from tests.support.golden import Golden
+from tests.support.refusals import refuses
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,7 @@ def test_addresses(text: str) -> None:
     ],
 )  # fmt: skip
 def test_other_texts_are_refused_with_the_forms_that_there_are(golden: Golden, text: str) -> None:
-    with pytest.raises(BadAddress) as refused:
+    with refuses("BAD_ADDRESS") as refused:
         parse_address(text)
     golden.check(refused.value)
     assert refused.value.metadata == {"address": text}
@@ -56,7 +57,7 @@ def test_access_takes_token_and_authority_from_the_environment(monkeypatch: pyte
 
 
 async def test_a_token_is_not_sent_in_the_clear_to_another_machine() -> None:
-    with pytest.raises(BadAddress, match="unencrypted"):
+    with refuses("BAD_ADDRESS", match="unencrypted"):
         open_channel(Access("board:1", token="secret"))
     for access in (Access("127.0.0.1:1", token="secret"), Access("board:1")):
         await open_channel(access).close()
@@ -70,7 +71,7 @@ async def test_a_missing_authority_is_named(golden: Golden, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("token", ["é", "etf_\x00", "a\r\nb", "etf_x\n", "\u2028"])
 def test_a_token_that_no_header_can_have_is_refused_before_anything_is_sent(token: str) -> None:
-    with pytest.raises(BadToken) as refused:
+    with refuses("BAD_TOKEN") as refused:
         open_channel(Access("127.0.0.1:1", token))
     assert (refused.value.reason, refused.value.kind) == ("BAD_TOKEN", Kind.UNAUTHENTICATED)
     assert token not in str(refused.value)

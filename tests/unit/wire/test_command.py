@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from etfarm.wire import command
-from etfarm.wire.errors import DeviceError, EtfarmError, FarmError, Kind, UserError
-from etfarm.wire.status import Unreachable
+from etfarm.wire.errors import DeviceError, EtfarmError, FarmError, Kind, UserError, error_for
 
 ROOT = Path(__file__).parents[3]
 PROTO = ROOT / "proto"
@@ -57,7 +56,7 @@ def only(monkeypatch: pytest.MonkeyPatch) -> None:
         (kinded(UserError("Refused."), Kind.FAILED_PRECONDITION), 1),
         (DeviceError("Gone."), 1),
         (FarmError("A bug."), 1),
-        (Unreachable("The server does not answer."), 4),
+        (error_for("SERVER_UNREACHABLE", "The server does not answer."), 4),
         (KeyboardInterrupt, 130),
     ],
 )

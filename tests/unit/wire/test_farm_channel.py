@@ -13,9 +13,9 @@ from etfarm.v1.farm_pb2 import GetServerInfoRequest
 from etfarm.v1.farm_pb2_grpc import FarmServiceStub
 from etfarm.wire.channel import Access
 from etfarm.wire.farm_channel import FarmNotProven, farm_channel
-from etfarm.wire.status import Unreachable
 from tests.support.farm_servers import FARM, TOKEN, FarmServer, Old, Site, losing_link
 from tests.support.golden import Golden, sentence
+from tests.support.refusals import refuses
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ async def test_a_server_that_is_away_is_no_other_farm(site: Site) -> None:
     async with away.running():
         pass
     async with other.running():
-        with pytest.raises(Unreachable, match=f"The server at {away.address} does not answer") as error:
+        with refuses("SERVER_UNREACHABLE", match=f"The server at {away.address} does not answer") as error:
             await ask(site.access(other.address, away.address))
         # Otherwise nothing would ever say it.
         assert f"The server at {other.address} is of another farm" in error.value.message
@@ -129,7 +129,7 @@ async def test_a_certificate_of_another_authority_is_named_as_ever(site: Site, t
     server = FarmServer(site)
     async with server.running() as address:
         (tmp_path / "other").mkdir()
-        with pytest.raises(Unreachable, match="its certificate is not trusted"):
+        with refuses("SERVER_UNREACHABLE", match="its certificate is not trusted"):
             await ask(Site(tmp_path / "other").access(address))
     assert not server.tokens
 
@@ -137,7 +137,7 @@ async def test_a_certificate_of_another_authority_is_named_as_ever(site: Site, t
 async def test_a_name_that_is_not_in_the_certificate_is_refused_as_ever(site: Site) -> None:
     server = FarmServer(site, "localhost")
     async with server.running() as address:
-        with pytest.raises(Unreachable, match="its certificate is for another address"):
+        with refuses("SERVER_UNREACHABLE", match="its certificate is for another address"):
             await ask(site.access(address))
         assert await ask(site.access(address.replace("127.0.0.1", "localhost"))) == address
     assert server.tokens == [f"Bearer {TOKEN}"]
@@ -168,7 +168,7 @@ async def test_only_a_certificate_that_is_never_seen_is_a_proxys(site: Site) -> 
     async with server.running() as target, losing_link(target, lambda number: number % 2 == 1) as address:
         access = site.access(address)
         for _ in range(4):
-            with pytest.raises(Unreachable, match="does not show this agent its certificate"):
+            with refuses("SERVER_UNREACHABLE", match="does not show this agent its certificate"):
                 await ask(access)
         assert "Let the agent connect to it without an HTTP proxy" in await refused(access, address)
     assert not server.tokens

@@ -9,8 +9,9 @@ from executorch.export import stages as executorch_stages
 from executorch.export.types import StageType
 
 from etfarm.wire import recipes, stages
-from etfarm.wire.stages import PREDECESSORS, STAGES, STARTS, BadStages
+from etfarm.wire.stages import PREDECESSORS, STAGES, STARTS
 from tests.support.golden import Golden
+from tests.support.refusals import refuses
 
 CLASSES = {
     "SOURCE_TRANSFORM": executorch_stages.SourceTransformStage(None),
@@ -46,7 +47,7 @@ def test_an_order_is_valid_where_each_stage_follows_one_of_its_predecessors() ->
                 stages.check_order(order)
                 valid.append(order)
             else:
-                with pytest.raises(BadStages):
+                with refuses("BAD_STAGES"):
                     stages.check_order(order)
     assert DEFAULT in valid
     assert ("QUANTIZE", "TORCH_EXPORT", "TO_EDGE", "TO_BACKEND", "TO_EXECUTORCH") in valid
@@ -75,7 +76,7 @@ def test_an_order_is_valid_where_each_stage_follows_one_of_its_predecessors() ->
     ],
 )
 def test_a_refused_order_names_the_valid_predecessors_and_the_remedy(order: str, sentence: str) -> None:
-    with pytest.raises(BadStages) as caught:
+    with refuses("BAD_STAGES") as caught:
         stages.check_order(order.split())
     assert caught.value.reason == "BAD_STAGES"
     assert sentence in str(caught.value)
@@ -85,22 +86,22 @@ def test_stopping_after_a_stage_that_the_recipe_lacks_is_refused_with_those_it_h
     recipe = recipes.parse("xnnpack_fp32")
     for stage in DEFAULT:
         stages.check_stop_after(recipe, stage)
-    with pytest.raises(BadStages) as refused:
+    with refuses("BAD_STAGES") as refused:
         stages.check_stop_after(recipe, "QUANTIZE")
     golden.check(refused.value)
-    with pytest.raises(BadStages) as refused:
+    with refuses("BAD_STAGES") as refused:
         stages.check_stop_after(recipe, "TO_EXECUTORH")
     golden.check(refused.value)
 
 
 def test_a_stage_that_a_recipe_lacks_is_had_with_a_recipe_file_that_the_refusal_writes_out(golden: Golden) -> None:
-    with pytest.raises(BadStages) as caught:
+    with refuses("BAD_STAGES") as caught:
         stages.check_stop_after(recipes.parse("xnnpack_pt2e_int8_static_per_channel"), "TO_EDGE")
     order = 'stages = ["QUANTIZE", "TORCH_EXPORT", "TO_EDGE", "TO_BACKEND", "TO_EXECUTORCH"]'
     assert f"write a recipe file with `{order}`." in str(caught.value)
     file = f'recipe = "xnnpack_pt2e_int8_static_per_channel"\n{order}'
     stages.check_stop_after(recipes.from_toml(file), "TO_EDGE")
-    with pytest.raises(BadStages) as refused:
+    with refuses("BAD_STAGES") as refused:
         stages.check_stop_after(recipes.parse("xnnpack_fp32"), "QUANTIZE")
     golden.check(refused.value)
 

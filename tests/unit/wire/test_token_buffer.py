@@ -7,8 +7,9 @@ import asyncio
 import pytest
 
 from etfarm.v1 import session_pb2
-from etfarm.wire.sessions import INLINE_BYTES, MAX_GENERATED_TOKENS, MAX_PROMPT_TOKENS, BadCall, check_task
+from etfarm.wire.sessions import INLINE_BYTES, MAX_GENERATED_TOKENS, MAX_PROMPT_TOKENS, check_task
 from etfarm.wire.token_buffer import MAX_TOKENS_OF_MESSAGE, BadTokens, TokenBuffer
+from tests.support.refusals import refuses
 
 
 def tokens(*values: int, prefill_ns: int | None = None) -> session_pb2.SessionTokens:
@@ -76,13 +77,13 @@ async def test_tokens_that_were_not_requested_are_refused(sent: session_pb2.Sess
 def test_a_generation_out_of_range_is_refused_by_name(changes: dict[str, object], field: str) -> None:
     wanted = {"prompt_tokens": [1], "tokens": MAX_GENERATED_TOKENS}
     check_task(session_pb2.SessionTask(generation=session_pb2.SessionGeneration(**wanted)))  # type: ignore[arg-type]
-    with pytest.raises(BadCall, match=f"`{field}`"):
+    with refuses("BAD_CALL", match=f"`{field}`"):
         check_task(session_pb2.SessionTask(generation=session_pb2.SessionGeneration(**wanted | changes)))  # type: ignore[arg-type]
 
 
 def test_a_reset_needs_no_method() -> None:
     check_task(session_pb2.SessionTask(reset=True))
-    with pytest.raises(BadCall, match="inline; at most 1 MiB"):
+    with refuses("BAD_CALL", match="inline; at most 1 MiB"):
         check_task(session_pb2.SessionTask(reset=True, inputs=session_pb2.SessionTensors(inline=bytes(INLINE_BYTES + 1))))
-    with pytest.raises(BadCall, match="does not name a method"):
+    with refuses("BAD_CALL", match="does not name a method"):
         check_task(session_pb2.SessionTask())

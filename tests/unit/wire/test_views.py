@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etfarm.wire import views
+from tests.support.refusals import refuses
 
 MODULES = ["layer1.conv", "layer1.norm", "layer1", "layer2.0.conv", "layer2.1.conv", "head", None]
 TYPES = [["aten.convolution.default"], ["aten.convolution.default", "aten.relu.default"], ["aten.add.Tensor"], []]
@@ -275,6 +276,6 @@ def test_no_operators_are_no_groups() -> None:
 
 @pytest.mark.parametrize(("by", "sort", "expected"), [("layer", "own", "op, type, module"), ("op", "size", "own, total, name")])
 def test_a_view_that_there_is_not_is_refused_with_those_that_there_are(by: str, sort: str, expected: str) -> None:
-    with pytest.raises(views.BadView, match=expected) as caught:
+    with refuses("BAD_VIEW", match=expected) as caught:
         views.group(small(), by, sort)
     assert caught.value.reason == "BAD_VIEW"

@@ -8,30 +8,18 @@ from pathlib import Path
 
 import grpc
 
-from etfarm.client.errors import Kind, UserError, from_rpc_error
+from etfarm.client.errors import from_rpc_error
 from etfarm.client.transport import transfers
 from etfarm.client.transport.paging import iterate_pages
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.v1.artifact_pb2 import StoredArtifact
 from etfarm.wire import chunks
+from etfarm.wire.errors import error_for
 
 _PAGE = 500
 _HEX = re.compile(r"[0-9a-f]{1,64}", re.ASCII)
 _WHOLE = 64
-
-
-class NoSuchArtifact(UserError):
-    """No artifact of the caller's projects has the digest."""
-
-    reason = "ARTIFACT_NOT_FOUND"
-    kind = Kind.NOT_FOUND
-
-
-class AmbiguousDigest(UserError):
-    """Several artifacts have digests that begin with these digits."""
-
-    reason = "AMBIGUOUS_DIGEST"
 
 
 async def list_all(stubs: Stubs, limit: int | None = None) -> AsyncIterator[StoredArtifact]:
@@ -58,20 +46,24 @@ async def find(stubs: Stubs, digest: str) -> common_pb2.Artifact:
     """Return the artifact with a digest, which may be shortened to its first characters.
 
     Raises:
-        NoSuchArtifact: no artifact matches.
-        AmbiguousDigest: several artifacts match.
+        ARTIFACT_NOT_FOUND: no artifact matches.
+        AMBIGUOUS_DIGEST: several artifacts match.
     """
     if not _HEX.fullmatch(digest):
-        raise NoSuchArtifact(
-            f"{digest[:80]!r} is not a digest.", "Give the hexadecimal digits that `etfarm artifacts list` shows."
+        raise error_for(
+            "ARTIFACT_NOT_FOUND",
+            f"{digest[:80]!r} is not a digest.",
+            "Give the hexadecimal digits that `etfarm artifacts list` shows.",
         )
     if len(digest) == _WHOLE:
         return common_pb2.Artifact(digest=digest)
     known = {row.artifact.digest: row.artifact async for row in list_all(stubs) if row.artifact.digest.startswith(digest)}
     if len(known) > 1:
-        raise AmbiguousDigest(f"{len(known)} artifacts begin with {digest}.", "Give more of its digits.")
+        raise error_for("AMBIGUOUS_DIGEST", f"{len(known)} artifacts begin with {digest}.", "Give more of its digits.")
     if not known:
-        raise NoSuchArtifact(f"No artifact begins with {digest}.", "`etfarm artifacts list` shows those of your projects.")
+        raise error_for(
+            "ARTIFACT_NOT_FOUND", f"No artifact begins with {digest}.", "`etfarm artifacts list` shows those of your projects."
+        )
     return next(iter(known.values()))
 
 

@@ -62,8 +62,8 @@ class AsyncFarm(AsyncSubmissions, AsyncJobRecords, AsyncInventory, AsyncRetentio
                 takes some ten seconds longer, and a farm that only runs .pte files starts faster.
 
         Raises:
-            BadAddress: the file `tls_ca` does not exist, or there is no server address to use it for.
-            BadServerWait: `server_wait_s` or ETFARM_SERVER_WAIT is no time.
+            BAD_ADDRESS: the file `tls_ca` does not exist, or there is no server address to use it for.
+            BAD_SERVER_WAIT: `server_wait_s` or ETFARM_SERVER_WAIT is no time.
         """
         self._connection = Connection(address, token, tls_ca, on_status, project, server_wait_s=server_wait_s, prewarm=prewarm)
         self._datasets: dict[Dataset, weakref.ref[AsyncGenerator[tuple[int, Outputs], None]]] = {}
@@ -112,7 +112,7 @@ class AsyncFarm(AsyncSubmissions, AsyncJobRecords, AsyncInventory, AsyncRetentio
         Calls and watches continue by themselves after a restart of the server; this is for showing that it is unavailable.
 
         Raises:
-            NotConnected: the farm is not open.
+            NOT_CONNECTED: the farm is not open.
         """
         async for is_connected in self._connection.watch():
             yield is_connected

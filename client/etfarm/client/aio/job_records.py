@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 from etfarm.client import reports
 from etfarm.client.aio.connected import PAGE_SIZE, AsyncConnected
 from etfarm.client.models import JobInfo, JobPage, JobState, Queue, QueuedRun
-from etfarm.client.submit.options import BadOption, require_at_least, to_list
+from etfarm.client.submit.options import require_at_least, to_list
 from etfarm.client.transport import decode
 from etfarm.client.transport.paging import iterate_pages
 from etfarm.client.transport.timestamps import to_timestamp
 from etfarm.v1 import job_pb2, report_pb2
+from etfarm.wire.errors import error_for
 
 if TYPE_CHECKING:
     from etfarm.client.jobs.comparison import Compared
@@ -51,7 +52,7 @@ class AsyncJobRecords(AsyncConnected):
             since: a time; only jobs that were submitted then or later.
 
         Raises:
-            BadOption: `limit` is less than 1, or a state does not exist.
+            BAD_OPTION: `limit` is less than 1, or a state does not exist.
         """
         require_at_least("limit", limit, 1)
         page = await self._list_jobs(
@@ -83,7 +84,7 @@ class AsyncJobRecords(AsyncConnected):
             name, labels, states, owner, model, since: as in `jobs`.
 
         Raises:
-            BadOption: `size` is less than 1, or a state does not exist.
+            BAD_OPTION: `size` is less than 1, or a state does not exist.
             EtfarmError: BAD_PAGE_TOKEN.
         """
         require_at_least("size", size, 1)
@@ -226,10 +227,12 @@ def _to_states(names: Sequence[str]) -> list[job_pb2.JobState.ValueType]:
     """Return the states with these names.
 
     Raises:
-        BadOption: a state does not exist.
+        BAD_OPTION: a state does not exist.
     """
     for name in names:
         if name not in JobState.__members__:
             known = ", ".join(JobState.__members__)
-            raise BadOption(f"`states` must be job states, got {name!r}.", f"Use {known}.", option="states", value=name)
+            raise error_for(
+                "BAD_OPTION", f"`states` must be job states, got {name!r}.", f"Use {known}.", option="states", value=name
+            )
     return [job_pb2.JobState.Value(f"JOB_STATE_{name}") for name in names]

@@ -29,8 +29,8 @@ def options_of(
 
     Raises:
         Usage: an option requires `--generate`, or a prompt length is no number.
-        BadOption: a depth is neither a number of tokens nor a share.
-        BadTextFile: the file of `--tokens` is not one of tokens.
+        BAD_OPTION: a depth is neither a number of tokens nor a share.
+        BAD_TEXT_FILE: the file of `--tokens` is not one of tokens.
     """
     belonging = {
         "--prompt-tokens": prompt_tokens, "--depth": depth, "--repetitions": repetitions, "--prefill-method": prefill_method,

@@ -78,7 +78,7 @@ def _choose_server_wait(text: str | None) -> None:
     """Select the time of `--server-wait` for the farms that the command connects to.
 
     Raises:
-        BadServerWait: it is neither a duration nor 0.
+        BAD_SERVER_WAIT: it is neither a duration nor 0.
     """
     if text is None:
         return

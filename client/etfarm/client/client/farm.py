@@ -65,8 +65,8 @@ class Farm(OwnLoop, Submissions, JobRecords, Inventory, Retention):
                 takes some ten seconds longer, and a farm that only runs .pte files starts faster.
 
         Raises:
-            BadAddress: the file `tls_ca` does not exist, or there is no server address to use it for.
-            BadServerWait: `server_wait_s` or ETFARM_SERVER_WAIT is no time.
+            BAD_ADDRESS: the file `tls_ca` does not exist, or there is no server address to use it for.
+            BAD_SERVER_WAIT: `server_wait_s` or ETFARM_SERVER_WAIT is no time.
         """
         super().__init__(
             AsyncFarm(
@@ -112,7 +112,7 @@ class Farm(OwnLoop, Submissions, JobRecords, Inventory, Retention):
         Calls and watches continue by themselves after a restart of the server; this is for showing that it is unavailable.
 
         Raises:
-            NotConnected: the farm is not open.
+            NOT_CONNECTED: the farm is not open.
         """
         return self._each(self._async.watch_connection())
 

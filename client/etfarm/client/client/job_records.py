@@ -45,7 +45,7 @@ class JobRecords(Blocking):
             since: a time; only jobs that were submitted then or later.
 
         Raises:
-            BadOption: `limit` is less than 1, or a state does not exist.
+            BAD_OPTION: `limit` is less than 1, or a state does not exist.
         """
         return self._run(self._async.jobs(limit, name=name, labels=labels, states=states, owner=owner, model=model, since=since))
 
@@ -69,7 +69,7 @@ class JobRecords(Blocking):
             name, labels, states, owner, model, since: as in `jobs`.
 
         Raises:
-            BadOption: `size` is less than 1, or a state does not exist.
+            BAD_OPTION: `size` is less than 1, or a state does not exist.
             EtfarmError: BAD_PAGE_TOKEN.
         """
         return self._run(

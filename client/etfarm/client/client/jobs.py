@@ -144,7 +144,7 @@ class Job(Blocking):
             cell: index of the only cell to return lines of.
 
         Raises:
-            CellNotFound: the cell does not exist.
+            CELL_NOT_FOUND: the cell does not exist.
             EtfarmError: SERVER_UNREACHABLE.
         """
         return self._each(self._async.logs(cell=cell, follow=follow))
@@ -156,7 +156,7 @@ class Job(Blocking):
 
         Raises:
             EtfarmError: the cell failed; this is the cell's error.
-            CellNotFound, NothingThere: the cell does not exist, or has no outputs.
+            CELL_NOT_FOUND, NOT_PRODUCED: the cell does not exist, or has no outputs.
         """
         return self._run(self._async.outputs(cell))
 
@@ -170,7 +170,7 @@ class Job(Blocking):
 
         Raises:
             EtfarmError: the cell failed; this is the cell's error.
-            CellNotFound, NothingThere, OutputUnwritable: the cell or program does not exist, or a file cannot be written.
+            CELL_NOT_FOUND, NOT_PRODUCED, OutputUnwritable: the cell or program does not exist, or a file cannot be written.
         """
         return self._run(self._async.save_program(path, cell, on_progress=on_progress))
 
@@ -183,7 +183,7 @@ class Job(Blocking):
 
         Raises:
             EtfarmError: the cell failed; this is the cell's error.
-            CellNotFound, NothingThere, OutputUnwritable: the cell or program does not exist, or a file cannot be written.
+            CELL_NOT_FOUND, NOT_PRODUCED, OutputUnwritable: the cell or program does not exist, or a file cannot be written.
         """
         return self._run(self._async.save_exported_programs(path, cell))
 
@@ -192,7 +192,7 @@ class Job(Blocking):
 
         Raises:
             EtfarmError: the cell failed; this is the cell's error.
-            CellNotFound, NothingThere: the cell does not exist, or the job produced a program.
+            CELL_NOT_FOUND, NOT_PRODUCED: the cell does not exist, or the job produced a program.
         """
         return self._run(self._async.stage_files(cell))
 
@@ -204,7 +204,7 @@ class Job(Blocking):
 
         Raises:
             EtfarmError: the cell failed; this is the cell's error.
-            CellNotFound, NothingThere, OutputUnwritable: the cell or a file does not exist, or a file cannot be written.
+            CELL_NOT_FOUND, NOT_PRODUCED, OutputUnwritable: the cell or a file does not exist, or a file cannot be written.
         """
         return self._run(self._async.save_stage_files(folder, cell, to=to))
 
@@ -213,7 +213,7 @@ class Job(Blocking):
 
         Raises:
             EtfarmError: the cell failed; this is the cell's error.
-            CellNotFound, NothingThere, OutputUnwritable: the cell or ETRecord does not exist, or `path` cannot be
+            CELL_NOT_FOUND, NOT_PRODUCED, OutputUnwritable: the cell or ETRecord does not exist, or `path` cannot be
                 written.
         """
         return self._run(self._async.save_etrecord(path, cell))
@@ -227,7 +227,7 @@ class Job(Blocking):
         Return the written files, README.txt first.
 
         Raises:
-            CellNotFound, NothingThere, OutputUnwritable: the cell or report does not exist, or a file cannot be written.
+            CELL_NOT_FOUND, NOT_PRODUCED, OutputUnwritable: the cell or report does not exist, or a file cannot be written.
             EtfarmError: a file was removed from the store; SERVER_UNREACHABLE.
         """
         return self._run(self._async.save_raw_files(folder, cell))

@@ -45,7 +45,7 @@ class LocalSession(OwnLoop, Session):
             data, methods, method, threads, cores, on_log: as in Farm.session.
 
         Raises, when it is entered:
-            LocalNeedsProgram: `program` is a model that is not compiled.
+            LOCAL_NEEDS_PROGRAM: `program` is a model that is not compiled.
             EtfarmError: the program cannot be loaded, or there is no runner for this machine and none can be built.
         """
         super().__init__(

@@ -9,10 +9,10 @@ from etfarm.client.client.text import TokenStream
 from etfarm.client.transport.blocking import Blocking
 
 if TYPE_CHECKING:
-    from etfarm.client.errors import EtfarmError
     from etfarm.client.models import Device
     from etfarm.client.sessions.calls import Loop, Outputs
     from etfarm.client.sessions.session import AsyncSession
+    from etfarm.wire.errors import EtfarmError
 
 
 class Session(Blocking):
@@ -64,7 +64,7 @@ class Session(Blocking):
         text.
 
         Raises:
-            NoSuchMethod: the program has no such method.
+            METHOD_MISSING: the program has no such method.
         """
         return self._async.input_names(method)
 
@@ -94,7 +94,7 @@ class Session(Blocking):
 
         Raises:
             UserError: an input does not fit; the session stays usable. Errors such as PROGRAM_CRASHED end the session.
-            NoSuchMethod: the program has several methods, and the call names none.
+            METHOD_MISSING: the program has several methods, and the call names none.
             EtfarmError: the session has ended; this is the reason.
         """
         return self._run(self._async.run(*inputs, timeout_s=timeout_s, **named))
@@ -159,7 +159,7 @@ class Session(Blocking):
             prefill_method, decode_method: the methods that process the prompt and generate tokens; recognized when empty.
 
         Raises:
-            BadCall: a value is out of range. The iteration raises the other errors; see TokenStream.result.
+            BAD_CALL: a value is out of range. The iteration raises the other errors; see TokenStream.result.
             EtfarmError: the session is not open.
         """
         return TokenStream(

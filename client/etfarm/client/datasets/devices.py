@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from etfarm.client.datasets.dataset import Dataset, Options
 from etfarm.client.datasets.samples import Sample
-from etfarm.client.errors import Kind, UserError
 from etfarm.client.models import Device, DeviceState
 from etfarm.client.sessions.open_calls import TextCallback
 from etfarm.client.sessions.program import ServedModel, SharedModel
@@ -15,25 +14,12 @@ from etfarm.client.sessions.session import AsyncSession
 from etfarm.client.submit.options import chosen_reservation, one_spelling
 from etfarm.client.submit.recipes import only_recipe
 from etfarm.wire import selectors
+from etfarm.wire.errors import error_for
 
 if TYPE_CHECKING:
     from etfarm.client.submit.preparation import Model
 
 _HERE = (DeviceState.IDLE, DeviceState.BUSY)
-
-
-class TooFewDevices(UserError):
-    """Fewer devices match than the caller requires."""
-
-    reason = "TOO_FEW_DEVICES"
-    kind = Kind.FAILED_PRECONDITION
-
-
-class DevicesDiffer(UserError):
-    """Error of devices that differ, so that their results are not comparable."""
-
-    reason = "DEVICES_DIFFER"
-    kind = Kind.FAILED_PRECONDITION
 
 
 def choose(devices: Sequence[Device], count: int | None, selector: str = "", *, mixed: bool = False) -> list[Device]:
@@ -48,8 +34,8 @@ def choose(devices: Sequence[Device], count: int | None, selector: str = "", *, 
         mixed: devices may differ.
 
     Raises:
-        TooFewDevices: fewer devices are connected.
-        DevicesDiffer: there are not `count` equal devices, or not all are equal.
+        TOO_FEW_DEVICES: fewer devices are connected.
+        DEVICES_DIFFER: there are not `count` equal devices, or not all are equal.
     """
     here = sorted(
         (device for device in devices if device.state in _HERE),
@@ -66,7 +52,8 @@ def choose(devices: Sequence[Device], count: int | None, selector: str = "", *, 
             for device in drained
         ]
         kind = "Connected devices that are not drained" if drained else "Connected devices"
-        raise TooFewDevices(
+        raise error_for(
+            "TOO_FEW_DEVICES",
             f"{'; '.join([f'{kind}{which}: {len(here)}, but {wanted} are required', *reasons])}.",
             "Connect more, or ask for fewer.",
             selector=selector, wanted=wanted, known=len(here),
@@ -80,7 +67,8 @@ def choose(devices: Sequence[Device], count: int | None, selector: str = "", *, 
         if len(group) >= wanted:
             return group[:wanted]
     kinds = "; ".join(f"{', '.join(d.name for d in group)}: {arch} {soc}".rstrip() for (arch, soc), group in groups.items())
-    raise DevicesDiffer(
+    raise error_for(
+        "DEVICES_DIFFER",
         f"No {wanted} of the connected devices{which} are equal: {kinds}.",
         "Select by arch or soc, or pass --mixed (mixed=True) if results need not be comparable.",
         selector=selector, wanted=wanted,
@@ -120,7 +108,9 @@ def dataset(
     """
     selectors.parse(device)
     if devices is not None and devices < 1:
-        raise TooFewDevices(f"`devices` must be at least 1, got {devices}.", "Ask for one or more.", wanted=devices)
+        raise error_for(
+            "TOO_FEW_DEVICES", f"`devices` must be at least 1, got {devices}.", "Ask for one or more.", wanted=devices
+        )
     reservation = chosen_reservation(options.get("reservation"))
     method = one_spelling("method", options.get("method"), "methods", options.get("methods"), "")
     recipe = only_recipe(options.get("recipe"), options.get("recipes"))

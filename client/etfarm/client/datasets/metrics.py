@@ -20,8 +20,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from etfarm.client.errors import EtfarmError, Kind, UserError
+from etfarm.client.errors import EtfarmError
 from etfarm.client.export import usercode
+from etfarm.wire.errors import error_for
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,19 +32,6 @@ GROUP: Final = "etfarm.metrics"
 
 Function = Callable[..., Any]
 """Function of (inputs, outputs, index, labels), with these parameter names."""
-
-
-class MetricNotFound(UserError):
-    """No metric has the name."""
-
-    reason = "METRIC_NOT_FOUND"
-    kind = Kind.NOT_FOUND
-
-
-class MetricFailed(UserError):
-    """A metric raised, or returned something other than numbers."""
-
-    reason = "METRIC_FAILED"
 
 
 @dataclass(frozen=True)
@@ -62,7 +50,7 @@ class Metric:
         """Return the metric's numbers for one sample.
 
         Raises:
-            MetricFailed: it raised, or returned something else.
+            METRIC_FAILED: it raised, or returned something else.
         """
         try:
             with self.scope or nullcontext():
@@ -71,7 +59,8 @@ class Metric:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            raise MetricFailed(
+            raise error_for(
+                "METRIC_FAILED",
                 f"The metric {self.name} failed with {reason}",
                 "Labels are the keys of the .npz other than the inputs.",
                 metric=self.name,
@@ -84,7 +73,8 @@ class Metric:
             # This includes numpy and torch values without dims.
             return float(value)
         except (TypeError, ValueError):
-            raise MetricFailed(
+            raise error_for(
+                "METRIC_FAILED",
                 f"The metric {self.name} returned {type(value).__name__} for {name}.",
                 "Return a number, or a dict of numbers by name.",
                 metric=self.name,
@@ -113,18 +103,19 @@ def top1(inputs: Mapping[str, Any], outputs: Mapping[str, Any], index: int, labe
     """Return the fraction of a sample's classifications that are right: argmax over the first output's last axis, and `label`.
 
     Raises:
-        MetricFailed: `label` is missing, or has another number of entries.
+        METRIC_FAILED: `label` is missing, or has another number of entries.
     """
     import numpy as np
 
     if "label" not in labels:
         there = f"Keys other than the inputs: {', '.join(labels)}." if labels else "There are no keys other than the inputs."
-        raise MetricFailed("top1 needs a key label in the sample's .npz.", there, metric="top1")
+        raise error_for("METRIC_FAILED", "top1 needs a key label in the sample's .npz.", there, metric="top1")
     first: NDArray[np.generic] = np.asarray(next(iter(outputs.values())))
     wanted = np.asarray(labels["label"]).reshape(-1)
     argmax = np.argmax(first, axis=-1).reshape(-1)
     if argmax.shape != wanted.shape:
-        raise MetricFailed(
+        raise error_for(
+            "METRIC_FAILED",
             f"top1 has {argmax.size} classifications, of an output of the shape {list(first.shape)}, and {wanted.size} labels.",
             "Give one label for each.",
             metric="top1",
@@ -141,8 +132,8 @@ def find(text: str) -> Metric:
     A user's own metric is imported, with its folder or the working folder on sys.path.
 
     Raises:
-        MetricNotFound: the file, module, function or entry point does not exist.
-        MetricFailed: importing it raised.
+        METRIC_NOT_FOUND: the file, module, function or entry point does not exist.
+        METRIC_FAILED: importing it raised.
     """
     where, colon, name = text.rpartition(":")
     if colon and where and name.isidentifier():
@@ -152,7 +143,8 @@ def find(text: str) -> Metric:
     points = {point.name: point for point in entry_points(group=GROUP)}
     if text not in points:
         known = ", ".join(sorted({*BUILT_IN, *points}))
-        raise MetricNotFound(
+        raise error_for(
+            "METRIC_NOT_FOUND",
             f"There is no metric {text!r}.",
             f"Metrics: {known}; for your own give file.py:function or module:function.",
             metric=text,
@@ -165,17 +157,21 @@ def _of_user(where: str, name: str) -> Metric:
     is_file = where.lower().endswith(".py")
     path = Path(where)
     if is_file and not path.is_file():
-        raise MetricNotFound(f"There is no file {where}.", f"Paths start at the working folder, {Path.cwd()}.", path=where)
+        raise error_for(
+            "METRIC_NOT_FOUND", f"There is no file {where}.", f"Paths start at the working folder, {Path.cwd()}.", path=where
+        )
     with _users_code(where), usercode.scope_of_file(path) if is_file else usercode.scope_of_module(where) as scope:
         module = scope.import_file(path, "etfarm_metric") if is_file else importlib.import_module(where)
     if not hasattr(module, name):
-        raise MetricNotFound(f"{where} has no {name}.", "Name a function of it.", metric=f"{where}:{name}")
+        raise error_for("METRIC_NOT_FOUND", f"{where} has no {name}.", "Name a function of it.", metric=f"{where}:{name}")
     return Metric(name, _callable(f"{where}:{name}", getattr(module, name)), scope)
 
 
 def _callable(text: str, candidate: Any) -> Function:
     if not callable(candidate):
-        raise MetricNotFound(f"{text} is {type(candidate).__name__}, not a function.", "Name a function.", metric=text)
+        raise error_for(
+            "METRIC_NOT_FOUND", f"{text} is {type(candidate).__name__}, not a function.", "Name a function.", metric=text
+        )
     return candidate  # type: ignore[no-any-return]
 
 
@@ -187,10 +183,13 @@ def _users_code(where: str) -> Iterator[None]:
     except EtfarmError:
         raise
     except ModuleNotFoundError as error:
-        raise MetricNotFound(
+        raise error_for(
+            "METRIC_NOT_FOUND",
             f"{where} cannot be imported: there is no module {error.name!r}.",
             "Python searches the working folder and the installed packages.",
             metric=where,
         ) from error
     except (Exception, SystemExit) as error:
-        raise MetricFailed(f"Importing {where} failed with {type(error).__name__}: {error}", metric=where) from error
+        raise error_for(
+            "METRIC_FAILED", f"Importing {where} failed with {type(error).__name__}: {error}", metric=where
+        ) from error

@@ -11,9 +11,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, Protocol
 
-from etfarm.client.errors import OutputUnwritable, UserError
+from etfarm.client.errors import OutputUnwritable
 from etfarm.client.submit import npz
 from etfarm.client.submit.inputs import value_of
+from etfarm.wire.errors import error_for
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,12 +28,6 @@ INDEX: Final = "etfarm.index"
 _COPY_BYTES: Final = 1 << 20
 
 
-class OutputsDiffer(UserError):
-    """Error of samples whose outputs differ in shape, so that they cannot be stacked."""
-
-    reason = "OUTPUTS_DIFFER"
-
-
 class Sink(Protocol):
     """Destination of the outputs of samples, which are added in order."""
 
@@ -43,7 +38,7 @@ class Sink(Protocol):
             name: name of the sample's file, or its other name.
 
         Raises:
-            OutputsDiffer: their shape differs from the outputs before.
+            OUTPUTS_DIFFER: their shape differs from the outputs before.
             OutputUnwritable: the disk is full, or the file may not be written.
         """
 
@@ -160,7 +155,8 @@ class Stack:
             array = rows.get(key)
             if array is None or array.shape != first.shape or array.dtype != first.dtype:
                 this = "is missing" if array is None else f"is {array.dtype} {list(array.shape)}"
-                raise OutputsDiffer(
+                raise error_for(
+                    "OUTPUTS_DIFFER",
                     f"The output {npz.name_of(key)} of {name} {this}, but was {first.dtype} {list(first.shape)} before, so they "
                     "cannot be stacked.",
                     "Give -o a folder for one file per sample.",

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from etfarm.client.errors import EtfarmError, UserError
 from etfarm.client.submit import npz
+from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.tensors import ITEM_BYTES
 
 if TYPE_CHECKING:
@@ -23,12 +23,6 @@ if TYPE_CHECKING:
 
 _AGAIN = "Write it with numpy.savez(path, name=array, ...)."
 _DAMAGE = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError)
-
-
-class NoSamples(UserError):
-    """The data set is empty."""
-
-    reason = "NO_SAMPLES"
 
 
 @dataclass(frozen=True)
@@ -66,11 +60,13 @@ def of_folder(folder: Path) -> Source:
     An unreadable file is a sample with an error.
 
     Raises:
-        InputFileUnreadable: the folder has no .npz file.
+        INPUT_FILE_UNREADABLE: the folder has no .npz file.
     """
     files = sorted(folder.glob("*.npz"))
     if not files:
-        raise npz.InputFileUnreadable(f"The folder {folder} has no .npz file.", "Each sample is one file.", path=folder)
+        raise error_for(
+            "INPUT_FILE_UNREADABLE", f"The folder {folder} has no .npz file.", "Each sample is one file.", path=folder
+        )
     return Source((_of_file(index, file) for index, file in enumerate(files)), len(files))
 
 
@@ -88,27 +84,32 @@ def of_batch(path: Path) -> Source:
     A Python number (`KEY.dtype` is scalar) is repeated for every sample.
 
     Raises:
-        InputFileUnreadable: it is missing, truncated, not an .npz, or contains Python objects or arrays in Fortran
+        INPUT_FILE_UNREADABLE: it is missing, truncated, not an .npz, or contains Python objects or arrays in Fortran
             order.
-        UnsupportedInputArray: an array has no axis 0, or the lengths differ.
-        NoSamples: axis 0 is empty.
+        UNSUPPORTED_INPUT: an array has no axis 0, or the lengths differ.
+        NO_SAMPLES: axis 0 is empty.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             columns = _columns(path, archive)
     except FileNotFoundError:
-        raise npz.InputFileUnreadable(f"There is no file {path}.", _AGAIN, path=path) from None
+        raise error_for("INPUT_FILE_UNREADABLE", f"There is no file {path}.", _AGAIN, path=path) from None
     except _DAMAGE as error:
         raise _unreadable(path, error) from None
     lengths = {column.key: column.shape[0] for column in columns if not column.shared}
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{key} {length}" for key, length in lengths.items())
-        raise npz.UnsupportedInputArray(
-            f"{path}: axis 0 has several lengths: {shown}.", "Give all keys the same number of samples.", path=path
+        raise error_for(
+            "UNSUPPORTED_INPUT",
+            f"{path}: axis 0 has several lengths: {shown}.",
+            "Give all keys the same number of samples.",
+            path=path,
         )
     count = next(iter(lengths.values()), 0)
     if not count:
-        raise NoSamples(f"{path} has no samples: no array has anything along axis 0.", "Stack them along axis 0.", path=path)
+        raise error_for(
+            "NO_SAMPLES", f"{path} has no samples: no array has anything along axis 0.", "Stack them along axis 0.", path=path
+        )
     return Source(_rows(path, columns, count), count)
 
 
@@ -133,9 +134,12 @@ def _columns(path: Path, archive: zipfile.ZipFile) -> list[_Column]:
         with archive.open(member) as stream:
             shape, fortran, dtype = _header(stream)
         if dtype.hasobject:
-            raise npz.InputFileUnreadable(f"{path}: {key!r} holds Python objects, which are never loaded.", _AGAIN, path=path)
+            raise error_for(
+                "INPUT_FILE_UNREADABLE", f"{path}: {key!r} holds Python objects, which are never loaded.", _AGAIN, path=path
+            )
         if fortran and len(shape) > 1:
-            raise npz.InputFileUnreadable(
+            raise error_for(
+                "INPUT_FILE_UNREADABLE",
                 f"{path}: {key!r} is in Fortran order, in which samples are not contiguous.",
                 "Write it as numpy.ascontiguousarray(array).",
                 path=path, key=key,
@@ -143,8 +147,12 @@ def _columns(path: Path, archive: zipfile.ZipFile) -> list[_Column]:
         sibling = npz.told_of(key, keys) is not None
         shared = sibling or (not shape and f"{key}{npz.DTYPE}" in keys)
         if not shape and not shared:
-            raise npz.UnsupportedInputArray(
-                f"{path}: {key!r} has no axis 0 to take samples from.", "Give it one value per sample.", path=path, key=key
+            raise error_for(
+                "UNSUPPORTED_INPUT",
+                f"{path}: {key!r} has no axis 0 to take samples from.",
+                "Give it one value per sample.",
+                path=path,
+                key=key,
             )
         columns.append(_Column(key, member, shape, dtype, shared))
     return columns
@@ -217,6 +225,6 @@ def _values(path: Path, arrays: Mapping[str, NDArray[Any]]) -> Iterator[tuple[st
         yield name, npz.value_of_entry(path, key, name, array, dtype)
 
 
-def _unreadable(path: Path, error: Exception) -> npz.InputFileUnreadable:
+def _unreadable(path: Path, error: Exception) -> EtfarmError:
     what = str(error).strip().rstrip(".") or type(error).__name__
-    return npz.InputFileUnreadable(f"{path} cannot be read: {what}.", _AGAIN, path=path)
+    return error_for("INPUT_FILE_UNREADABLE", f"{path} cannot be read: {what}.", _AGAIN, path=path)

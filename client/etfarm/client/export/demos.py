@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from etfarm.client.export.errors import UnknownDemo
+from etfarm.client.export.errors import unknown_demo
 from etfarm.client.export.source import ModelSource
 from etfarm.client.export.spec import DEMOS
 
@@ -21,14 +21,14 @@ def make_demo(name: str) -> ModelSource:
     Bytes are equal on every machine. The caller's random state is kept.
 
     Raises:
-        UnknownDemo: no demo has the name.
+        UNKNOWN_DEMO: no demo has the name.
     """
     import torch
 
     from etfarm.client.export import demo_models
 
     if name not in DEMOS:
-        raise UnknownDemo(name, (), DEMOS)
+        raise unknown_demo(name, (), DEMOS)
     with np.load(Path(demo_models.__file__).with_name(f"{name}.npz"), allow_pickle=False) as file:
         arrays = {key: torch.from_numpy(file[key]) for key in file.files}
     samples = arrays.pop(demo_models.SAMPLES_KEY)

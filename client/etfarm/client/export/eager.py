@@ -20,12 +20,11 @@ from etfarm.client.export.construction import add_lines
 from etfarm.client.export.differences import difference_for_examples, differing_sizes
 from etfarm.client.export.errors import (
     STAGE,
-    BadModelSource,
     DataDependentBranch,
-    ExportFailed,
     TrainingMode,
     UnsupportedInput,
-    UnsupportedOutput,
+    export_failed,
+    unsupported_output,
 )
 from etfarm.client.export.exportable import must_be_exportable
 from etfarm.client.export.forgetting import EagerCall, attributes_kept
@@ -60,7 +59,7 @@ from etfarm.client.export.subclasses import is_unwrapping, make_plain
 from etfarm.client.export.traces import Place, make_relative, place_in, place_of, traced_graph
 from etfarm.client.export.transform import Transform
 from etfarm.wire import differences, digest
-from etfarm.wire.errors import EtfarmError
+from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.pt2 import InputType, read_archive
 from etfarm.wire.samples import AccuracySamples
 from etfarm.wire.shared_state import keep_constants
@@ -161,15 +160,15 @@ def export_source(
 
     Raises:
         TrainingMode: `.eval()` was not called.
-        ModelNotOnCpu: a weight or input is elsewhere.
+        MODEL_NOT_ON_CPU: a weight or input is elsewhere.
         UnsupportedInput: an input's dtype or type cannot be sent, or it is a dynamic number.
         CalibrationMismatch: a calibration sample does not match the example inputs.
-        DynamicShapesForm, DimWithoutMaximum: dynamic shapes that would fail only on the device.
-        NothingToTransform, SourceTransformFailed, ToolsMissing: see etfarm.client.export.transform.
+        DYNAMIC_SHAPES_FORM, DimWithoutMaximum: dynamic shapes that would fail only on the device.
+        NOTHING_TO_TRANSFORM, SOURCE_TRANSFORM_FAILED, CLIENT_TOOLS_MISSING: see etfarm.client.export.transform.
         DataDependentBranch: forward branches on a tensor's value.
         DimSpecialized: a dynamic dim can only have one size, or other sizes.
-        UnsupportedOutput: forward returns an object of a class that torch.export does not know.
-        ExportFailed: any other refusal of torch.export.
+        UNSUPPORTED_OUTPUT: forward returns an object of a class that torch.export does not know.
+        EXPORT_FAILED: any other refusal of torch.export.
     """
     base = folder_base if folder_base is not None else Path.cwd()
     tell = say or (lambda _: None)
@@ -271,7 +270,7 @@ class _Export:
             forgotten[name] = None
             self.say(f"The program forgets what the model keeps in {name}: make that a buffer, and write to it with copy_().")
         if inline_regions(program):
-            raise ExportFailed(
+            raise export_failed(
                 method, "SpecViolationError", "torch.export cannot save a region of torch.autocast that returns nothing.", "",
                 remedy="Compute within the region, and write to buffers after it.",
             )  # fmt: skip
@@ -335,14 +334,15 @@ class _Export:
         """Return the source's calls with their inputs as tensor files.
 
         Raises:
-            BadModelSource: the inputs of one are not like the example inputs of its method.
+            BAD_MODEL_SOURCE: the inputs of one are not like the example inputs of its method.
         """
         calls: list[Call] = []
         for index, (method, inputs) in enumerate(self.source.calls):
             kwargs = dict(self.source.example_kwargs.get(method, {}))
             inputs = ordered_like(self.source.example_inputs[method], inputs)
             if difference := find_mismatch(self.source.example_inputs[method], inputs, leaf_names(inputs, kwargs)):
-                raise BadModelSource(
+                raise error_for(
+                    "BAD_MODEL_SOURCE",
                     f"calls[{index}] differs from the example inputs of {method}: {difference}.",
                     "Give each call the same arguments as the example inputs of its method.",
                     part="calls",
@@ -403,7 +403,8 @@ def _users_samples(method: str, base: Path) -> Iterator[None]:
         raise
     except Exception as error:
         place = place_of(error, base)
-        raise BadModelSource(
+        raise error_for(
+            "BAD_MODEL_SOURCE",
             f"{method}: the calibration inputs raised {type(error).__name__}: {error}{f', at {place}' if place else ''}.",
             "Give tuples, or a function that gives an iterator of them.",
             part="calibration_inputs",
@@ -453,7 +454,8 @@ def _constants(source: ModelSource) -> dict[str, bytes]:
                 _must_be_constant(method, leaf)
             files[method] = encode(wire_value(method, str(i), leaf) for i, leaf in enumerate(leaves))
         except UnsupportedInput as error:
-            raise BadModelSource(
+            raise error_for(
+                "BAD_MODEL_SOURCE",
                 f"The constant method {method!r} holds a value that is {error.metadata['got']}.",
                 "Constants are bools, ints of 64 bits, floats, tensors, and lists and tuples of these.",
                 stage=STAGE,
@@ -485,7 +487,7 @@ def _refusals(method: str, base: Path, what: str = "torch.export", graph: Graph 
         text = str(error)
         place = place_in(text, base) or place_of(error, base)
         if (match := _FOREIGN_OUTPUT.search(text)) is not None:
-            raise UnsupportedOutput(method, (match[1] or match[2]).rpartition(".")[2], str(place or "")) from error
+            raise unsupported_output(method, (match[1] or match[2]).rpartition(".")[2], str(place or "")) from error
         branch = "Could not guard on data-dependent expression" in text or text.startswith("Data-dependent branching")
         if branch:
             raise DataDependentBranch(method, str(place or ""), place.code if place else "") from error
@@ -504,7 +506,7 @@ def _refusals(method: str, base: Path, what: str = "torch.export", graph: Graph 
         if isinstance(error, IndexError) and graph is not None and (reshaping := find_reshaping(graph)) is not None:
             text = f"{reshaping[0]} changes the number of dims of an input in place."
             place, remedy = place_in(reshaping[2].meta.get("stack_trace") or "", base) or place, reshaping[1]
-        raise ExportFailed(method, name, _first_line(text), str(place or ""), what, remedy) from error
+        raise export_failed(method, name, _first_line(text), str(place or ""), what, remedy) from error
 
 
 def _place_of_node(text: str, graph: Graph | None, base: Path) -> Place | None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import EtfarmError, Kind, UserError, error_for
 
 STAGE = "TORCH_EXPORT"
 """Stage in errors of exporting."""
@@ -39,24 +39,16 @@ class BadModelArgument(BadModel):
         super().__init__(f"{model!r} does not name a model.", hint or f"Give {FORMS}.", model=model)
 
 
-class ModelNotFound(UserError):
-    """The file or the module of a MODEL argument does not exist."""
-
-    reason = "MODEL_NOT_FOUND"
-    kind = Kind.NOT_FOUND
-
-
-class UnknownDemo(UserError):
-    """`demo:NAME` with a name that no demo has."""
-
-    reason = "UNKNOWN_DEMO"
-    kind = Kind.NOT_FOUND
-
-    def __init__(self, demo: str, nearest: Sequence[str], known: Sequence[str]) -> None:
-        meant = f"Did you mean demo:{nearest[0]}? " if nearest else ""
-        super().__init__(
-            f"There is no demo {demo!r}.", f"{meant}The demos are {', '.join(known)}.", demo=demo, known=",".join(known)
-        )
+def unknown_demo(demo: str, nearest: Sequence[str], known: Sequence[str]) -> EtfarmError:
+    """Return the error of `demo:NAME` with a name that no demo has."""
+    meant = f"Did you mean demo:{nearest[0]}? " if nearest else ""
+    return error_for(
+        "UNKNOWN_DEMO",
+        f"There is no demo {demo!r}.",
+        f"{meant}The demos are {', '.join(known)}.",
+        demo=demo,
+        known=",".join(known),
+    )
 
 
 class NotAPt2(UserError):
@@ -87,21 +79,17 @@ class TruncatedProgram(UserError):
         )
 
 
-class FactoryNotFound(UserError):
-    """The file or module has no such function."""
-
-    reason = "FACTORY_NOT_FOUND"
-    kind = Kind.NOT_FOUND
-
-    def __init__(self, where: str, factory: str, functions: Sequence[str]) -> None:
-        remedy = f"It has {', '.join(functions)}." if functions else "It has no functions of its own."
-        super().__init__(
-            f"{where} has no function {factory!r}.",
-            remedy,
-            where=where,
-            factory=factory,
-            functions=",".join(functions),
-        )
+def factory_not_found(where: str, factory: str, functions: Sequence[str]) -> EtfarmError:
+    """Return the error of the file or module has no such function."""
+    remedy = f"It has {', '.join(functions)}." if functions else "It has no functions of its own."
+    return error_for(
+        "FACTORY_NOT_FOUND",
+        f"{where} has no function {factory!r}.",
+        remedy,
+        where=where,
+        factory=factory,
+        functions=",".join(functions),
+    )
 
 
 class FactoryFailed(UserError):
@@ -125,48 +113,27 @@ class FactoryFailed(UserError):
         )
 
 
-class FactoryReturnedSomethingElse(UserError):
-    """A factory returned neither (module, example_inputs) nor a ModelSource."""
-
-    reason = "FACTORY_RETURNED_SOMETHING_ELSE"
-
-    def __init__(self, where: str, returned: str) -> None:
-        super().__init__(
-            f"{where} returned {returned}.",
-            "Return (module, example_inputs), where example_inputs is the tuple of forward's arguments, or an "
-            "etfarm.client.export.ModelSource.",
-            where=where,
-            returned=returned,
-        )
+def factory_returned_something_else(where: str, returned: str) -> EtfarmError:
+    """Return the error of a factory returned neither (module, example_inputs) nor a ModelSource."""
+    return error_for(
+        "FACTORY_RETURNED_SOMETHING_ELSE",
+        f"{where} returned {returned}.",
+        "Return (module, example_inputs), where example_inputs is the tuple of forward's arguments, or an "
+        "etfarm.client.export.ModelSource.",
+        where=where,
+        returned=returned,
+    )
 
 
-class BadModelSource(UserError):
-    """The parts of a ModelSource do not fit each other."""
-
-    reason = "BAD_MODEL_SOURCE"
-
-
-class ExampleInputsNotATuple(UserError):
-    """Example or calibration inputs are not a tuple of positional arguments."""
-
-    reason = "EXAMPLE_INPUTS_NOT_A_TUPLE"
-
-    def __init__(self, method: str, got: str) -> None:
-        super().__init__(
-            f"{method}: the example inputs are {with_article(got)}, not a tuple of arguments.",
-            "Write (x,) for a method of one argument.",
-            method=method,
-            got=got,
-        )
-
-
-class DynamicShapesForm(UserError):
-    """dynamic_shapes does not have the form {method: shapes of its arguments}.
-
-    torch would silently treat some other forms as static.
-    """
-
-    reason = "DYNAMIC_SHAPES_FORM"
+def example_inputs_not_a_tuple(method: str, got: str) -> EtfarmError:
+    """Return the error of example or calibration inputs are not a tuple of positional arguments."""
+    return error_for(
+        "EXAMPLE_INPUTS_NOT_A_TUPLE",
+        f"{method}: the example inputs are {with_article(got)}, not a tuple of arguments.",
+        "Write (x,) for a method of one argument.",
+        method=method,
+        got=got,
+    )
 
 
 class DimWithoutMaximum(UserError):
@@ -202,20 +169,17 @@ class TrainingMode(UserError):
         )
 
 
-class ModelNotOnCpu(UserError):
-    """A weight or an input is on a device other than the CPU, or on none (meta)."""
-
-    reason = "MODEL_NOT_ON_CPU"
-
-    def __init__(self, method: str, tensor: str, device: str) -> None:
-        super().__init__(
-            f"{method}: {tensor} is on {device!r}; programs are exported on the CPU.",
-            "Call .cpu() on the module and on its inputs, or load real weights where it is 'meta'.",
-            stage=STAGE,
-            method=method,
-            tensor=tensor,
-            device=device,
-        )
+def model_not_on_cpu(method: str, tensor: str, device: str) -> EtfarmError:
+    """Return the error of a weight or an input is on a device other than the CPU, or on none (meta)."""
+    return error_for(
+        "MODEL_NOT_ON_CPU",
+        f"{method}: {tensor} is on {device!r}; programs are exported on the CPU.",
+        "Call .cpu() on the module and on its inputs, or load real weights where it is 'meta'.",
+        stage=STAGE,
+        method=method,
+        tensor=tensor,
+        device=device,
+    )
 
 
 class UnsupportedInput(UserError):
@@ -229,34 +193,31 @@ class UnsupportedInput(UserError):
         )
 
 
-class UnsupportedOutput(UserError):
-    """forward returns an object that torch.export cannot take apart.
+def unsupported_output(method: str, kind: str, place: str, output: str = "") -> EtfarmError:
+    """Return the error of forward returns an object that torch.export cannot take apart.
 
     Args:
         kind: the name of the object's class.
         place: the user's line; empty if unknown.
         output: the output's name, of one that is a value of Python.
     """
-
-    reason = "UNSUPPORTED_OUTPUT"
-
-    def __init__(self, method: str, kind: str, place: str, output: str = "") -> None:
-        if output and not place:
-            remedy = "Leave it out: outputs are tensors, numbers, bools and None, and tuples, lists and dicts of these."
-        elif kind.endswith("Cache"):
-            remedy = "Call the model with use_cache=False, or with a static cache (StaticCache of transformers)."
-        else:
-            remedy = "Return tensors, tuples, lists or dicts, or register the class with torch.export.register_dataclass."
-        at = f" at {place}" if place else f" as its output {output!r}" if output else ""
-        super().__init__(
-            f"{method} returns {with_article(kind)}{at}, which a program cannot return.",
-            remedy,
-            stage=STAGE,
-            method=method,
-            output=output,
-            output_type=kind,
-            place=place,
-        )
+    if output and not place:
+        remedy = "Leave it out: outputs are tensors, numbers, bools and None, and tuples, lists and dicts of these."
+    elif kind.endswith("Cache"):
+        remedy = "Call the model with use_cache=False, or with a static cache (StaticCache of transformers)."
+    else:
+        remedy = "Return tensors, tuples, lists or dicts, or register the class with torch.export.register_dataclass."
+    at = f" at {place}" if place else f" as its output {output!r}" if output else ""
+    return error_for(
+        "UNSUPPORTED_OUTPUT",
+        f"{method} returns {with_article(kind)}{at}, which a program cannot return.",
+        remedy,
+        stage=STAGE,
+        method=method,
+        output=output,
+        output_type=kind,
+        place=place,
+    )
 
 
 class CalibrationMismatch(UserError):
@@ -278,20 +239,17 @@ class CalibrationMismatch(UserError):
         )
 
 
-class NoCalibrationSamples(UserError):
-    """A calibration set is empty.
+def no_calibration_samples(model: str) -> EtfarmError:
+    """Return the error of a calibration set is empty.
 
     Without this error, the model's own samples would be used silently.
     """
-
-    reason = "NO_CALIBRATION_SAMPLES"
-
-    def __init__(self, model: str) -> None:
-        super().__init__(
-            f"The calibration set for {model} has no sample.",
-            "Give arrays named like the inputs, with at least one sample on axis 0 if it is batched; or leave it out.",
-            model=model,
-        )
+    return error_for(
+        "NO_CALIBRATION_SAMPLES",
+        f"The calibration set for {model} has no sample.",
+        "Give arrays named like the inputs, with at least one sample on axis 0 if it is batched; or leave it out.",
+        model=model,
+    )
 
 
 _ASSERTS: Final = re.compile(r"^\s*assert\b|torch\._(assert|check)\w*\(")
@@ -341,8 +299,10 @@ class DimSpecialized(UserError):
         )
 
 
-class ExportFailed(UserError):
-    """torch.export refused the module.
+def export_failed(
+    method: str, exception: str, line: str, place: str, what: str = "torch.export", remedy: str = ""
+) -> EtfarmError:
+    """Return the error of torch.export refused the module.
 
     torch's exception is the `__cause__`.
 
@@ -350,19 +310,16 @@ class ExportFailed(UserError):
         what: what failed, with the reason for it if it was not the usual export.
         remedy: what to do instead of the usual.
     """
-
-    reason = "EXPORT_FAILED"
-
-    def __init__(self, method: str, exception: str, line: str, place: str, what: str = "torch.export", remedy: str = "") -> None:
-        super().__init__(
-            f"{method}: {what} failed{f' at {place}' if place else ''} with {exception}: {line}",
-            remedy or "Try torch.export.export on the module by itself; etfarm exports with strict=False.",
-            stage=STAGE,
-            method=method,
-            exception=exception,
-            exception_message=line,
-            place=place,
-        )
+    return error_for(
+        "EXPORT_FAILED",
+        f"{method}: {what} failed{f' at {place}' if place else ''} with {exception}: {line}",
+        remedy or "Try torch.export.export on the module by itself; etfarm exports with strict=False.",
+        stage=STAGE,
+        method=method,
+        exception=exception,
+        exception_message=line,
+        place=place,
+    )
 
 
 class RecipeNeedsEagerModule(UserError):
@@ -383,28 +340,21 @@ class RecipeNeedsEagerModule(UserError):
         )
 
 
-class NothingToTransform(UserError):
-    """The recipe's source transform matches nothing in the module, so that it would stay fp32."""
-
-    reason = "NOTHING_TO_TRANSFORM"
-
-    def __init__(self, model: str, recipe: str, kinds: str, there: str) -> None:
-        super().__init__(
-            f"{model} has no {kinds} that {recipe} could quantize; it has {there or 'no submodules with weights'}.",
-            "Use a pt2e recipe, such as xnnpack_pt2e_int8_static_per_channel, which quantizes convolutions too.",
-            stage=TRANSFORM_STAGE,
-            model=model,
-            recipe=recipe,
-        )
+def nothing_to_transform(model: str, recipe: str, kinds: str, there: str) -> EtfarmError:
+    """Return the error of the recipe's source transform matches nothing in the module, so that it would stay fp32."""
+    return error_for(
+        "NOTHING_TO_TRANSFORM",
+        f"{model} has no {kinds} that {recipe} could quantize; it has {there or 'no submodules with weights'}.",
+        "Use a pt2e recipe, such as xnnpack_pt2e_int8_static_per_channel, which quantizes convolutions too.",
+        stage=TRANSFORM_STAGE,
+        model=model,
+        recipe=recipe,
+    )
 
 
-class SourceTransformFailed(UserError):
-    """A source transform raised, or did not return a module.
+def source_transform_failed(method: str, message: str, remedy: str = "", **metadata: object) -> EtfarmError:
+    """Return the error of a source transform raised, or did not return a module.
 
     Its exception is the `__cause__`.
     """
-
-    reason = "SOURCE_TRANSFORM_FAILED"
-
-    def __init__(self, method: str, message: str, remedy: str = "", **metadata: object) -> None:
-        super().__init__(f"{method}: {message}", remedy, stage=TRANSFORM_STAGE, method=method, **metadata)
+    return error_for("SOURCE_TRANSFORM_FAILED", f"{method}: {message}", remedy, stage=TRANSFORM_STAGE, method=method, **metadata)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from etfarm.client.export.errors import BadModel, ModelNotOnCpu, UnsupportedInput
+from etfarm.client.export.errors import BadModel, UnsupportedInput, model_not_on_cpu
 from etfarm.client.export.samples import input_leaves, leaf_names
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ def must_be_exportable(method: str, module: nn.Module, args: tuple[Any, ...], kw
     Raises:
         BadModel: it is a module of TorchScript.
         UnsupportedInput: an input is an array of NumPy.
-        ModelNotOnCpu: a weight or input is elsewhere.
+        MODEL_NOT_ON_CPU: a weight or input is elsewhere.
     """
     import torch
 
@@ -39,4 +39,4 @@ def must_be_exportable(method: str, module: nn.Module, args: tuple[Any, ...], kw
     for name, tensor in [*weights, *((f"input {name}", leaf) for name, leaf in inputs)]:
         device = getattr(tensor, "device", None)
         if device is not None and device.type != "cpu":
-            raise ModelNotOnCpu(method, name, str(device))
+            raise model_not_on_cpu(method, name, str(device))

@@ -14,17 +14,16 @@ from types import ModuleType
 from etfarm.client.errors import ExtraMissing
 from etfarm.client.export import construction, usercode
 from etfarm.client.export.errors import (
-    ExampleInputsNotATuple,
     FactoryFailed,
-    FactoryNotFound,
-    FactoryReturnedSomethingElse,
-    ModelNotFound,
+    example_inputs_not_a_tuple,
+    factory_not_found,
+    factory_returned_something_else,
     with_article,
 )
 from etfarm.client.export.source import ModelSource
 from etfarm.client.export.spec import Demo, EagerSpec, FileFactory, HuggingFaceFolder, ModuleFactory
 from etfarm.client.export.traces import place_of
-from etfarm.wire.errors import EtfarmError
+from etfarm.wire.errors import EtfarmError, error_for
 
 SEED = 0
 """Seed of the random generators of Python, numpy and torch before a factory runs."""
@@ -53,12 +52,12 @@ def opened(
 
     Raises:
         ExtraMissing: torch is not installed.
-        ModelNotFound: the module of a ModuleFactory does not exist.
-        FactoryNotFound: the function does not exist.
+        MODEL_NOT_FOUND: the module of a ModuleFactory does not exist.
+        FACTORY_NOT_FOUND: the function does not exist.
         FactoryFailed: the user's code raised.
-        FactoryReturnedSomethingElse: it did not return a model.
-        ExampleInputsNotATuple: it returned (module, x) with an x that is not a tuple.
-        RemoteCodeRefused, UnsupportedArchitecture, BadCheckpoint: see `ModelSource.huggingface`.
+        FACTORY_RETURNED_SOMETHING_ELSE: it did not return a model.
+        EXAMPLE_INPUTS_NOT_A_TUPLE: it returned (module, x) with an x that is not a tuple.
+        REMOTE_CODE_REFUSED, UnsupportedArchitecture, BadCheckpoint: see `ModelSource.huggingface`.
     """
     if isinstance(spec, Demo):
         _require_torch(f"demo:{spec.name}")
@@ -77,7 +76,7 @@ def opened(
         module = _file_module(spec.path, own) if isinstance(spec, FileFactory) else _named_module(spec.module)
         factory = getattr(module, spec.name, None)
         if not callable(factory):
-            raise FactoryNotFound(where, spec.name, _functions(module))
+            raise factory_not_found(where, spec.name, _functions(module))
         _must_take_nothing(factory, f"{where}:{spec.name}")
         seed(SEED)
         if say is not None:
@@ -133,7 +132,8 @@ def _named_module(name: str) -> ModuleType:
         cause = error.__cause__
         missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
         if missing and (name == missing or name.startswith(f"{missing}.")):
-            raise ModelNotFound(
+            raise error_for(
+                "MODEL_NOT_FOUND",
                 f"There is no module {missing!r}.",
                 f"Python searches the working folder, {Path.cwd()}, and the installed packages.",
                 module=name,
@@ -183,15 +183,15 @@ def _as_source(where: str, returned: object) -> ModelSource:
     if isinstance(returned, ModelSource):
         for name, module in returned.methods.items():
             if not isinstance(module, nn.Module):
-                raise FactoryReturnedSomethingElse(where, f"a ModelSource whose method {name!r} is {_kind(module)}")
+                raise factory_returned_something_else(where, f"a ModelSource whose method {name!r} is {_kind(module)}")
         return returned
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], nn.Module):
         if not isinstance(returned[1], tuple):
-            raise ExampleInputsNotATuple("forward", type(returned[1]).__name__)
+            raise example_inputs_not_a_tuple("forward", type(returned[1]).__name__)
         return ModelSource.of(returned[0], returned[1])
     if inspect.iscoroutine(returned):
         returned.close()
-    raise FactoryReturnedSomethingElse(where, _kind(returned))
+    raise factory_returned_something_else(where, _kind(returned))
 
 
 def _kind(value: object) -> str:

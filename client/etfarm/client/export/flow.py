@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
-from etfarm.client.export.errors import BadModelSource, with_article
+from etfarm.client.export.errors import with_article
+from etfarm.wire.errors import error_for
 from etfarm.wire.flows import DECODER, EMBEDDING, ENCODERS
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def flow_parts(
         max_prompt_tokens: maximum number of tokens of one execution; with 1, lengths are static.
 
     Raises:
-        BadModelSource: a name is unknown, or the output of a module does not fit the input of the next.
+        BAD_MODEL_SOURCE: a name is unknown, or the output of a module does not fit the input of the next.
     """
     import torch
 
@@ -74,7 +75,8 @@ def flow_parts(
 
     embedded = _run(EMBEDDING, token_embedding, (tokens,), f"int64[1, {count}]")
     if len(embedded.shape) != 3 or embedded.shape[:2] != (1, count) or "float" not in embedded.dtype:
-        raise BadModelSource(
+        raise error_for(
+            "BAD_MODEL_SOURCE",
             f"{EMBEDDING!r} must return embeddings, float[1, {count}, width], for tokens int64[1, {count}], "
             f"and returns {embedded}.",
             "Return one row of values for each token.", method=EMBEDDING,
@@ -83,13 +85,15 @@ def flow_parts(
     for name, (module, inputs) in encoders.items():
         output = _run(name, module, inputs, "its example inputs")
         if (output.dtype, output.shape[-1:]) != (embedded.dtype, embedded.shape[-1:]):
-            raise BadModelSource(
+            raise error_for(
+                "BAD_MODEL_SOURCE",
                 f"{name!r} returns {output}, but {EMBEDDING!r} returns {embedded}: {DECODER!r} takes both.",
                 "Project the encoder's output to the width and dtype of the token embeddings.", method=name,
             )  # fmt: skip
         positions += prod(output.shape[:-1])
     if positions + 3 > max_context_tokens:
-        raise BadModelSource(
+        raise error_for(
+            "BAD_MODEL_SOURCE",
             f"The encoders return {positions:,} embeddings, which leave no room for text in a context of {max_context_tokens:,}.",
             "Give the decoder a larger cache (max_context_tokens=), or return fewer embeddings.", part="max_context_tokens",
         )  # fmt: skip
@@ -98,7 +102,8 @@ def flow_parts(
     start = torch.zeros(1, dtype=torch.int64)
     logits = _run(DECODER, text_decoder, (rows, start), f"{embedded}, the output of {EMBEDDING!r}, and int64[1]")
     if not logits.shape or "float" not in logits.dtype or logits.shape[-1] < vocab_size:
-        raise BadModelSource(
+        raise error_for(
+            "BAD_MODEL_SOURCE",
             f"{DECODER!r} must return logits, float[..., {vocab_size}], and returns {logits}.",
             "Return a value for each token of the vocabulary, or give its size with vocab_size=.", method=DECODER,
         )  # fmt: skip
@@ -112,11 +117,15 @@ def flow_parts(
 
 def _require_encoder(name: str, encoder: object) -> None:
     if name not in ENCODERS:
-        raise BadModelSource(
-            f"A flow has no encoder {name!r}.", f"ExecuTorch's runner knows {' and '.join(ENCODERS)}.", method=name
+        raise error_for(
+            "BAD_MODEL_SOURCE",
+            f"A flow has no encoder {name!r}.",
+            f"ExecuTorch's runner knows {' and '.join(ENCODERS)}.",
+            method=name,
         )
     if not isinstance(encoder, tuple) or len(encoder) != 2 or not isinstance(encoder[1], tuple):
-        raise BadModelSource(
+        raise error_for(
+            "BAD_MODEL_SOURCE",
             f"The encoder {name!r} is {with_article(type(encoder).__name__)}, not a module with its example inputs.",
             f'Give encoders={{"{name}": (module, (image,))}}.', method=name,
         )  # fmt: skip
@@ -126,7 +135,8 @@ def _require_arguments(name: str, module: nn.Module, count: int, what: str) -> N
     parameters = inspect.signature(module.forward).parameters.values()
     required = [each.name for each in parameters if each.default is inspect.Parameter.empty]
     if len(required) != count:
-        raise BadModelSource(
+        raise error_for(
+            "BAD_MODEL_SOURCE",
             f"The forward of {name!r} must take {what}, and takes {', '.join(required) or 'nothing'}.",
             "Wrap it in a module whose forward takes these.", method=name,
         )  # fmt: skip
@@ -136,7 +146,7 @@ def _run(name: str, module: nn.Module, inputs: tuple[Any, ...], takes: str) -> _
     """Return what the first output of a module is, computed without data where the module allows it, else by a copy of it.
 
     Raises:
-        BadModelSource: it does not run on these inputs, or does not return a tensor.
+        BAD_MODEL_SOURCE: it does not run on these inputs, or does not return a tensor.
     """
     import torch
     from torch._subclasses import fake_tensor
@@ -158,10 +168,15 @@ def _run(name: str, module: nn.Module, inputs: tuple[Any, ...], takes: str) -> _
                 output = copy.deepcopy(module)(*inputs)  # it looks at values; the copy keeps the cache as it is
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")
-        raise BadModelSource(
-            f"{name!r} does not take {takes}: {reason}.", "Make the output of each module fit the input of the next.", method=name
+        raise error_for(
+            "BAD_MODEL_SOURCE",
+            f"{name!r} does not take {takes}: {reason}.",
+            "Make the output of each module fit the input of the next.",
+            method=name,
         ) from error
     leaves = pytree.tree_leaves(output)
     if not leaves or not isinstance(leaves[0], torch.Tensor):
-        raise BadModelSource(f"{name!r} does not return a tensor.", "Return a tensor as the first output.", method=name)
+        raise error_for(
+            "BAD_MODEL_SOURCE", f"{name!r} does not return a tensor.", "Return a tensor as the first output.", method=name
+        )
     return _Shape(str(leaves[0].dtype).removeprefix("torch."), tuple(leaves[0].shape))

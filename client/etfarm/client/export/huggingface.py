@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from etfarm.client.errors import ExtraMissing
-from etfarm.client.export.errors import BadModelSource
 from etfarm.client.export.huggingface_folder import (
     DTYPES,
     MAX_MODULES,
@@ -26,12 +25,13 @@ from etfarm.client.export.huggingface_folder import (
     OPTIONS,
     BadCheckpoint,
     Folder,
-    RemoteCodeRefused,
-    TooManyRandomWeights,
     UnsupportedArchitecture,
     read_folder,
+    remote_code_refused,
+    too_many_random_weights,
 )
 from etfarm.client.export.noise import quiet, quiet_natively
+from etfarm.wire.errors import error_for
 from etfarm.wire.escapes import in_a_line
 from etfarm.wire.generation import draw_tokens
 
@@ -76,8 +76,11 @@ def load(
     """Load the model of a folder; see `ModelSource.huggingface`."""
     for option, choice in (("dtype", dtype), ("attention", attention), ("logits", logits)):
         if choice not in (choices := OPTIONS[option] or ()):
-            raise BadModelSource(
-                f"{option} must be one of {', '.join(choices)}, got {choice!r}.", "Give one of them.", part=option
+            raise error_for(
+                "BAD_MODEL_SOURCE",
+                f"{option} must be one of {', '.join(choices)}, got {choice!r}.",
+                "Give one of them.",
+                part=option,
             )
     checked, tell = read_folder(folder), say or (lambda _: None)
     with _importing(folder):
@@ -95,7 +98,9 @@ def load(
         ("attention", attention, "sdpa"), ("logits", logits, "last"),
     ):  # fmt: skip
         if value != default:
-            raise BadModelSource(f"{option} is an option of decoders, and {name} is not one.", "Leave it out.", part=option)
+            raise error_for(
+                "BAD_MODEL_SOURCE", f"{option} is an option of decoders, and {name} is not one.", "Leave it out.", part=option
+            )
     return _plain(checked, model)
 
 
@@ -208,7 +213,7 @@ def _few_modules(folder: Folder) -> Iterator[None]:
 def _config(transformers: Any, folder: Folder, say: Say) -> Any:
     if folder.has_code:
         if folder.model_type not in importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES:
-            raise RemoteCodeRefused(str(folder.path), folder.model_type)
+            raise remote_code_refused(str(folder.path), folder.model_type)
         say(
             f"{folder.path} brings Python code of its own (auto_map), which is not executed: transformers has "
             f"{folder.model_type!r}."
@@ -308,7 +313,7 @@ def _require_few_parameters(transformers: Any, folder: Folder, kind: str, config
     """Refuse a model with too many parameters for random weights or for its checkpoint, without memory for any.
 
     Raises:
-        TooManyRandomWeights: it has no checkpoint, and more than `limit` parameters.
+        TOO_MANY_RANDOM_WEIGHTS: it has no checkpoint, and more than `limit` parameters.
         BadCheckpoint: it has more than that, and more parameters than the checkpoint has bytes.
     """
     import torch
@@ -337,7 +342,7 @@ def _require_few_parameters(transformers: Any, folder: Folder, kind: str, config
             )
     elif count > limit:
         size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-        raise TooManyRandomWeights(str(folder.path), count, limit, size_bytes)
+        raise too_many_random_weights(str(folder.path), count, limit, size_bytes)
 
 
 def _must_be_whole(folder: Folder, loaded: Any) -> None:
@@ -373,7 +378,8 @@ def _decoder(
         why = f"'max_position_embeddings' in config.json must be a number, got {positions!r:.40}"
         raise UnsupportedArchitecture(str(folder.path), type(model).__name__, why)
     if context is not None and not 8 <= context <= positions:
-        raise BadModelSource(
+        raise error_for(
+            "BAD_MODEL_SOURCE",
             f"max_context_tokens must be 8 to {positions:,}, which config.json allows, got {context:,}.",
             f"Give for example max_context_tokens={min(positions, DEFAULT_CONTEXT_TOKENS)}.",
             part="max_context_tokens",

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from etfarm.client.export.errors import BadModelArgument, ModelNotFound
-from etfarm.wire.errors import UserError
+from etfarm.client.export.errors import BadModelArgument
+from etfarm.wire.errors import EtfarmError, UserError, error_for
 
 MAX_CONFIG_BYTES: Final = 4 << 20
 _MAX_INDEX_BYTES: Final = 64 << 20
@@ -34,19 +34,16 @@ OPTIONS: Final[dict[str, tuple[str, ...] | None]] = {
 """Options of `hf:FOLDER:NAME=VALUE,...` with their values; None for whole numbers."""
 
 
-class RemoteCodeRefused(UserError):
-    """A folder's model can only be created by Python code in the folder, which is not executed."""
-
-    reason = "REMOTE_CODE_REFUSED"
-
-    def __init__(self, folder: str, model_type: str) -> None:
-        super().__init__(
-            f"The model {model_type!r} in {folder} needs the folder's own Python code (auto_map in config.json), which etfarm "
-            "does not execute.",
-            "Update transformers if it has the architecture by now; else create the model in a file.py:factory of your own.",
-            folder=folder,
-            model_type=model_type,
-        )
+def remote_code_refused(folder: str, model_type: str) -> EtfarmError:
+    """Return the error of a folder's model can only be created by Python code in the folder, which is not executed."""
+    return error_for(
+        "REMOTE_CODE_REFUSED",
+        f"The model {model_type!r} in {folder} needs the folder's own Python code (auto_map in config.json), which etfarm "
+        "does not execute.",
+        "Update transformers if it has the architecture by now; else create the model in a file.py:factory of your own.",
+        folder=folder,
+        model_type=model_type,
+    )
 
 
 class UnsupportedArchitecture(UserError):
@@ -74,25 +71,22 @@ class BadCheckpoint(UserError):
     reason = "BAD_CHECKPOINT"
 
 
-class TooManyRandomWeights(UserError):
-    """A model without a checkpoint that has more parameters than are created at random.
+def too_many_random_weights(folder: str, parameters: int, limit: int, size_bytes: int) -> EtfarmError:
+    """Return the error of a model without a checkpoint that has more parameters than are created at random.
 
     Args:
         parameters: their number.
         limit: the number that is allowed.
         size_bytes: the memory that they would take.
     """
-
-    reason = "TOO_MANY_RANDOM_WEIGHTS"
-
-    def __init__(self, folder: str, parameters: int, limit: int, size_bytes: int) -> None:
-        super().__init__(
-            f"{folder} has no checkpoint, and its model has {parameters:,} parameters, {size_bytes / 1e9:.1f} GB: at most "
-            f"{limit:,} are created at random.",
-            f"Give hf:FOLDER:max_parameters={parameters} if this machine and the server have memory for several copies, reduce "
-            "num_hidden_layers in config.json, or add the checkpoint.",
-            folder=folder, parameters=parameters, limit=limit,
-        )  # fmt: skip
+    return error_for(
+        "TOO_MANY_RANDOM_WEIGHTS",
+        f"{folder} has no checkpoint, and its model has {parameters:,} parameters, {size_bytes / 1e9:.1f} GB: at most "
+        f"{limit:,} are created at random.",
+        f"Give hf:FOLDER:max_parameters={parameters} if this machine and the server have memory for several copies, reduce "
+        "num_hidden_layers in config.json, or add the checkpoint.",
+        folder=folder, parameters=parameters, limit=limit,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,19 +105,21 @@ def read_folder(path: Path) -> Folder:
     """Read the configuration of a folder.
 
     Raises:
-        ModelNotFound: there is no such folder, or it has no config.json.
+        MODEL_NOT_FOUND: there is no such folder, or it has no config.json.
         BadCheckpoint: config.json is not one of transformers, or the weights are not in safetensors files.
     """
     shown = str(path)
     file = path / "config.json"
     if not path.is_dir():
-        raise ModelNotFound(
+        raise error_for(
+            "MODEL_NOT_FOUND",
             f"There is no folder {shown}.",
             f"Paths start at the working folder, {Path.cwd()}. A model of the hub must be downloaded first.",
             path=shown,
         )
     if not file.is_file():
-        raise ModelNotFound(
+        raise error_for(
+            "MODEL_NOT_FOUND",
             f"{shown} has no config.json, so it is not a model of transformers.",
             "Give the folder that save_pretrained wrote, or a snapshot of the hub's repository.",
             path=shown,

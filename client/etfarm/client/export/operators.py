@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from etfarm.client.export.errors import ExportFailed, UnsupportedOutput
+from etfarm.client.export.errors import export_failed, unsupported_output
 from etfarm.client.export.remedies import DATA, GRADIENTS
 from etfarm.client.export.structures import to_plain
 from etfarm.client.export.traces import place_in
@@ -120,29 +120,29 @@ def must_be_savable(method: str, program: ExportedProgram, base: Path) -> None:
         base: folder that names of source files are relative to.
 
     Raises:
-        ExportFailed: it has a tensor of torch.func.grad, an assignment to `.data`, or changes the size of a tensor in place.
-        UnsupportedOutput: it returns a string or another object that is neither a tensor nor a number.
+        EXPORT_FAILED: it has a tensor of torch.func.grad, an assignment to `.data`, or changes the size of a tensor in place.
+        UNSUPPORTED_OUTPUT: it returns a string or another object that is neither a tensor nor a number.
     """
     import torch
 
     for value in program.constants.values():
         if isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
             line = "torch.func.grad, vjp and their like keep tensors of their own."
-            raise ExportFailed(method, "NotImplementedError", line, "", remedy=GRADIENTS)
+            raise export_failed(method, "NotImplementedError", line, "", remedy=GRADIENTS)
     for node in program.graph.nodes:
         if "_has_compatible_shallow_copy_type" in str(node.target):
             line = "an assignment to the .data of a tensor is not part of the program."
-            raise ExportFailed(method, "NotImplementedError", line, "", remedy=DATA)
+            raise export_failed(method, "NotImplementedError", line, "", remedy=DATA)
     if (reshaping := find_reshaping(program.graph, _REFUSED)) is not None:
         name, remedy, node = reshaping
         place = place_in(node.meta.get("stack_trace") or "", base)
         line = f"programs have no {name}, which changes the size of a tensor in place."
-        raise ExportFailed(method, "NotImplementedError", line, str(place or ""), remedy=remedy)
+        raise export_failed(method, "NotImplementedError", line, str(place or ""), remedy=remedy)
     outputs = [spec for spec in program.graph_signature.output_specs if spec.kind.name == "USER_OUTPUT"]
     for index, spec in enumerate(outputs):
         value = getattr(spec.arg, "value", None)
         if value is not None and not isinstance(value, bool | int | float):
-            raise UnsupportedOutput(method, type(value).__name__, "", _output_name(program, index))
+            raise unsupported_output(method, type(value).__name__, "", _output_name(program, index))
 
 
 def _output_name(program: ExportedProgram, index: int) -> str:

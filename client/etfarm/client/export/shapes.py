@@ -12,11 +12,11 @@ from etfarm.client.export.errors import (
     STAGE,
     DimSpecialized,
     DimWithoutMaximum,
-    DynamicShapesForm,
     UnsupportedInput,
     with_article,
 )
 from etfarm.wire.dim_guards import WHOLE_NUMBERS, computes_in_floats, how_to_exclude, why_floats
+from etfarm.wire.errors import error_for
 from etfarm.wire.fixed_numbers import how_to_vary
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def normal_shapes(method: str, module: nn.Module, args: tuple[Any, ...], kwargs:
     Arguments that a dictionary leaves out are static.
 
     Raises:
-        DynamicShapesForm: it names an argument that forward lacks, or is a tuple of another length.
+        DYNAMIC_SHAPES_FORM: it names an argument that forward lacks, or is a tuple of another length.
         DimWithoutMaximum: a Dim in it has no finite maximum.
         UnsupportedInput: it makes a Python number dynamic.
     """
@@ -57,7 +57,8 @@ def normal_shapes(method: str, module: nn.Module, args: tuple[Any, ...], kwargs:
     if isinstance(shapes, Mapping):
         unknown = [str(key) for key in shapes if key not in arguments]
         if unknown:
-            raise DynamicShapesForm(
+            raise error_for(
+                "DYNAMIC_SHAPES_FORM",
                 f"{method}: dynamic_shapes names {unknown[0]!r}, and forward is called with {', '.join(arguments)}.",
                 f'Write {{"{method}": {{"{arguments[0]}": {{0: Dim("n", max=64)}}}}}}.' if arguments else "",
                 stage=STAGE,
@@ -70,7 +71,8 @@ def normal_shapes(method: str, module: nn.Module, args: tuple[Any, ...], kwargs:
         return shapes
     if isinstance(shapes, tuple | list):
         if len(shapes) != len(arguments):
-            raise DynamicShapesForm(
+            raise error_for(
+                "DYNAMIC_SHAPES_FORM",
                 f"{method}: dynamic_shapes is {with_article(type(shapes).__name__)} of {len(shapes)}, and forward is called with "
                 f"{', '.join(arguments)}.",
                 "Give one entry per argument, None where it is static.",

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from etfarm.client.export.errors import DimSpecialized, ExportFailed
+from etfarm.client.export.errors import DimSpecialized, export_failed
 from etfarm.client.export.traces import place_in
 from etfarm.wire.dim_guards import WHOLE_NUMBERS, computes_in_floats, why_floats
 
@@ -35,7 +35,7 @@ def must_be_whole(method: str, program: ExportedProgram, base: Path) -> None:
         base: folder that names of source files are relative to.
 
     Raises:
-        ExportFailed: a function or a power cannot be saved, or a server takes its expression for code.
+        EXPORT_FAILED: a function or a power cannot be saved, or a server takes its expression for code.
         DimSpecialized: a condition, which torch.export checks for no dim that is a multiple, compares floats. int() of a float is
             one: it fixes the number to that of the example inputs.
     """
@@ -56,7 +56,7 @@ def must_be_whole(method: str, program: ExportedProgram, base: Path) -> None:
             place = place_in(node.meta.get("stack_trace") or "", base)
             line = f"programs have no {shown}."
             remedy = f"Write {instead}, where n is a size, such as x.shape[0]."
-            raise ExportFailed(method, "NotImplementedError", line, str(place or ""), remedy=remedy)
+            raise export_failed(method, "NotImplementedError", line, str(place or ""), remedy=remedy)
     for guard in program._guards_code:
         if computes_in_floats(guard):
             size = _SIZE.search(guard)

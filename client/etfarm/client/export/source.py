@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from etfarm.client.export.errors import BadModelSource, DynamicShapesForm, ExampleInputsNotATuple, with_article
+from etfarm.client.export.errors import example_inputs_not_a_tuple, with_article
+from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.model_limits import MAX_CALLS
 
 if TYPE_CHECKING:
@@ -39,9 +40,9 @@ class ModelSource:
         )
 
     Raises:
-        BadModelSource: a part names a method that `methods` lacks, or a method has no example inputs.
-        DynamicShapesForm: `dynamic_shapes` is not keyed by method.
-        ExampleInputsNotATuple: example or calibration inputs are not tuples.
+        BAD_MODEL_SOURCE: a part names a method that `methods` lacks, or a method has no example inputs.
+        DYNAMIC_SHAPES_FORM: `dynamic_shapes` is not keyed by method.
+        EXAMPLE_INPUTS_NOT_A_TUPLE: example or calibration inputs are not tuples.
     """
 
     methods: Mapping[str, nn.Module]
@@ -82,8 +83,10 @@ class ModelSource:
 
     def __post_init__(self) -> None:
         if not isinstance(self.methods, Mapping) or not self.methods:
-            raise BadModelSource(
-                "A ModelSource needs at least one method.", 'Give methods={"forward": module}, or use ModelSource.of.'
+            raise error_for(
+                "BAD_MODEL_SOURCE",
+                "A ModelSource needs at least one method.",
+                'Give methods={"forward": module}, or use ModelSource.of.',
             )
         if isinstance(self.dynamic_shapes, Mapping):
             foreign = [str(key) for key in self.dynamic_shapes if key not in self.methods]
@@ -94,14 +97,16 @@ class ModelSource:
         for part in ("example_inputs", "example_kwargs", "calibration_inputs"):
             value = getattr(self, part)
             if not isinstance(value, Mapping):
-                raise BadModelSource(
+                raise error_for(
+                    "BAD_MODEL_SOURCE",
                     f"{part} is {with_article(type(value).__name__)}, not a dictionary by method.",
                     f'Give {part}={{"{next(iter(self.methods))}": ...}}, or use ModelSource.of.',
                     part=part,
                 )
             for name in value:
                 if name not in self.methods:
-                    raise BadModelSource(
+                    raise error_for(
+                        "BAD_MODEL_SOURCE",
                         f"{part} names the method {name!r}, which is not in methods.",
                         f"The methods are {', '.join(self.methods)}.",
                         part=part,
@@ -109,7 +114,8 @@ class ModelSource:
                     )
         for name in self.methods:
             if name not in self.example_inputs:
-                raise BadModelSource(
+                raise error_for(
+                    "BAD_MODEL_SOURCE",
                     f"The method {name!r} has no example inputs.",
                     f'Give example_inputs={{"{name}": (x,)}}.',
                     part="example_inputs",
@@ -121,14 +127,16 @@ class ModelSource:
                 must_be_tuple(name, sample)
         for call in self.calls:
             if not isinstance(call, tuple | list) or len(call) != 2:
-                raise BadModelSource(
+                raise error_for(
+                    "BAD_MODEL_SOURCE",
                     f"calls has {with_article(type(call).__name__)} that is not a pair of a method and its arguments.",
                     f'Write ("{next(iter(self.methods))}", (x,)).',
                     part="calls",
                 )
             name, inputs = call
             if name not in self.methods:
-                raise BadModelSource(
+                raise error_for(
+                    "BAD_MODEL_SOURCE",
                     f"calls has the method {name!r}, which is not in methods.",
                     f"The methods are {', '.join(self.methods)}.",
                     part="calls",
@@ -136,19 +144,25 @@ class ModelSource:
                 )
             must_be_tuple(name, inputs)
         if len(self.calls) > MAX_CALLS:
-            raise BadModelSource(
-                f"calls must have at most {MAX_CALLS} calls, got {len(self.calls)}.", "Leave some out.", part="calls"
+            raise error_for(
+                "BAD_MODEL_SOURCE",
+                f"calls must have at most {MAX_CALLS} calls, got {len(self.calls)}.",
+                "Leave some out.",
+                part="calls",
             )
         for transform in self.source_transforms:
             if not callable(transform):
-                raise BadModelSource(
+                raise error_for(
+                    "BAD_MODEL_SOURCE",
                     f"A source transform is {with_article(type(transform).__name__)}, not a function.",
                     "Give functions of a method's name and its module that return a module.",
                     part="source_transforms",
                 )
         for name in self.constant_methods:
             if name in self.methods:
-                raise BadModelSource(f"{name!r} is both a method and a constant method.", "Rename one of them.", method=name)
+                raise error_for(
+                    "BAD_MODEL_SOURCE", f"{name!r} is both a method and a constant method.", "Rename one of them.", method=name
+                )
 
     @classmethod
     def of(
@@ -169,7 +183,7 @@ class ModelSource:
         The arguments are those of that method: `dynamic_shapes={"x": {0: Dim("n", max=64)}}`.
 
         Raises:
-            ExampleInputsNotATuple: `example_inputs` or a calibration sample is not a tuple.
+            EXAMPLE_INPUTS_NOT_A_TUPLE: `example_inputs` or a calibration sample is not a tuple.
         """
         return cls(
             methods={method: module},
@@ -212,7 +226,7 @@ class ModelSource:
             calibration_inputs, source_transforms: as in `of`.
 
         Raises:
-            BadModelSource: `forward` does not take two arguments, or a size is impossible.
+            BAD_MODEL_SOURCE: `forward` does not take two arguments, or a size is impossible.
         """
         longest = max_context_tokens - 1 if max_prompt_tokens is None else max_prompt_tokens
         metadata = _language_metadata(max_context_tokens, vocab_size, longest)
@@ -259,7 +273,7 @@ class ModelSource:
             source_transforms: as in `of`.
 
         Raises:
-            BadModelSource: an encoder's name is unknown, a size is impossible, or the output of a module does not fit the next.
+            BAD_MODEL_SOURCE: an encoder's name is unknown, a size is impossible, or the output of a module does not fit the next.
         """
         from etfarm.client.export.flow import flow_parts
 
@@ -313,12 +327,12 @@ class ModelSource:
 
         Raises:
             ExtraMissing: transformers is not installed.
-            ModelNotFound: there is no such folder, or it has no config.json.
-            RemoteCodeRefused: only Python code in the folder could create the model.
+            MODEL_NOT_FOUND: there is no such folder, or it has no config.json.
+            REMOTE_CODE_REFUSED: only Python code in the folder could create the model.
             UnsupportedArchitecture: transformers does not have it, or it has inputs or a cache that etfarm cannot make up.
             BadCheckpoint: the configuration or the weights cannot be used.
-            TooManyRandomWeights: without a checkpoint, the model has more parameters than `max_parameters`.
-            BadModelSource: an option has an unsupported value.
+            TOO_MANY_RANDOM_WEIGHTS: without a checkpoint, the model has more parameters than `max_parameters`.
+            BAD_MODEL_SOURCE: an option has an unsupported value.
         """
         from etfarm.client.export.huggingface import load
 
@@ -336,10 +350,11 @@ def _language_metadata(max_context_tokens: int, vocab_size: int, max_prompt_toke
     """Return the metadata methods of a language model.
 
     Raises:
-        BadModelSource: a size is impossible.
+        BAD_MODEL_SOURCE: a size is impossible.
     """
     if not (max_context_tokens >= 2 and vocab_size >= 1 and 1 <= max_prompt_tokens <= max_context_tokens):
-        raise BadModelSource(
+        raise error_for(
+            "BAD_MODEL_SOURCE",
             f"A language model needs 2 or more tokens of context, a vocabulary, and prompts of 1 to {max_context_tokens} "
             f"tokens, got {max_context_tokens}, {vocab_size} and {max_prompt_tokens}.",
             "Give max_context_tokens=, vocab_size= and max_prompt_tokens= of the model.", part="max_prompt_tokens",
@@ -357,13 +372,14 @@ def _causal_lm_parts(module: nn.Module, max_prompt_tokens: int, position_vector:
         max_prompt_tokens: maximum number of tokens of one execution; with 1, the length is static.
 
     Raises:
-        BadModelSource: `forward` does not take exactly two arguments.
+        BAD_MODEL_SOURCE: `forward` does not take exactly two arguments.
     """
     import torch
 
     parameters = [parameter.name for parameter in inspect.signature(module.forward).parameters.values()]
     if len(parameters) != 2:
-        raise BadModelSource(
+        raise error_for(
+            "BAD_MODEL_SOURCE",
             f"The forward of a language model must take tokens and positions, and takes {', '.join(parameters) or 'nothing'}.",
             "Wrap it: `forward(tokens, position)` with tokens int64[1, n] and the position of the first one, int64[1].",
         )
@@ -381,15 +397,16 @@ def must_be_tuple(method: str, inputs: object) -> None:
     """Check that example inputs, or a calibration sample, are positional arguments.
 
     Raises:
-        ExampleInputsNotATuple: they are not.
+        EXAMPLE_INPUTS_NOT_A_TUPLE: they are not.
     """
     if not isinstance(inputs, tuple):
-        raise ExampleInputsNotATuple(method, type(inputs).__name__)
+        raise example_inputs_not_a_tuple(method, type(inputs).__name__)
 
 
-def _not_by_method(methods: Mapping[str, object], what: str) -> DynamicShapesForm:
+def _not_by_method(methods: Mapping[str, object], what: str) -> EtfarmError:
     first = next(iter(methods))
-    return DynamicShapesForm(
+    return error_for(
+        "DYNAMIC_SHAPES_FORM",
         f"dynamic_shapes must be a dictionary by method, and {what}.",
         f'Write {{"{first}": {{"x": {{0: Dim("n", max=64)}}}}}}.',
         methods=",".join(methods),

@@ -17,14 +17,14 @@ from typing import Final
 from etfarm.client.export.errors import (
     FORMS,
     BadModelArgument,
-    ModelNotFound,
     NotAPt2,
     NotAPte,
     TruncatedProgram,
-    UnknownDemo,
+    unknown_demo,
 )
 from etfarm.client.export.huggingface_folder import parse_options, read_folder
 from etfarm.wire import pte
+from etfarm.wire.errors import error_for
 
 DEMOS: Final = ("resnet8", "ds_cnn", "mobilenet_v1_025")
 """The demos' names, as in `demo:NAME`."""
@@ -133,8 +133,8 @@ def resolve(text: str) -> ModelSpec:
 
     Raises:
         BadModelArgument: it has none of the six forms.
-        ModelNotFound: its file does not exist.
-        UnknownDemo: no demo has the name.
+        MODEL_NOT_FOUND: its file does not exist.
+        UNKNOWN_DEMO: no demo has the name.
         BadCheckpoint: the configuration or the weights of a folder cannot be used.
         NotAPt2, NotAPte, TruncatedProgram: the file does not have the format of its suffix.
     """
@@ -268,7 +268,7 @@ def _folder(text: str) -> HuggingFaceFolder:
 def _known_demo(name: str) -> str:
     if name in DEMOS:
         return name
-    raise UnknownDemo(name, difflib.get_close_matches(name.lower().replace("-", "_"), DEMOS, cutoff=0.4), DEMOS)
+    raise unknown_demo(name, difflib.get_close_matches(name.lower().replace("-", "_"), DEMOS, cutoff=0.4), DEMOS)
 
 
 def _existing(text: str) -> Path:
@@ -276,11 +276,13 @@ def _existing(text: str) -> Path:
     if path.is_file():
         return path
     if path.is_dir():
-        raise ModelNotFound(f"{text} is a folder, not a file.", path=text)
+        raise error_for("MODEL_NOT_FOUND", f"{text} is a folder, not a file.", path=text)
     folder = path.parent
     if not folder.is_dir():
-        raise ModelNotFound(f"There is no file {text}.", f"There is no folder {folder} in {Path.cwd()} either.", path=text)
+        raise error_for(
+            "MODEL_NOT_FOUND", f"There is no file {text}.", f"There is no folder {folder} in {Path.cwd()} either.", path=text
+        )
     siblings = [entry.name for entry in folder.iterdir() if entry.suffix == path.suffix]
     near = difflib.get_close_matches(path.name, siblings, n=1)
     remedy = f"Did you mean {folder / near[0]}?" if near else f"Paths start at the working folder, {Path.cwd()}."
-    raise ModelNotFound(f"There is no file {text}.", remedy, path=text)
+    raise error_for("MODEL_NOT_FOUND", f"There is no file {text}.", remedy, path=text)

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etfarm.client.export.errors import NothingToTransform, SourceTransformFailed, with_article
+from etfarm.client.export.errors import nothing_to_transform, source_transform_failed, with_article
 from etfarm.client.export.noise import quiet
 from etfarm.client.export.source import ModelSource
 from etfarm.client.export.subclasses import has_subclasses, unwrap
 from etfarm.client.export.traces import place_of
-from etfarm.wire.errors import EtfarmError, Kind, UserError
+from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.recipes import Quantization, Recipe
 
 if TYPE_CHECKING:
@@ -37,13 +37,6 @@ _PROVIDERS = {"xnnpack": "executorch.backends.xnnpack.recipes", "coreml": "execu
 
 _XNNPACK_GROUP = 32
 _NAMED_LAYERS = 4
-
-
-class ToolsMissing(UserError):
-    """A package that a recipe's source transform needs is not installed on the client."""
-
-    reason = "CLIENT_TOOLS_MISSING"
-    kind = Kind.FAILED_PRECONDITION
 
 
 def torchao_parts(recipe: Recipe) -> tuple[Part, ...]:
@@ -77,8 +70,8 @@ class Transform:
         """Check that the recipe matches weights to quantize in at least one method.
 
         Raises:
-            NothingToTransform: it matches no weights.
-            ToolsMissing: its provider or torchao is not installed.
+            NOTHING_TO_TRANSFORM: it matches no weights.
+            CLIENT_TOOLS_MISSING: its provider or torchao is not installed.
         """
         if self.recipe is None or not torchao_parts(self.recipe):
             return
@@ -94,14 +87,14 @@ class Transform:
             return  # they may add some
         shown = ", ".join(f"{count} {kind}" for kind, count in sorted(there.items(), key=lambda item: -item[1])[:4])
         kinds = "nn.Linear or nn.Embedding" if config.filter_fn is not None else "nn.Linear"
-        raise NothingToTransform(name, self.recipe.text, kinds, shown)
+        raise nothing_to_transform(name, self.recipe.text, kinds, shown)
 
     def apply(self, method: str) -> tuple[nn.Module, float | None]:
         """Return the method's module to export and the duration in ms; the user's own module and None if nothing changed.
 
         Raises:
-            SourceTransformFailed: a transform raised or did not return a module, or the weights do not fit the recipe.
-            ToolsMissing: the recipe's provider or torchao is not installed.
+            SOURCE_TRANSFORM_FAILED: a transform raised or did not return a module, or the weights do not fit the recipe.
+            CLIENT_TOOLS_MISSING: the recipe's provider or torchao is not installed.
         """
         module = self.source.methods[method]
         if self.is_empty and not has_subclasses(module):
@@ -126,7 +119,7 @@ class Transform:
         with self._refusals(method, f"the source transform {name}"):
             returned = transform(method, module)
         if not isinstance(returned, nn.Module):
-            raise SourceTransformFailed(
+            raise source_transform_failed(
                 method,
                 f"the source transform {name} returned {with_article(type(returned).__name__)}, not a module.",
                 "Return the module.",
@@ -160,7 +153,7 @@ class Transform:
         Source: `get_quant_params` of executorch/backends/xnnpack/operators/node_visitor.py 1.5.1.
 
         Raises:
-            SourceTransformFailed: no layer would be left to quantize.
+            SOURCE_TRANSFORM_FAILED: no layer would be left to quantize.
         """
         assert self.recipe is not None
         (part,) = torchao_parts(self.recipe)
@@ -172,7 +165,7 @@ class Transform:
         unfit = {path: width for path, width in widths.items() if width % _XNNPACK_GROUP}
         if unfit and len(unfit) == len(widths):
             path, width = next(iter(unfit.items()))
-            raise SourceTransformFailed(
+            raise source_transform_failed(
                 method,
                 f"{repr(path) if path else 'the module'} has {width} inputs, but XNNPACK takes 4-bit weights of a multiple "
                 f"of {_XNNPACK_GROUP} inputs only.",
@@ -188,7 +181,7 @@ class Transform:
             )
         return set(unfit)
 
-    def _does_not_fit(self, method: str, module: nn.Module, path: str, error: Exception) -> SourceTransformFailed:
+    def _does_not_fit(self, method: str, module: nn.Module, path: str, error: Exception) -> EtfarmError:
         """Return the error for torchao's refusal of a weight, with the layer's name and, for a group size, the sizes that fit."""
         assert self.recipe is not None
         (part,) = torchao_parts(self.recipe)
@@ -204,7 +197,7 @@ class Transform:
                 if fitting
                 else "Use a recipe that quantizes per channel."
             )
-            return SourceTransformFailed(
+            return source_transform_failed(
                 method,
                 f"{layer} has {width} inputs, which the group_size {group} of {part.specification.name} does not divide.",
                 remedy,
@@ -212,7 +205,7 @@ class Transform:
                 group_size=group,
             )
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return SourceTransformFailed(
+        return source_transform_failed(
             method,
             f"torchao cannot quantize {layer} for {self.recipe.text}: {reason}",
             "Use another recipe for this model.",
@@ -235,7 +228,7 @@ class Transform:
             place = place_of(error, self.base)
             at = f", at {place}" if place else ""
             text = (str(error).strip().splitlines() or [""])[0]
-            raise SourceTransformFailed(
+            raise source_transform_failed(
                 method,
                 f"{what} raised {type(error).__name__}: {text}{at}" if text else f"{what} raised {type(error).__name__}{at}.",
             ) from error
@@ -245,13 +238,13 @@ def _torchao_config(recipe: Recipe) -> Any:
     """Return the AOQuantizationConfig of ExecuTorch's own recipe.
 
     Raises:
-        ToolsMissing: a package of its provider is not installed here.
-        SourceTransformFailed: several parts rewrite the modules.
+        CLIENT_TOOLS_MISSING: a package of its provider is not installed here.
+        SOURCE_TRANSFORM_FAILED: several parts rewrite the modules.
     """
     parts = torchao_parts(recipe)
     if len(parts) > 1:
         names = " and ".join(part.specification.name for part in parts)
-        raise SourceTransformFailed(recipe.text, f"{names} both rewrite the modules.", "Combine only one of them with others.")
+        raise source_transform_failed(recipe.text, f"{names} both rewrite the modules.", "Combine only one of them with others.")
     (part,) = parts
     provider = _PROVIDERS.get(part.specification.backend, "")
     try:
@@ -264,7 +257,8 @@ def _torchao_config(recipe: Recipe) -> Any:
             export_recipe = ExportRecipe.get_recipe(member_type, **_arguments(part.specification.backend, part.arguments))
     except (ImportError, OSError, StopIteration, ValueError) as error:
         missing = getattr(error, "name", None) or (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ToolsMissing(
+        raise error_for(
+            "CLIENT_TOOLS_MISSING",
             f"Recipe {part.specification.name} rewrites modules on this machine, and what it needs is missing: {missing}.",
             "Run pip install 'etfarm[export]'" + (" coremltools." if part.specification.backend == "coreml" else "."),
             recipe=part.specification.name,

@@ -9,10 +9,11 @@ from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, Self
 
-from etfarm.client.errors import EtfarmError, Kind, UserError
+from etfarm.client.errors import EtfarmError
 from etfarm.client.models import ReservationInfo
 from etfarm.client.transport import decode_devices
 from etfarm.v1 import device_pb2
+from etfarm.wire.errors import error_for
 
 if TYPE_CHECKING:
     from etfarm.client.transport.stubs import Stubs
@@ -27,13 +28,6 @@ _RELEASE_S: Final = 10.0
 """Maximum time for the release at the end; without it, the reservation expires."""
 
 _ENDED: Final = ("RESERVATION_ENDED", "RESERVATION_NOT_FOUND")
-
-
-class ReservationNotOpen(UserError):
-    """Error of a reservation that is used outside of its `with` block."""
-
-    reason = "RESERVATION_NOT_OPEN"
-    kind = Kind.FAILED_PRECONDITION
 
 
 class AsyncReservation:
@@ -95,8 +89,10 @@ class AsyncReservation:
     def info(self) -> ReservationInfo:
         """The reservation as last renewed."""
         if self._info is None:
-            raise ReservationNotOpen(
-                "The devices are not reserved yet.", "Use it inside `with farm.reserve(...) as reservation:`."
+            raise error_for(
+                "RESERVATION_NOT_OPEN",
+                "The devices are not reserved yet.",
+                "Use it inside `with farm.reserve(...) as reservation:`.",
             )
         return self._info
 

@@ -14,6 +14,7 @@ from etfarm.client import reports
 from etfarm.client.jobs import report_file
 from etfarm.wire import comparison
 from etfarm.wire.comparison import Gate, Side
+from etfarm.wire.errors import error_for
 
 if TYPE_CHECKING:
     from etfarm.client.reports import Comparison, JobResult
@@ -43,7 +44,7 @@ def gate_of(texts: str | Sequence[str], *, strict: bool = False, accept_invalid:
     """Return the gate of `3%` or `["latency=3%", "size=1%"]`; None for an empty sequence.
 
     Raises:
-        BadGate: a limit cannot be parsed.
+        BAD_GATE: a limit cannot be parsed.
     """
     listed = [texts] if isinstance(texts, str) and texts else list(texts)
     return Gate.parse(listed, strict=strict, accept_invalid=accept_invalid)
@@ -89,11 +90,12 @@ async def _side(stubs: Stubs | None, what: Compared) -> Side:
         document = await asyncio.to_thread(report_file.read, Path(name))
         return Side(document["reports"], document["job"], name, choice)
     from etfarm.client.jobs.job import AsyncJob
-    from etfarm.client.transport.connection import NotConnected
     from etfarm.v1 import job_pb2
 
     if stubs is None:
-        raise NotConnected(f"{name} is a job, but no farm is connected.", "Compare files, or connect to the job's farm.")
+        raise error_for(
+            "NOT_CONNECTED", f"{name} is a job, but no farm is connected.", "Compare files, or connect to the job's farm."
+        )
     request = job_pb2.GetJobRequest(job_id=name)
     job = AsyncJob(stubs, await stubs.jobs.Get(request))
     document = await job.document(with_series=False)

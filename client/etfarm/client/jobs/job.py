@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from etfarm.client import reports
-from etfarm.client.errors import FarmError, Kind, OutputUnwritable, UserError
+from etfarm.client.errors import OutputUnwritable
 from etfarm.client.jobs import raw_files, series
 from etfarm.client.jobs.file_names import data_file_name, method_file, safe_name
 from etfarm.client.models import CellState, Event, JobInfo, JobState, LogLine
@@ -21,26 +21,12 @@ from etfarm.client.transport import decode, transfers
 from etfarm.client.transport.paging import iterate_pages
 from etfarm.v1 import common_pb2, job_pb2, report_pb2, webhook_pb2
 from etfarm.wire import report, tensors
-from etfarm.wire.errors import EtfarmError
+from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.names import RETRY_LABEL
 
 if TYPE_CHECKING:
     from etfarm.client.reports import JobResult
     from etfarm.client.transport.stubs import Stubs
-
-
-class CellNotFound(UserError):
-    """The job has no cell with that index."""
-
-    reason = "CELL_NOT_FOUND"
-    kind = Kind.NOT_FOUND
-
-
-class NothingThere(FarmError):
-    """A cell lacks the requested result although it succeeded, or has not finished yet."""
-
-    reason = "NOT_PRODUCED"
-    kind = Kind.NOT_FOUND
 
 
 class AsyncJob:
@@ -97,11 +83,13 @@ class AsyncJob:
         """Return the spec of a job that has only one of this job's cells, on the device that it ran on.
 
         Raises:
-            CellNotFound: the job has no such cell, or it never ran.
+            CELL_NOT_FOUND: the job has no such cell, or it never ran.
         """
         known = next((each for each in self._job.cells if each.id == cell and each.attempts), None)
         if known is None:
-            raise CellNotFound(f"Job {self.id} has no cell {cell!r} that ran on a device.", "`etfarm report show` lists them.")
+            raise error_for(
+                "CELL_NOT_FOUND", f"Job {self.id} has no cell {cell!r} that ran on a device.", "`etfarm report show` lists them."
+            )
         spec = job_pb2.JobSpec()
         spec.CopyFrom(self._job.spec)
         candidate = self._job.spec.candidates[known.candidate_index]
@@ -232,7 +220,7 @@ class AsyncJob:
             cell: index of the only cell to return lines of.
 
         Raises:
-            CellNotFound: the cell does not exist.
+            CELL_NOT_FOUND: the cell does not exist.
             EtfarmError: SERVER_UNREACHABLE.
         """
         cell_id = self._cell(cell).id if cell is not None else ""
@@ -256,7 +244,7 @@ class AsyncJob:
 
         Raises:
             EtfarmError: the cell failed; this is the cell's error.
-            CellNotFound, NothingThere: the cell does not exist, or has no outputs.
+            CELL_NOT_FOUND, NOT_PRODUCED: the cell does not exist, or has no outputs.
         """
         artifact = self._produced(cell, "outputs")
         values = tensors.decode(await transfers.download_bytes(self._stubs, artifact))
@@ -272,7 +260,7 @@ class AsyncJob:
 
         Raises:
             EtfarmError: the cell failed; this is the cell's error.
-            CellNotFound, NothingThere, OutputUnwritable: the cell or program does not exist, or a file cannot be written.
+            CELL_NOT_FOUND, NOT_PRODUCED, OutputUnwritable: the cell or program does not exist, or a file cannot be written.
         """
         path = Path(path)
         program = self._produced(cell, "program")
@@ -295,7 +283,7 @@ class AsyncJob:
 
         Raises:
             EtfarmError: the cell failed; this is the cell's error.
-            CellNotFound, NothingThere, OutputUnwritable: the cell or program does not exist, or a file cannot be written.
+            CELL_NOT_FOUND, NOT_PRODUCED, OutputUnwritable: the cell or program does not exist, or a file cannot be written.
         """
         path = Path(path)
         programs = await self._files(cell, "exported_programs")
@@ -307,7 +295,7 @@ class AsyncJob:
 
         Raises:
             EtfarmError: the cell failed; this is the cell's error.
-            CellNotFound, NothingThere: the cell does not exist, or the job produced a program.
+            CELL_NOT_FOUND, NOT_PRODUCED: the cell does not exist, or the job produced a program.
         """
         return list(await self._files(cell, "stage_files"))
 
@@ -321,7 +309,7 @@ class AsyncJob:
 
         Raises:
             EtfarmError: the cell failed; this is the cell's error.
-            CellNotFound, NothingThere, OutputUnwritable: the cell or a file does not exist, or a file cannot be written.
+            CELL_NOT_FOUND, NOT_PRODUCED, OutputUnwritable: the cell or a file does not exist, or a file cannot be written.
         """
         folder = Path(folder)
         there = await self._files(cell, "stage_files")
@@ -335,7 +323,9 @@ class AsyncJob:
             to = {name: folder / safe_name(name) for name in there}
         for name in to:
             if name not in there:
-                raise NothingThere(f"The stage wrote no {name}; it wrote {', '.join(there)}.", job=self.id, cell=cell)
+                raise error_for(
+                    "NOT_PRODUCED", f"The stage wrote no {name}; it wrote {', '.join(there)}.", job=self.id, cell=cell
+                )
         return await self._download({name: there[name] for name in to}, {name: Path(path) for name, path in to.items()})
 
     async def save_etrecord(self, path: str | Path, cell: int = 0) -> Path:
@@ -343,7 +333,7 @@ class AsyncJob:
 
         Raises:
             EtfarmError: the cell failed; this is the cell's error.
-            CellNotFound, NothingThere, OutputUnwritable: the cell or ETRecord does not exist, or `path` cannot be
+            CELL_NOT_FOUND, NOT_PRODUCED, OutputUnwritable: the cell or ETRecord does not exist, or `path` cannot be
                 written.
         """
         artifact: common_pb2.Artifact = self._produced(cell, "etrecord")
@@ -359,14 +349,17 @@ class AsyncJob:
         Return the written files, README.txt first.
 
         Raises:
-            CellNotFound, NothingThere, OutputUnwritable: the cell or report does not exist, or a file cannot be written.
+            CELL_NOT_FOUND, NOT_PRODUCED, OutputUnwritable: the cell or report does not exist, or a file cannot be written.
             EtfarmError: a file was removed from the store; SERVER_UNREACHABLE.
         """
         message = self._cell(cell)
         for entry in await self._reports(message.id):
             return await raw_files.save(self._stubs, self._job, message, entry, Path(folder))
-        raise NothingThere(
-            f"Cell {cell} of job {self.id} has no report: it is {decode.cell(message).state}.", job=self.id, cell=cell
+        raise error_for(
+            "NOT_PRODUCED",
+            f"Cell {cell} of job {self.id} has no report: it is {decode.cell(message).state}.",
+            job=self.id,
+            cell=cell,
         )
 
     async def _show_progress(self) -> None:
@@ -388,7 +381,7 @@ class AsyncJob:
             artifacts = getattr(entry.compile.compilation, what)
             if artifacts:
                 return dict(sorted(artifacts.items()))
-        raise NothingThere(f"Cell {cell} of job {self.id} has no {what.replace('_', ' ')}.", job=self.id, cell=cell)
+        raise error_for("NOT_PRODUCED", f"Cell {cell} of job {self.id} has no {what.replace('_', ' ')}.", job=self.id, cell=cell)
 
     async def _reports(self, cell_id: str = "") -> list[report_pb2.Report]:
         """Return all existing reports of the job, or those of one cell."""
@@ -433,7 +426,9 @@ class AsyncJob:
         for cell in self._job.cells:
             if cell.index == index:
                 return cell
-        raise CellNotFound(f"Job {self.id} has no cell {index}.", f"It has {len(self._job.cells)}.", job=self.id, cell=index)
+        raise error_for(
+            "CELL_NOT_FOUND", f"Job {self.id} has no cell {index}.", f"It has {len(self._job.cells)}.", job=self.id, cell=index
+        )
 
     def _produced(self, index: int, what: str) -> Any:
         cell = self._cell(index)
@@ -444,5 +439,7 @@ class AsyncJob:
             is_live = not CellState(known.state).is_terminal
             why = "it has not reached that stage" if is_live else "it produced none"
             remedy = "Wait for the job first: job.result()." if is_live else ""
-            raise NothingThere(f"Cell {index} of job {self.id} has no {what}: {why}.", remedy, job=self.id, cell=index)
+            raise error_for(
+                "NOT_PRODUCED", f"Cell {index} of job {self.id} has no {what}: {why}.", remedy, job=self.id, cell=index
+            )
         return getattr(cell, what)

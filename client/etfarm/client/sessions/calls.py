@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
-from etfarm.client.errors import UserError
-from etfarm.client.submit import npz
 from etfarm.client.submit.inputs import in_order, value_of
 from etfarm.v1 import common_pb2
 from etfarm.wire import tensors, timings
+from etfarm.wire.errors import error_for
 from etfarm.wire.pt2 import InputType
 from etfarm.wire.tensors import Scalar, Tensor, Value
 from etfarm.wire.words import word_of
@@ -20,18 +19,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from etfarm.v1 import session_pb2
-
-
-class NoSuchOutput(UserError):
-    """No output has the name."""
-
-    reason = "OUTPUT_UNKNOWN"
-
-
-class SeveralOutputs(UserError):
-    """Error of using a method's outputs as one array when it does not have exactly one output."""
-
-    reason = "SEVERAL_OUTPUTS"
 
 
 class Outputs(list[Any]):
@@ -62,12 +49,14 @@ class Outputs(list[Any]):
         """Return an output by its position or name.
 
         Raises:
-            NoSuchOutput: no output, or more than one, has the name.
+            OUTPUT_UNKNOWN: no output, or more than one, has the name.
         """
         if not isinstance(key, str):
             return super().__getitem__(key)
         if self.names.count(key) != 1:
-            raise NoSuchOutput(f"There is no output {key!r}.", f"The outputs are {', '.join(self.names)}.", output=key)
+            raise error_for(
+                "OUTPUT_UNKNOWN", f"There is no output {key!r}.", f"The outputs are {', '.join(self.names)}.", output=key
+            )
         return super().__getitem__(self.names.index(key))
 
     def array(self, key: SupportsIndex | str | None = None) -> NDArray[Any]:
@@ -77,13 +66,13 @@ class Outputs(list[Any]):
             key: the output's position or name; the only output when None.
 
         Raises:
-            NoSuchOutput: no output, or more than one, has the name.
-            SeveralOutputs: `key` is None, and there is not exactly one output.
+            OUTPUT_UNKNOWN: no output, or more than one, has the name.
+            SEVERAL_OUTPUTS: `key` is None, and there is not exactly one output.
         """
         import numpy as np
 
         if key is None and len(self) != 1:
-            raise SeveralOutputs(f"There are {len(self)} outputs.", "Choose one: y[0].")
+            raise error_for("SEVERAL_OUTPUTS", f"There are {len(self)} outputs.", "Choose one: y[0].")
         return np.asarray(self[0 if key is None else key])
 
     def as_dict(self) -> dict[str, Any]:
@@ -95,7 +84,7 @@ class Outputs(list[Any]):
         """Return the only output as an array.
 
         Raises:
-            SeveralOutputs: there is not exactly one output.
+            SEVERAL_OUTPUTS: there is not exactly one output.
         """
         import numpy as np
 
@@ -204,7 +193,8 @@ def flattened(
     listed = f": the inputs are {', '.join(names)}" if names else ""
     for key, value in {**arguments, **named}.items():
         if isinstance(value, str | bytes | Mapping):
-            raise npz.UnsupportedInputArray(
+            raise error_for(
+                "UNSUPPORTED_INPUT",
                 f"The input {key} is a {type(value).__name__}.",
                 f"Give arrays, torch tensors or numbers{listed}.",
                 place=key,

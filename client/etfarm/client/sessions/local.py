@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
-from etfarm.client.errors import FarmError, UserError
 from etfarm.client.sessions.open_calls import Line, TextCallback
 from etfarm.client.sessions.program import ServedModel, send_program
 from etfarm.client.sessions.session import AsyncSession
@@ -22,6 +21,7 @@ from etfarm.client.transport.retry import Patience
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import session_pb2
 from etfarm.wire.channel import Access, open_channel
+from etfarm.wire.errors import error_for
 
 START_S = 60.0
 """Seconds that the runner's server may take to start, on a busy machine."""
@@ -29,18 +29,6 @@ START_S = 60.0
 _END_S = 5.0
 _SOCKET_BYTES = 90
 """Maximum length of the folder's path: a unix socket's path may have 107 bytes, and the socket's name needs some."""
-
-
-class LocalNeedsProgram(UserError):
-    """Error of a model that is not compiled, for which there is no farm to compile it."""
-
-    reason = "LOCAL_NEEDS_PROGRAM"
-
-
-class LocalRunnerFailed(FarmError):
-    """Error of the process that serves local sessions, which did not start."""
-
-    reason = "LOCAL_RUNNER_FAILED"
 
 
 class AsyncLocalSession(AsyncSession):
@@ -74,7 +62,7 @@ class AsyncLocalSession(AsyncSession):
             data, methods, method, threads, cores, on_log: as in AsyncFarm.session.
 
         Raises, when it is entered:
-            LocalNeedsProgram: `program` is a model that is not compiled.
+            LOCAL_NEEDS_PROGRAM: `program` is a model that is not compiled.
             EtfarmError: the program cannot be loaded, or there is no runner for this machine and none can be built.
         """
         served = ServedModel(program, data=data)
@@ -85,7 +73,8 @@ class AsyncLocalSession(AsyncSession):
             folder = stack.enter_context(_folder())
             model = await asyncio.to_thread(served.prepared, folder)
             if model.program is None:
-                raise LocalNeedsProgram(
+                raise error_for(
+                    "LOCAL_NEEDS_PROGRAM",
                     f"{model.name} is not compiled, and a local session has no farm to compile it.",
                     "Give a .pte, as written by `etfarm compile MODEL -o x.pte`, or use Farm().session.",
                     model=model.name,
@@ -156,7 +145,8 @@ async def _start(stack: AsyncExitStack, folder: Path) -> str:
         line = await asyncio.wait_for(process.stdout.readline(), START_S)
     if not line:
         log_lines = log.read_text(errors="replace").strip().splitlines()
-        raise LocalRunnerFailed(
+        raise error_for(
+            "LOCAL_RUNNER_FAILED",
             f"The local runner's server did not start: {log_lines[-1] if log_lines else 'no output'}.",
             "Install etfarm[agent,export].",
         )

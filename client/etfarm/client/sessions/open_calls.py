@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
-from etfarm.client.errors import EtfarmError, FarmError, Kind, UserError, from_rpc_error
+from etfarm.client.errors import from_rpc_error
 from etfarm.client.sessions.text import Parts
 from etfarm.client.submit.value_names import ValueNames
 from etfarm.client.transport import transfers
 from etfarm.v1 import common_pb2, compile_pb2, session_pb2
 from etfarm.wire import chunks, sessions, tensors
-from etfarm.wire.errors import AWAY_REASONS
+from etfarm.wire.errors import AWAY_REASONS, EtfarmError, error_for
 from etfarm.wire.located_failures import CRASHED, LOCATED_REASONS, locate
 from etfarm.wire.status import from_proto, is_unanswered
 
@@ -32,20 +32,6 @@ Generating = grpc.aio.UnaryStreamCall[session_pb2.GenerateSessionRequest, sessio
 
 TextCallback = Callable[[str], None]
 """Callback that takes one line or sentence."""
-
-
-class SessionClosed(UserError):
-    """Error of a session that is used outside of its `with` block."""
-
-    reason = "SESSION_CLOSED"
-    kind = Kind.FAILED_PRECONDITION
-
-
-class SessionCut(FarmError):
-    """Error of a session stream that ended without a reason."""
-
-    reason = "SESSION_LOST"
-    kind = Kind.UNAVAILABLE
 
 
 FindOperators = Callable[[], Awaitable[Mapping[str, compile_pb2.LocatedOperators]]]
@@ -264,15 +250,15 @@ class SessionCalls:
         line = self.require_open()
         return await transfers.download_bytes(line.stubs, artifact)
 
-    def not_open(self) -> SessionClosed:
+    def not_open(self) -> EtfarmError:
         """Return the error of a call while the session is not open."""
-        return SessionClosed("The session is not open.", f"Use it inside of `{self._usage}`.")
+        return error_for("SESSION_CLOSED", "The session is not open.", f"Use it inside of `{self._usage}`.")
 
     def require_open(self) -> Line:
         """Return the line of the open session.
 
         Raises:
-            SessionClosed: it is not open.
+            SESSION_CLOSED: it is not open.
         """
         if self._line is None:
             raise self.not_open()
@@ -286,8 +272,8 @@ class SessionCalls:
         backoff: Backoff,
     ) -> None:
         """Process the session's events until the stream ends."""
-        error: EtfarmError = SessionCut(
-            f"The server at {line.stubs.server} ended the session without a reason.", "Open another session."
+        error: EtfarmError = error_for(
+            "SESSION_LOST", f"The server at {line.stubs.server} ended the session without a reason.", "Open another session."
         )
         try:
             async for event in events:

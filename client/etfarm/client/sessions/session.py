@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from etfarm.client.errors import EtfarmError
 from etfarm.client.models import Device
 from etfarm.client.sessions.calls import Loop, Outputs, flattened, loop_of, types_of_program
-from etfarm.client.sessions.open_calls import Connect, SessionCalls, SessionClosed, TextCallback
+from etfarm.client.sessions.open_calls import Connect, SessionCalls, TextCallback
 from etfarm.client.sessions.text import AsyncTokenStream, TextContext, request_of
-from etfarm.client.submit.early_checks import NoSuchMethod
 from etfarm.client.submit.input_types import require_count, require_fitting
 from etfarm.client.transport import decode_devices
 from etfarm.v1 import session_pb2
 from etfarm.wire import sessions, tensors
+from etfarm.wire.errors import EtfarmError, error_for
 
 if TYPE_CHECKING:
     pass
@@ -88,12 +87,12 @@ class AsyncSession:
         text.
 
         Raises:
-            NoSuchMethod: the program has no such method.
+            METHOD_MISSING: the program has no such method.
         """
         described = self._method(method)
         if described is None:
             there = f"It has: {', '.join(self.methods)}."
-            raise NoSuchMethod(f"The program has no method {method!r}.", there, method=method)
+            raise error_for("METHOD_MISSING", f"The program has no method {method!r}.", there, method=method)
         own = [value.name for value in described.inputs]
         known = self._calls.require_open().names.inputs.get(method, ())
         return tuple(known or (own if all(own) else map(str, range(len(own)))))
@@ -124,7 +123,7 @@ class AsyncSession:
 
         Raises:
             UserError: an input does not fit; the session stays usable. Errors such as PROGRAM_CRASHED end the session.
-            NoSuchMethod: the program has several methods, and the call names none.
+            METHOD_MISSING: the program has several methods, and the call names none.
             EtfarmError: the session has ended; this is the reason.
         """
         if inputs and isinstance(inputs[0], str):
@@ -209,7 +208,7 @@ class AsyncSession:
             prefill_method, decode_method: the methods that process the prompt and generate tokens; recognized when empty.
 
         Raises:
-            BadCall: a value is out of range. The iteration raises the other errors; see TokenStream.result.
+            BAD_CALL: a value is out of range. The iteration raises the other errors; see TokenStream.result.
             EtfarmError: the session is not open.
         """
         self._calls.require_open()
@@ -251,12 +250,13 @@ class AsyncSession:
         values = tensors.decode(await sessions.unpack(answer.outputs, self._calls.fetch))
         return Outputs(self._calls.require_open().names.name_outputs(method, values), run_ns)
 
-    def _not_open(self) -> SessionClosed:
+    def _not_open(self) -> EtfarmError:
         return self._calls.not_open()
 
     def _only_method(self) -> str:
         if len(self.methods) != 1:
-            raise NoSuchMethod(
+            raise error_for(
+                "METHOD_MISSING",
                 f"The program has {len(self.methods)} methods, and the call names none.",
                 f"Name it first, as in run({self.methods[0]!r}, x). Methods: {', '.join(self.methods)}.",
             )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from etfarm.v1 import session_pb2
 from etfarm.wire import sessions
-from etfarm.wire.sessions import BadCall
+from etfarm.wire.errors import error_for
 from etfarm.wire.status import from_proto
 from etfarm.wire.words import word_of
 
@@ -157,11 +157,11 @@ def request_of(
         fields: other fields of SessionGeneration.
 
     Raises:
-        BadCall: a value is not of its type or out of range.
+        BAD_CALL: a value is not of its type or out of range.
     """
     at_eos = isinstance(stop_tokens, str)
     if at_eos and stop_tokens != "eos":
-        raise BadCall(f"`stop_tokens` is {stop_tokens!r}.", 'Give token ids, or "eos" for the program\'s own.')
+        raise error_for("BAD_CALL", f"`stop_tokens` is {stop_tokens!r}.", 'Give token ids, or "eos" for the program\'s own.')
     try:
         request = session_pb2.SessionGeneration(
             prompt_tokens=_token_ids("prompt_tokens", prompt_tokens),
@@ -171,8 +171,8 @@ def request_of(
             **fields,
         )
     except (ValueError, TypeError) as error:
-        raise BadCall(
-            f"The request for a generation has an impossible value: {error}.", "Give whole numbers of 0 or more."
+        raise error_for(
+            "BAD_CALL", f"The request for a generation has an impossible value: {error}.", "Give whole numbers of 0 or more."
         ) from None
     sessions.check_task(session_pb2.SessionTask(generation=request))
     return request
@@ -188,10 +188,13 @@ def _token_ids(name: str, values: Any) -> list[int]:
     if array.ndim == 2 and array.shape[0] == 1:
         array = array[0]
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise BadCall(
+        raise error_for(
+            "BAD_CALL",
             f"`{name}` must be whole numbers in one row, got {array.dtype} of shape {list(array.shape)}.",
             "Give the token ids that the model's tokenizer returns.",
         )
     if array.min() < 0 or array.max() > _MAX_TOKEN:
-        raise BadCall(f"`{name}` must be 0 to {_MAX_TOKEN:,}.", "Give the token ids that the model's tokenizer returns.")
+        raise error_for(
+            "BAD_CALL", f"`{name}` must be 0 to {_MAX_TOKEN:,}.", "Give the token ids that the model's tokenizer returns."
+        )
     return [int(value) for value in array]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from etfarm.client.export.errors import CalibrationMismatch, NoCalibrationSamples
+from etfarm.client.export.errors import CalibrationMismatch, no_calibration_samples
 from etfarm.client.submit import input_names, npz
 from etfarm.client.submit.input_types import find_mismatches
 from etfarm.client.submit.inputs import Arrays, in_order, named_arrays
@@ -35,10 +35,10 @@ def calibrated(
         folder: folder for samples as files instead of in memory; the caller removes it.
 
     Raises:
-        NoCalibrationSamples: the set is empty.
+        NO_CALIBRATION_SAMPLES: the set is empty.
         CalibrationMismatch: a sample's dtype or shape does not fit the method.
         UnknownInput, InputMissing, DuplicateInput: a sample's keys do not fit.
-        InputFileUnreadable, UnsupportedInputArray: see `npz.read_named`.
+        INPUT_FILE_UNREADABLE, UNSUPPORTED_INPUT: see `npz.read_named`.
     """
     samples: dict[str, list[bytes | Path]] = {}
     for label, named in _samples(calibration, batched):
@@ -47,7 +47,7 @@ def calibrated(
             _must_match(method, label, ordered, prepared.input_types)
             samples.setdefault(method, []).append(_kept(tensors.encode(ordered), folder))
     if not samples:
-        raise NoCalibrationSamples(model)
+        raise no_calibration_samples(model)
     methods = {
         name: replace(method, calibration=tuple(samples.get(name, ()))) if name in samples else method
         for name, method in export.methods.items()

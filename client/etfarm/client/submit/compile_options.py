@@ -49,7 +49,7 @@ class CompileOptions:
         """Check the options that the server cannot check.
 
         Raises:
-            BadOption: both spellings of an option are set, or there is no recipe.
+            BAD_OPTION: both spellings of an option are set, or there is no recipe.
         """
         chosen_recipes(self.recipe, self.recipes)
 

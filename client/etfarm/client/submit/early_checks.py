@@ -18,7 +18,7 @@ from etfarm.client.submit import input_names
 from etfarm.client.submit.input_types import require_fitting
 from etfarm.client.submit.prepared import PreparedModel
 from etfarm.v1 import job_pb2
-from etfarm.wire.errors import EtfarmError, Kind, UserError
+from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.pt2 import InputType
 from etfarm.wire.tensors import Value
 
@@ -26,13 +26,6 @@ if TYPE_CHECKING:
     from etfarm.client.export.source import ModelSource
     from etfarm.client.transport.stubs import Stubs
     from etfarm.wire.recipes import Recipe
-
-
-class NoSuchMethod(UserError):
-    """A model or program has no method of the name."""
-
-    reason = "METHOD_MISSING"
-    kind = Kind.NOT_FOUND
 
 
 async def require_accepted(stubs: Stubs, spec: job_pb2.JobSpec, models: Sequence[Any], recipes: Sequence[Recipe]) -> None:
@@ -67,7 +60,7 @@ def check_source(name: str, source: ModelSource, methods: Sequence[str], inputs:
         inputs: the job's inputs by method and key; None for the model's own.
 
     Raises:
-        NoSuchMethod: the model lacks a method.
+        METHOD_MISSING: the model lacks a method.
         UnknownInput, InputMissing, DuplicateInput: a key belongs to no method, or names no argument of `forward`.
         InputMismatch: a tensor has another dtype or number of dims than the argument's example, or another shape, and no dynamic
             shapes are set.
@@ -85,11 +78,12 @@ def require_methods(name: str, known: Collection[str], methods: Sequence[str]) -
     """Check that a model has the methods that a job names.
 
     Raises:
-        NoSuchMethod: it lacks one.
+        METHOD_MISSING: it lacks one.
     """
     for method in methods:
         if method not in known:
-            raise NoSuchMethod(
+            raise error_for(
+                "METHOD_MISSING",
                 f"{name} has no method {method!r}.", f"It has: {', '.join(sorted(known))}. Choose with --method (methods=).",
                 method=method,
             )  # fmt: skip

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, SupportsIndex
 
-from etfarm.client.submit.options import BadOption, to_list
+from etfarm.client.submit.options import to_list
 from etfarm.client.submit.token_files import read_tokens
 from etfarm.v1 import generation_pb2
+from etfarm.wire.errors import EtfarmError, error_for
 
 DEFAULT_TOKENS: Final = 128
 
@@ -46,8 +47,8 @@ class Generate:
         """Check the values that the server cannot check.
 
         Raises:
-            BadOption: a depth is neither a number of tokens nor a share, or a number needs more than 32 bits.
-            BadTextFile: the file of a text cannot be read.
+            BAD_OPTION: a depth is neither a number of tokens nor a share, or a number needs more than 32 bits.
+            BAD_TEXT_FILE: the file of a text cannot be read.
         """
         self.message()
 
@@ -101,18 +102,20 @@ def _require_count(option: str, value: int) -> None:
     """Require a number that a message can hold; the server knows the limits of each.
 
     Raises:
-        BadOption: it is negative, too large, or no whole number.
+        BAD_OPTION: it is negative, too large, or no whole number.
     """
     is_whole = isinstance(value, SupportsIndex) and not isinstance(value, bool)
     if not is_whole or not 0 <= value < 1 << 31:
-        raise BadOption(
+        raise error_for(
+            "BAD_OPTION",
             f"`{option}` must be a whole number of 0 or more with at most 31 bits, got {str(value)[:40]}.",
             "Give a number such as 128.", option=option,
         )  # fmt: skip
 
 
-def _bad_depth(depth: object) -> BadOption:
-    return BadOption(
+def _bad_depth(depth: object) -> EtfarmError:
+    return error_for(
+        "BAD_OPTION",
         f"A depth must be a number of tokens or a share of the context, got {depth!r}.",
         "Give for example 1024, 0.75 or '75%'.", option="depths",
     )  # fmt: skip

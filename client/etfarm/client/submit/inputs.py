@@ -7,7 +7,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from etfarm.client.errors import UserError
 from etfarm.client.submit import input_names, npz
 from etfarm.wire import tensors
 from etfarm.wire.samples import MAX_SAMPLES
@@ -23,12 +22,6 @@ Arrays: TypeAlias = "Mapping[str, NDArray[np.generic]] | Sequence[NDArray[np.gen
 
 Inputs: TypeAlias = "Path | str | Arrays"
 """Types that the library takes as inputs: an .npz, a folder of .npz files with one sample each, or `Arrays`."""
-
-
-class InputsDiffer(UserError):
-    """Error of one inputs file for models with different input names or input orders."""
-
-    reason = "INPUTS_DIFFER"
 
 
 def named_arrays(arrays: Arrays) -> dict[str, input_names.Named]:

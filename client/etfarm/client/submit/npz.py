@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from etfarm.client.errors import OutputUnwritable
 from etfarm.client.submit.input_names import UNSAID, Named, by_method, order
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import error_for
 from etfarm.wire.output_names import distinct_names
 from etfarm.wire.tensors import ITEM_BYTES, Scalar, Tensor, Value, dtype_of, from_array, to_array
 
@@ -47,18 +47,6 @@ _ESCAPED: Final = re.compile(r"[/%\x00-\x1f\x7f-\x9f]|\.(?=(?:dtype|dim_order|np
 _ESCAPES: Final = re.compile(r"(?:%[0-9A-Fa-f]{2})+")
 
 
-class InputFileUnreadable(UserError):
-    """An inputs file is missing, truncated or not an .npz."""
-
-    reason = "INPUT_FILE_UNREADABLE"
-
-
-class UnsupportedInputArray(UserError):
-    """An array of an inputs file has an unsupported dtype, or a wrong `.dtype` beside it."""
-
-    reason = "UNSUPPORTED_INPUT"
-
-
 def read_named(path: Path) -> dict[str, Named]:
     """Return the values of an .npz by method and key.
 
@@ -68,16 +56,16 @@ def read_named(path: Path) -> dict[str, Named]:
 
 
     Raises:
-        InputFileUnreadable: it is missing, truncated, not an .npz, or contains Python objects.
-        UnsupportedInputArray: an unsupported dtype, or a `.dtype` that does not match.
+        INPUT_FILE_UNREADABLE: it is missing, truncated, not an .npz, or contains Python objects.
+        UNSUPPORTED_INPUT: an unsupported dtype, or a `.dtype` that does not match.
     """
     arrays = load(path)
     named: dict[str, Named] = {}
     for key, array in arrays.items():
         if key.endswith((DTYPE, _DIM_ORDER)):
             if told_of(key, arrays) is None:
-                raise UnsupportedInputArray(
-                    f"{path}: {key!r} has no matching array {key.rpartition('.')[0]!r}.", path=path, key=key
+                raise error_for(
+                    "UNSUPPORTED_INPUT", f"{path}: {key!r} has no matching array {key.rpartition('.')[0]!r}.", path=path, key=key
                 )
             continue
         method, slash, name = key.partition("/")
@@ -99,8 +87,8 @@ def read_samples(path: Path, *, batched: bool = False) -> Iterator[dict[str, Nam
     A batched tensor loses axis 0; a scalar is repeated for every sample. A file that is not batched is one sample.
 
     Raises:
-        InputFileUnreadable: the folder has no .npz files, or as `read_named`.
-        UnsupportedInputArray: batched arrays differ in length, or as `read_named`.
+        INPUT_FILE_UNREADABLE: the folder has no .npz files, or as `read_named`.
+        UNSUPPORTED_INPUT: batched arrays differ in length, or as `read_named`.
     """
     return (sample for _, sample in labelled_samples(path, batched=batched))
 
@@ -110,7 +98,9 @@ def labelled_samples(path: Path, *, batched: bool = False) -> Iterator[tuple[str
     if path.is_dir():
         files = sorted(path.glob("*.npz"))
         if not files:
-            raise InputFileUnreadable(f"The folder {path} has no .npz file.", "Each sample is one file.", path=path)
+            raise error_for(
+                "INPUT_FILE_UNREADABLE", f"The folder {path} has no .npz file.", "Each sample is one file.", path=path
+            )
     else:
         files = [path]
     for file in files:
@@ -126,7 +116,7 @@ def read_inputs(path: Path, methods: Mapping[str, Sequence[str]]) -> dict[str, l
 
     Raises:
         UnknownInput, InputMissing, DuplicateInput: the keys do not fit.
-        InputFileUnreadable, UnsupportedInputArray: see `read_named`.
+        INPUT_FILE_UNREADABLE, UNSUPPORTED_INPUT: see `read_named`.
     """
     named = read_named(path)
     return {method: order(values, methods[method], method) for method, values in by_method(named, methods).items()}
@@ -203,7 +193,7 @@ def load(path: Path) -> dict[str, NDArray[Any]]:
     """Return all arrays of an .npz by key.
 
     Raises:
-        InputFileUnreadable: it is missing, truncated, not an .npz, or contains Python objects.
+        INPUT_FILE_UNREADABLE: it is missing, truncated, not an .npz, or contains Python objects.
     """
     import numpy as np
 
@@ -211,20 +201,20 @@ def load(path: Path) -> dict[str, NDArray[Any]]:
     try:
         loaded = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):
-            raise InputFileUnreadable(f"{path} is one .npy array, not an .npz.", again, path=path)
+            raise error_for("INPUT_FILE_UNREADABLE", f"{path} is one .npy array, not an .npz.", again, path=path)
         with loaded:
             size = path.stat().st_size
             for info in loaded.zip.infolist():
                 _check_entry(loaded.zip, info, size)
             return {key: loaded[key] for key in loaded.files}
     except FileNotFoundError:
-        raise InputFileUnreadable(f"There is no file {path}.", again, path=path) from None
+        raise error_for("INPUT_FILE_UNREADABLE", f"There is no file {path}.", again, path=path) from None
     except _UNREADABLE as error:
         if "allow_pickle" in str(error):
             what = "it is not an .npz, or holds Python objects, which are never loaded"
         else:
             what = str(error).strip().rstrip(".") or type(error).__name__
-        raise InputFileUnreadable(f"{path} cannot be read: {what}.", again, path=path) from None
+        raise error_for("INPUT_FILE_UNREADABLE", f"{path} cannot be read: {what}.", again, path=path) from None
 
 
 def _check_entry(archive: zipfile.ZipFile, info: zipfile.ZipInfo, archive_bytes: int) -> None:
@@ -262,7 +252,8 @@ def _laid_out(path: Path, key: str, value: Value, dim_order: NDArray[Any]) -> Te
     """Return the same elements with their bytes in the order of the sibling key."""
     order = tuple(int(dim) for dim in dim_order.reshape(-1)) if dim_order.dtype.kind in "iu" else ()
     if not isinstance(value, Tensor) or sorted(order) != list(range(len(value.shape))):
-        raise UnsupportedInputArray(
+        raise error_for(
+            "UNSUPPORTED_INPUT",
             f"{path}: {key + _DIM_ORDER!r} is not an order of the dims of {key!r}.",
             "Give each dim once, outermost in memory first: channels_last is 0, 2, 3, 1.",
             path=path,
@@ -275,12 +266,14 @@ def value_of_entry(path: Path, key: str, name: str, array: NDArray[Any], dtype_e
     """Return the array of a key as the value `name`; `dtype_entry` is its sibling `KEY.dtype`.
 
     Raises:
-        UnsupportedInputArray: an unsupported dtype, or a `.dtype` that does not match.
+        UNSUPPORTED_INPUT: an unsupported dtype, or a `.dtype` that does not match.
     """
     import numpy as np
 
     if not isinstance(array, np.ndarray):
-        raise InputFileUnreadable(f"{path}: {key!r} is not an array.", "Write it with numpy.savez.", path=path, key=key)
+        raise error_for(
+            "INPUT_FILE_UNREADABLE", f"{path}: {key!r} is not an array.", "Write it with numpy.savez.", path=path, key=key
+        )
     if dtype_entry is not None:
         dtype = str(dtype_entry.reshape(-1)[0]) if isinstance(dtype_entry, np.ndarray) and dtype_entry.size == 1 else ""
         if dtype == _SCALAR and (array.size == 0 or (array.ndim == 0 and array.dtype.kind in "biuf")):
@@ -289,14 +282,16 @@ def value_of_entry(path: Path, key: str, name: str, array: NDArray[Any], dtype_e
             bits = np.ascontiguousarray(array).reshape(array.shape)
             return from_array(name, bits.view(dtype_of(dtype)))
         if dtype not in ITEM_BYTES or dtype != array.dtype.name:
-            raise UnsupportedInputArray(
+            raise error_for(
+                "UNSUPPORTED_INPUT",
                 f"{path}: {key + DTYPE!r} says {dtype or 'nothing'!r}, but {key!r} holds {array.dtype.name}.",
                 f"It marks {', '.join(_FOREIGN)}, stored as uint16 or uint8, and {_SCALAR!r}.",
                 path=path, key=key, dtype=dtype, held=array.dtype.name,
             )  # fmt: skip
     if array.dtype.name not in ITEM_BYTES:
         is_raw = array.dtype.kind == "V" and array.dtype.itemsize in (1, 2)
-        raise UnsupportedInputArray(
+        raise error_for(
+            "UNSUPPORTED_INPUT",
             f"{path}: {key!r} has the dtype {array.dtype.name}, which no program accepts.",
             f"If these are {' or '.join(_FOREIGN)}, name the dtype in a key {key + DTYPE!r}."
             if is_raw
@@ -317,7 +312,7 @@ def split(path: str, named: Mapping[str, Named]) -> Iterator[dict[str, Named]]:
         path: the batch's name for errors.
 
     Raises:
-        UnsupportedInputArray: a tensor has no axis 0, or the lengths within a method differ.
+        UNSUPPORTED_INPUT: a tensor has no axis 0, or the lengths within a method differ.
     """
     counts: dict[str, int] = {}
     for method, values in named.items():
@@ -325,12 +320,17 @@ def split(path: str, named: Mapping[str, Named]) -> Iterator[dict[str, Named]]:
         for name, value in tensors.items():
             if not value.shape:
                 key = f"{method}/{name}" if method else name
-                raise UnsupportedInputArray(
-                    f"{path}: {key!r} has no axis 0 to take samples from.", "Leave out --batched.", path=path, key=key
+                raise error_for(
+                    "UNSUPPORTED_INPUT",
+                    f"{path}: {key!r} has no axis 0 to take samples from.",
+                    "Leave out --batched.",
+                    path=path,
+                    key=key,
                 )
         if len({value.shape[0] for value in tensors.values()}) > 1:
             shown = ", ".join(f"{name} {value.shape[0]}" for name, value in tensors.items())
-            raise UnsupportedInputArray(
+            raise error_for(
+                "UNSUPPORTED_INPUT",
                 f"{path}: axis 0 has several lengths: {shown}.",
                 "Give all keys of a method the same number of samples.",
                 path=path,

@@ -11,27 +11,21 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from etfarm.client.errors import UserError
 from etfarm.v1 import job_pb2
+from etfarm.wire.errors import error_for
 from etfarm.wire.names import RESERVATION_VARIABLE
 
 ItemT = TypeVar("ItemT", str, int)
-
-
-class BadOption(UserError):
-    """An option of a library call has a value that is not allowed."""
-
-    reason = "BAD_OPTION"
 
 
 def require_at_least(name: str, value: int, least: int) -> None:
     """Check an option that is a number.
 
     Raises:
-        BadOption: it is less than `least`.
+        BAD_OPTION: it is less than `least`.
     """
     if value < least:
-        raise BadOption(f"`{name}` must be at least {least}, got {value}.", option=name, value=value)
+        raise error_for("BAD_OPTION", f"`{name}` must be at least {least}, got {value}.", option=name, value=value)
 
 
 OptionT = TypeVar("OptionT")
@@ -41,10 +35,12 @@ def one_spelling(singular: str, one: OptionT | None, plural: str, several: Optio
     """Return the value of an option that has a singular and a plural keyword, which take the same values.
 
     Raises:
-        BadOption: both are set.
+        BAD_OPTION: both are set.
     """
     if one is not None and several is not None:
-        raise BadOption(f"`{singular}` and `{plural}` are the same option, and both are set.", "Set one.", option=singular)
+        raise error_for(
+            "BAD_OPTION", f"`{singular}` and `{plural}` are the same option, and both are set.", "Set one.", option=singular
+        )
     return one if one is not None else several if several is not None else default
 
 
@@ -52,11 +48,13 @@ def only_device(device: str | Sequence[str] | None, devices: str | Sequence[str]
     """Return the selector of a call that uses one device; empty for any device.
 
     Raises:
-        BadOption: both spellings are set, or there are several selectors.
+        BAD_OPTION: both spellings are set, or there are several selectors.
     """
     selectors = to_list(one_spelling("device", device, "devices", devices, ""))
     if len(selectors) > 1:
-        raise BadOption(f"`device` must be one selector, got {len(selectors)}.", "A session uses one device.", option="device")
+        raise error_for(
+            "BAD_OPTION", f"`device` must be one selector, got {len(selectors)}.", "A session uses one device.", option="device"
+        )
     return selectors[0] if selectors else ""
 
 
@@ -64,10 +62,12 @@ def require_some(name: str, values: Sequence[object], example: str) -> None:
     """Check that a list has items.
 
     Raises:
-        BadOption: it is empty.
+        BAD_OPTION: it is empty.
     """
     if not values:
-        raise BadOption(f"`{name}` is empty.", f"Name at least one, such as {example}, or leave it out.", option=name)
+        raise error_for(
+            "BAD_OPTION", f"`{name}` is empty.", f"Name at least one, such as {example}, or leave it out.", option=name
+        )
 
 
 def to_list(one_or_more: ItemT | Iterable[ItemT]) -> list[ItemT]:
@@ -94,14 +94,15 @@ def deadline_stamp(deadline: datetime | timedelta | None) -> Timestamp | None:
         deadline: an aware time, or the time from now on.
 
     Raises:
-        BadOption: the time has no time zone, or is out of range.
+        BAD_OPTION: the time has no time zone, or is out of range.
     """
     if deadline is None:
         return None
     try:
         at = datetime.now(UTC) + deadline if isinstance(deadline, timedelta) else deadline
         if at.tzinfo is None:
-            raise BadOption(
+            raise error_for(
+                "BAD_OPTION",
                 f"`deadline` must have a time zone, got {at}.",
                 "Use `datetime.now().astimezone()` or a `timedelta`.",
                 option="deadline",
@@ -109,7 +110,9 @@ def deadline_stamp(deadline: datetime | timedelta | None) -> Timestamp | None:
         stamp = Timestamp()
         stamp.FromDatetime(at)
     except (OverflowError, ValueError):
-        raise BadOption(f"`deadline` is out of range: {deadline}.", "Give a time within a year.", option="deadline") from None
+        raise error_for(
+            "BAD_OPTION", f"`deadline` is out of range: {deadline}.", "Give a time within a year.", option="deadline"
+        ) from None
     return stamp
 
 

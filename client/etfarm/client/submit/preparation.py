@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from etfarm.client.errors import UserError
 from etfarm.client.export import ModelSource, Pt2File, PteFile, resolve
 from etfarm.client.export.errors import BadModel, FactoryFailed
 from etfarm.client.export.spec import EagerSpec, FileFactory, ModelSpec, ModuleFactory
@@ -24,6 +23,7 @@ from etfarm.client.submit.prepared import (
     untransformed_key,
 )
 from etfarm.client.submit.recipes import read_recipe, reads_values
+from etfarm.wire.errors import error_for
 from etfarm.wire.recipes import Recipe
 
 if TYPE_CHECKING:
@@ -50,12 +50,6 @@ dict of one of these kinds by method, a ModelSource, or a result of `prepare`.
 
 ExampleInputs: TypeAlias = "tuple[Any, ...] | Mapping[str, tuple[Any, ...]]"
 """Arguments of `forward` for an nn.Module; a dict by method for a dict of them."""
-
-
-class BadData(UserError):
-    """Error of a file that is not a named data file, or that belongs to no program."""
-
-    reason = "BAD_DATA_FILE"
 
 
 def prepare(
@@ -336,8 +330,11 @@ def _data(model: PreparedModel, files: Sequence[str | Path]) -> dict[str, Path]:
     Source: the header of executorch/extension/flat_tensor: at byte 8, "FH01".
     """
     if model.program is None:
-        raise BadData(
-            f"Data files belong to a compiled program, but {model.name} is a model.", "Leave --data out.", model=model.name
+        raise error_for(
+            "BAD_DATA_FILE",
+            f"Data files belong to a compiled program, but {model.name} is a model.",
+            "Leave --data out.",
+            model=model.name,
         )
     named: dict[str, Path] = {}
     for file in map(Path, files):
@@ -345,16 +342,21 @@ def _data(model: PreparedModel, files: Sequence[str | Path]) -> dict[str, Path]:
             with file.open("rb") as opened:
                 head = opened.read(12)
         except OSError as error:
-            raise BadData(f"The data file {file} cannot be read: {error.strerror}.", "Check the path.", path=file) from None
+            raise error_for(
+                "BAD_DATA_FILE", f"The data file {file} cannot be read: {error.strerror}.", "Check the path.", path=file
+            ) from None
         if head[8:12] != b"FH01":
-            raise BadData(
+            raise error_for(
+                "BAD_DATA_FILE",
                 f"{file} is not a .ptd file of ExecuTorch.",
                 "Give the file that `etfarm compile -o` wrote beside the .pte.",
                 path=file,
             )
         name = file.name.removesuffix(".ptd")
         if name in named:
-            raise BadData(f"Two data files are called {name}: {named[name]} and {file}.", "Give one of them.", path=file)
+            raise error_for(
+                "BAD_DATA_FILE", f"Two data files are called {name}: {named[name]} and {file}.", "Give one of them.", path=file
+            )
         named[name] = file
     return named
 

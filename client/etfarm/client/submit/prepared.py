@@ -7,23 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etfarm.client.errors import UserError
 from etfarm.client.export.errors import RecipeNeedsEagerModule
 from etfarm.client.export.transform import torchao_parts
 from etfarm.client.submit.value_names import ValueNames
 from etfarm.wire import digest, pte
+from etfarm.wire.errors import error_for
 from etfarm.wire.pt2 import InputType, read_archive
 
 if TYPE_CHECKING:
     from etfarm.client.export.usercode import SourceFile
     from etfarm.v1 import compile_pb2
     from etfarm.wire.recipes import Recipe
-
-
-class NotPrepared(UserError):
-    """Error of a model that was prepared for other recipes than it is submitted with."""
-
-    reason = "NOT_PREPARED_FOR_RECIPE"
 
 
 @dataclass(frozen=True)
@@ -157,7 +151,7 @@ class PreparedModel:
 
         Raises:
             RecipeNeedsEagerModule: the recipe rewrites modules, and the model was exported before.
-            NotPrepared: the modules were exported for other recipes.
+            NOT_PREPARED_FOR_RECIPE: the modules were exported for other recipes.
         """
         if not self.eager:
             (export,) = self.exports.values()
@@ -167,7 +161,8 @@ class PreparedModel:
             return export
         match = self.exports.get(export_key(recipe))
         if match is None:
-            raise NotPrepared(
+            raise error_for(
+                "NOT_PREPARED_FOR_RECIPE",
                 f"{self.name} was not prepared for {recipe.text}, which needs its own export.",
                 f"Call prepare(model, recipes=[{recipe.text!r}]).",
                 model=self.name,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etfarm.client.errors import UserError
-from etfarm.client.submit.options import BadOption, one_spelling, require_some
-from etfarm.wire.errors import error_of
+from etfarm.client.submit.options import one_spelling, require_some
+from etfarm.wire.errors import error_for, error_of
 
 if TYPE_CHECKING:
     from etfarm.wire.recipes import Recipe
@@ -60,14 +60,15 @@ def chosen_recipes(recipe: Recipes | None, recipes: Recipes | None) -> list[str 
     """Return the recipes of the keywords `recipe` and `recipes` as a list; the default recipe if neither is set.
 
     Raises:
-        BadOption: both are set, there is no recipe, or something else is given, such as inputs.
+        BAD_OPTION: both are set, there is no recipe, or something else is given, such as inputs.
     """
     from etfarm.wire.recipes import Recipe
 
     for keyword, value in (("recipe", recipe), ("recipes", recipes)):
         for each in value if isinstance(value, list | tuple) else [value]:
             if not isinstance(each, str | Recipe | None):
-                raise BadOption(
+                raise error_for(
+                    "BAD_OPTION",
                     f"`{keyword}` must be a recipe's name, a TOML file or a Recipe, got {type(each).__name__}.",
                     "Give a module's inputs as example_inputs=(x,), those of a program as inputs={...}.", option=keyword,
                 )  # fmt: skip
@@ -81,9 +82,11 @@ def only_recipe(recipe: Recipes | None, recipes: Recipes | None) -> str | Recipe
     """Return the recipe of the keywords `recipe` and `recipes` of a call that takes a single one.
 
     Raises:
-        BadOption: as `chosen_recipes`, or there are several.
+        BAD_OPTION: as `chosen_recipes`, or there are several.
     """
     listed = chosen_recipes(recipe, recipes)
     if len(listed) > 1:
-        raise BadOption(f"`recipe` must be one recipe, got {len(listed)}.", "Make one call for each.", option="recipe")
+        raise error_for(
+            "BAD_OPTION", f"`recipe` must be one recipe, got {len(listed)}.", "Make one call for each.", option="recipe"
+        )
     return listed[0]

@@ -72,7 +72,7 @@ class RunOptions:
         """Check the options that the server cannot check.
 
         Raises:
-            BadOption: both spellings of an option are set, or there is no recipe.
+            BAD_OPTION: both spellings of an option are set, or there is no recipe.
         """
         chosen_recipes(self.recipe, self.recipes)
         self.job_spec()

@@ -14,13 +14,13 @@ from etfarm.client.export.errors import STAGE, TRANSFORM_STAGE
 from etfarm.client.submit.early_checks import check_source, is_program, require_methods
 from etfarm.client.submit.input_names import InputMissing, Named
 from etfarm.client.submit.input_types import require_fitting
-from etfarm.client.submit.inputs import Inputs, InputsDiffer, files_of, read_samples, values_of
+from etfarm.client.submit.inputs import Inputs, files_of, read_samples, values_of
 from etfarm.client.submit.preparation import ExampleInputs, Say, prepare
 from etfarm.client.submit.prepared import PreparedModel, distinct_names
 from etfarm.client.submit.recipes import reads_values
 from etfarm.client.submit.value_names import ValueNames
 from etfarm.wire import tensors
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import UserError, error_for
 from etfarm.wire.samples import MAX_SAMPLES, MAX_SAMPLES_BYTES, AccuracySamples
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Submission:
         Models with the same name get distinct names, so that reports can distinguish them.
 
         Raises:
-            RecipeNeedsEagerModule, NotPrepared: a model lacks the export that a recipe needs.
+            RecipeNeedsEagerModule, NOT_PREPARED_FOR_RECIPE: a model lacks the export that a recipe needs.
         """
         for name, model in zip(distinct_names(models), models, strict=True):
             if model.program is not None:
@@ -83,7 +83,7 @@ class Submission:
 
         Raises:
             UserError: a key matches no input, or an input's dtype or shape does not fit.
-            InputsDiffer: the models' input names differ.
+            INPUTS_DIFFER: the models' input names differ.
         """
         for method, data in _input_files(named, models, methods).items():
             self.spec.inputs[method].CopyFrom(self.add(data))
@@ -207,7 +207,8 @@ def _input_files(named: Mapping[str, Named], models: Sequence[PreparedModel], me
             require_fitting(method, values, types, relations, is_program=model.program is not None)
             data = tensors.encode(values)
             if files.setdefault(method, data) != data:
-                raise InputsDiffer(
+                raise error_for(
+                    "INPUTS_DIFFER",
                     f"The models of one job take {method}'s inputs under different names or in another order.",
                     "Submit them one by one.",
                     method=method,

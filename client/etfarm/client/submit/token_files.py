@@ -6,19 +6,13 @@ import re
 from pathlib import Path
 from typing import Final
 
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import error_for
 from etfarm.wire.generation import MAX_TEXT
 
 _REMEDY: Final = "Give a .npy of integers with one dim, or a text file with whole numbers between spaces, commas or lines."
 _MAX_BYTES: Final = 32 * MAX_TEXT
 """Maximum size of a file, which is more than any number of MAX_TEXT tokens needs."""
 _SHOWN: Final = 40
-
-
-class BadTextFile(UserError):
-    """A file that does not hold the tokens of a text."""
-
-    reason = "BAD_TEXT_FILE"
 
 
 def read_tokens(path: Path, *, least: int = 2) -> list[int]:
@@ -31,29 +25,33 @@ def read_tokens(path: Path, *, least: int = 2) -> list[int]:
         least: minimum number of tokens.
 
     Raises:
-        BadTextFile: it cannot be read, is too large, has fewer than `least` or more than 16,384 tokens, or something else in it.
+        BAD_TEXT_FILE: it cannot be read, is too large, has fewer than `least` or more than 16,384 tokens, or has something else.
     """
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
     except OSError as error:
-        raise BadTextFile(f"{path} cannot be read: {error.strerror or error}.", _REMEDY, path=str(path)) from None
+        raise error_for("BAD_TEXT_FILE", f"{path} cannot be read: {error.strerror or error}.", _REMEDY, path=str(path)) from None
     if len(data) > _MAX_BYTES:
-        raise BadTextFile(
+        raise error_for(
+            "BAD_TEXT_FILE",
             f"{path} has more than {_MAX_BYTES:,} bytes; a text has at most {MAX_TEXT:,} tokens.",
             "Give a part of it.",
             path=str(path),
         )
     tokens = _of_array(path) if path.suffix == ".npy" else _of_text(path, data)
     if not least <= len(tokens) <= MAX_TEXT:
-        raise BadTextFile(
+        raise error_for(
+            "BAD_TEXT_FILE",
             f"{path} has {len(tokens):,} tokens; {least} to {MAX_TEXT:,} are possible.",
             "Give a longer text, or a part of it.",
             path=str(path),
         )
     for index, token in enumerate(tokens):
         if not 0 <= token < 1 << 31:
-            raise BadTextFile(f"Token {index:,} of {path} is {token}, which is no id of a token.", _REMEDY, path=str(path))
+            raise error_for(
+                "BAD_TEXT_FILE", f"Token {index:,} of {path} is {token}, which is no id of a token.", _REMEDY, path=str(path)
+            )
     return tokens
 
 
@@ -63,10 +61,10 @@ def _of_array(path: Path) -> list[int]:
     try:
         array = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError, SyntaxError) as error:
-        raise BadTextFile(f"{path} is no .npy: {error}.", _REMEDY, path=str(path)) from None
+        raise error_for("BAD_TEXT_FILE", f"{path} is no .npy: {error}.", _REMEDY, path=str(path)) from None
     if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
         what = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else "several arrays"
-        raise BadTextFile(f"{path} has {what} instead of one dim of integers.", _REMEDY, path=str(path))
+        raise error_for("BAD_TEXT_FILE", f"{path} has {what} instead of one dim of integers.", _REMEDY, path=str(path))
     return [int(token) for token in array]
 
 
@@ -75,6 +73,8 @@ def _of_text(path: Path, data: bytes) -> list[int]:
     tokens = []
     for index, word in enumerate(word for word in words if word):
         if not re.fullmatch(r"-?[0-9]{1,20}", word):
-            raise BadTextFile(f"Token {index:,} of {path} is {word[:_SHOWN]!r}, not a whole number.", _REMEDY, path=str(path))
+            raise error_for(
+                "BAD_TEXT_FILE", f"Token {index:,} of {path} is {word[:_SHOWN]!r}, not a whole number.", _REMEDY, path=str(path)
+            )
         tokens.append(int(word))
     return tokens

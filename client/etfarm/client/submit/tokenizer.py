@@ -8,26 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import error_for
 from etfarm.wire.generation import MAX_TEXT
 
 _MAX_BYTES: Final = 256 << 20
 """Maximum size of a file: the largest vocabularies need some 40 MB."""
 _MAX_CHARACTERS: Final = 64 * MAX_TEXT
 """Maximum length of a text to tokenize."""
-
-
-class TokenizersMissing(UserError):
-    """A tokenizer's file without the package that reads it."""
-
-    reason = "TOKENIZERS_MISSING"
-    kind = Kind.FAILED_PRECONDITION
-
-
-class BadTokenizer(UserError):
-    """A file that is not a tokenizer, or a text that it cannot process."""
-
-    reason = "BAD_TOKENIZER"
 
 
 class Tokenizer:
@@ -37,22 +24,25 @@ class Tokenizer:
         """Read a `tokenizer.json`.
 
         Raises:
-            TokenizersMissing: the package `tokenizers` is not installed.
-            BadTokenizer: the file cannot be read, or is not a tokenizer.
+            TOKENIZERS_MISSING: the package `tokenizers` is not installed.
+            BAD_TOKENIZER: the file cannot be read, or is not a tokenizer.
         """
         remedy = "Give the `tokenizer.json` of the model, as transformers' `save_pretrained` writes it."
         try:
             with path.open("rb") as file:
                 data = file.read(_MAX_BYTES + 1)
         except OSError as error:
-            raise BadTokenizer(f"{path} cannot be read: {error.strerror or error}.", remedy, path=str(path)) from None
+            raise error_for(
+                "BAD_TOKENIZER", f"{path} cannot be read: {error.strerror or error}.", remedy, path=str(path)
+            ) from None
         if len(data) > _MAX_BYTES:
-            raise BadTokenizer(f"{path} has more than {_MAX_BYTES >> 20} MiB.", remedy, path=str(path))
+            raise error_for("BAD_TOKENIZER", f"{path} has more than {_MAX_BYTES >> 20} MiB.", remedy, path=str(path))
         try:
             import tokenizers
             from tokenizers import decoders
         except ImportError:
-            raise TokenizersMissing(
+            raise error_for(
+                "TOKENIZERS_MISSING",
                 "Decoding text needs the package `tokenizers`, which is not installed.",
                 "Run pip install tokenizers, or leave --tokenizer out to get token ids.",
             ) from None
@@ -61,27 +51,33 @@ class Tokenizer:
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # noqa: BLE001 - the package raises Exception itself
-            raise BadTokenizer(f"{path} is not a tokenizer: {error}.", remedy, path=str(path)) from None
+            raise error_for("BAD_TOKENIZER", f"{path} is not a tokenizer: {error}.", remedy, path=str(path)) from None
         self._stream = self._new_stream()
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, with the special tokens that the tokenizer adds.
 
         Raises:
-            BadTokenizer: the text is too long, or the tokenizer cannot process it.
+            BAD_TOKENIZER: the text is too long, or the tokenizer cannot process it.
         """
         if len(text) > _MAX_CHARACTERS:
-            raise BadTokenizer(f"The text has {len(text):,} characters; at most {_MAX_CHARACTERS:,} are possible.", "Shorten it.")
+            raise error_for(
+                "BAD_TOKENIZER",
+                f"The text has {len(text):,} characters; at most {_MAX_CHARACTERS:,} are possible.",
+                "Shorten it.",
+            )
         try:
             return [int(token) for token in self._tokenizer.encode(text).ids]
         except Exception as error:  # noqa: BLE001 - the package raises Exception itself
-            raise BadTokenizer(f"{self._path} cannot tokenize the text: {error}.", "Give the model's own tokenizer.") from None
+            raise error_for(
+                "BAD_TOKENIZER", f"{self._path} cannot tokenize the text: {error}.", "Give the model's own tokenizer."
+            ) from None
 
     def decode_next(self, token: int) -> str:
         """Return the text that a further token adds; empty while its bytes are no whole characters, or for an unknown token.
 
         Raises:
-            BadTokenizer: the tokenizer cannot decode it.
+            BAD_TOKENIZER: the tokenizer cannot decode it.
         """
         try:
             return self._stream.step(self._tokenizer, token) or ""
@@ -90,8 +86,8 @@ class Tokenizer:
             self._stream = self._new_stream()
             if "prefix" in str(error).lower():
                 return "\N{REPLACEMENT CHARACTER}"
-            raise BadTokenizer(
-                f"{self._path} cannot decode the token {token}: {error}.", "Give the model's own tokenizer."
+            raise error_for(
+                "BAD_TOKENIZER", f"{self._path} cannot decode the token {token}: {error}.", "Give the model's own tokenizer."
             ) from None
 
     def _new_stream(self) -> Any:

@@ -12,25 +12,18 @@ from typing import Final
 import grpc
 
 from etfarm.client.embedded.lease import Lease, join
-from etfarm.client.errors import Kind, UserError
 from etfarm.client.transport.retry import Patience, repeat
 from etfarm.client.transport.server_wait import BRIEF_S, SAY_AWAY, chosen_wait_s
 from etfarm.client.transport.stubs import Stubs
 from etfarm.client.transport.versions import protocol_version
 from etfarm.wire import names
-from etfarm.wire.channel import Access, BadAddress, open_channel, socket_token
+from etfarm.wire.channel import Access, open_channel, socket_token
+from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.failover import settle
 from etfarm.wire.names import FIRST_PROTOCOL_VERSION
 
 CHOSEN_PROJECT: Final[ContextVar[str | None]] = ContextVar("chosen_project", default=None)
 """The project of `--project`, for every farm that a command connects to."""
-
-
-class NotConnected(UserError):
-    """Error of a farm that is used outside of its `with` block."""
-
-    reason = "NOT_CONNECTED"
-    kind = Kind.FAILED_PRECONDITION
 
 
 class Connection:
@@ -50,18 +43,19 @@ class Connection:
         """Take the arguments of `AsyncFarm`.
 
         Raises:
-            BadAddress: the file `tls_ca` does not exist, or there is no server address to use it for.
-            BadServerWait: `server_wait_s` or ETFARM_SERVER_WAIT is no time.
+            BAD_ADDRESS: the file `tls_ca` does not exist, or there is no server address to use it for.
+            BAD_SERVER_WAIT: `server_wait_s` or ETFARM_SERVER_WAIT is no time.
         """
         self._wait_s = chosen_wait_s(server_wait_s)
         self._address = address or os.environ.get(names.SERVER_VARIABLE) or None
         if tls_ca is not None and self._address is None:
-            raise BadAddress(
+            raise error_for(
+                "BAD_ADDRESS",
                 "--tls-ca requires a server's address; the embedded farm has no certificate.",
                 f"Give --server (or {names.SERVER_VARIABLE}) too, or leave --tls-ca out.",
             )
         if tls_ca is not None and not Path(tls_ca).is_file():
-            raise BadAddress(f"There is no file {tls_ca}, which --tls-ca names.", "Check the path.", path=tls_ca)
+            raise error_for("BAD_ADDRESS", f"There is no file {tls_ca}, which --tls-ca names.", "Check the path.", path=tls_ca)
         self._token = token
         self._tls_ca = tls_ca
         self._on_status = on_status
@@ -119,7 +113,7 @@ class Connection:
         """Yield whether the server answers, and then each change, until the connection is closed.
 
         Raises:
-            NotConnected: the connection is not open.
+            NOT_CONNECTED: the connection is not open.
         """
         channel = self._channel
         if channel is None:
@@ -141,16 +135,18 @@ class Connection:
         """The farm's services.
 
         Raises:
-            NotConnected: the connection is not open.
+            NOT_CONNECTED: the connection is not open.
         """
         if self._stubs is None:
             raise self.not_open()
         return self._stubs
 
-    def not_open(self) -> NotConnected:
+    def not_open(self) -> EtfarmError:
         """Return the error of a use before the connection is open."""
-        return NotConnected(
-            "The farm is not connected.", "Use it inside `with Farm(...) as farm:` or `async with AsyncFarm(...) as farm:`."
+        return error_for(
+            "NOT_CONNECTED",
+            "The farm is not connected.",
+            "Use it inside `with Farm(...) as farm:` or `async with AsyncFarm(...) as farm:`.",
         )
 
     @property

@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final, Protocol, TypeVar
 
-from etfarm.client.errors import FarmError
+from etfarm.wire.errors import error_for
 
 MAX_PAGES: Final = 100_000
 """Maximum number of pages of one list: at 500 rows a page, 50 million rows."""
-
-
-class EndlessList(FarmError):
-    """A list whose pages do not lead to an end."""
-
-    reason = "ENDLESS_LIST"
 
 
 class PagedRequest(Protocol):
@@ -46,7 +40,7 @@ async def iterate_pages(
         server: address for error messages.
 
     Raises:
-        EndlessList: the server returns a page token a second time, or more than `max_pages` pages.
+        ENDLESS_LIST: the server returns a page token a second time, or more than `max_pages` pages.
         EtfarmError: as the call.
     """
     tokens = {request.page_token}
@@ -57,14 +51,16 @@ async def iterate_pages(
         if not token:
             return
         if token in tokens:
-            raise EndlessList(
+            raise error_for(
+                "ENDLESS_LIST",
                 f"The server {server} returned the same page token twice, so its list has no end.",
                 "This is a defect of the server: update it, or report the defect.",
                 server=server,
             )
         tokens.add(token)
         request.page_token = token
-    raise EndlessList(
+    raise error_for(
+        "ENDLESS_LIST",
         f"The server {server} returned more than {max_pages} pages for one list.",
         "Narrow the list down with the command's filters. If it is short, this is a defect of the server.",
         server=server,

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Final
 
-from etfarm.client.errors import UserError
 from etfarm.wire.durations import read_period_s
+from etfarm.wire.errors import error_for
 from etfarm.wire.names import SERVER_WAIT_VARIABLE
 
 BRIEF_S: Final = 30.0
@@ -25,22 +25,19 @@ SAY_AWAY: Final[ContextVar[Callable[[str], None] | None]] = ContextVar("say_away
 """Shows that the server is away, and that it is back, for every farm that a command connects to without `on_status`."""
 
 
-class BadServerWait(UserError):
-    """Error of a time to wait for the server that is none."""
-
-    reason = "BAD_SERVER_WAIT"
-
-
 def read_server_wait_s(name: str, text: str) -> float:
     """Return the time of `--server-wait` or ETFARM_SERVER_WAIT in seconds.
 
     Raises:
-        BadServerWait: it is neither a duration nor 0.
+        BAD_SERVER_WAIT: it is neither a duration nor 0.
     """
     wait_s = 0.0 if text.strip() == "0" else read_period_s(text)
     if wait_s is None or not math.isfinite(wait_s):
-        raise BadServerWait(
-            f"{name} requires a duration or 0, got {text[:80]!r}.", "Give for example 10m (s, m, h or d), or 0.", value=text[:80]
+        raise error_for(
+            "BAD_SERVER_WAIT",
+            f"{name} requires a duration or 0, got {text[:80]!r}.",
+            "Give for example 10m (s, m, h or d), or 0.",
+            value=text[:80],
         )
     return wait_s
 
@@ -52,11 +49,12 @@ def chosen_wait_s(argument_s: float | None) -> float | None:
         argument_s: of the library's caller; None for that of the command or its environment.
 
     Raises:
-        BadServerWait: it is negative or no number, or ETFARM_SERVER_WAIT is no duration.
+        BAD_SERVER_WAIT: it is negative or no number, or ETFARM_SERVER_WAIT is no duration.
     """
     if argument_s is not None:
         if not 0 <= argument_s < math.inf:
-            raise BadServerWait(
+            raise error_for(
+                "BAD_SERVER_WAIT",
                 f"server_wait_s must be 0 or more seconds, got {argument_s}.", "Give for example server_wait_s=600.",
                 value=argument_s,
             )  # fmt: skip

@@ -29,24 +29,11 @@ from etfarm.client.web.templating import STATIC_FOLDERS, Templates, render_error
 from etfarm.client.web.turns import FairSlots
 from etfarm.client.web.uploads import Uploads
 from etfarm.client.web.visitors import Visitor, Visitors
+from etfarm.wire.errors import error_for
 
 __all__ = ["WebOptions", "create_app"]
 
 log = logging.getLogger(__name__)
-
-
-class PageNotFound(UserError):
-    """Error of an address that the page does not have."""
-
-    reason = "PAGE_NOT_FOUND"
-    kind = Kind.NOT_FOUND
-
-
-class PageTimedOut(FarmError):
-    """Error of a page that the farm did not answer in time."""
-
-    reason = "PAGE_TIMED_OUT"
-    kind = Kind.DEADLINE_EXCEEDED
 
 
 def create_app(options: WebOptions) -> Starlette:
@@ -106,7 +93,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return render_error(request, PageNotFound("There is no such page.", "Use the navigation or the search."))
+        return render_error(request, error_for("PAGE_NOT_FOUND", "There is no such page.", "Use the navigation or the search."))
     return render_error(request, UserError(str(error.detail)), status=error.status_code)
 
 
@@ -152,7 +139,8 @@ class _Failures:
                 await self._app(scope, receive, send_noting)
             return
         except TimeoutError:
-            error: EtfarmError = PageTimedOut(
+            error: EtfarmError = error_for(
+                "PAGE_TIMED_OUT",
                 f"The farm did not answer within {self._timeout_s:g} s.",
                 "Reload the page; if it stays, see whether the server runs.",
             )

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from etfarm.client.submit.options import BadOption
 from etfarm.client.web.forms import Fields
+from etfarm.wire.errors import error_for
 
 MAX_LINES: Final = 100
 MAX_NUMBER: Final = 1e9
@@ -65,11 +65,11 @@ def lines_of(text: str) -> list[str]:
     """Return the lines of a text that are not empty.
 
     Raises:
-        BadOption: there are too many.
+        BAD_OPTION: there are too many.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if len(lines) > MAX_LINES:
-        raise BadOption(f"A field takes at most {MAX_LINES} lines, got {len(lines)}.", "Remove some.")
+        raise error_for("BAD_OPTION", f"A field takes at most {MAX_LINES} lines, got {len(lines)}.", "Remove some.")
     return lines
 
 
@@ -77,14 +77,17 @@ def pairs_of(text: str, label: str) -> dict[str, str]:
     """Return the lines of a text, each `key=value`, as a dict.
 
     Raises:
-        BadOption: a line is something else.
+        BAD_OPTION: a line is something else.
     """
     pairs = {}
     for line in lines_of(text):
         key, equals, value = line.partition("=")
         if not equals or not key.strip():
-            raise BadOption(
-                f"{label}: each line must be key=value, got {line[:80]!r}.", "Write for example rack=3.", option=label
+            raise error_for(
+                "BAD_OPTION",
+                f"{label}: each line must be key=value, got {line[:80]!r}.",
+                "Write for example rack=3.",
+                option=label,
             )
         pairs[key.strip()] = value.strip()
     return pairs
@@ -94,7 +97,7 @@ def number_of(fields: Fields, name: str, label: str) -> float | None:
     """Return a field's number; None if it is empty.
 
     Raises:
-        BadOption: it is not a number, or too large.
+        BAD_OPTION: it is not a number, or too large.
     """
     text = text_of(fields, name)
     if not text:
@@ -104,7 +107,9 @@ def number_of(fields: Fields, name: str, label: str) -> float | None:
     except ValueError:
         value = float("nan")
     if not abs(value) <= MAX_NUMBER:
-        raise BadOption(f"{label} must be a number up to {MAX_NUMBER:g}, got {text[:40]!r}.", "Correct it.", option=label)
+        raise error_for(
+            "BAD_OPTION", f"{label} must be a number up to {MAX_NUMBER:g}, got {text[:40]!r}.", "Correct it.", option=label
+        )
     return value
 
 
@@ -112,13 +117,13 @@ def integer_of(fields: Fields, name: str, label: str) -> int | None:
     """Return a field's whole number; None if it is empty.
 
     Raises:
-        BadOption: it is not a whole number.
+        BAD_OPTION: it is not a whole number.
     """
     value = number_of(fields, name, label)
     if value is None:
         return None
     if value != int(value):
-        raise BadOption(f"{label} must be a whole number, got {value:g}.", "Correct it.", option=label)
+        raise error_for("BAD_OPTION", f"{label} must be a whole number, got {value:g}.", "Correct it.", option=label)
     return int(value)
 
 

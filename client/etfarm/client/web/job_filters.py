@@ -12,7 +12,7 @@ from typing import Any, Final
 from starlette.datastructures import QueryParams
 
 from etfarm.client.models import JobState
-from etfarm.client.submit.options import BadOption
+from etfarm.wire.errors import error_for
 
 STATES: Final = tuple(state.value for state in JobState)
 _PERIOD: Final = re.compile(r"(\d{1,6})\s*([mhdw])", re.ASCII)
@@ -56,7 +56,7 @@ class JobFilters:
         """Return the arguments of `AsyncFarm.job_page`.
 
         Raises:
-            BadOption: a condition cannot be read.
+            BAD_OPTION: a condition cannot be read.
         """
         return {
             "name": self.name, "owner": self.owner, "model": self.model, "states": self._states(), "labels": self._labels(),
@@ -71,7 +71,9 @@ class JobFilters:
             return {}
         key, equals, value = self.label.partition("=")
         if not (key.strip() and equals):
-            raise BadOption(f"`label` must be KEY=VALUE, got {self.label!r}.", "Write for example team=vision.", option="label")
+            raise error_for(
+                "BAD_OPTION", f"`label` must be KEY=VALUE, got {self.label!r}.", "Write for example team=vision.", option="label"
+            )
         return {key.strip(): value.strip()}
 
     def _start(self, now: datetime) -> datetime | None:
@@ -84,4 +86,6 @@ class JobFilters:
             return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
         except (ValueError, OverflowError):
             remedy = "Write for example 2d, 12h or 2026-06-01."
-            raise BadOption(f"`since` must be a duration or a time, got {self.since!r}.", remedy, option="since") from None
+            raise error_for(
+                "BAD_OPTION", f"`since` must be a duration or a time, got {self.since!r}.", remedy, option="since"
+            ) from None

@@ -22,7 +22,8 @@ from typing import Any, Final
 from markupsafe import Markup
 
 from etfarm.client.aio import AsyncFarm
-from etfarm.client.errors import EtfarmError, Kind, UserError
+from etfarm.client.errors import EtfarmError, Kind
+from etfarm.wire.errors import error_for
 
 MAX_MESSAGES: Final = 128
 """Number of messages in a feed's ring; a stream that is further behind gets a snapshot."""
@@ -71,13 +72,6 @@ class Topic:
     """Whether the change of a value may be shown up to a second later."""
     max_items: int = 1_000
     """Number of values that are kept; the oldest ones leave for new ones."""
-
-
-class TooManyFeeds(UserError):
-    """Error of a page that shows something live beside too many others of the account."""
-
-    reason = "TOO_MANY_FEEDS"
-    kind = Kind.RESOURCE_EXHAUSTED
 
 
 class FeedEnded(Exception):
@@ -348,7 +342,7 @@ class Feeds:
 
         Raises:
             EtfarmError: the farm refused the values.
-            TooManyFeeds: streams use as many feeds as an account may have.
+            TOO_MANY_FEEDS: streams use as many feeds as an account may have.
             FeedEnded: the account has signed out.
         """
         await self.end_unused()
@@ -358,7 +352,9 @@ class Feeds:
         feed = self._feeds.get(name)
         if feed is None or feed.is_ended:
             if len(self._feeds) >= MAX_FEEDS:
-                raise TooManyFeeds(f"Open pages show {MAX_FEEDS} jobs and devices live.", "Close other tabs.", limit=MAX_FEEDS)
+                raise error_for(
+                    "TOO_MANY_FEEDS", f"Open pages show {MAX_FEEDS} jobs and devices live.", "Close other tabs.", limit=MAX_FEEDS
+                )
             feed = Feed(topic, argument, self._farm, self._render, self._on_refused)
             feed.idle_since_s = asyncio.get_running_loop().time()
             feed.show_connection(is_away=self._is_away)

@@ -8,19 +8,13 @@ from pathlib import Path
 from typing import Final, TypeAlias
 from urllib.parse import urlsplit
 
-from etfarm.client.errors import UserError
 from etfarm.wire.authority import host_of
+from etfarm.wire.errors import error_for
 
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 LOOPBACK: Final[tuple[Network, ...]] = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1"))
 LOOPBACK_HOSTS: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
-
-
-class BadWebOption(UserError):
-    """Error of an option of the page that has a wrong value."""
-
-    reason = "BAD_WEB_OPTION"
 
 
 @dataclass(frozen=True)
@@ -89,7 +83,8 @@ class WebOptions:
             except ValueError:  # a bracket without the other
                 is_address = False
             if not is_address:
-                raise BadWebOption(
+                raise error_for(
+                    "BAD_WEB_OPTION",
                     f"The public URL must be http(s)://HOST[:PORT][/PATH], got {self.public_url!r}.",
                     "Give the address that visitors use, for example https://farm.example/etfarm.",
                     value=self.public_url,

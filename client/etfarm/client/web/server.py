@@ -14,11 +14,11 @@ from typing import Any, Final
 
 import uvicorn
 
-from etfarm.client.errors import FarmError, Kind, UserError
 from etfarm.client.web.app import create_app
 from etfarm.client.web.connections import Connections, Listener, PromptProtocol
 from etfarm.client.web.options import WebOptions
 from etfarm.client.web.visitors import Visitors
+from etfarm.wire.errors import error_for
 
 MAX_HEADER_BYTES: Final = 32 << 10
 BACKLOG: Final = 1_024
@@ -30,19 +30,6 @@ LOGGED: Final = 10
 LOGGED_S: Final = 60.0
 MAX_KINDS: Final = 1_000
 LOGGERS: Final = ("uvicorn.error", "asyncio", *(f"etfarm.client.web.{name}" for name in ("app", "connections", "live")))
-
-
-class CannotListen(UserError):
-    """Error of an address that the page cannot listen on."""
-
-    reason = "CANNOT_LISTEN"
-
-
-class PageFailed(FarmError):
-    """Error of a page whose server ended by itself."""
-
-    reason = "PAGE_FAILED"
-    kind = Kind.UNAVAILABLE
 
 
 class _Server(uvicorn.Server):
@@ -80,7 +67,7 @@ def listen(host: str, port: int) -> Listener:
     """Return a socket that listens on an address; port 0 lets the system choose.
 
     Raises:
-        CannotListen: the address cannot be used.
+        CANNOT_LISTEN: the address cannot be used.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = Listener(family)
@@ -90,8 +77,12 @@ def listen(host: str, port: int) -> Listener:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise CannotListen(
-            f"The page cannot listen on {host}:{port}: {error.strerror}.", "Give another --listen.", host=host, port=port
+        raise error_for(
+            "CANNOT_LISTEN",
+            f"The page cannot listen on {host}:{port}: {error.strerror}.",
+            "Give another --listen.",
+            host=host,
+            port=port,
         ) from None
     return listener
 
@@ -119,7 +110,7 @@ async def serve(
         certificate, key: PEM files for https; none for http.
 
     Raises:
-        PageFailed: the server ended by itself.
+        PAGE_FAILED: the server ended by itself.
     """
     app = create_app(options)
     visitors: Visitors = app.state.visitors
@@ -141,7 +132,7 @@ async def serve(
         on_ready(visitors)
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
-            raise PageFailed("The page's server ended by itself.", "Its log has the reason.")
+            raise error_for("PAGE_FAILED", "The page's server ended by itself.", "Its log has the reason.")
     finally:
         stopping.cancel()
         # Streams end with their visitors; uvicorn would wait for them.

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Final, Protocol
 
-from etfarm.client.errors import EtfarmError, FarmError, Kind, UserError
+from etfarm.client.errors import EtfarmError, Kind, UserError
 from etfarm.client.submit.prepared import PreparedModel
-from etfarm.wire.errors import error_of
+from etfarm.wire.errors import error_for, error_of
 
 MAX_OF_VISITOR: Final = 8
 """Number of a visitor's files; the oldest one is removed for another one."""
@@ -48,20 +48,6 @@ class UploadGone(UserError):
 
     def __init__(self) -> None:
         super().__init__("The file is not there: none was chosen, or it was sent long ago.", "Choose the file again.")
-
-
-class UploadStalled(UserError):
-    """Error of a browser that has stopped sending its file."""
-
-    reason = "MODEL_FILE_STALLED"
-    kind = Kind.DEADLINE_EXCEEDED
-
-
-class UploadFailed(FarmError):
-    """Error of a file that the page cannot store."""
-
-    reason = "MODEL_FILE_NOT_STORED"
-    kind = Kind.RESOURCE_EXHAUSTED
 
 
 @dataclass(frozen=True)
@@ -120,8 +106,8 @@ class Uploads:
         Raises:
             EtfarmError: the farm refuses the file.
             BadUpload: it is not a .pt2 or .pte, or it is empty.
-            UploadStalled: the browser stops sending.
-            UploadFailed: there is no room for it.
+            MODEL_FILE_STALLED: the browser stops sending.
+            MODEL_FILE_NOT_STORED: there is no room for it.
         """
         name = _checked_name(name)
         identity = secrets.token_urlsafe(16)
@@ -205,7 +191,8 @@ class Uploads:
             (of_all, self._max_total_bytes, "all"),
         ):
             if used + count_bytes > limit:
-                raise UploadFailed(
+                raise error_for(
+                    "MODEL_FILE_NOT_STORED",
                     f"The page keeps at most {limit} bytes of {whose} files that wait for their submission.",
                     "Try again later, or use `etfarm bench`.", limit_bytes=limit,
                 )  # fmt: skip
@@ -248,7 +235,7 @@ async def _gathered(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Yield the bytes in parts of at least a mebibyte, but for the last one.
 
     Raises:
-        UploadStalled: the next bytes do not come.
+        MODEL_FILE_STALLED: the next bytes do not come.
     """
     parts: list[bytes] = []
     gathered = 0
@@ -257,7 +244,9 @@ async def _gathered(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             async with asyncio.timeout(MAX_WAIT_S):
                 chunk = await anext(chunks, None)
         except TimeoutError:
-            raise UploadStalled(f"The browser sent nothing for {MAX_WAIT_S:g} s.", "Send the file again.") from None
+            raise error_for(
+                "MODEL_FILE_STALLED", f"The browser sent nothing for {MAX_WAIT_S:g} s.", "Send the file again."
+            ) from None
         if chunk is None:
             break
         parts.append(chunk)
@@ -273,4 +262,6 @@ async def _write(file: BinaryIO, part: bytes) -> None:
     try:
         await asyncio.to_thread(file.write, part)
     except OSError as error:
-        raise UploadFailed(f"The page cannot store the file: {error.strerror}.", "Tell who runs the page.") from None
+        raise error_for(
+            "MODEL_FILE_NOT_STORED", f"The page cannot store the file: {error.strerror}.", "Tell who runs the page."
+        ) from None

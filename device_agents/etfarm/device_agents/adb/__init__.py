@@ -9,8 +9,6 @@ Source: AOSP's packages/modules/adb: OVERVIEW.TXT, SERVICES.TXT, SYNC.TXT and sh
 from etfarm.device_agents.adb.address import DEFAULT_ADDRESS, server_address
 from etfarm.device_agents.adb.commands import Completed
 from etfarm.device_agents.adb.errors import (
-    AdbAddressMalformed,
-    AdbMissing,
     AdbRefused,
     AdbServerMissing,
     PhoneAnswerTooLong,
@@ -19,6 +17,8 @@ from etfarm.device_agents.adb.errors import (
     PhoneFull,
     PhoneGone,
     PhoneSilent,
+    adb_address_malformed,
+    adb_missing,
 )
 from etfarm.device_agents.adb.phones import Phone, State
 from etfarm.device_agents.adb.server import AdbServer
@@ -27,8 +27,6 @@ from etfarm.device_agents.adb.sync import OnProgress, RemoteFile
 
 __all__ = [
     "DEFAULT_ADDRESS",
-    "AdbAddressMalformed",
-    "AdbMissing",
     "AdbRefused",
     "AdbServer",
     "AdbServerMissing",
@@ -45,5 +43,7 @@ __all__ = [
     "ShellInput",
     "ShellProcess",
     "State",
+    "adb_address_malformed",
+    "adb_missing",
     "server_address",
 ]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from etfarm.device_agents.adb.errors import AdbAddressMalformed
+from etfarm.device_agents.adb.errors import adb_address_malformed
 
 DEFAULT_ADDRESS: Final = "tcp:127.0.0.1:5037"
 
@@ -34,7 +34,7 @@ def parse(address: str) -> Endpoint:
     """Return the endpoint of `tcp:HOST:PORT`, `tcp:PORT` (this machine), `localfilesystem:PATH` or `localabstract:NAME`.
 
     Raises:
-        AdbAddressMalformed: the address has none of these forms.
+        ADB_ADDRESS_MALFORMED: the address has none of these forms.
     """
     kind, _, rest = address.partition(":")
     if kind == "localfilesystem" and rest:
@@ -44,4 +44,4 @@ def parse(address: str) -> Endpoint:
     host, _, port = rest.rpartition(":")
     if kind == "tcp" and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16:
         return Endpoint(host=host.removeprefix("[").removesuffix("]") or "127.0.0.1", port=int(port))
-    raise AdbAddressMalformed(address)
+    raise adb_address_malformed(address)

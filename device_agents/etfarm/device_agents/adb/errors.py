@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from etfarm.device_agents.errors import DiskFull
-from etfarm.wire.errors import DeviceError, Kind, UserError
+from etfarm.wire.errors import DeviceError, EtfarmError, Kind, UserError, error_for
 
 _START: Final = "Start it with `adb start-server`; where adb is not installed: `apt-get install adb` on Debian."
 _REPLUG: Final = "Check the cable or the network, the phone's power and its USB debugging; `adb devices -l` shows what adb sees."
@@ -33,27 +33,19 @@ def remedy_of(text: str) -> str:
     return next((remedy for word, remedy in _REFUSALS if word in text.lower()), "")
 
 
-class AdbAddressMalformed(UserError):
-    """An ADB_SERVER_SOCKET, or an equivalent setting, that is not a valid address."""
-
-    reason = "ADB_ADDRESS_MALFORMED"
-
-    def __init__(self, address: str) -> None:
-        super().__init__(
-            f"{address!r} is not an address of an adb server.",
-            "Give tcp:HOST:PORT, tcp:PORT or localfilesystem:PATH in ADB_SERVER_SOCKET, or unset it.",
-            address=address,
-        )
+def adb_address_malformed(address: str) -> EtfarmError:
+    """Return the error of an ADB_SERVER_SOCKET, or an equivalent setting, that is not a valid address."""
+    return error_for(
+        "ADB_ADDRESS_MALFORMED",
+        f"{address!r} is not an address of an adb server.",
+        "Give tcp:HOST:PORT, tcp:PORT or localfilesystem:PATH in ADB_SERVER_SOCKET, or unset it.",
+        address=address,
+    )
 
 
-class AdbMissing(UserError):
-    """An adb program that is not installed or cannot start its server."""
-
-    reason = "ADB_MISSING"
-    kind = Kind.FAILED_PRECONDITION
-
-    def __init__(self, why: str) -> None:
-        super().__init__(f"adb cannot be started: {why}", "Install it, on Debian with `apt-get install adb`.", why=why)
+def adb_missing(why: str) -> EtfarmError:
+    """Return the error of an adb program that is not installed or cannot start its server."""
+    return error_for("ADB_MISSING", f"adb cannot be started: {why}", "Install it, on Debian with `apt-get install adb`.", why=why)
 
 
 class AdbServerMissing(UserError):

@@ -30,7 +30,7 @@ class Link:
 
         Raises:
             AdbServerMissing: nothing listens there.
-            AdbAddressMalformed: the address is not valid.
+            ADB_ADDRESS_MALFORMED: the address is not valid.
         """
         endpoint = parse(address)
         try:

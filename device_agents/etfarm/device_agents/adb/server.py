@@ -15,11 +15,11 @@ from typing import Final
 from etfarm.device_agents.adb.address import DEFAULT_ADDRESS, server_address
 from etfarm.device_agents.adb.commands import READ_BYTES, Completed, complete
 from etfarm.device_agents.adb.errors import (
-    AdbMissing,
     AdbRefused,
     AdbServerMissing,
     PhoneFileMissing,
     PhoneSilent,
+    adb_missing,
 )
 from etfarm.device_agents.adb.link import Link
 from etfarm.device_agents.adb.phones import Phone, phones_of
@@ -273,7 +273,7 @@ class AdbServer:
 
         Raises:
             AdbServerMissing: no server answers at this address, and it is not the default one.
-            AdbMissing: adb is not installed or did not start its server; its output is in the message.
+            ADB_MISSING: adb is not installed or did not start its server; its output is in the message.
         """
         try:
             await self.version()
@@ -283,7 +283,7 @@ class AdbServer:
                 raise
         program = shutil.which("adb")
         if program is None:
-            raise AdbMissing("no program `adb` is on PATH")
+            raise adb_missing("no program `adb` is on PATH")
         # The server outlives this process and serves others, so it must not inherit our tokens.
         environment = {key: value for key, value in os.environ.items() if not key.startswith("ETFARM_")}
         try:
@@ -296,18 +296,18 @@ class AdbServer:
                 env=environment,
             )
         except OSError as error:
-            raise AdbMissing(f"{program}: {error.strerror or error}") from error
+            raise adb_missing(f"{program}: {error.strerror or error}") from error
         try:
             async with asyncio.timeout(_START_S):
                 output, _ = await process.communicate()
         except TimeoutError as error:
-            raise AdbMissing(f"`adb start-server` did not end within {_START_S:g} s") from error
+            raise adb_missing(f"`adb start-server` did not end within {_START_S:g} s") from error
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
         if process.returncode != 0:
-            raise AdbMissing(" ".join(output.decode(errors="replace").split()) or f"it ended with {process.returncode}")
+            raise adb_missing(" ".join(output.decode(errors="replace").split()) or f"it ended with {process.returncode}")
         await self.version()
 
     async def _request_text(self, service: str, *, serial: str = "", seconds: float | None = None) -> str:

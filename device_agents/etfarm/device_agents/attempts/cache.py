@@ -14,13 +14,13 @@ from typing import Final
 
 from etfarm.device_agents.attempts.links import Links
 from etfarm.device_agents.attempts.transfers import Transfers
-from etfarm.device_agents.errors import DiskFull, MalformedDigest
+from etfarm.device_agents.errors import DiskFull
 from etfarm.device_agents.runners.bundle import Bundle, unpack
 from etfarm.v1 import common_pb2
 from etfarm.wire import digest
 from etfarm.wire.bundles import NotABundle
 from etfarm.wire.chunks import Progressed
-from etfarm.wire.errors import DeviceError
+from etfarm.wire.errors import DeviceError, error_for
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ class Lease:
 def _checked(name: str) -> str:
     """Return the digest, which becomes a file name, if it is valid."""
     if not digest.is_digest(name):
-        raise MalformedDigest(f"{name!r} is not a sha256.", digest=name)
+        raise error_for("DIGEST_MALFORMED", f"{name!r} is not a sha256.", digest=name)
     return name
 
 

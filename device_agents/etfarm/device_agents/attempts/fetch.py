@@ -7,13 +7,13 @@ import tempfile
 from pathlib import Path
 
 from etfarm.device_agents.attempts.cache import Lease
-from etfarm.device_agents.errors import NoRunner, ProgramMismatch, RunnerDoesNotWork
+from etfarm.device_agents.errors import runner_does_not_work
 from etfarm.device_agents.runners.bundle import Bundle
 from etfarm.device_agents.targets.base import NO_DEADLINE_S, Provisions, Target
 from etfarm.v1 import agent_pb2
 from etfarm.wire import digest
 from etfarm.wire.chunks import Progressed
-from etfarm.wire.errors import DeviceError, EtfarmError
+from etfarm.wire.errors import DeviceError, EtfarmError, error_for
 
 
 def attempt_limit_s(start: agent_pb2.StartRun) -> float:
@@ -36,13 +36,14 @@ async def fetch_program(
         on_progress: takes the transferred bytes and the total.
 
     Raises:
-        ProgramMismatch, NoRunner, BundleUnusable, RunnerDoesNotWork: the server sent something that cannot be run.
+        DIGEST_MISMATCH, NO_RUNNER, BundleUnusable, DEVICE_RUNNER_UNUSABLE: the server sent something that cannot be run.
         As `Lease.fetch` and `Target.install`.
     """
     program, arch = candidate.program, target.device.arch
     manifest = digest.of_program(program.pte.digest, {name: data.digest for name, data in program.data.items()})
     if manifest != program.digest:
-        raise ProgramMismatch(
+        raise error_for(
+            "DIGEST_MISMATCH",
             f"The program {program.digest[:12]} arrived with the files of {manifest[:12]}.",
             digest=program.digest,
             manifest=manifest,
@@ -51,13 +52,16 @@ async def fetch_program(
     if candidate.HasField("bundle") and not target.own_first:
         bundle = await lease.open_bundle(candidate.bundle.artifact, on_progress)
         if bundle.manifest.arch != arch:
-            raise NoRunner(
+            raise error_for(
+                "NO_RUNNER",
                 f"The runner that arrived is for {bundle.manifest.arch}, but this device is {arch}.",
                 bundle_arch=bundle.manifest.arch,
                 arch=arch,
             )
     elif not target.has_own_runner:
-        raise NoRunner(f"The farm has no runner for {arch}.", "Add one with `etfarm bundle build` and `bundle add`.", arch=arch)
+        raise error_for(
+            "NO_RUNNER", f"The farm has no runner for {arch}.", "Add one with `etfarm bundle build` and `bundle add`.", arch=arch
+        )
     pte = await lease.fetch(program.pte, on_progress)
     data = [await lease.fetch(artifact, on_progress) for _, artifact in sorted(program.data.items())]
     provisions = Provisions(pte, data, bundle)
@@ -78,7 +82,7 @@ async def try_out(bundle: Bundle, sent: str, target: Target, scratch: Path) -> t
         scratch: a folder on this disk.
 
     Raises:
-        RunnerDoesNotWork: the runner does not start there, or computes wrongly.
+        DEVICE_RUNNER_UNUSABLE: the runner does not start there, or computes wrongly.
         DeviceError: the target is gone.
     """
     try:
@@ -89,7 +93,7 @@ async def try_out(bundle: Bundle, sent: str, target: Target, scratch: Path) -> t
     except DeviceError:
         raise  # the device is gone
     except EtfarmError as error:
-        raise RunnerDoesNotWork(sent, bundle.manifest.arch, error.message) from error
+        raise runner_does_not_work(sent, bundle.manifest.arch, error.message) from error
     except TimeoutError:
         why = f"it does not answer within {target.self_test_s:g} s"
-        raise RunnerDoesNotWork(sent, bundle.manifest.arch, why) from None
+        raise runner_does_not_work(sent, bundle.manifest.arch, why) from None

@@ -11,18 +11,12 @@ from typing import Final
 
 from etfarm.device_agents.runners.protocol import Runner
 from etfarm.wire import tensors
-from etfarm.wire.errors import DeviceError, EtfarmError
+from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.samples import MAX_OUTPUTS_BYTES, round_down
 from etfarm.wire.tensors import Tensor, Value
 
 LIMIT_S: Final = 30.0
 """Time limit of all executions together; the current one is completed unless it takes twice as long."""
-
-
-class SamplesLeftOut(DeviceError):
-    """Samples that were left out, since those before them took all the time or room that samples may take."""
-
-    reason = "SAMPLES_LEFT_OUT"
 
 
 @dataclass
@@ -104,7 +98,7 @@ async def _execute(
                     raise TimeoutError
                 if size_bytes > MAX_OUTPUTS_BYTES:
                     done = f"{index + bool(first)} of {noun}"
-                    raise SamplesLeftOut(f"The outputs of the first {done} exceed {MAX_OUTPUTS_BYTES >> 20} MiB.")
+                    raise error_for("SAMPLES_LEFT_OUT", f"The outputs of the first {done} exceed {MAX_OUTPUTS_BYTES >> 20} MiB.")
                 values = await asyncio.to_thread(_read, path)
                 await prepare(index)
                 await runner.set_inputs(values)
@@ -118,7 +112,7 @@ async def _execute(
             # With the timed inputs, these are a power of two.
             further.samples = round_down(1 + further.samples) - 1
             del further.outputs[further.samples * len(first) :]
-        further.error = SamplesLeftOut(f"The device needs more than {limit_s:g} s for {noun}.")
+        further.error = error_for("SAMPLES_LEFT_OUT", f"The device needs more than {limit_s:g} s for {noun}.")
     except EtfarmError as error:
         further.error = error
     return further

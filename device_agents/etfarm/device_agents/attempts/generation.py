@@ -12,7 +12,7 @@ from etfarm.device_agents.attempts.cache import Lease
 from etfarm.device_agents.attempts.generation_passes import GenerationPasses, Measured, trace_of, validate_plan
 from etfarm.device_agents.attempts.transfers import Transfers
 from etfarm.device_agents.device.inventory import choose_cpus
-from etfarm.device_agents.errors import GenerationUnsupported, ScoringUnsupported
+from etfarm.device_agents.errors import generation_unsupported, scoring_unsupported
 from etfarm.v1 import agent_pb2, job_pb2
 from etfarm.wire.status import to_proto
 from etfarm.wire.tensors import Value
@@ -81,7 +81,7 @@ class GenerationExecution(Execution):
             # Runners that know flows are newer than those that score.
             required = _SCORE_COMMAND if plan.model.HasField("flow") else _COMMAND
             if required not in commands:
-                raise GenerationUnsupported(runner.kind)
+                raise generation_unsupported(runner.kind)
             await self.load_program(runner, cpus, into=None if is_first else run.result)
             passes = GenerationPasses(runner, plan, run.result, self, self._encoder_inputs)
             if is_first:
@@ -115,7 +115,7 @@ class GenerationExecution(Execution):
         async with self.start_runner() as runner:
             with self.phase("SCORE"):
                 if _SCORE_COMMAND not in (await runner.hello()).commands:
-                    raise ScoringUnsupported(runner.kind)
+                    raise scoring_unsupported(runner.kind)
                 own = agent_pb2.CandidateResult()
                 await self.load_program(runner, cpus, into=own)
                 passes = GenerationPasses(runner, plan, own, self, self._encoder_inputs)

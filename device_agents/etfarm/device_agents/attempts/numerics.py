@@ -36,7 +36,7 @@ async def record(runner: Runner, folder: Path) -> Recorded:
         folder: where to write the files.
 
     Raises:
-        DeviceStorageFailed: the values exceed that limit, or the disk is full.
+        DEVICE_STORAGE_FAILED: the values exceed that limit, or the disk is full.
         As `Runner.debug`.
     """
     free = (await asyncio.to_thread(shutil.disk_usage, folder)).free

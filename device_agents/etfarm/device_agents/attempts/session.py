@@ -23,7 +23,7 @@ from etfarm.device_agents.attempts.session_program import Exchange, ServedProgra
 from etfarm.device_agents.attempts.transfers import Transfers, attempt_channel
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.device.inventory import choose_cpus, choose_threads
-from etfarm.device_agents.errors import TransferTimedOut
+from etfarm.device_agents.errors import transfer_timed_out
 from etfarm.device_agents.runners import errors
 from etfarm.device_agents.runners.process import LogLine
 from etfarm.device_agents.targets.base import Provisions, Target
@@ -130,7 +130,7 @@ class ServedSession:
             if not deadline.expired():
                 raise
             if self.phase == "FETCH":
-                raise TransferTimedOut(self.phase, deadline_s) from None
+                raise transfer_timed_out(self.phase, deadline_s) from None
             raise errors.ProgramHung(self.phase, deadline_s, list(self._lines)) from None
 
     async def _serve(self, channel: grpc.aio.Channel, served: ServedProgram, ready: session_pb2.SessionReady) -> None:

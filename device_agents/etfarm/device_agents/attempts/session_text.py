@@ -7,14 +7,13 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from etfarm.device_agents.errors import GenerationUnsupported
+from etfarm.device_agents.errors import generation_unsupported
 from etfarm.device_agents.runners import streaming
 from etfarm.device_agents.runners.protocol import MethodInfo, Runner, TensorInfo
 from etfarm.device_agents.runners.streaming import StreamRequest, Tokens
 from etfarm.v1 import common_pb2, compile_pb2, generation_pb2, session_pb2
 from etfarm.wire import language_models, sessions
-from etfarm.wire.errors import UserError
-from etfarm.wire.sessions import BadCall
+from etfarm.wire.errors import error_for
 from etfarm.wire.tensors import Scalar
 from etfarm.wire.words import value_of
 
@@ -22,12 +21,6 @@ _GRACE_S: Final = 60.0
 """Seconds for which the runner may go on after the session's own limit, which states what is wrong."""
 
 OnTokens = Callable[[session_pb2.SessionTokens], None]
-
-
-class ContextTooShort(UserError):
-    """A prompt and tokens that the context of a model has no room for."""
-
-    reason = "CONTEXT_TOO_SHORT"
 
 
 class Methods(Protocol):
@@ -77,11 +70,11 @@ class SessionText:
             stop: ends the text after the current token.
 
         Raises:
-            BadCall, ContextTooShort, NotALanguageModel, GenerationUnsupported: the context is unchanged.
+            BAD_CALL, CONTEXT_TOO_SHORT, NotALanguageModel, GENERATION_UNSUPPORTED: the context is unchanged.
             EtfarmError: as Runner.stream.
         """
         if streaming.COMMAND not in (await self._runner.hello()).commands:
-            raise GenerationUnsupported(self._runner.kind, "generate text in a session")
+            raise generation_unsupported(self._runner.kind, "generate text in a session")
         model = await self._describe(wanted.prefill_method, wanted.decode_method)
         stop_tokens = {*wanted.stop_tokens, *(await self._ends() if wanted.stop_at_eos else ())}
         for name in dict.fromkeys((model.prefill_method, model.decode_method)):
@@ -159,14 +152,15 @@ class SessionText:
         """Return the tokens that end a text, by the program's metadata.
 
         Raises:
-            BadCall: it does not say.
+            BAD_CALL: it does not say.
         """
         if self._end_tokens is None:
             names = [name for name in language_models.END_TOKENS if name in self._methods.names]
             values = [value for name in names for value in await self._values(name)]
             self._end_tokens = tuple(value for value in values if 0 <= value < 1 << 31)[: sessions.MAX_STOP_TOKENS]
         if not self._end_tokens:
-            raise BadCall(
+            raise error_for(
+                "BAD_CALL",
                 f"The program does not say which tokens end a text: it has no method {language_models.END_TOKENS[0]}.",
                 "Give the tokens: stop_tokens=[2].",
             )
@@ -194,21 +188,24 @@ def _validate(wanted: session_pb2.SessionGeneration, model: generation_pb2.Langu
     """
     prompt = len(wanted.prompt_tokens)
     if position > kept:
-        raise BadCall(
+        raise error_for(
+            "BAD_CALL",
             f"`position` is {position:,}, and the context has {kept:,} tokens.",
             "Continue after one of them, or start anew with position=0.", context_tokens=kept,
         )  # fmt: skip
     if not prompt and not position:
-        raise BadCall("The prompt has no tokens, and the context is empty.", "Give at least one token.")
+        raise error_for("BAD_CALL", "The prompt has no tokens, and the context is empty.", "Give at least one token.")
     if position + prompt + wanted.tokens > model.max_context_tokens:
         before = f"Text so far ({position:,}) + prompt" if position else "Prompt"
-        raise ContextTooShort(
+        raise error_for(
+            "CONTEXT_TOO_SHORT",
             f"{before} ({prompt:,}) + tokens ({wanted.tokens:,}) exceed the context of {model.max_context_tokens:,}.",
             f"Generate fewer tokens, {'or start anew with position=0' if position else 'or give a shorter prompt'}.",
             context=model.max_context_tokens,
         )  # fmt: skip
     if prompt and max(wanted.prompt_tokens) >= model.vocab_size:
-        raise BadCall(
+        raise error_for(
+            "BAD_CALL",
             f"The prompt has the token {max(wanted.prompt_tokens):,}, and the vocabulary has {model.vocab_size:,}.",
             "Use the program's own tokenizer.", vocab_size=model.vocab_size,
         )  # fmt: skip

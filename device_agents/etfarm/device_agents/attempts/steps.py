@@ -17,7 +17,7 @@ from etfarm.device_agents.attempts.fault_attribution import ABNORMAL_EXITS, attr
 from etfarm.device_agents.attempts.fetch import fetch_program
 from etfarm.device_agents.attempts.progress import CandidateProgress, ProgressSink
 from etfarm.device_agents.device.inventory import choose_threads, format_cpu_list
-from etfarm.device_agents.errors import NotReached, TransferTimedOut
+from etfarm.device_agents.errors import not_reached, transfer_timed_out
 from etfarm.device_agents.runners import errors
 from etfarm.device_agents.runners.protocol import DEFAULT_INPUTS_SEED, Loaded
 from etfarm.device_agents.runners.remote import RemoteRunner
@@ -99,12 +99,12 @@ class CandidateSteps(CandidateProgress):
         """Do a part of the work within the attempt's time.
 
         Raises:
-            NotReached, TransferTimedOut, ProgramHung: the time is over.
+            ATTEMPT_TIMED_OUT, TRANSFER_TIMED_OUT, ProgramHung: the time is over.
         """
         attempt = self._attempt
         deadline_s = attempt.start.deadline_s
         if attempt.remaining_s() <= 0:
-            raise NotReached(deadline_s)
+            raise not_reached(deadline_s)
         deadline = asyncio.timeout(attempt.remaining_s())
         try:
             async with deadline:
@@ -113,14 +113,14 @@ class CandidateSteps(CandidateProgress):
             if not deadline.expired():
                 raise
             if attempt.phase.startswith("WAIT_FOR_"):
-                raise NotReached(deadline_s) from None
+                raise not_reached(deadline_s) from None
             is_transfer, runner = attempt.phase in _TRANSFER_PHASES, self._runner
             stage = attempt.phase if is_transfer or runner is None else runner.stage
             if runner is not None and runner.moving:
                 moving_files = f"{runner.moving}, between the agent and {attempt.target.device.name},"
-                raise TransferTimedOut(stage, deadline_s, moving_files) from None
+                raise transfer_timed_out(stage, deadline_s, moving_files) from None
             if is_transfer:
-                raise TransferTimedOut(stage, deadline_s) from None
+                raise transfer_timed_out(stage, deadline_s) from None
             raise errors.ProgramHung(stage, deadline_s, list(self.recent)) from None
 
     async def fetch(self) -> None:

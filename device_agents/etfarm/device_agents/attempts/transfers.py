@@ -14,7 +14,7 @@ import grpc
 
 from etfarm.device_agents.attempts.links import AVOID_S, Links
 from etfarm.device_agents.config import AgentConfig
-from etfarm.device_agents.errors import TransferTimedOut
+from etfarm.device_agents.errors import transfer_timed_out
 from etfarm.device_agents.jail.box import require_plain_file
 from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
@@ -72,7 +72,7 @@ class AttemptChannel:
             limit_s: all of its time in seconds.
 
         Raises:
-            TransferTimedOut: no server of the farm was reached within the attempt's time.
+            TRANSFER_TIMED_OUT: no server of the farm was reached within the attempt's time.
         """
         try:
             async with asyncio.timeout(left_s):
@@ -83,7 +83,7 @@ class AttemptChannel:
                         log.info("an attempt does not reach the farm (%s); trying again in %.1f s", error.message, pause)
                     await asyncio.sleep(pause)
         except TimeoutError:
-            raise TransferTimedOut("FETCH", limit_s) from None
+            raise transfer_timed_out("FETCH", limit_s) from None
 
     async def renew(self) -> grpc.aio.Channel:
         """Return a new channel if the present one has been open for a while; that one if no server is reached."""

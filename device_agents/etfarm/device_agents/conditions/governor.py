@@ -20,7 +20,7 @@ from typing import Final
 from etfarm.device_agents.device.inventory import format_cpu_list, parse_cpu_list
 from etfarm.v1 import report_pb2
 from etfarm.wire.atomic_write import write_atomically
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import error_for
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +30,6 @@ _AVAILABLE: Final = "scaling_available_governors"
 _POLICIES: Final = "sys/devices/system/cpu/cpufreq"
 _GOVERNOR_FILE: Final = re.compile(rf"/{_POLICIES}/policy\d+/scaling_governor\Z")
 _NAME: Final = re.compile(r"[\w-]{1,32}\Z")
-
-
-class GovernorUnknown(UserError):
-    """A governor that the kernel does not offer."""
-
-    reason = "GOVERNOR_UNKNOWN"
 
 
 class Governors:
@@ -56,7 +50,7 @@ class Governors:
         """Check that any of these cpus (all of them if None) can have the wanted governor, as far as the kernel reports it.
 
         Raises:
-            GovernorUnknown: the kernel lists only others.
+            GOVERNOR_UNKNOWN: the kernel lists only others.
         """
         offered: set[str] = set()
         for policy in self._policies():
@@ -64,7 +58,8 @@ class Governors:
                 if cpus is None or not _related_cpus(policy).isdisjoint(cpus):
                     offered.update((policy / _AVAILABLE).read_text().split())
         if self._wanted is not None and offered and self._wanted not in offered:
-            raise GovernorUnknown(
+            raise error_for(
+                "GOVERNOR_UNKNOWN",
                 f"The kernel has no governor {self._wanted!r} here.",
                 f"Give --governor one of {', '.join(sorted(offered))}, or keep.",
                 governor=self._wanted,

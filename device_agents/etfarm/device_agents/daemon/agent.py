@@ -17,11 +17,11 @@ from etfarm.device_agents.attempts.session import ServedSession
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.daemon.data_folder import DataFolder
 from etfarm.device_agents.daemon.result_outbox import ResultOutbox
-from etfarm.device_agents.errors import AgentFailed, Cancelled, DeviceBusy, DeviceGone, WrongDevice
-from etfarm.device_agents.runners.errors import DeviceStorageFailed
+from etfarm.device_agents.errors import device_gone
+from etfarm.device_agents.runners.errors import device_storage_failed
 from etfarm.device_agents.targets.base import Target
 from etfarm.v1 import agent_pb2, common_pb2, device_pb2
-from etfarm.wire.errors import EtfarmError
+from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.heap import give_memory_back
 from etfarm.wire.status import to_proto
 
@@ -104,13 +104,13 @@ class Agent:
     async def detach(self, device_id: str, reason: str) -> None:
         """Announce that a device was detached, once its run has ended; does nothing if the device is not known.
 
-        A run on it fails with DeviceGone, unless all of its files have left the device: these are sent first.
+        A run on it fails with DEVICE_GONE, unless all of its files have left the device: these are sent first.
         """
         if device_id not in self._targets and device_id not in self._problems:
             return
         try:
             if (target := self._targets.get(device_id)) is not None and self._running_on(device_id):
-                leaving = device_pb2.Device(problem=to_proto(DeviceGone(target.device.name, reason)))
+                leaving = device_pb2.Device(problem=to_proto(device_gone(target.device.name, reason)))
                 leaving.MergeFrom(target.device)
                 self._announce_problem(leaving)
             await self._end_runs(device_id, reason)
@@ -139,12 +139,14 @@ class Agent:
         present = [attempt for attempt in self._attempts.values() if attempt.start.device_id == start.device_id]
         live = [attempt.start for attempt in present if attempt.start.attempt_id not in self._cancelled]
         if target is None:
-            refusal: EtfarmError = WrongDevice(f"This agent has no device {start.device_id}.", device_id=start.device_id)
+            refusal: EtfarmError = error_for(
+                "DEVICE_UNKNOWN", f"This agent has no device {start.device_id}.", device_id=start.device_id
+            )
             self._spawn(start, self._finish(failed_result(start, refusal)))
             return
         if live and not _has_room(target.device, [*live, start]):
             busy_with = ", ".join(each.attempt_id for each in live)
-            refusal = DeviceBusy(f"{target.device.name} is busy with attempt {busy_with}.", busy_with=busy_with)
+            refusal = error_for("DEVICE_BUSY", f"{target.device.name} is busy with attempt {busy_with}.", busy_with=busy_with)
             self._spawn(start, self._finish(failed_result(start, refusal)))
             return
         folder = self._runs / hashlib.sha256(attempt_id.encode()).hexdigest()[:32]
@@ -162,7 +164,9 @@ class Agent:
         if attempt_id in self.outbox:
             self.acknowledge(attempt_id)
         elif (task := self._tasks.get(attempt_id)) is not None and attempt_id not in self._cancelled:
-            self._cancelled[attempt_id] = Cancelled(f"The attempt was cancelled: {reason or 'no reason'}.", why=reason)
+            self._cancelled[attempt_id] = error_for(
+                "CANCELLED", f"The attempt was cancelled: {reason or 'no reason'}.", why=reason
+            )
             task.cancel()
 
     def acknowledge(self, attempt_id: str) -> None:
@@ -192,7 +196,7 @@ class Agent:
                 continue
             task = self._tasks.get(running)
             if task is not None and task is not asyncio.current_task() and running not in self._cancelled:
-                self._cancelled[running] = DeviceGone(target.device.name, reason)
+                self._cancelled[running] = device_gone(target.device.name, reason)
                 task.cancel()
         # Wait for results that are being written, too: the server accepts none once the device is detached.
         if ending := self._running_on(device_id):
@@ -236,10 +240,10 @@ class Agent:
             result = failed_result(start, raised)
         except OSError as raised:
             log.error("attempt %s: %s", start.attempt_id, raised)
-            result = failed_result(start, DeviceStorageFailed(attempt.phase, str(raised)))
+            result = failed_result(start, device_storage_failed(attempt.phase, str(raised)))
         except Exception as raised:
             log.exception("attempt %s failed because of a bug", start.attempt_id)
-            result = failed_result(start, AgentFailed(f"The agent failed: {type(raised).__name__}: {raised}."))
+            result = failed_result(start, error_for("AGENT_FAILED", f"The agent failed: {type(raised).__name__}: {raised}."))
         finally:
             if self._attempts.get(start.attempt_id) is attempt:
                 del self._attempts[start.attempt_id]

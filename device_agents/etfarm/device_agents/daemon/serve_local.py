@@ -40,9 +40,8 @@ from etfarm.v1 import (
 from etfarm.v1.common_pb2 import RunnerKind
 from etfarm.wire import chunks
 from etfarm.wire.channel import SERVER_OPTIONS, Access
-from etfarm.wire.errors import DeviceError, EtfarmError, FarmError, Kind, UserError
+from etfarm.wire.errors import DeviceError, EtfarmError, FarmError, Kind, UserError, error_for
 from etfarm.wire.owner import at_end_of_stdin
-from etfarm.wire.sessions import SessionNotFound
 from etfarm.wire.shielding import shielded
 from etfarm.wire.status import to_proto, to_status
 from etfarm.wire.token_buffer import TokenBuffer
@@ -184,7 +183,9 @@ class LocalSessions(session_pb2_grpc.SessionServiceServicer):
     async def Call(self, request: session_pb2.CallSessionRequest, context: Any) -> session_pb2.CallSessionResponse:
         session = self._live.get(request.session_id)
         if session is None or session.program is None:
-            await _refuse(context, SessionNotFound(f"There is no session {request.session_id!r}.", "Open another."))
+            await _refuse(
+                context, error_for("SESSION_NOT_FOUND", f"There is no session {request.session_id!r}.", "Open another.")
+            )
         working = asyncio.ensure_future(session.answer(request.task))
         # A caller that disconnects must not stop the runner in the middle of a command.
         return session_pb2.CallSessionResponse(call_id=request.call_id, answer=await shielded(working))
@@ -194,7 +195,9 @@ class LocalSessions(session_pb2_grpc.SessionServiceServicer):
     ) -> AsyncIterator[session_pb2.GenerateSessionResponse]:
         session = self._live.get(request.session_id)
         if session is None or session.program is None:
-            await _refuse(context, SessionNotFound(f"There is no session {request.session_id!r}.", "Open another."))
+            await _refuse(
+                context, error_for("SESSION_NOT_FOUND", f"There is no session {request.session_id!r}.", "Open another.")
+            )
         task = session_pb2.SessionTask(generation=request.generation)
         if request.HasField("timeout_s"):
             task.timeout_s = request.timeout_s

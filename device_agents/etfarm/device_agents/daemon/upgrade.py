@@ -20,7 +20,7 @@ from etfarm.device_agents.daemon.versions import BadWheel, Version, Versions
 from etfarm.v1 import agent_pb2
 from etfarm.v1.agent_pb2 import UpgradePhase
 from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
-from etfarm.wire.errors import DeviceError, EtfarmError, Kind
+from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.farm_channel import farm_channel
 from etfarm.wire.status import from_rpc_error, to_proto
 
@@ -31,13 +31,6 @@ _TRY_S: Final = 60.0
 """How long the new version may take to print its help."""
 _MOST_LIMIT_S: Final = 3600.0
 _SHOWN: Final = 500
-
-
-class UpgradeRefused(DeviceError):
-    """A wheel that this agent does not run."""
-
-    reason = "UPGRADE_REFUSED"
-    kind = Kind.FAILED_PRECONDITION
 
 
 class Upgrader:
@@ -84,13 +77,17 @@ class Upgrader:
         outcome = agent_pb2.UpgradeOutcome(upgrade_id=known.get("upgrade_id", ""), version=known.get("version", ""))
         if why := known.get("error"):
             what = f"etfarm {outcome.version} {why}."
-            outcome.error.CopyFrom(to_proto(UpgradeRefused(what, "The former version runs again; see the agent's log.")))
+            outcome.error.CopyFrom(
+                to_proto(error_for("UPGRADE_REFUSED", what, "The former version runs again; see the agent's log."))
+            )
         return outcome
 
     def start(self, upgrade: agent_pb2.Upgrade) -> None:
         """Begin an upgrade, or answer that another one is going on."""
         if self._task is not None and not self._task.done():
-            self._fail(upgrade, UpgradeRefused("Another upgrade of this agent is going on.", "Wait until it has ended."))
+            self._fail(
+                upgrade, error_for("UPGRADE_REFUSED", "Another upgrade of this agent is going on.", "Wait until it has ended.")
+            )
             return
         self._task = asyncio.create_task(self._upgrade(upgrade), name="upgrade")
 
@@ -114,7 +111,7 @@ class Upgrader:
             self._fail(upgrade, error)
         except (OSError, BadWheel, TimeoutError) as error:
             why = "it took too long" if isinstance(error, TimeoutError) else str(error)
-            self._fail(upgrade, UpgradeRefused(f"etfarm {upgrade.version} cannot be installed: {why}."))
+            self._fail(upgrade, error_for("UPGRADE_REFUSED", f"etfarm {upgrade.version} cannot be installed: {why}."))
         else:
             log.info("etfarm %s is installed; this process ends for it", upgrade.version)
             self._report(upgrade, UpgradePhase.UPGRADE_PHASE_RESTARTING)
@@ -124,12 +121,12 @@ class Upgrader:
         """Check that the agent may be upgraded now.
 
         Raises:
-            UpgradeRefused: it may not.
+            UPGRADE_REFUSED: it may not.
         """
         if not self.is_allowed:
-            raise UpgradeRefused("This agent takes no upgrades.", "Start it with --allow-upgrade.")
+            raise error_for("UPGRADE_REFUSED", "This agent takes no upgrades.", "Start it with --allow-upgrade.")
         if self._active():
-            raise UpgradeRefused("The agent has running attempts.", "Wait until they have ended.")
+            raise error_for("UPGRADE_REFUSED", "The agent has running attempts.", "Wait until they have ended.")
 
     async def _fetch(self, upgrade: agent_pb2.Upgrade) -> str:
         """Download and unpack the wheel; return the name of its folder."""
@@ -146,7 +143,7 @@ class Upgrader:
         """Start the new version's command, which shows whether it has what it imports, and that it is this version.
 
         Raises:
-            UpgradeRefused: it does not start.
+            UPGRADE_REFUSED: it does not start.
         """
         path = str(self._versions.folder / folder)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH", "")]))}
@@ -166,7 +163,7 @@ class Upgrader:
             text = output.decode("utf-8", "replace")
             if process.returncode or expected not in text:
                 what = f"`etfarm {' '.join(arguments)}` of etfarm {version} does not print {expected!r}: {text[-_SHOWN:].strip()}"
-                raise UpgradeRefused(what, "Install what it lacks on the agent's machine.")
+                raise error_for("UPGRADE_REFUSED", what, "Install what it lacks on the agent's machine.")
 
     def _fail(self, upgrade: agent_pb2.Upgrade, error: EtfarmError) -> None:
         log.warning("the upgrade to etfarm %s failed: %s", upgrade.version, error)

@@ -11,16 +11,10 @@ from pathlib import Path
 from typing import Final
 
 from etfarm.device_agents.runners.bundle import Bundle
-from etfarm.wire.errors import FarmError
+from etfarm.wire.errors import error_for
 
 _PREFIX: Final = ".read-only-"
 _READABLE_BY_ALL: Final = stat.S_IROTH
-
-
-class ForeignFile(FarmError):
-    """A runner's result that is not a plain file."""
-
-    reason = "RUNNER_LEFT_NO_FILE"
 
 
 class Box:
@@ -89,10 +83,12 @@ def require_plain_file(path: Path) -> None:
     """Check that a runner's result is a plain file. Call it before the agent, which may read more than the runner, opens it.
 
     Raises:
-        ForeignFile: the path is a symbolic link, has several names, or is not a regular file.
+        RUNNER_LEFT_NO_FILE: the path is a symbolic link, has several names, or is not a regular file.
     """
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-        raise ForeignFile(
-            f"The runner left no regular file at {path.name}.", "Check what the program does in its working folder."
+        raise error_for(
+            "RUNNER_LEFT_NO_FILE",
+            f"The runner left no regular file at {path.name}.",
+            "Check what the program does in its working folder.",
         )

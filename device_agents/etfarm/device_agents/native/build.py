@@ -43,7 +43,7 @@ from etfarm.device_agents.runners.bundle import CONFINE, Bundle
 from etfarm.device_agents.runners.emulator import DEFAULT_CPUS, Emulator, EmulatorMissing
 from etfarm.wire import digest
 from etfarm.wire.bundles import MANIFEST_NAME, BundledFile, BundleManifest
-from etfarm.wire.errors import FarmError, UserError
+from etfarm.wire.errors import UserError, error_for
 
 SOURCES: Final = Path(__file__).parent
 ENTRY: Final = "etfarm-runner"
@@ -64,12 +64,6 @@ _OPTIONS: Final = (CONFINE,)
 _PROBE_SECONDS: Final = 30
 
 Say = Callable[[str], None]
-
-
-class RunnerUnusable(FarmError):
-    """A built runner that does not start."""
-
-    reason = "RUNNER_UNUSABLE"
 
 
 def source_digest() -> str:
@@ -100,7 +94,7 @@ def build_bundle(
 
     Raises:
         CompilerMissing, CompilerFailed, ExecutorchMissing: the build's prerequisites are missing.
-        RunnerUnusable: the runner does not start on the architecture that it was built for.
+        RUNNER_UNUSABLE: the runner does not start on the architecture that it was built for.
         UserError: `out` cannot be written, or has another ending; there is no `executorch`.
     """
     if arch not in LOADERS:
@@ -266,14 +260,16 @@ def _probed(arch: str, version: str, folder: Path) -> BundleManifest:
         )  # fmt: skip
         events = [json.loads(line) for line in process.stdout.splitlines()]
         if failed := [event["message"] for event in events if event["event"] == "error"]:
-            raise RunnerUnusable(f"The runner for {arch} was built, but fails its self-test: {failed[0]}.", arch=arch)
+            raise error_for(
+                "RUNNER_UNUSABLE", f"The runner for {arch} was built, but fails its self-test: {failed[0]}.", arch=arch
+            )
         result = next(event for event in events if event["event"] == "result")
         backends, operators = tuple(result["backends"]), tuple(result["operators"])
     except subprocess.CalledProcessError as error:
         why = error.stderr.decode(errors="replace").strip() or f"exit code {error.returncode}"
-        raise RunnerUnusable(f"The runner for {arch} was built, but does not start: {why}", arch=arch) from None
+        raise error_for("RUNNER_UNUSABLE", f"The runner for {arch} was built, but does not start: {why}", arch=arch) from None
     except (OSError, subprocess.TimeoutExpired, ValueError, KeyError, StopIteration) as error:
-        raise RunnerUnusable(f"The runner for {arch} was built, but does not answer: {error}", arch=arch) from None
+        raise error_for("RUNNER_UNUSABLE", f"The runner for {arch} was built, but does not answer: {error}", arch=arch) from None
     return dataclasses.replace(manifest, backends=backends, operators=operators)
 
 

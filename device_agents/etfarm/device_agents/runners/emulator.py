@@ -18,7 +18,7 @@ from typing import Final
 
 from etfarm.device_agents.device import inventory
 from etfarm.v1 import device_pb2
-from etfarm.wire.errors import DeviceError, UserError
+from etfarm.wire.errors import EtfarmError, UserError, error_for
 
 DEFAULT_CPUS: Final = {"aarch64": "cortex-a76"}
 """Default processor by architecture; these are all architectures that can be emulated. Not qemu's own default `max`: see
@@ -69,24 +69,15 @@ class EmulatorMissing(UserError):
         )
 
 
-class CpuUnknown(UserError):
-    """A processor that the emulator does not support."""
-
-    reason = "CPU_UNKNOWN"
-
-    def __init__(self, cpu: str, known: list[str], why: str) -> None:
-        super().__init__(
-            f"The emulator cannot emulate {cpu!r}: {why}.",
-            f"Choose one of {', '.join(known)}; properties may follow, as in max,sme=off.",
-            cpu=cpu,
-            known=",".join(known),
-        )
-
-
-class EmulatorFailed(DeviceError):
-    """An emulator that is installed but does not run a program of ten instructions."""
-
-    reason = "EMULATOR_FAILED"
+def cpu_unknown(cpu: str, known: list[str], why: str) -> EtfarmError:
+    """Return the error of a processor that the emulator does not support."""
+    return error_for(
+        "CPU_UNKNOWN",
+        f"The emulator cannot emulate {cpu!r}: {why}.",
+        f"Choose one of {', '.join(known)}; properties may follow, as in max,sme=off.",
+        cpu=cpu,
+        known=",".join(known),
+    )
 
 
 @dataclass(frozen=True)
@@ -140,8 +131,8 @@ class Emulator:
         """Return the processor as programs see it, and this machine through it; without id, agent_id, name and labels. Blocks.
 
         Raises:
-            CpuUnknown: the emulator does not support the processor.
-            EmulatorFailed: the emulator does not work.
+            CPU_UNKNOWN: the emulator does not support the processor.
+            EMULATOR_FAILED: the emulator does not work.
         """
         local_facts = inventory.collect()
         # What it shows of this machine's processor, frequencies included, does not belong to the emulated one.
@@ -182,8 +173,8 @@ class Emulator:
             why = lines[-1].removeprefix(f"{Path(self.path).name}: ").rstrip(".") if lines else _ending(process.returncode)
             known = self.models()
             if lines and process.returncode == 1:
-                raise CpuUnknown(self.cpu, known, why)
-            raise EmulatorFailed(f"{self.path} does not run a program: {why}.", path=self.path, why=why)
+                raise cpu_unknown(self.cpu, known, why)
+            raise error_for("EMULATOR_FAILED", f"{self.path} does not run a program: {why}.", path=self.path, why=why)
         try:
             words = struct.unpack(f"<{_PROBE_BYTES // 8}Q", process.stdout)
             at = 2 + 1 + words[2] + 1  # skip the id, the number of arguments, the arguments and a null
@@ -194,7 +185,9 @@ class Emulator:
                 at += 2
             return words[0], auxiliary
         except (struct.error, ValueError, IndexError) as error:
-            raise EmulatorFailed(f"{self.path} gives a program an unknown stack: {error}.", path=self.path) from None
+            raise error_for(
+                "EMULATOR_FAILED", f"{self.path} gives a program an unknown stack: {error}.", path=self.path
+            ) from None
 
     def _run_emulator(self, *arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[bytes]:
         try:
@@ -202,7 +195,7 @@ class Emulator:
                 [self.path, *arguments], capture_output=True, check=False, timeout=_ANSWER_S, env=environment or {}
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise EmulatorFailed(f"{self.path} does not work: {error}.", path=self.path) from None
+            raise error_for("EMULATOR_FAILED", f"{self.path} does not work: {error}.", path=self.path) from None
 
 
 def _probe_program() -> bytes:

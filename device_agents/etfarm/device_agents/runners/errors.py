@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from etfarm.wire.errors import DeviceError, FarmError, Kind, UserError
+from etfarm.wire.errors import EtfarmError, FarmError, Kind, UserError, error_for
 
 _WITHOUT_DATA = "If its weights are in a .ptd file, give that too: without it XNNPACK crashes here."
 _KILLED = "Check what kills processes on the device, such as a watchdog or a limit of a service."
@@ -166,32 +166,21 @@ class DataMissing(UserError):
         self.keys = tuple(keys)
 
 
-class RunnerLacks(UserError):
-    """A request that this kind of runner does not support, but the C++ runner does."""
-
-    reason = "RUNNER_LACKS"
-    kind = Kind.FAILED_PRECONDITION
-
-    def __init__(self, stage: str, message: str) -> None:
-        super().__init__(_sentence(message), "Add a runner bundle for the device with `etfarm bundle add`.", stage=stage)
+def runner_lacks(stage: str, message: str) -> EtfarmError:
+    """Return the error of a request that this kind of runner does not support, but the C++ runner does."""
+    return error_for(
+        "RUNNER_LACKS", _sentence(message), "Add a runner bundle for the device with `etfarm bundle add`.", stage=stage
+    )
 
 
-class CoresUnavailable(UserError):
-    """Requested CPUs on which the process may not run."""
-
-    reason = "CORES_UNAVAILABLE"
-
-    def __init__(self, stage: str, message: str) -> None:
-        super().__init__(_sentence(message), "Choose cores that the device has.", stage=stage, detail=message)
+def cores_unavailable(stage: str, message: str) -> EtfarmError:
+    """Return the error of requested CPUs on which the process may not run."""
+    return error_for("CORES_UNAVAILABLE", _sentence(message), "Choose cores that the device has.", stage=stage, detail=message)
 
 
-class DeviceStorageFailed(DeviceError):
-    """A file that the device could not write, mostly because its disk is full."""
-
-    reason = "DEVICE_STORAGE_FAILED"
-
-    def __init__(self, stage: str, message: str) -> None:
-        super().__init__(_sentence(message), "Free space on the device.", stage=stage, detail=message)
+def device_storage_failed(stage: str, message: str) -> EtfarmError:
+    """Return the error of a file that the device could not write, mostly because its disk is full."""
+    return error_for("DEVICE_STORAGE_FAILED", _sentence(message), "Free space on the device.", stage=stage, detail=message)
 
 
 class RunnerBroken(FarmError):
@@ -200,21 +189,15 @@ class RunnerBroken(FarmError):
     reason = "RUNNER_BROKEN"
 
 
-class RunnerKilled(DeviceError):
-    """A runner that was killed before it had a program, so that no program is to blame."""
-
-    reason = "DEVICE_RUNNER_KILLED"
-
-    def __init__(self, stage: str, log: Sequence[str]) -> None:
-        super().__init__(
-            f"The runner was killed by SIGKILL at {stage}, before it had a program.", _KILLED, stage=stage, log="\n".join(log)
-        )
-
-
-class RunnerClosed(FarmError):
-    """A command that was sent after the runner was closed or cancelled."""
-
-    reason = "RUNNER_CLOSED"
+def runner_killed(stage: str, log: Sequence[str]) -> EtfarmError:
+    """Return the error of a runner that was killed before it had a program, so that no program is to blame."""
+    return error_for(
+        "DEVICE_RUNNER_KILLED",
+        f"The runner was killed by SIGKILL at {stage}, before it had a program.",
+        _KILLED,
+        stage=stage,
+        log="\n".join(log),
+    )
 
 
 def _sentence(text: str) -> str:

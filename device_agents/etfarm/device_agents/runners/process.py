@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from etfarm.device_agents.runners import answers, errors
 from etfarm.device_agents.runners.child import Child, Spawn, spawn_here
-from etfarm.wire.errors import EtfarmError
+from etfarm.wire.errors import EtfarmError, error_for
 
 _MEMORY_INFO: Final = Path("/proc/meminfo")
 _MEMORY_SHARE: Final = 4
@@ -153,8 +153,8 @@ class RunnerProcess:
 
         Raises:
             ProgramCrashed, ProgramHung, ProgramOutOfMemory: the process has ended.
-            RunnerBroken, RunnerKilled: the process has ended, and the program is not to blame.
-            RunnerClosed: the process had ended before.
+            RunnerBroken, DEVICE_RUNNER_KILLED: the process has ended, and the program is not to blame.
+            RUNNER_CLOSED: the process had ended before.
             InputMismatch, OperatorMissing, BackendMissing, ProgramFailed and others: the command was refused; the process is
                 usable.
         """
@@ -178,7 +178,7 @@ class RunnerProcess:
             except EtfarmError as error:
                 await self._over(error)
             except BaseException:
-                self._ended = errors.RunnerClosed("The runner was stopped in the middle of a command.")
+                self._ended = error_for("RUNNER_CLOSED", "The runner was stopped in the middle of a command.")
                 self.kill()
                 raise
             if event["event"] == "error":
@@ -234,7 +234,7 @@ class RunnerProcess:
     def kill(self) -> None:
         """Send SIGKILL to the whole group at once; harmless if it has ended."""
         if self._ended is None:
-            self._ended = errors.RunnerClosed("The runner is closed.")
+            self._ended = error_for("RUNNER_CLOSED", "The runner is closed.")
         self._child.kill()
 
     async def reap(self) -> int | None:
@@ -305,7 +305,7 @@ class RunnerProcess:
     def _crash(self, code: int | None) -> EtfarmError:
         lines = self._lines()
         if self.stage == _FIRST_STAGE and code == -signal.SIGKILL:
-            return errors.RunnerKilled(self.stage, lines)
+            return errors.runner_killed(self.stage, lines)
         if self.stage == _FIRST_STAGE:
             how = f"by {_signal_name(-code)}" if code is not None and code < 0 else f"with exit code {code}"
             detail = "".join(f": {text}" for text in ["; ".join(lines[-3:])] if text)
@@ -348,7 +348,7 @@ class RunnerProcess:
             case "DATA_MISSING":
                 return errors.DataMissing(stage, names)
             case "UNSUPPORTED":
-                return errors.RunnerLacks(stage, message)
+                return errors.runner_lacks(stage, message)
             case "OUT_OF_MEMORY":
                 return errors.ProgramOutOfMemory(stage, self.limits.data_bytes, message, log)
             case "RUNTIME" if limited and (runtime_code in _MEMORY_CODES or self._is_about_memory("\n".join(log))):
@@ -356,9 +356,9 @@ class RunnerProcess:
             case "RUNTIME":
                 return errors.ProgramFailed(stage, message, runtime_code, log)
             case "SYSTEM":
-                return errors.CoresUnavailable(stage, message)
+                return errors.cores_unavailable(stage, message)
             case "FILE":
-                return errors.DeviceStorageFailed(stage, message)
+                return errors.device_storage_failed(stage, message)
             case code:
                 return errors.RunnerBroken(f"The runner refused a command: {message}.", stage=stage, code=code)
 

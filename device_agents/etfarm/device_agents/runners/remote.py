@@ -140,7 +140,7 @@ class RemoteRunner:
             return answers.whole(event, "threads")
 
     async def affinity(self, cores: Sequence[int]) -> None:
-        """Bind the process to CPUs; raise CoresUnavailable if it may not run there."""
+        """Bind the process to CPUs; raise CORES_UNAVAILABLE if it may not run there."""
         await self._process.request("affinity", [("cores", ",".join(map(str, cores)))], stage="START")
 
     async def load(self, program: Path, data: Sequence[Path] = ()) -> Loaded:
@@ -323,7 +323,7 @@ class RemoteRunner:
         """Run one iteration with intermediate outputs; the method must be loaded with `trace` and `debug`.
 
         Raises:
-            DeviceStorageFailed: the outputs take more than `max_bytes`, or cannot be written.
+            DEVICE_STORAGE_FAILED: the outputs take more than `max_bytes`, or cannot be written.
         """
         arguments: list[tuple[str, Argument]] = [
             ("path", self.path_for_runner(etdump)),
@@ -357,7 +357,7 @@ class RemoteRunner:
             raise broken from error
 
     async def close(self) -> None:
-        """Kill and reap the process; later commands raise RunnerClosed."""
+        """Kill and reap the process; later commands raise RUNNER_CLOSED."""
         self._process.kill()
         await self._process.reap()
 

@@ -48,7 +48,7 @@ Takes REPORTs of etfarm.report/1 and returns one document in strict JSON, with e
 
 from etfarm.wire.comparison.accuracy_gate import EXACT_DB
 from etfarm.wire.comparison.document import SCHEMA, compare, failed
-from etfarm.wire.comparison.gate import UNDECIDED, BadGate, Gate, Limit, judge
+from etfarm.wire.comparison.gate import UNDECIDED, Gate, Limit, judge
 from etfarm.wire.comparison.message import from_message, to_message
 from etfarm.wire.comparison.sides import NoSuchReport, NothingToCompare, Side, label, split_choice, traits
 
@@ -56,7 +56,6 @@ __all__ = [
     "EXACT_DB",
     "SCHEMA",
     "UNDECIDED",
-    "BadGate",
     "Gate",
     "Limit",
     "NoSuchReport",

@@ -19,7 +19,7 @@ from etfarm.wire.comparison.latency import OBVIOUS
 from etfarm.wire.comparison.numbers import ratio_text
 from etfarm.wire.comparison.remedy import SIDES, how_to_decide, how_to_decide_rates, how_to_measure_again
 from etfarm.wire.comparison.sides import is_live, label
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import error_for
 from etfarm.wire.report import Json
 
 LATENCY, SIZE, MEMORY = "latency", "size", "memory"
@@ -48,12 +48,6 @@ UNDECIDED: Final = {"JOB_LIVE", "NO_VALID_EVIDENCE", "NO_SPREAD", "TOO_FEW", "IN
 """Codes of reasons that show nothing to be worse: with no other reason, the gate is inconclusive."""
 
 
-class BadGate(UserError):
-    """A gate that cannot be parsed."""
-
-    reason = "BAD_GATE"
-
-
 @dataclass(frozen=True)
 class Limit:
     """The maximum deterioration of a metric, in percent of the base's value or in dB of SQNR.
@@ -79,12 +73,13 @@ class Limit:
         """Return the limit in a text: `3%` (of latency), `size=1%`, `memory=5%`, `accuracy=1dB`.
 
         Raises:
-            BadGate: the text has another form.
+            BAD_GATE: the text has another form.
         """
         match = _LIMIT.fullmatch(text.strip())
         metric = (match["metric"] or LATENCY).lower() if match else ""
         if match is None or metric not in UNITS or match["unit"].lower() != UNITS[metric].lower():
-            raise BadGate(
+            raise error_for(
+                "BAD_GATE",
                 f"{text!r} is not a gate.",
                 "Give 3% (latency), latency=3%, size=1%, memory=5%, accuracy=1dB, top1=2%, perplexity=1%, decode=3%, prefill=3% "
                 "or ttft=3%.",
@@ -108,15 +103,15 @@ class Gate:
         """Return the gate of `--gate` texts; None without texts.
 
         Raises:
-            BadGate: a text cannot be parsed, a metric has two limits, or an option is set without a limit.
+            BAD_GATE: a text cannot be parsed, a metric has two limits, or an option is set without a limit.
         """
         limits = tuple(Limit.parse(text) for text in texts)
         for place, limit in enumerate(limits):
             if any(limit.metric == other.metric for other in limits[:place]):
-                raise BadGate(f"There are two gates for {limit.metric}.", "Give one.", metric=limit.metric)
+                raise error_for("BAD_GATE", f"There are two gates for {limit.metric}.", "Give one.", metric=limit.metric)
         if not limits and (strict or accept_invalid):
             option = "--strict" if strict else "--accept-invalid"
-            raise BadGate(f"{option} requires --gate.", "Give --gate too, for example --gate 3%.")
+            raise error_for("BAD_GATE", f"{option} requires --gate.", "Give --gate too, for example --gate 3%.")
         return cls(limits, strict, accept_invalid) if limits else None
 
 

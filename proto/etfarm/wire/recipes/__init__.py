@@ -8,11 +8,11 @@ from etfarm.wire.recipes.components import EDGE, EXECUTORCH, PARTITIONERS, QUANT
 from etfarm.wire.recipes.errors import (
     BadCombination,
     BadRecipeArgument,
-    BadRecipeField,
     BadRecipeText,
-    UnknownRecipe,
-    UnknownRecipeArgument,
+    bad_recipe_field,
     literal,
+    unknown_recipe,
+    unknown_recipe_argument,
 )
 from etfarm.wire.recipes.pipeline import check_combination, check_methods, check_pipeline
 from etfarm.wire.recipes.reading import from_json, from_toml, parse, resolve, with_plugins
@@ -30,7 +30,6 @@ __all__ = [
     "Argument",
     "BadCombination",
     "BadRecipeArgument",
-    "BadRecipeField",
     "BadRecipeText",
     "Component",
     "ComponentSpecification",
@@ -41,8 +40,7 @@ __all__ = [
     "Quantization",
     "Recipe",
     "Specification",
-    "UnknownRecipe",
-    "UnknownRecipeArgument",
+    "bad_recipe_field",
     "check_combination",
     "check_methods",
     "check_pipeline",
@@ -52,5 +50,7 @@ __all__ = [
     "parse",
     "resolve",
     "runtime_backend",
+    "unknown_recipe",
+    "unknown_recipe_argument",
     "with_plugins",
 ]

@@ -6,38 +6,31 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import EtfarmError, UserError, error_for
 from etfarm.wire.recipes.values import shown
 
 _COMPARED: Final = 200
 """Number of characters that are compared with the known names; the comparison takes quadratic time."""
 
 
-class UnknownRecipe(UserError):
-    """A name that no recipe has."""
-
-    reason = "UNKNOWN_RECIPE"
-
-    def __init__(self, name: str, known: Iterable[str]) -> None:
-        near = _find_near(name[:_COMPARED], list(known))
-        remedy = f"Did you mean {alternatives(near)}?" if near else "`etfarm recipes list` shows the known ones."
-        super().__init__(f"There is no recipe {name!r}.", remedy, recipe=name, nearest=",".join(near))
+def unknown_recipe(name: str, known: Iterable[str]) -> EtfarmError:
+    """Return the error of a name that no recipe has."""
+    near = _find_near(name[:_COMPARED], list(known))
+    remedy = f"Did you mean {alternatives(near)}?" if near else "`etfarm recipes list` shows the known ones."
+    return error_for("UNKNOWN_RECIPE", f"There is no recipe {name!r}.", remedy, recipe=name, nearest=",".join(near))
 
 
-class UnknownRecipeArgument(UserError):
-    """An argument that the recipe does not take."""
-
-    reason = "UNKNOWN_RECIPE_ARGUMENT"
-
-    def __init__(self, recipe: str, argument: str, known: Sequence[str]) -> None:
-        takes = f"It takes {', '.join(known)}." if known else "It takes none."
-        super().__init__(
-            f"Recipe {recipe} has no argument {argument!r}.",
-            f"{takes}{did_you_mean(argument, known)}",
-            recipe=recipe,
-            argument=argument,
-            known=",".join(known),
-        )
+def unknown_recipe_argument(recipe: str, argument: str, known: Sequence[str]) -> EtfarmError:
+    """Return the error of an argument that the recipe does not take."""
+    takes = f"It takes {', '.join(known)}." if known else "It takes none."
+    return error_for(
+        "UNKNOWN_RECIPE_ARGUMENT",
+        f"Recipe {recipe} has no argument {argument!r}.",
+        f"{takes}{did_you_mean(argument, known)}",
+        recipe=recipe,
+        argument=argument,
+        known=",".join(known),
+    )
 
 
 class BadRecipeArgument(UserError):
@@ -63,23 +56,20 @@ class BadRecipeText(UserError):
     reason = "BAD_RECIPE_TEXT"
 
 
-class BadRecipeField(UserError):
-    """A field of a recipe file that is unknown, or whose value is not allowed.
+def bad_recipe_field(field: str, value: object, allowed: str, near: str = "") -> EtfarmError:
+    """Return the error of a field of a recipe file that is unknown, or whose value is not allowed.
 
     Args:
         field: the field's full name, as in the file: `[executorch] memory_planning`.
         value: its value; None if the field itself is unknown.
         allowed: the allowed values, or the known fields.
     """
-
-    reason = "BAD_RECIPE_FIELD"
-
-    def __init__(self, field: str, value: object, allowed: str, near: str = "") -> None:
-        what = f"cannot be {literal(value)}" if value is not None else "is not known"
-        super().__init__(
-            f"{field} {what}.", f"Allowed: {allowed}.{near}",
-            field=field, value="" if value is None else shown(value), allowed=allowed,
-        )  # fmt: skip
+    what = f"cannot be {literal(value)}" if value is not None else "is not known"
+    return error_for(
+        "BAD_RECIPE_FIELD",
+        f"{field} {what}.", f"Allowed: {allowed}.{near}",
+        field=field, value="" if value is None else shown(value), allowed=allowed,
+    )  # fmt: skip
 
 
 class BadCombination(UserError):

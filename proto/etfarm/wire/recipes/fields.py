@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence, Sized
 from typing import Final
 
 from etfarm.wire import stages as export_stages
+from etfarm.wire.errors import EtfarmError
 from etfarm.wire.recipes.components import EDGE, EXECUTORCH, PARTITIONERS, QUANTIZERS, ComponentSpecification
-from etfarm.wire.recipes.errors import BadRecipeField, did_you_mean
+from etfarm.wire.recipes.errors import bad_recipe_field, did_you_mean
 from etfarm.wire.recipes.recipe import Component, MethodOptions, Options
 from etfarm.wire.recipes.table import RECIPES
 from etfarm.wire.recipes.values import Argument, Plain, shown
@@ -41,7 +42,7 @@ def options(table: Mapping[str, object]) -> Options:
         table: values by field.
 
     Raises:
-        BadRecipeField: a field is unknown, or its value is not allowed.
+        BAD_RECIPE_FIELD: a field is unknown, or its value is not allowed.
     """
     for key in table:
         if key not in OPTIONS:
@@ -62,22 +63,22 @@ def options(table: Mapping[str, object]) -> Options:
     )
 
 
-def unknown(table: str, key: str, known: Sequence[str]) -> BadRecipeField:
+def unknown(table: str, key: str, known: Sequence[str]) -> EtfarmError:
     """Return the error for an unknown field."""
-    return BadRecipeField(f"{table} {key}".strip(), None, ", ".join(known), did_you_mean(key, known))
+    return bad_recipe_field(f"{table} {key}".strip(), None, ", ".join(known), did_you_mean(key, known))
 
 
 def _name(value: object) -> str:
     if value is None:
         return ""
     if not isinstance(value, str) or not _NAME.fullmatch(value) or value in RECIPES:
-        raise BadRecipeField("name", value, "up to 64 letters, digits, _, . and -, and not the name of another recipe")
+        raise bad_recipe_field("name", value, "up to 64 letters, digits, _, . and -, and not the name of another recipe")
     return value
 
 
 def _flag(field: str, value: object) -> bool | None:
     if value is not None and not isinstance(value, bool):
-        raise BadRecipeField(field, value, "true, false")
+        raise bad_recipe_field(field, value, "true, false")
     return value
 
 
@@ -85,11 +86,11 @@ def _stages(value: object) -> tuple[str, ...] | None:
     if value is None:
         return None
     if not isinstance(value, list) or not all(isinstance(stage, str) for stage in value):
-        raise BadRecipeField("stages", value, f"a list of {', '.join(export_stages.STAGES)}")
+        raise bad_recipe_field("stages", value, f"a list of {', '.join(export_stages.STAGES)}")
     _require_few("stages", value, MAX_COMPONENTS)
     for stage in value:
         if stage not in export_stages.STAGES:
-            raise BadRecipeField("stages", stage, ", ".join(export_stages.STAGES), did_you_mean(stage, export_stages.STAGES))
+            raise bad_recipe_field("stages", stage, ", ".join(export_stages.STAGES), did_you_mean(stage, export_stages.STAGES))
     return tuple(value)
 
 
@@ -98,7 +99,7 @@ def _methods(value: object) -> dict[str, MethodOptions]:
     _require_few("[methods]", _table("methods", value), MAX_METHODS)
     for method, table in _table("methods", value).items():
         if not _METHOD.fullmatch(method):
-            raise BadRecipeField("[methods]", method, "methods' names, of letters, digits and _")
+            raise bad_recipe_field("[methods]", method, "methods' names, of letters, digits and _")
         where = f"methods.{method}"
         own = _table(where, table)
         for key in own:
@@ -116,9 +117,11 @@ def _replace(value: object) -> dict[str, str]:
     for stage, plugin in _table("replace", value).items():
         if stage not in REPLACEABLE:
             allowed = f"{', '.join(REPLACEABLE)}, the stages that only the server runs"
-            raise BadRecipeField("[replace]", stage, allowed, did_you_mean(stage, REPLACEABLE))
+            raise bad_recipe_field("[replace]", stage, allowed, did_you_mean(stage, REPLACEABLE))
         if not isinstance(plugin, str) or not _STAGE_PLUGIN.fullmatch(plugin):
-            raise BadRecipeField(f"[replace] {stage}", plugin, "the name of a plug-in's stage, which has a dot, like acme.stage")
+            raise bad_recipe_field(
+                f"[replace] {stage}", plugin, "the name of a plug-in's stage, which has a dot, like acme.stage"
+            )
         result[stage] = plugin
     return result
 
@@ -127,7 +130,7 @@ def _components(where: str, value: object, known: Mapping[str, ComponentSpecific
     if value is None:
         return None
     if not isinstance(value, list):
-        raise BadRecipeField(where, value, f"a list of {', '.join(known)}, or [[{where}]] tables with a name")
+        raise bad_recipe_field(where, value, f"a list of {', '.join(known)}, or [[{where}]] tables with a name")
     _require_few(where, value, MAX_COMPONENTS)
     return tuple(_component(where, entry, known) for entry in value)
 
@@ -135,10 +138,10 @@ def _components(where: str, value: object, known: Mapping[str, ComponentSpecific
 def _component(where: str, entry: object, known: Mapping[str, ComponentSpecification]) -> Component:
     table = {"name": entry} if isinstance(entry, str) else entry
     if not isinstance(table, dict) or not isinstance(table.get("name"), str):
-        raise BadRecipeField(where, entry, f"{', '.join(known)}, each a name or a [[{where}]] table with a name")
+        raise bad_recipe_field(where, entry, f"{', '.join(known)}, each a name or a [[{where}]] table with a name")
     name = table["name"]
     if name not in known:
-        raise BadRecipeField(f"{where} name", name, ", ".join(known), did_you_mean(name, list(known)))
+        raise bad_recipe_field(f"{where} name", name, ", ".join(known), did_you_mean(name, list(known)))
     arguments = {argument.name: argument for argument in known[name].arguments}
     own = {key: value for key, value in table.items() if key != "name"}
     if set(own) == {"arguments"} and isinstance(own["arguments"], dict):
@@ -156,7 +159,7 @@ def _values(table: str, entries: object, known: Mapping[str, Argument], what: st
         converted = known[key].convert(value)
         if converted is None:
             near = did_you_mean(value, [shown(choice) for choice in known[key].choices]) if isinstance(value, str) else ""
-            raise BadRecipeField(f"{where} {key}", value, known[key].allowed, near)
+            raise bad_recipe_field(f"{where} {key}", value, known[key].allowed, near)
         result[key] = converted
     for argument in known.values():
         if argument.default is not None:
@@ -166,10 +169,10 @@ def _values(table: str, entries: object, known: Mapping[str, Argument], what: st
 
 def _require_few(field: str, entries: Sized, most: int) -> None:
     if len(entries) > most:
-        raise BadRecipeField(field, f"{len(entries)} entries", f"at most {most} entries")
+        raise bad_recipe_field(field, f"{len(entries)} entries", f"at most {most} entries")
 
 
 def _table(name: str, value: object) -> dict[str, object]:
     if not isinstance(value, dict):
-        raise BadRecipeField(f"[{name}]", value, "a table of key = value")
+        raise bad_recipe_field(f"[{name}]", value, "a table of key = value")
     return value

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from etfarm.wire import stages as export_stages
-from etfarm.wire.recipes.errors import BadCombination, BadRecipeField, did_you_mean
+from etfarm.wire.errors import error_for
+from etfarm.wire.recipes.errors import BadCombination, bad_recipe_field, did_you_mean
 from etfarm.wire.recipes.recipe import Recipe
 from etfarm.wire.recipes.table import Quantization
-from etfarm.wire.stages import BadStages
 
 _PT2E: Final = (Quantization.PT2E_STATIC, Quantization.PT2E_DYNAMIC)
 
@@ -20,7 +20,7 @@ def check(recipe: Recipe) -> None:
     The quantization of an unknown plug-in's recipe is not checked; see `Recipe.resolved`.
 
     Raises:
-        BadStages, BadCombination: the recipe is not valid.
+        BAD_STAGES, BadCombination: the recipe is not valid.
     """
     check_combination(recipe)
     check_pipeline(recipe)
@@ -108,19 +108,21 @@ def check_pipeline(recipe: Recipe) -> None:
     """Raise an error for stages in an invalid order, or that do not implement the recipe.
 
     Raises:
-        BadStages: the order is invalid, QUANTIZE is missing although there is a quantizer (or the reverse), the last stage
+        BAD_STAGES: the order is invalid, QUANTIZE is missing although there is a quantizer (or the reverse), the last stage
             does not write a program, or a stage that is to be replaced is missing.
     """
     stages, quantization = recipe.stages, recipe.quantization
     order, name = ",".join(stages), recipe.name
     export_stages.check_order(stages)
     if quantization in _PT2E and "QUANTIZE" not in stages:
-        raise BadStages(
+        raise error_for(
+            "BAD_STAGES",
             f"Recipe {name} quantizes, and its stages leave out QUANTIZE: the program would silently be fp32.",
             "Write QUANTIZE before TORCH_EXPORT, or quantizers = [].", stages=order, stage_name="QUANTIZE",
         )  # fmt: skip
     if quantization is Quantization.TORCHAO_SOURCE and "SOURCE_TRANSFORM" not in stages:
-        raise BadStages(
+        raise error_for(
+            "BAD_STAGES",
             f"Recipe {name} quantizes modules before the export, and its stages leave out SOURCE_TRANSFORM: "
             "the program would silently be fp32.",
             "Write SOURCE_TRANSFORM before TORCH_EXPORT.", stages=order, stage_name="SOURCE_TRANSFORM",
@@ -131,19 +133,22 @@ def check_pipeline(recipe: Recipe) -> None:
             f"Leave {' and '.join(changes)} out, or name a recipe or quantizers of pt2e.", recipes=name,
         )  # fmt: skip
     if quantization not in _PT2E and "QUANTIZE" in stages and recipe.resolved:
-        raise BadStages(
+        raise error_for(
+            "BAD_STAGES",
             f"Recipe {name} has the stage QUANTIZE and no quantizer for it.",
             "Name quantizers, or leave QUANTIZE out.", stages=order, stage_name="QUANTIZE",
         )  # fmt: skip
     if stages[-1] != "TO_EXECUTORCH":
-        raise BadStages(
+        raise error_for(
+            "BAD_STAGES",
             f"The stages of recipe {name} end with {stages[-1]}: only TO_EXECUTORCH writes a program.",
             f"End them with TO_EXECUTORCH; `etfarm compile --stop-after {stages[-1]}` ends one compilation earlier.",
             stages=order, stage_name=stages[-1],
         )  # fmt: skip
     for stage in recipe.options.replace:
         if stage not in stages:
-            raise BadStages(
+            raise error_for(
+                "BAD_STAGES",
                 f"[replace] {stage} replaces no stage of recipe {name}.",
                 f"Its stages are {', '.join(stages)}; write stages = [...] with {stage}.", stages=order, stage_name=stage,
             )  # fmt: skip
@@ -153,8 +158,8 @@ def check_methods(recipe: Recipe, methods: Sequence[str]) -> None:
     """Raise an error for a recipe with options of a method that the model lacks, which would silently have no effect.
 
     Raises:
-        BadRecipeField: a method does not exist; the error lists the existing ones.
+        BAD_RECIPE_FIELD: a method does not exist; the error lists the existing ones.
     """
     for method in recipe.options.methods:
         if method not in methods:
-            raise BadRecipeField(f"[methods.{method}]", method, ", ".join(methods), did_you_mean(method, methods))
+            raise bad_recipe_field(f"[methods.{method}]", method, ", ".join(methods), did_you_mean(method, methods))

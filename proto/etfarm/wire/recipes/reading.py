@@ -13,10 +13,10 @@ from etfarm.wire.recipes import fields, pipeline
 from etfarm.wire.recipes.errors import (
     BadCombination,
     BadRecipeArgument,
-    BadRecipeField,
     BadRecipeText,
-    UnknownRecipe,
-    UnknownRecipeArgument,
+    bad_recipe_field,
+    unknown_recipe,
+    unknown_recipe_argument,
 )
 from etfarm.wire.recipes.recipe import Part, Recipe
 from etfarm.wire.recipes.table import RECIPES, Quantization, Specification
@@ -42,7 +42,7 @@ def parse(text: str) -> Recipe:
 
     Raises:
         BadRecipeText: the text has another form.
-        UnknownRecipe, UnknownRecipeArgument, BadRecipeArgument, BadCombination: the recipe is not valid.
+        UNKNOWN_RECIPE, UNKNOWN_RECIPE_ARGUMENT, BadRecipeArgument, BadCombination: the recipe is not valid.
     """
     _require_short(text)
     return _checked(Recipe(_merged([_part(part, text) for part in _bounded_parts(text.split("+"))])))
@@ -52,7 +52,7 @@ def resolve(name: str, arguments: Mapping[str, object]) -> Recipe:
     """Return the recipe `name` with `arguments` and the defaults of the others.
 
     Raises:
-        UnknownRecipe, UnknownRecipeArgument, BadRecipeArgument: the recipe is not valid.
+        UNKNOWN_RECIPE, UNKNOWN_RECIPE_ARGUMENT, BadRecipeArgument: the recipe is not valid.
     """
     return _checked(Recipe((_named(name, arguments),)))
 
@@ -67,8 +67,8 @@ def from_toml(text: str, name: str = "") -> Recipe:
 
     Raises:
         BadRecipeText: the text is not TOML, or names neither recipes nor partitioners.
-        BadRecipeField: a field is unknown, or its value is not allowed.
-        BadStages, BadCombination, UnknownRecipe, UnknownRecipeArgument, BadRecipeArgument: the recipe is not valid.
+        BAD_RECIPE_FIELD: a field is unknown, or its value is not allowed.
+        BAD_STAGES, BadCombination, UNKNOWN_RECIPE, UNKNOWN_RECIPE_ARGUMENT, BadRecipeArgument: the recipe is not valid.
     """
     _require_short(text)
     try:
@@ -84,8 +84,8 @@ def from_json(text: str) -> Recipe:
 
     Raises:
         BadRecipeText: the text is not a JSON object of that form.
-        BadRecipeField, BadStages, BadCombination, UnknownRecipe, UnknownRecipeArgument, BadRecipeArgument: the recipe is not
-            valid.
+        BAD_RECIPE_FIELD, BAD_STAGES, BadCombination, UNKNOWN_RECIPE, UNKNOWN_RECIPE_ARGUMENT, BadRecipeArgument: the recipe is
+            not valid.
     """
     _require_short(text)
     try:
@@ -112,7 +112,7 @@ def with_plugins(recipe: Recipe, known: Mapping[str, Specification]) -> Recipe:
             arguments are validated if the specification has any.
 
     Raises:
-        UnknownRecipeArgument, BadRecipeArgument, BadStages, BadCombination: the recipe is not valid.
+        UNKNOWN_RECIPE_ARGUMENT, BadRecipeArgument, BAD_STAGES, BadCombination: the recipe is not valid.
     """
     parts = []
     for part in recipe.parts:
@@ -124,7 +124,7 @@ def with_plugins(recipe: Recipe, known: Mapping[str, Specification]) -> Recipe:
             arguments = {argument.name: argument for argument in specification.arguments}
             for key, value in part.arguments.items():
                 if key not in arguments:
-                    raise UnknownRecipeArgument(part.name, key, list(arguments))
+                    raise unknown_recipe_argument(part.name, key, list(arguments))
                 _read(part.name, key, arguments[key].convert(value), part.arguments, arguments[key].allowed)
             for argument in specification.arguments:
                 if argument.required and argument.name not in part.arguments:
@@ -202,11 +202,11 @@ def _named(name: str, arguments: Mapping[str, object]) -> Part:
         return Part(Specification(name, "", Quantization.NONE, "", resolved=False), _any_arguments(name, arguments))
     specification = RECIPES.get(name)
     if specification is None:
-        raise UnknownRecipe(name, RECIPES)
+        raise unknown_recipe(name, RECIPES)
     known = {argument.name: argument for argument in specification.arguments}
     for key in arguments:
         if key not in known:
-            raise UnknownRecipeArgument(name, key, list(known))
+            raise unknown_recipe_argument(name, key, list(known))
     values: dict[str, Plain] = {}
     for argument in specification.arguments:
         if argument.name in arguments:
@@ -224,7 +224,7 @@ def _any_arguments(name: str, arguments: Mapping[str, object]) -> dict[str, Plai
     values = {}
     for key, value in arguments.items():
         if not _ARGUMENT.fullmatch(key):
-            raise UnknownRecipeArgument(name, key, ())
+            raise unknown_recipe_argument(name, key, ())
         values[key] = _read(name, key, plain(value), arguments, "a text, a number, true, false, or a list of texts or integers")
     return values
 
@@ -251,16 +251,16 @@ def _parts(table: Mapping[str, object], known: tuple[str, ...]) -> tuple[tuple[P
         return (), rest
     name, arguments = table["recipe"], table.get("arguments", {})
     if not isinstance(name, str):
-        raise BadRecipeField("recipe", name, "a recipe's name; `etfarm recipes list` shows the known ones")
+        raise bad_recipe_field("recipe", name, "a recipe's name; `etfarm recipes list` shows the known ones")
     if not isinstance(arguments, dict):
-        raise BadRecipeField("[arguments]", arguments, "a table of key = value")
+        raise bad_recipe_field("[arguments]", arguments, "a table of key = value")
     return (_named(name, arguments),), rest
 
 
 def _combined(entries: object) -> tuple[Part, ...]:
     allowed = 'a list of recipes, each "name", "name:key=value,..." or a table of recipe and arguments'
     if not isinstance(entries, list) or not entries:
-        raise BadRecipeField("combine", entries, allowed)
+        raise bad_recipe_field("combine", entries, allowed)
     parts = []
     for entry in _bounded_parts(entries):
         if isinstance(entry, str):
@@ -271,7 +271,7 @@ def _combined(entries: object) -> tuple[Part, ...]:
                     raise fields.unknown("[[combine]]", key, ("recipe", "arguments"))
             parts.append(_named(entry["recipe"], entry.get("arguments", {})))
         else:
-            raise BadRecipeField("combine", entry, allowed)
+            raise bad_recipe_field("combine", entry, allowed)
     return _merged(parts)
 
 

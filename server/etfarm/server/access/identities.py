@@ -14,7 +14,7 @@ from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.server.state.sql import insert
 from etfarm.v1.common_pb2 import Principal, Role
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import EtfarmError, Kind, UserError, error_for
 
 MAX_REFUSED: Final = 1000
 """Number of refused identities that are kept for an admin to see; the oldest are dropped first."""
@@ -28,41 +28,6 @@ class AgentNotYours(UserError):
 
     reason = "AGENT_NOT_YOURS"
     kind = Kind.PERMISSION_DENIED
-
-
-class AgentUnbound(UserError):
-    """An agent identity that predates the binding of identities, so an admin has to bind it."""
-
-    reason = "AGENT_UNBOUND"
-    kind = Kind.PERMISSION_DENIED
-
-
-class AgentRetired(UserError):
-    """An agent identity whose last device an admin has retired."""
-
-    reason = "AGENT_RETIRED"
-    kind = Kind.PERMISSION_DENIED
-
-
-class AgentAmbiguous(UserError):
-    """A principal with several agent identities, where one is wanted."""
-
-    reason = "AGENT_AMBIGUOUS"
-    kind = Kind.FAILED_PRECONDITION
-
-
-class TooManyAgents(UserError):
-    """A principal with more identities than the maximum."""
-
-    reason = "TOO_MANY_AGENTS"
-    kind = Kind.RESOURCE_EXHAUSTED
-
-
-class AgentNotFound(UserError):
-    """An agent id that never connected or tried to."""
-
-    reason = "AGENT_NOT_FOUND"
-    kind = Kind.NOT_FOUND
 
 
 @dataclass(frozen=True)
@@ -110,10 +75,10 @@ class Identities:
         Admins, including every caller of a server without tokens, may connect as any agent and bind no identity.
 
         Raises:
-            AgentRetired: the agent's last device was retired.
+            AGENT_RETIRED: the agent's last device was retired.
             AgentNotYours: the identity is bound to another principal, or the caller's token to another identity.
-            AgentUnbound: the identity has devices from before it was bound.
-            TooManyAgents: the caller has the maximum number of identities.
+            AGENT_UNBOUND: the identity has devices from before it was bound.
+            TOO_MANY_AGENTS: the caller has the maximum number of identities.
         """
         self.require_not_retired(agent_id)
         if caller.role == Role.ROLE_ADMIN:
@@ -133,7 +98,8 @@ class Identities:
             self._refused.move_to_end(agent_id)
             if len(self._refused) > MAX_REFUSED:
                 self._refused.popitem(last=False)
-            raise AgentUnbound(
+            raise error_for(
+                "AGENT_UNBOUND",
                 f"Agent {agent_id} was registered before agents had tokens and is not bound, so {caller.name} cannot claim it.",
                 f"Ask an admin to run `etfarm agents bind {agent_id} {caller.name}`.", agent_id=agent_id,
             )  # fmt: skip
@@ -143,10 +109,11 @@ class Identities:
         """Raise an error if an agent's last device was retired, since when it has neither enrolled nor been bound.
 
         Raises:
-            AgentRetired: it was.
+            AGENT_RETIRED: it was.
         """
         if agent_id in self._retired:
-            raise AgentRetired(
+            raise error_for(
+                "AGENT_RETIRED",
                 f"An admin has retired agent {agent_id} with its device.",
                 "If it shall serve again, start it with a new one-time token: `etfarm tokens create NAME --agent`. If other "
                 f"agents use its token, too, `etfarm agents bind {agent_id} {self.principal_of(agent_id) or 'NAME'}` is enough.",
@@ -159,7 +126,7 @@ class Identities:
         Return the identity, which says whether it was retired until now: then its own token stays revoked.
 
         Raises:
-            AgentNotFound: no agent with this id ever connected or tried to.
+            AGENT_NOT_FOUND: no agent with this id ever connected or tried to.
         """
         if agent_id not in self._bound and agent_id not in self._refused and not self._is_known(agent_id):
             raise _not_found(agent_id)
@@ -178,8 +145,8 @@ class Identities:
             known: ids of agents that are not bound, but have devices.
 
         Raises:
-            AgentNotFound: there is none.
-            AgentAmbiguous: the principal has several.
+            AGENT_NOT_FOUND: there is none.
+            AGENT_AMBIGUOUS: the principal has several.
         """
         if key in self._bound or key in self._refused or key in known:
             return self._identity(key)
@@ -188,8 +155,11 @@ class Identities:
             raise _not_found(key)
         if len(of_principal) > 1:
             shown = ", ".join(of_principal[:20]) + (f" and {len(of_principal) - 20} more" if len(of_principal) > 20 else "")
-            raise AgentAmbiguous(
-                f"{key} has {len(of_principal)} agents: {shown}.", "Give the id of one.", agents=" ".join(of_principal[:20])
+            raise error_for(
+                "AGENT_AMBIGUOUS",
+                f"{key} has {len(of_principal)} agents: {shown}.",
+                "Give the id of one.",
+                agents=" ".join(of_principal[:20]),
             )
         return self._identity(of_principal[0])
 
@@ -229,7 +199,7 @@ class Identities:
 
         Raises:
             AgentNotYours: the identity is bound to another principal.
-            TooManyAgents: the principal has the maximum number of identities.
+            TOO_MANY_AGENTS: the principal has the maximum number of identities.
         """
         table = schema.agents
 
@@ -239,7 +209,8 @@ class Identities:
                 return str(owner)
             count = select(func.count()).select_from(table).where(table.c.principal == principal)
             if connection.execute(count).scalar_one() >= MAX_IDENTITIES:
-                raise TooManyAgents(
+                raise error_for(
+                    "TOO_MANY_AGENTS",
                     f"{principal} already has {MAX_IDENTITIES:,} agents, which is the limit.",
                     "Create a token with another name for further agents: `etfarm tokens create NAME "
                     "--agent`.", limit=MAX_IDENTITIES,
@@ -265,8 +236,8 @@ class Identities:
         self.enrolled(agent_id, principal)
 
 
-def _not_found(key: str) -> AgentNotFound:
-    return AgentNotFound(f"There is no agent {key[:80]!r}.", "See `etfarm agents list`.", agent_id=key[:80])
+def _not_found(key: str) -> EtfarmError:
+    return error_for("AGENT_NOT_FOUND", f"There is no agent {key[:80]!r}.", "See `etfarm agents list`.", agent_id=key[:80])
 
 
 def _bound_to_another(agent_id: str) -> AgentNotYours:

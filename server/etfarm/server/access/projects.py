@@ -14,7 +14,7 @@ from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.server.state.sql import insert
 from etfarm.v1.common_pb2 import Principal, Role
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.names import PROJECT_VARIABLE, is_project_name
 
 MAX_STORAGE_BYTES: Final = 1 << 62
@@ -27,48 +27,21 @@ _RESERVED: Final = frozenset({FARM_HOLDER})
 """Names of artifact holders that are not projects, and which no project may use."""
 
 
-class BadProject(UserError):
-    """A project name, limit or member name that is not allowed."""
-
-    reason = "BAD_PROJECT"
-
-
-class ProjectNotFound(UserError):
-    """A project that does not exist, or that the caller is not a member of."""
-
-    reason = "PROJECT_NOT_FOUND"
-    kind = Kind.NOT_FOUND
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"There is no project {name[:80]!r}.", "`etfarm projects list` shows yours.", project=name[:80])
+def project_not_found(name: str) -> EtfarmError:
+    """Return the error of a project that does not exist, or that the caller is not a member of."""
+    return error_for(
+        "PROJECT_NOT_FOUND", f"There is no project {name[:80]!r}.", "`etfarm projects list` shows yours.", project=name[:80]
+    )
 
 
-class ProjectExists(UserError):
-    """A project name that is already in use."""
-
-    reason = "PROJECT_EXISTS"
-    kind = Kind.ALREADY_EXISTS
-
-
-class MemberNotFound(UserError):
-    """A principal that is not a member of the project."""
-
-    reason = "MEMBER_NOT_FOUND"
-    kind = Kind.NOT_FOUND
-
-
-class ProjectAmbiguous(UserError):
-    """A call that names no project, from a member of several projects other than `default`."""
-
-    reason = "PROJECT_AMBIGUOUS"
-    kind = Kind.FAILED_PRECONDITION
-
-    def __init__(self, projects: Sequence[str]) -> None:
-        listed = ", ".join(projects)
-        super().__init__(
-            f"You are a member of {len(projects)} projects: {listed}.",
-            f"Name one with --project (project=) or {PROJECT_VARIABLE}.", projects=listed,
-        )  # fmt: skip
+def project_ambiguous(projects: Sequence[str]) -> EtfarmError:
+    """Return the error of a call that names no project, from a member of several projects other than `default`."""
+    listed = ", ".join(projects)
+    return error_for(
+        "PROJECT_AMBIGUOUS",
+        f"You are a member of {len(projects)} projects: {listed}.",
+        f"Name one with --project (project=) or {PROJECT_VARIABLE}.", projects=listed,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -128,7 +101,7 @@ class Projects:
             requested: the project that the call names; empty if it names none.
 
         Raises:
-            ProjectNotFound: there is no such project, or the caller is not a member.
+            PROJECT_NOT_FOUND: there is no such project, or the caller is not a member.
         """
         resolved = Principal()
         resolved.CopyFrom(principal)
@@ -138,12 +111,12 @@ class Projects:
             return resolved
         if principal.role == Role.ROLE_ADMIN:
             if requested and requested not in self._limits:
-                raise ProjectNotFound(requested)
+                raise project_not_found(requested)
             resolved.project = requested or DEFAULT_PROJECT
             return resolved
         memberships = self.membership(principal.name)
         if requested and requested not in memberships:
-            raise ProjectNotFound(requested)
+            raise project_not_found(requested)
         resolved.projects.extend(sorted(memberships))
         if requested or len(memberships) == 1:
             resolved.project = requested or next(iter(memberships))
@@ -155,26 +128,29 @@ class Projects:
         """Return `name` if a project of this name exists.
 
         Raises:
-            ProjectNotFound: no project has this name.
+            PROJECT_NOT_FOUND: no project has this name.
         """
         if name not in self._limits:
-            raise ProjectNotFound(name)
+            raise project_not_found(name)
         return name
 
     async def create(self, name: str, members: Iterable[str], storage_limit_bytes: int | None, *, by: str) -> Project:
         """Create a project.
 
         Raises:
-            BadProject: the name, the limit or a member's name is not allowed.
-            ProjectExists: another project has the name.
+            BAD_PROJECT: the name, the limit or a member's name is not allowed.
+            PROJECT_EXISTS: another project has the name.
         """
         if not is_project_name(name):
-            raise BadProject(
+            raise error_for(
+                "BAD_PROJECT",
                 f"{name[:80]!r} cannot be a project's name.",
                 "Use lower-case letters, digits, dots, dashes and underscores, at most 64, a letter or digit first.",
             )
         if name in _RESERVED:
-            raise BadProject(f"The name {name!r} is reserved for the server's own artifacts.", "Choose another name.")
+            raise error_for(
+                "BAD_PROJECT", f"The name {name!r} is reserved for the server's own artifacts.", "Choose another name."
+            )
         _validate_limit(storage_limit_bytes)
         principals = sorted({_validated(member) for member in members})
         at = self._now()
@@ -184,7 +160,7 @@ class Projects:
         def write(connection: Connection) -> None:
             added = insert(schema.projects).values(project).on_conflict_do_nothing().returning(schema.projects.c.name)
             if connection.execute(added).first() is None:
-                raise ProjectExists(f"Project {name!r} already exists.", "Choose another name.", project=name)
+                raise error_for("PROJECT_EXISTS", f"Project {name!r} already exists.", "Choose another name.", project=name)
             if rows:
                 connection.execute(schema.members.insert(), rows)
 
@@ -195,8 +171,8 @@ class Projects:
         """Set a project's storage limit; None selects the server's default.
 
         Raises:
-            ProjectNotFound: no project has this name.
-            BadProject: the limit is not allowed.
+            PROJECT_NOT_FOUND: no project has this name.
+            BAD_PROJECT: the limit is not allowed.
         """
         _validate_limit(storage_limit_bytes)
         table = schema.projects
@@ -209,8 +185,8 @@ class Projects:
         """Add a member; do nothing if the principal is already a member.
 
         Raises:
-            ProjectNotFound: no project has this name.
-            BadProject: `principal` is not a valid name.
+            PROJECT_NOT_FOUND: no project has this name.
+            BAD_PROJECT: `principal` is not a valid name.
         """
         self.require(name)
         row = {"project": name, "principal": _validated(principal), "added_at": self._now()}
@@ -222,8 +198,8 @@ class Projects:
         """Remove a member, effective from the principal's next call.
 
         Raises:
-            ProjectNotFound: no project has this name.
-            MemberNotFound: the principal is not a member.
+            PROJECT_NOT_FOUND: no project has this name.
+            MEMBER_NOT_FOUND: the principal is not a member.
         """
         self.require(name)
         table = schema.members
@@ -231,7 +207,8 @@ class Projects:
         def write(connection: Connection) -> None:
             removed = delete(table).where(table.c.project == name, table.c.principal == principal)
             if connection.execute(removed).rowcount != 1:
-                raise MemberNotFound(
+                raise error_for(
+                    "MEMBER_NOT_FOUND",
                     f"{principal[:80]!r} is not a member of {name}.", "`etfarm projects list` shows the members.",
                     project=name, principal=principal[:80],
                 )  # fmt: skip
@@ -243,11 +220,11 @@ class Projects:
         """Return one project.
 
         Raises:
-            ProjectNotFound: no project has this name.
+            PROJECT_NOT_FOUND: no project has this name.
         """
         projects = await self._database.read(lambda connection: _read(connection, [name]))
         if not projects:
-            raise ProjectNotFound(name)
+            raise project_not_found(name)
         return projects[0]
 
     async def page(self, scope: Scope, after: str, size: int) -> tuple[Sequence[Project], str]:
@@ -292,16 +269,17 @@ def require_active(principal: Principal) -> str:
     """Return the project that owns what a resolved caller creates.
 
     Raises:
-        ProjectAmbiguous: the caller has to choose a project.
+        PROJECT_AMBIGUOUS: the caller has to choose a project.
     """
     if not principal.project:
-        raise ProjectAmbiguous(list(principal.projects))
+        raise project_ambiguous(list(principal.projects))
     return principal.project
 
 
 def _validated(principal: str) -> str:
     if not principal or len(principal) > MAX_PRINCIPAL or not principal.isprintable() or principal != "".join(principal.split()):
-        raise BadProject(
+        raise error_for(
+            "BAD_PROJECT",
             f"{principal[:80]!r} cannot be a principal's name.",
             f"Give the name of a token: at most {MAX_PRINCIPAL} printable characters without blanks.",
         )
@@ -310,6 +288,8 @@ def _validated(principal: str) -> str:
 
 def _validate_limit(storage_limit_bytes: int | None) -> None:
     if storage_limit_bytes is not None and not 0 <= storage_limit_bytes <= MAX_STORAGE_BYTES:
-        raise BadProject(
-            f"storage_limit_bytes must be 0 to {MAX_STORAGE_BYTES}, got {storage_limit_bytes}.", "Leave it out for the default."
+        raise error_for(
+            "BAD_PROJECT",
+            f"storage_limit_bytes must be 0 to {MAX_STORAGE_BYTES}, got {storage_limit_bytes}.",
+            "Leave it out for the default.",
         )

@@ -13,14 +13,14 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Row, func, insert, or_, select, update
 
-from etfarm.server.access.projects import ProjectNotFound
+from etfarm.server.access.projects import project_not_found
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.server.state.identity import farm_id
 from etfarm.server.state.sql import insert as insert_or_ignore
 from etfarm.v1 import common_pb2, token_pb2
 from etfarm.v1.common_pb2 import Principal, Role
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import Kind, UserError, error_for
 from etfarm.wire.farm_proof import hint_of
 from etfarm.wire.names import ENROLMENT_PREFIX, TOKEN_PREFIX
 
@@ -35,26 +35,6 @@ _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}\Z", re.ASCII)
 _SECRET_BYTES: Final = 32
 
 
-class BadTokenRequest(UserError):
-    """A request for a token with invalid properties."""
-
-    reason = "BAD_TOKEN_REQUEST"
-
-
-class TokenNotFound(UserError):
-    """A token id that does not exist, or whose token is not the caller's."""
-
-    reason = "TOKEN_NOT_FOUND"
-    kind = Kind.NOT_FOUND
-
-
-class TokenAmbiguous(UserError):
-    """A name with several tokens, where one is wanted."""
-
-    reason = "TOKEN_AMBIGUOUS"
-    kind = Kind.FAILED_PRECONDITION
-
-
 class Unauthenticated(UserError):
     """A call without a token, or with an unknown one."""
 
@@ -64,20 +44,6 @@ class Unauthenticated(UserError):
 
 class TokenReplaced(Unauthenticated):
     """A token that another call has rotated since the caller authenticated with it."""
-
-
-class NotAnEnrolmentToken(UserError):
-    """A token in a call to Enroll that is not an enrolment token, or was already used."""
-
-    reason = "NOT_AN_ENROLMENT_TOKEN"
-    kind = Kind.FAILED_PRECONDITION
-
-
-class AgentBound(UserError):
-    """An agent identity that belongs to another principal."""
-
-    reason = "AGENT_BOUND"
-    kind = Kind.ALREADY_EXISTS
 
 
 @dataclass(frozen=True)
@@ -182,8 +148,8 @@ class TokenTable:
         """Create a token; return it with its secret, which is not stored.
 
         Raises:
-            BadTokenRequest: the name, role or lifetime is not allowed.
-            ProjectNotFound: one of `projects` does not exist.
+            BAD_TOKEN_REQUEST: the name, role or lifetime is not allowed.
+            PROJECT_NOT_FOUND: one of `projects` does not exist.
         """
         _validate(principal, role, lifetime_s, enrolment=enrolment, projects=projects)
         at, secret = self._now(), new_secret(enrolment=enrolment)
@@ -223,8 +189,8 @@ class TokenTable:
             key: the token's id, or the name of a principal with a single usable token.
 
         Raises:
-            TokenNotFound: no token has the id, and no usable one the name.
-            TokenAmbiguous: several usable tokens have the name.
+            TOKEN_NOT_FOUND: no token has the id, and no usable one the name.
+            TOKEN_AMBIGUOUS: several usable tokens have the name.
         """
         table, at = schema.tokens, self._now()
 
@@ -261,7 +227,7 @@ class TokenTable:
                 a stolen token with a queued call could obtain the new secret.
 
         Raises:
-            TokenNotFound: no token has the id, or it is revoked or used up.
+            TOKEN_NOT_FOUND: no token has the id, or it is revoked or used up.
             TokenReplaced: another call has rotated the token in the meantime.
         """
         table = schema.tokens
@@ -269,7 +235,7 @@ class TokenTable:
         def write(connection: Connection) -> tuple[Row[Any], str]:
             row = _row(connection, token_id)
             if row.revoked_at is not None or (row.enrolment and row.agent_id is not None):
-                raise TokenNotFound(f"Token {token_id} is revoked or used up.", "Create another.", id=token_id)
+                raise error_for("TOKEN_NOT_FOUND", f"Token {token_id} is revoked or used up.", "Create another.", id=token_id)
             if key is not None and row.secret_hash != key:
                 raise TokenReplaced(f"Token {token_id} was rotated meanwhile.", "Set ETFARM_TOKEN to the new one.", id=token_id)
             secret = new_secret(enrolment=row.enrolment)
@@ -289,19 +255,20 @@ class TokenTable:
             is_known: whether the farm has devices of this identity.
 
         Raises:
-            NotAnEnrolmentToken: the caller's token is not an enrolment token, or was used.
-            BadTokenRequest: the agent's id is not allowed.
-            AgentBound: the identity belongs to another principal, or is known but not bound.
+            NOT_AN_ENROLMENT_TOKEN: the caller's token is not an enrolment token, or was used.
+            BAD_TOKEN_REQUEST: the agent's id is not allowed.
+            AGENT_BOUND: the identity belongs to another principal, or is known but not bound.
         """
         if not _NAME.match(agent_id):
-            raise BadTokenRequest(f"agent_id must be a UUID, got {agent_id[:80]!r}.", "Send the id of Hello.")
+            raise error_for("BAD_TOKEN_REQUEST", f"agent_id must be a UUID, got {agent_id[:80]!r}.", "Send the id of Hello.")
         at, secret, tokens, agents = self._now(), new_secret(), schema.tokens, schema.agents
         principal = enrolment.principal.name
 
         def write(connection: Connection) -> None:
             row = connection.execute(select(tokens).where(tokens.c.id == enrolment.token_id)).one_or_none()
             if row is None or not row.enrolment or row.agent_id is not None or row.revoked_at is not None:
-                raise NotAnEnrolmentToken(
+                raise error_for(
+                    "NOT_AN_ENROLMENT_TOKEN",
                     "The token is not an enrolment token, or was used already.",
                     "Ask an admin for `etfarm tokens create NAME --agent`.",
                 )
@@ -310,7 +277,8 @@ class TokenTable:
             ).one_or_none()
             is_free = not is_known if bound is None else bound.retired_at is not None or bound.principal == principal
             if not is_free:
-                raise AgentBound(
+                raise error_for(
+                    "AGENT_BOUND",
                     f"Agent {agent_id} is registered and does not belong to {principal}.",
                     f"Ask an admin to run `etfarm agents bind {agent_id} {principal}`, or give the agent a new data folder.",
                     agent_id=agent_id,
@@ -337,25 +305,28 @@ def _validate(
     principal: str, role: Role.ValueType, lifetime_s: float | None, *, enrolment: bool, projects: Sequence[str]
 ) -> None:
     if not _NAME.match(principal):
-        raise BadTokenRequest(
-            f"The principal's name must be 1 to 64 letters, digits, dots, dashes and underscores, got {principal[:80]!r}."
+        raise error_for(
+            "BAD_TOKEN_REQUEST",
+            f"The principal's name must be 1 to 64 letters, digits, dots, dashes and underscores, got {principal[:80]!r}.",
         )
     if role not in ROLE_NAMES:
-        raise BadTokenRequest(f"The role must be one of {', '.join(ROLE_NAMES.values())}.")
+        raise error_for("BAD_TOKEN_REQUEST", f"The role must be one of {', '.join(ROLE_NAMES.values())}.")
     if enrolment and role != Role.ROLE_AGENT:
-        raise BadTokenRequest("An enrolment token must have the role agent.")
+        raise error_for("BAD_TOKEN_REQUEST", "An enrolment token must have the role agent.")
     if projects and role == Role.ROLE_AGENT:
-        raise BadTokenRequest(
-            "A token with the role agent cannot be a member of a project.", "Restrict its devices to projects instead."
+        raise error_for(
+            "BAD_TOKEN_REQUEST",
+            "A token with the role agent cannot be a member of a project.",
+            "Restrict its devices to projects instead.",
         )
     if lifetime_s is not None and not (math.isfinite(lifetime_s) and 0 < lifetime_s <= MAX_LIFETIME_S):
-        raise BadTokenRequest(f"lifetime_s must be above 0 and at most {MAX_LIFETIME_S:.0f}, got {lifetime_s}.")
+        raise error_for("BAD_TOKEN_REQUEST", f"lifetime_s must be above 0 and at most {MAX_LIFETIME_S:.0f}, got {lifetime_s}.")
 
 
 def _add_member(connection: Connection, project: str, principal: str, at: datetime) -> None:
     known = select(func.count()).select_from(schema.projects).where(schema.projects.c.name == project)
     if not connection.execute(known).scalar():
-        raise ProjectNotFound(project)
+        raise project_not_found(project)
     member = insert_or_ignore(schema.members).values(project=project, principal=principal, added_at=at)
     connection.execute(member.on_conflict_do_nothing())
 
@@ -363,7 +334,7 @@ def _add_member(connection: Connection, project: str, principal: str, at: dateti
 def _row(connection: Connection, token_id: str) -> Row[Any]:
     row = connection.execute(select(schema.tokens).where(schema.tokens.c.id == token_id)).one_or_none()
     if row is None:
-        raise TokenNotFound(f"There is no token {token_id[:80]!r}.", "See `etfarm tokens list`.", id=token_id[:80])
+        raise error_for("TOKEN_NOT_FOUND", f"There is no token {token_id[:80]!r}.", "See `etfarm tokens list`.", id=token_id[:80])
     return row
 
 
@@ -371,7 +342,7 @@ def _find_id(connection: Connection, key: str, now: datetime) -> str:
     """Return the id of the token with an id, or of the only usable one of a principal.
 
     Raises:
-        TokenNotFound, TokenAmbiguous: see `TokenTable.revoke`.
+        TOKEN_NOT_FOUND, TOKEN_AMBIGUOUS: see `TokenTable.revoke`.
     """
     table = schema.tokens
     if connection.execute(select(table.c.id).where(table.c.id == key)).first() is not None:
@@ -384,14 +355,17 @@ def _find_id(connection: Connection, key: str, now: datetime) -> str:
     )
     ids = [str(each) for each in connection.execute(select(table.c.id).where(is_usable).order_by(table.c.id)).scalars()]
     if not ids:
-        raise TokenNotFound(
+        raise error_for(
+            "TOKEN_NOT_FOUND",
             f"There is no token with the id {key[:80]!r}, and no usable one of that name.",
             "See `etfarm tokens list`.",
             id=key[:80],
         )
     if len(ids) > 1:
         shown = ", ".join(ids[:20]) + (f" and {len(ids) - 20} more" if len(ids) > 20 else "")
-        raise TokenAmbiguous(f"{key} has {len(ids)} usable tokens: {shown}.", "Give the id of one.", tokens=" ".join(ids[:20]))
+        raise error_for(
+            "TOKEN_AMBIGUOUS", f"{key} has {len(ids)} usable tokens: {shown}.", "Give the id of one.", tokens=" ".join(ids[:20])
+        )
     return ids[0]
 
 

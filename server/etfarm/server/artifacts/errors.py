@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from etfarm.wire.errors import FarmError, Kind, UserError
+from etfarm.wire.errors import EtfarmError, FarmError, Kind, UserError, error_for
 
 
 class ArtifactNotFound(UserError):
@@ -15,28 +15,19 @@ class ArtifactNotFound(UserError):
         super().__init__(f"The store does not hold {digest[:12]}.", "Upload it again.", digest=digest)
 
 
-class ArtifactNotOfAttempt(FarmError):
-    """An artifact that no attempt on a device of the agent needs, as far as the farm knows."""
-
-    reason = "ARTIFACT_NOT_OF_ATTEMPT"
-    kind = Kind.NOT_FOUND
-
-    def __init__(self, digest: str) -> None:
-        super().__init__(
-            f"The farm gives {digest[:12]} to agents only while an attempt on their devices needs it, and no attempt does.",
-            "Submit the job again if it failed because of this.",
-            digest=digest,
-        )  # fmt: skip
+def artifact_not_of_attempt(digest: str) -> EtfarmError:
+    """Return the error of an artifact that no attempt on a device of the agent needs, as far as the farm knows."""
+    return error_for(
+        "ARTIFACT_NOT_OF_ATTEMPT",
+        f"The farm gives {digest[:12]} to agents only while an attempt on their devices needs it, and no attempt does.",
+        "Submit the job again if it failed because of this.",
+        digest=digest,
+    )  # fmt: skip
 
 
-class ArtifactMissing(UserError):
-    """An artifact that a request names and the store does not hold."""
-
-    reason = "ARTIFACT_MISSING"
-    kind = Kind.FAILED_PRECONDITION
-
-    def __init__(self, digest: str) -> None:
-        super().__init__(f"Artifact {digest[:12]} is not stored.", "Upload it first.", digest=digest)
+def artifact_missing(digest: str) -> EtfarmError:
+    """Return the error of an artifact that a request names and the store does not hold."""
+    return error_for("ARTIFACT_MISSING", f"Artifact {digest[:12]} is not stored.", "Upload it first.", digest=digest)
 
 
 class ArtifactDamaged(FarmError):
@@ -59,64 +50,33 @@ class BadUpload(UserError):
     reason = "BAD_UPLOAD"
 
 
-class ChunkOutOfPlace(UserError):
-    """A chunk that does not start at the committed size of the upload."""
-
-    reason = "CHUNK_OUT_OF_PLACE"
-    kind = Kind.OUT_OF_RANGE
-
-
-class DigestMismatch(UserError):
-    """A complete upload whose sha256 differs from the announced digest."""
-
-    reason = "DIGEST_MISMATCH"
-    kind = Kind.DATA_LOSS
+def upload_idle(digest: str, idle_s: float, committed_bytes: int) -> EtfarmError:
+    """Return the error of an upload whose stream sent nothing for too long."""
+    return error_for(
+        "UPLOAD_IDLE",
+        f"The upload of {digest[:12]} sent nothing for {idle_s:g} s.", "Ask GetUploadStatus and continue there.",
+        digest=digest, committed_bytes=committed_bytes,
+    )  # fmt: skip
 
 
-class UploadInProgress(UserError):
-    """An upload that another stream is already writing."""
-
-    reason = "UPLOAD_IN_PROGRESS"
-    kind = Kind.ABORTED
-
-
-class UploadIdle(UserError):
-    """An upload whose stream sent nothing for too long."""
-
-    reason = "UPLOAD_IDLE"
-    kind = Kind.ABORTED
-
-    def __init__(self, digest: str, idle_s: float, committed_bytes: int) -> None:
-        super().__init__(
-            f"The upload of {digest[:12]} sent nothing for {idle_s:g} s.", "Ask GetUploadStatus and continue there.",
-            digest=digest, committed_bytes=committed_bytes,
-        )  # fmt: skip
+def upload_too_large(size_bytes: int, limit_bytes: int) -> EtfarmError:
+    """Return the error of an artifact larger than the server accepts."""
+    return error_for(
+        "LIMIT_EXCEEDED",
+        f"An artifact must have at most {limit_bytes} bytes, got {size_bytes}.",
+        "Ask the farm's admin for a larger `etfarm serve --max-artifact-gib`.",
+        limit_bytes=limit_bytes, size_bytes=size_bytes,
+    )  # fmt: skip
 
 
-class UploadTooLarge(UserError):
-    """An artifact larger than the server accepts."""
-
-    reason = "LIMIT_EXCEEDED"
-    kind = Kind.RESOURCE_EXHAUSTED
-
-    def __init__(self, size_bytes: int, limit_bytes: int) -> None:
-        super().__init__(
-            f"An artifact must have at most {limit_bytes} bytes, got {size_bytes}.",
-            "Ask the farm's admin for a larger `etfarm serve --max-artifact-gib`.",
-            limit_bytes=limit_bytes, size_bytes=size_bytes,
-        )  # fmt: skip
-
-
-class TooManyUploads(UserError):
-    """A holder with the maximum number of concurrent uploads."""
-
-    reason = "LIMIT_EXCEEDED"
-    kind = Kind.RESOURCE_EXHAUSTED
-
-    def __init__(self, limit: int) -> None:
-        super().__init__(
-            f"A project may have at most {limit} uploads in progress.", "Wait until some of them finish.", limit=limit
-        )
+def too_many_uploads(limit: int) -> EtfarmError:
+    """Return the error of a holder with the maximum number of concurrent uploads."""
+    return error_for(
+        "LIMIT_EXCEEDED",
+        f"A project may have at most {limit} uploads in progress.",
+        "Wait until some of them finish.",
+        limit=limit,
+    )
 
 
 class QuotaExceeded(UserError):

@@ -145,7 +145,7 @@ class Holdings:
         """Return those of `digests` that the table of artifacts has at this moment, if this server may write.
 
         Raises:
-            Fenced: another server leads the farm, so that nothing may be deleted from what the servers share.
+            FENCED: another server leads the farm, so that nothing may be deleted from what the servers share.
         """
         some = {"digests": json.dumps(list(digests))}
         # A write, which checks the lease.

@@ -14,7 +14,7 @@ from etfarm.server.artifacts.s3.claim import OWNER, require_not_foreign
 from etfarm.server.artifacts.s3.errors import BlobsAway, checked
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.state import identity
-from etfarm.server.state.damage import DatabaseLost
+from etfarm.server.state.damage import database_lost
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.databases import first_of, is_new
 
@@ -44,18 +44,18 @@ def require_known(
         begin_empty: whether an empty database beside artifacts is intended.
 
     Raises:
-        DatabaseLost: there are artifacts.
+        DATABASE_LOST: there are artifacts.
         BlobsUnusable: the bucket's folder is another farm's, or its server refuses requests. One that is away has no say: a farm
             begins without it.
         DatabaseUnusable, DatabaseUnavailable: the PostgreSQL server refuses the connection, or cannot be reached.
     """
     may_begin = begin_empty or not is_new(path, url, wait_s)
     if not may_begin and next((folder := data / ARTIFACTS / BLOBS).glob("??/*"), None) is not None:
-        raise DatabaseLost(url or path, str(folder), data)
+        raise database_lost(url or path, str(folder), data)
     if blobs is None:
         return
     if asyncio.run(_has_lost(Bucket(blobs, patience_s=_PATIENCE_S), first_of(identity.FARM_ID, path, url, wait_s), may_begin)):
-        raise DatabaseLost(url or path, blobs.place, data, f"{blobs.url}/{OWNER}")
+        raise database_lost(url or path, blobs.place, data, f"{blobs.url}/{OWNER}")
 
 
 async def _has_lost(bucket: Bucket, farm_id: str | None, may_begin: bool) -> bool:

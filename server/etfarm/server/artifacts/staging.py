@@ -16,18 +16,16 @@ import structlog
 
 from etfarm.server.artifacts.errors import (
     BadUpload,
-    ChunkOutOfPlace,
-    DigestMismatch,
     DiskFull,
-    TooManyUploads,
-    UploadIdle,
-    UploadInProgress,
-    UploadTooLarge,
+    too_many_uploads,
+    upload_idle,
+    upload_too_large,
 )  # fmt: skip
 from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.room import Room
 from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.wire.chunks import append
+from etfarm.wire.errors import error_for
 
 log = structlog.get_logger()
 
@@ -88,17 +86,19 @@ class Staging:
         """Raise an error if a stream cannot start now.
 
         Raises:
-            BadUpload, UploadTooLarge, UploadInProgress, TooManyUploads: see ArtifactService.Upload.
+            BadUpload, LIMIT_EXCEEDED, UPLOAD_IN_PROGRESS, LIMIT_EXCEEDED: see ArtifactService.Upload.
         """
         if artifact.size_bytes < 0:
             raise BadUpload(f"`size_bytes` must be 0 or more, got {artifact.size_bytes}.")
         if artifact.size_bytes > self._limits.artifact_bytes:
-            raise UploadTooLarge(artifact.size_bytes, self._limits.artifact_bytes)
+            raise upload_too_large(artifact.size_bytes, self._limits.artifact_bytes)
         digest = artifact.digest
         if (holder, digest) in self._streams:
-            raise UploadInProgress(f"Another stream is uploading {digest[:12]}.", "Wait for it, or try again.", digest=digest)
+            raise error_for(
+                "UPLOAD_IN_PROGRESS", f"Another stream is uploading {digest[:12]}.", "Wait for it, or try again.", digest=digest
+            )
         if sum(other == holder for other, _ in self._streams) >= self._limits.uploads:
-            raise TooManyUploads(self._limits.uploads)
+            raise too_many_uploads(self._limits.uploads)
 
     async def receive(
         self,
@@ -116,7 +116,7 @@ class Staging:
             is_result: whether the uploader is an agent; see `Room.reserve`.
 
         Raises:
-            BadUpload, UploadTooLarge, UploadInProgress, TooManyUploads, UploadIdle, ChunkOutOfPlace, DigestMismatch, DiskFull:
+            BadUpload, LIMIT_EXCEEDED, UPLOAD_IN_PROGRESS, UPLOAD_IDLE, CHUNK_OUT_OF_PLACE, DIGEST_MISMATCH, DiskFull:
                 see ArtifactService.Upload.
         """
         self.require_free(artifact, holder)
@@ -162,7 +162,8 @@ class Staging:
             await self._run(os.fsync, file.fileno())
         if hasher.hexdigest() != artifact.digest:
             part.unlink()
-            raise DigestMismatch(
+            raise error_for(
+                "DIGEST_MISMATCH",
                 f"All {stream.received} bytes arrived, but their sha256 is {hasher.hexdigest()[:12]}, not "
                 f"{artifact.digest[:12]}.",
                 "Send it again from 0.", digest=artifact.digest,
@@ -178,7 +179,7 @@ class Staging:
         except TimeoutError:
             if not clock.expired():
                 raise
-            raise UploadIdle(digest, self._limits.upload_idle_s, received) from None
+            raise upload_idle(digest, self._limits.upload_idle_s, received) from None
 
     def _evict(self, holder: str) -> None:
         """Delete a holder's oldest parts beyond the limit, except active ones."""
@@ -205,7 +206,8 @@ class Staging:
 
 def _check_chunk(chunk: artifact_pb2.Chunk, received: int, size_bytes: int) -> None:
     if chunk.offset != received:
-        raise ChunkOutOfPlace(
+        raise error_for(
+            "CHUNK_OUT_OF_PLACE",
             f"A chunk starts at offset {chunk.offset}, but {received} bytes are committed.", "Ask GetUploadStatus and "
             "continue there.",
             committed_bytes=received,

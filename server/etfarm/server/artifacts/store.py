@@ -21,16 +21,11 @@ from etfarm.server.artifacts.blobs import Blobs, Verified
 from etfarm.server.artifacts.digests import require_digest, slices
 from etfarm.server.artifacts.errors import (
     ArtifactDamaged,
-    ArtifactMissing,
     ArtifactNotFound,
     BadUpload,
-    ChunkOutOfPlace,
-    DigestMismatch,
     DiskFull,
     QuotaExceeded,
-    UploadIdle,
-    UploadInProgress,
-    UploadTooLarge,
+    artifact_missing,
 )  # fmt: skip
 from etfarm.server.artifacts.file_blobs import FileBlobs
 from etfarm.server.artifacts.holdings import Holdings
@@ -51,8 +46,14 @@ from etfarm.wire.chunks import CHUNK_BYTES, spans
 from etfarm.wire.errors import Kind
 
 __all__ = [
-    "MAX_CHUNK_BYTES", "ArtifactDamaged", "ArtifactMissing", "ArtifactNotFound", "BadUpload", "ChunkOutOfPlace", "DigestMismatch",
-    "DiskFull", "QuotaExceeded", "Store", "UploadIdle", "UploadInProgress", "UploadTooLarge",
+    "MAX_CHUNK_BYTES",
+    "ArtifactDamaged",
+    "ArtifactNotFound",
+    "BadUpload",
+    "DiskFull",
+    "QuotaExceeded",
+    "Store",
+    "artifact_missing",
 ]  # fmt: skip
 
 log = structlog.get_logger()
@@ -211,14 +212,14 @@ class Store:
         """Raise an error if `holder` does not hold an artifact, as if the artifact were not stored.
 
         Raises:
-            ArtifactMissing: an artifact is not stored, or `holder` does not hold it.
+            ARTIFACT_MISSING: an artifact is not stored, or `holder` does not hold it.
             ArtifactDamaged: an artifact is damaged and has not been stored again.
         """
         if missing := await self.missing(wanted, holder):
             digest = missing[0]
             if self.integrity.is_damaged(digest) and await self.holds(digest, [holder]):
                 raise ArtifactDamaged(digest)
-            raise ArtifactMissing(digest)
+            raise artifact_missing(digest)
 
     async def is_held(self, digest: str, holders: Collection[str]) -> bool:
         """Return whether one of `holders` holds the artifact and its bytes are stored."""

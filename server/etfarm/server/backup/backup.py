@@ -25,7 +25,6 @@ from sqlalchemy import select
 from etfarm.server.artifacts.blobs import ARTIFACTS, BLOBS, CACHE
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.backup import manifest as manifests
-from etfarm.server.backup.errors import BackupRefused
 from etfarm.server.backup.manifest import Manifest
 from etfarm.server.config import DATABASE
 from etfarm.server.state import damage, schema
@@ -40,7 +39,7 @@ from etfarm.server.transfer.database import FarmDatabase, copy_rows, require_thi
 from etfarm.server.transfer.files import sync_folder
 from etfarm.server.transfer.rows import OnProgress
 from etfarm.wire import digest as digests
-from etfarm.wire.errors import FarmError, Kind
+from etfarm.wire.errors import FarmError, Kind, error_for
 from etfarm.wire.private import make_private
 
 _LOCK_WAIT_S: Final = 120.0
@@ -101,7 +100,7 @@ def back_up(
         blobs: the bucket of the farm's artifacts; None if they are files in `data`.
 
     Raises:
-        BackupRefused: `data` is no data folder of a server, or `folder` has other files.
+        BACKUP_REFUSED: `data` is no data folder of a server, or `folder` has other files.
         BackupRunning: another backup of the data folder is running.
         BackupFailed: a file cannot be written.
         FolderNotPrivate: `folder` belongs to another user, or cannot be closed to others.
@@ -141,12 +140,20 @@ def back_up(
 def _require_source(data: Path, source: FarmDatabase, blobs: BucketLocation | None) -> None:
     if source.url is None and not source.path.is_file():
         if (data / ARTIFACTS).is_dir():
-            raise BackupRefused(f"{data} has no {DATABASE}: its server has a PostgreSQL database.", "Name it with --database.")
-        raise BackupRefused(f"{data} has no {DATABASE}: it is not a server's data folder.", "Name the folder with --data.")
+            raise error_for(
+                "BACKUP_REFUSED", f"{data} has no {DATABASE}: its server has a PostgreSQL database.", "Name it with --database."
+            )
+        raise error_for(
+            "BACKUP_REFUSED", f"{data} has no {DATABASE}: it is not a server's data folder.", "Name the folder with --data."
+        )
     if not (data / ARTIFACTS).is_dir() and source.url is not None:
-        raise BackupRefused(f"{data} is not a server's data folder.", "Name the folder of the farm's server with --data.")
+        raise error_for(
+            "BACKUP_REFUSED", f"{data} is not a server's data folder.", "Name the folder of the farm's server with --data."
+        )
     if blobs is None and (data / ARTIFACTS / CACHE).is_dir():
-        raise BackupRefused(f"The artifacts of {data} are in a bucket.", "Name it with --blobs, as for `etfarm serve`.")
+        raise error_for(
+            "BACKUP_REFUSED", f"The artifacts of {data} are in a bucket.", "Name it with --blobs, as for `etfarm serve`."
+        )
 
 
 def _still_listed(source: FarmDatabase, missing: list[str]) -> tuple[str, ...]:
@@ -168,9 +175,11 @@ def _connect(source: Path) -> sqlite3.Connection:
 
 def _require_target(data: Path, folder: Path) -> None:
     if folder.resolve().is_relative_to(data.resolve()) or data.resolve().is_relative_to(folder.resolve()):
-        raise BackupRefused(f"{folder} is a part of the data folder {data}, or contains it.", "Choose a folder beside it.")
+        raise error_for(
+            "BACKUP_REFUSED", f"{folder} is a part of the data folder {data}, or contains it.", "Choose a folder beside it."
+        )
     if folder.exists() and not folder.is_dir():
-        raise BackupRefused(f"{folder} is not a folder.", "Name a folder; it is created.")
+        raise error_for("BACKUP_REFUSED", f"{folder} is not a folder.", "Name a folder; it is created.")
     if folder.is_dir():
         # Exactly what a backup writes: other files would be deleted at its end, such as the artifacts of another data folder.
         known = {manifests.NAME, f"{manifests.NAME}.part", ARTIFACTS}
@@ -179,8 +188,10 @@ def _require_target(data: Path, folder: Path) -> None:
             if path.name not in known and not manifests.is_database(path.name) and not path.name.startswith(manifests.PART)
         ]  # fmt: skip
         if strange:
-            raise BackupRefused(
-                f"{folder} has other files, such as {strange[0]!r}.", "Name an empty folder or an earlier backup."
+            raise error_for(
+                "BACKUP_REFUSED",
+                f"{folder} has other files, such as {strange[0]!r}.",
+                "Name an empty folder or an earlier backup.",
             )
 
 

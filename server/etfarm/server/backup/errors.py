@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from etfarm.wire.errors import FarmError, UserError
-
-
-class BackupRefused(UserError):
-    """A backup that cannot be made or used: a wrong folder, another program's files, or a newer etfarm's."""
-
-    reason = "BACKUP_REFUSED"
+from etfarm.wire.errors import FarmError
 
 
 class BackupDamaged(FarmError):

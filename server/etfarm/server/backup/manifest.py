@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from etfarm.server.backup.errors import BackupDamaged, BackupRefused
+from etfarm.server.backup.errors import BackupDamaged
 from etfarm.server.transfer.files import Differs, open_plain
 from etfarm.wire import digest as digests
+from etfarm.wire.errors import error_for
 
 NAME: Final = "manifest.json"
 SCHEMA: Final = "etfarm.backup/1"
@@ -73,12 +74,13 @@ def read(folder: Path) -> Manifest:
     """Return the manifest of a backup.
 
     Raises:
-        BackupRefused: the folder has no manifest: it is no backup, or its backup did not end.
+        BACKUP_REFUSED: the folder has no manifest: it is no backup, or its backup did not end.
         BackupDamaged: the manifest cannot be read.
     """
     path = folder / NAME
     if not os.path.lexists(path):
-        raise BackupRefused(
+        raise error_for(
+            "BACKUP_REFUSED",
             f"{folder} has no {NAME}, so it holds no complete backup.",
             "Run `etfarm backup` on it again, or choose another folder.",
         )

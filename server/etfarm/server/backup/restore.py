@@ -20,7 +20,7 @@ from etfarm.server.artifacts.s3.errors import checked
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.backup import manifest as manifests
 from etfarm.server.backup.backup import BackupFailed
-from etfarm.server.backup.errors import BackupDamaged, BackupRefused
+from etfarm.server.backup.errors import BackupDamaged
 from etfarm.server.backup.manifest import Manifest
 from etfarm.server.backup.revived import revoke_tokens
 from etfarm.server.cluster.shared_blobs import identify_folder
@@ -35,6 +35,7 @@ from etfarm.server.transfer.artifacts import BucketArtifacts, FileArtifacts, art
 from etfarm.server.transfer.database import FarmDatabase, begin_copy, copy_rows, stopped
 from etfarm.server.transfer.files import Differs, copy_verified, open_plain, sync_folder
 from etfarm.server.transfer.rows import OnProgress
+from etfarm.wire.errors import error_for
 
 _MARKER: Final = re.compile(r"(?P<backup>\w*)( with (?P<options>.*?))?( as (?P<farm_id>[\w-]+))?( copied to (?P<database>.+))?")
 
@@ -63,21 +64,23 @@ def restore(
         without_tokens: whether to revoke all tokens of the backup.
 
     Raises:
-        TargetNotEmpty, CopyUnfinished: the PostgreSQL database has something else.
+        TARGET_NOT_EMPTY, CopyUnfinished: the PostgreSQL database has something else.
         ServersRunning: a server of the PostgreSQL database runs.
-        BackupRefused: the backup is incomplete or of a newer etfarm, or the data folder has other files.
+        BACKUP_REFUSED: the backup is incomplete or of a newer etfarm, or the data folder has other files.
         BackupDamaged: a file of the backup is missing or has other contents.
         BackupFailed: a file cannot be written.
         DatabaseDamaged: the database in the backup is damaged.
     """
     manifest = manifests.read(backup)
     if manifest.revision < OLDEST:
-        raise BackupRefused(
+        raise error_for(
+            "BACKUP_REFUSED",
             f"The backup is of etfarm {manifest.version}, with revision {manifest.revision} of the database: of before 0.3.0.",
             "Convert the farm's data folder, with docs/upgrade/convert.py in a checkout of etfarm, and make a backup of that.",
         )
     if manifest.revision not in known_revisions():
-        raise BackupRefused(
+        raise error_for(
+            "BACKUP_REFUSED",
             f"The backup is of etfarm {manifest.version}, with revision {manifest.revision} of the database; this is etfarm "
             f"{version('etfarm')}, which knows {HEAD} at most.",
             f"Install etfarm {manifest.version} or newer: pip install 'etfarm[server]>={manifest.version}'.",
@@ -245,17 +248,20 @@ def _prepare(data: Path, backup: str, options: str) -> _Marker:
     """Create the data folder with a marker, or return that of an interrupted restore of the same backup."""
     path = data / RESTORING
     if path.is_symlink():
-        raise BackupRefused(f"{path} is a link, which no restore leaves.", "Delete it, or choose another --data.")
+        raise error_for("BACKUP_REFUSED", f"{path} is a link, which no restore leaves.", "Delete it, or choose another --data.")
     if data.exists() and not data.is_dir():
-        raise BackupRefused(f"{data} is not a folder.", "Choose another --data.")
+        raise error_for("BACKUP_REFUSED", f"{data} is not a folder.", "Choose another --data.")
     if data.is_dir() and not path.exists() and [each for each in data.iterdir() if each.name != LOCK]:
-        raise BackupRefused(f"{data} is not empty.", "Move it aside, or choose another --data.")
+        raise error_for("BACKUP_REFUSED", f"{data} is not empty.", "Move it aside, or choose another --data.")
     data.mkdir(parents=True, exist_ok=True, mode=0o700)
     former = _Marker.read(data)
     if former.backup not in ("", backup):
-        raise BackupRefused(f"{data} has an interrupted restore of another backup.", "Delete it, or choose another --data.")
+        raise error_for(
+            "BACKUP_REFUSED", f"{data} has an interrupted restore of another backup.", "Delete it, or choose another --data."
+        )
     if former.options not in ("", options):
-        raise BackupRefused(
+        raise error_for(
+            "BACKUP_REFUSED",
             f"{data} has an interrupted restore with {former.options}.",
             "Run it again like that. To begin anew, delete the folder, and empty the PostgreSQL database if it is for one.",
         )

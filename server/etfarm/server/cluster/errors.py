@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from etfarm.wire.errors import FarmError, Kind, UserError
+from etfarm.wire.errors import EtfarmError, FarmError, Kind, error_for
 
 
 class NoLeader(FarmError):
@@ -12,40 +12,24 @@ class NoLeader(FarmError):
     kind = Kind.UNAVAILABLE
 
 
-class MessageOverdue(UserError):
-    """A message that a standby does not receive within the time limit."""
-
-    reason = "MESSAGE_OVERDUE"
-    kind = Kind.UNAVAILABLE
-
-    def __init__(self, limit_s: float) -> None:
-        super().__init__(
-            f"A message of the call did not arrive within {limit_s:g} s.", "Try again over a faster connection.", limit_s=limit_s
-        )
+def message_overdue(limit_s: float) -> EtfarmError:
+    """Return the error of a message that a standby does not receive within the time limit."""
+    return error_for(
+        "MESSAGE_OVERDUE",
+        f"A message of the call did not arrive within {limit_s:g} s.",
+        "Try again over a faster connection.",
+        limit_s=limit_s,
+    )
 
 
-class BadMetadata(UserError):
-    """A call with metadata that gRPC receives and would not send, so that a standby cannot forward it."""
-
-    reason = "BAD_METADATA"
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"The metadata {name!r} of the call has a value beyond printable ASCII.", "Send binary values as NAME-bin.", name=name
-        )
-
-
-class Fenced(FarmError):
-    """A change by a server that no longer leads the farm."""
-
-    reason = "FENCED"
-    kind = Kind.UNAVAILABLE
-
-
-class OtherBlobs(UserError):
-    """A server whose blobs are not those of the farm's other servers."""
-
-    reason = "OTHER_BLOBS"
+def bad_metadata(name: str) -> EtfarmError:
+    """Return the error of a call with metadata that gRPC receives and would not send, so that a standby cannot forward it."""
+    return error_for(
+        "BAD_METADATA",
+        f"The metadata {name!r} of the call has a value beyond printable ASCII.",
+        "Send binary values as NAME-bin.",
+        name=name,
+    )
 
 
 class ServersRunning(FarmError):

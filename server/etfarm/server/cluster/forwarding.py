@@ -13,7 +13,7 @@ import structlog
 from grpc.aio import ServicerContext
 
 from etfarm.server.access.tokens import Credential, Unauthenticated, key_of
-from etfarm.server.cluster.errors import BadMetadata, NoLeader
+from etfarm.server.cluster.errors import NoLeader, bad_metadata
 from etfarm.server.cluster.known_tokens import StandbyAuthentication
 from etfarm.server.cluster.leadership import Leader
 from etfarm.server.cluster.links import Link, Links
@@ -295,7 +295,7 @@ class Forwarding:
         """Return the metadata of the call to the leader.
 
         Raises:
-            BadMetadata: gRPC receives such metadata and does not send them: a call with them would neither start nor end.
+            BAD_METADATA: gRPC receives such metadata and does not send them: a call with them would neither start nor end.
         """
         sent = [
             (name, value)
@@ -304,7 +304,7 @@ class Forwarding:
         ]
         for name, value in sent:
             if not name.endswith("-bin") and not (isinstance(value, str) and value.isascii() and value.isprintable()):
-                raise BadMetadata(name)
+                raise bad_metadata(name)
         return (*sent, *forwarded_metadata(self._peer(context), leader.secret))
 
 

@@ -17,8 +17,8 @@ import psycopg
 import structlog
 from psycopg.rows import namedtuple_row
 
-from etfarm.server.cluster.errors import Fenced
 from etfarm.server.cluster.leadership import Leader
+from etfarm.wire.errors import error_for
 
 log = structlog.get_logger()
 
@@ -165,10 +165,11 @@ class Fence:
         """Refuse a transaction, since another server has taken the lease. One that is permitted keeps it until its end.
 
         Raises:
-            Fenced: always.
+            FENCED: always.
         """
         self._on_fenced()
-        raise Fenced(
+        raise error_for(
+            "FENCED",
             "This server no longer leads the farm, so it changes nothing.",
             "Try again; the server that leads now answers.",
             token=self._token,

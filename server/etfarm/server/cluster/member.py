@@ -14,13 +14,13 @@ import psycopg
 import structlog
 
 from etfarm.server.cluster import lease
-from etfarm.server.cluster.errors import OtherBlobs
 from etfarm.server.cluster.leadership import Leader, Leadership
 from etfarm.server.cluster.lease import Fence, ServerRow, Session
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.postgres.bounded import BoundedAsyncConnection
 from etfarm.server.state.postgres.connections import read_url
 from etfarm.server.state.postgres.failures import refused
+from etfarm.wire.errors import error_for
 
 log = structlog.get_logger()
 
@@ -110,7 +110,7 @@ class Member:
         Raises:
             BadDatabaseUrl: the driver cannot read the database's URL.
             DatabaseUnusable: the database refuses this server.
-            OtherBlobs: this server's blobs are not those of the farm.
+            OTHER_BLOBS: this server's blobs are not those of the farm.
         """
         read_url(self._url)
         self.address = address
@@ -187,7 +187,8 @@ class Member:
     async def _take_part(self, session: Session) -> None:
         await lease.create_tables(session)
         if self._blobs and (blobs := await lease.claim_blobs(session, self._blobs)) != self._blobs:
-            raise OtherBlobs(
+            raise error_for(
+                "OTHER_BLOBS",
                 f"The farm's blobs are at {blobs}, this server's at {self._blobs}.",
                 "Give all servers of a farm the same --blobs, which all of them reach.",
                 farm=blobs, here=self._blobs,

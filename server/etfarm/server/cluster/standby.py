@@ -60,7 +60,7 @@ async def standing_by(
         page_key: the secret of the process's web page; empty without one.
 
     Raises:
-        CannotListen: the address cannot be used.
+        CANNOT_LISTEN: the address cannot be used.
         BadTokenFile: the file of `--tokens` cannot be used.
     """
     certificates, known = Certificates(config), KnownTokens(config.database)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
-from etfarm.server.cluster.errors import MessageOverdue
+from etfarm.server.cluster.errors import message_overdue
 from etfarm.server.workers.fair_slots import FairSlots
 
 AT_ONCE: Final = 4
@@ -40,7 +40,7 @@ class Turns:
             account: who shares the turns of all with other accounts, at all of its addresses; the owner by default.
 
         Raises:
-            MessageOverdue: it takes too long.
+            MESSAGE_OVERDUE: it takes too long.
         """
         self._calls[owner] += 1
         turns, is_lent = self._owners.setdefault(owner, asyncio.Semaphore(AT_ONCE)), False
@@ -59,7 +59,7 @@ class Turns:
                 async with self._all.take(account or owner), asyncio.timeout(self._limit_s):
                     yield
             except TimeoutError:
-                raise MessageOverdue(self._limit_s) from None
+                raise message_overdue(self._limit_s) from None
             finally:
                 lending.cancel()
                 if is_lent:

@@ -11,7 +11,7 @@ from typing import Final
 
 from etfarm.server.compile.alternatives import use_instead
 from etfarm.wire.dim_guards import WHOLE_NUMBERS, computes_in_floats, how_to_exclude
-from etfarm.wire.errors import FarmError, Kind, UserError
+from etfarm.wire.errors import EtfarmError, FarmError, Kind, UserError, error_for
 from etfarm.wire.fixed_numbers import how_to_vary
 
 
@@ -49,30 +49,24 @@ class QuantizedNothing(UserError):
         )  # fmt: skip
 
 
-class NameNotFound(UserError):
-    """A name in a recipe file's quantizer that selects nothing in the model."""
-
-    reason = "RECIPE_NAME_NOT_FOUND"
-
-    def __init__(self, argument: str, name: str, methods: str, why: str, nearest: Sequence[str]) -> None:
-        remedy = f"Did you mean {' or '.join(map(repr, nearest))}?" if nearest else "Leave it out."
-        super().__init__(
-            f"{argument} names {name!r}, which selects nothing in {methods}: {why}.", remedy,
-            stage="QUANTIZE", argument=argument, name=name, methods=methods, nearest=",".join(nearest),
-        )  # fmt: skip
+def name_not_found(argument: str, name: str, methods: str, why: str, nearest: Sequence[str]) -> EtfarmError:
+    """Return the error of a name in a recipe file's quantizer that selects nothing in the model."""
+    remedy = f"Did you mean {' or '.join(map(repr, nearest))}?" if nearest else "Leave it out."
+    return error_for(
+        "RECIPE_NAME_NOT_FOUND",
+        f"{argument} names {name!r}, which selects nothing in {methods}: {why}.", remedy,
+        stage="QUANTIZE", argument=argument, name=name, methods=methods, nearest=",".join(nearest),
+    )  # fmt: skip
 
 
-class AlreadyQuantized(UserError):
-    """The program already has quantized operators and cannot be quantized again."""
-
-    reason = "ALREADY_QUANTIZED"
-
-    def __init__(self, recipe: str, method: str) -> None:
-        super().__init__(
-            f"{method} is already quantized, and recipe {recipe} would quantize it again.",
-            "Lower it with xnnpack_fp32, which keeps its quantized operators, or export the fp32 model.",
-            stage="QUANTIZE", recipe=recipe, method=method,
-        )  # fmt: skip
+def already_quantized(recipe: str, method: str) -> EtfarmError:
+    """Return the error of the program already has quantized operators and cannot be quantized again."""
+    return error_for(
+        "ALREADY_QUANTIZED",
+        f"{method} is already quantized, and recipe {recipe} would quantize it again.",
+        "Lower it with xnnpack_fp32, which keeps its quantized operators, or export the fp32 model.",
+        stage="QUANTIZE", recipe=recipe, method=method,
+    )  # fmt: skip
 
 
 class DimWithoutMaximum(UserError):
@@ -88,22 +82,19 @@ class DimWithoutMaximum(UserError):
         )  # fmt: skip
 
 
-class DynamicNumber(UserError):
-    """An input is a Python number that was declared dynamic.
+def dynamic_number(method: str, argument: str, kind: str) -> EtfarmError:
+    """Return the error of an input is a Python number that was declared dynamic.
 
     Args:
         kind: `int` or `double`.
     """
-
-    reason = "UNSUPPORTED_INPUT"
-
-    def __init__(self, method: str, argument: str, kind: str) -> None:
-        name = "float" if kind == "double" else kind
-        super().__init__(
-            f"{method}: input {argument!r} is a dynamic {name}: programs of ExecuTorch take numbers that vary only as tensors.",
-            f"{how_to_vary(kind)} To keep it constant, give None for it in dynamic_shapes.",
-            stage="TORCH_EXPORT", method=method, argument=argument, got=f"a dynamic {name}",
-        )  # fmt: skip
+    name = "float" if kind == "double" else kind
+    return error_for(
+        "UNSUPPORTED_INPUT",
+        f"{method}: input {argument!r} is a dynamic {name}: programs of ExecuTorch take numbers that vary only as tensors.",
+        f"{how_to_vary(kind)} To keep it constant, give None for it in dynamic_shapes.",
+        stage="TORCH_EXPORT", method=method, argument=argument, got=f"a dynamic {name}",
+    )  # fmt: skip
 
 
 class TrainingMode(UserError):
@@ -179,19 +170,16 @@ class DimSpecialized(UserError):
         )  # fmt: skip
 
 
-class UnboundedSize(UserError):
-    """A tensor's size depends on values and has no bound."""
-
-    reason = "UNBOUNDED_SIZE"
-
-    def __init__(self, stage: str, symbol: str, operators: str) -> None:
-        super().__init__(
-            f"The size {symbol} depends on values and has no maximum{f' (produced by {operators})' if operators else ''}, but "
-            "ExecuTorch plans memory for the largest size.",
-            "Bound it in the model, for example torch._check(n <= 1024), or use operators whose output sizes follow "
-            "from input sizes.",
-            stage=stage, symbol=symbol, operators=operators,
-        )  # fmt: skip
+def unbounded_size(stage: str, symbol: str, operators: str) -> EtfarmError:
+    """Return the error of a tensor's size depends on values and has no bound."""
+    return error_for(
+        "UNBOUNDED_SIZE",
+        f"The size {symbol} depends on values and has no maximum{f' (produced by {operators})' if operators else ''}, but "
+        "ExecuTorch plans memory for the largest size.",
+        "Bound it in the model, for example torch._check(n <= 1024), or use operators whose output sizes follow "
+        "from input sizes.",
+        stage=stage, symbol=symbol, operators=operators,
+    )  # fmt: skip
 
 
 class MissingOutVariants(UserError):
@@ -239,74 +227,62 @@ class UnsupportedQuantizedOp(UserError):
         )  # fmt: skip
 
 
-class OperatorNotCoreAten(UserError):
-    """The edge dialect's verifier refuses an operator outside of Core ATen.
+def operator_not_core_aten(stage: str, operators: str, names: str, *, has_kernel: bool = True) -> EtfarmError:
+    """Return the error of the edge dialect's verifier refuses an operator outside of Core ATen.
 
     Args:
         has_kernel: whether ExecuTorch has a kernel for it all the same.
     """
-
-    reason = "OPERATOR_NOT_CORE_ATEN"
-
-    def __init__(self, stage: str, operators: str, names: str, *, has_kernel: bool = True) -> None:
-        exceptions = (
-            "or list it in the recipe file's [edge] core_aten_exceptions, as ExecuTorch has a kernel for it."
-            if has_kernel
-            else "ExecuTorch has no kernel for it, so that [edge] core_aten_exceptions in a recipe file helps only where the "
-            "recipe's backend or the device's runtime adds one."
-        )
-        use = use_instead(names)
-        super().__init__(
-            f"ExecuTorch has kernels for Core ATen only, which does not include {operators}.",
-            f"{use}; {exceptions}" if has_kernel else f"{use}. {exceptions}",
-            stage=stage, operators=names, places=operators,
-        )  # fmt: skip
+    exceptions = (
+        "or list it in the recipe file's [edge] core_aten_exceptions, as ExecuTorch has a kernel for it."
+        if has_kernel
+        else "ExecuTorch has no kernel for it, so that [edge] core_aten_exceptions in a recipe file helps only where the "
+        "recipe's backend or the device's runtime adds one."
+    )
+    use = use_instead(names)
+    return error_for(
+        "OPERATOR_NOT_CORE_ATEN",
+        f"ExecuTorch has kernels for Core ATen only, which does not include {operators}.",
+        f"{use}; {exceptions}" if has_kernel else f"{use}. {exceptions}",
+        stage=stage, operators=names, places=operators,
+    )  # fmt: skip
 
 
-class UnsupportedDtypes(UserError):
-    """The edge dialect's verifier refuses complex dtypes or mixed dtypes, which no kernel accepts."""
-
-    reason = "UNSUPPORTED_DTYPES"
-
-    def __init__(self, stage: str, operators: str, names: str, dtypes: str) -> None:
-        is_complex = "complex" in dtypes
-        super().__init__(
-            f"ExecuTorch has no kernel for these dtypes ({dtypes}): {operators}.",
-            "ExecuTorch has no complex numbers: compute real and imaginary parts separately." if is_complex
-            else "Convert one of the inputs with .to(dtype) before the operator.",
-            stage=stage, operators=names, places=operators, dtypes=dtypes,
-        )  # fmt: skip
+def unsupported_dtypes(stage: str, operators: str, names: str, dtypes: str) -> EtfarmError:
+    """Return the error of the edge dialect's verifier refuses complex dtypes or mixed dtypes, which no kernel accepts."""
+    is_complex = "complex" in dtypes
+    return error_for(
+        "UNSUPPORTED_DTYPES",
+        f"ExecuTorch has no kernel for these dtypes ({dtypes}): {operators}.",
+        "ExecuTorch has no complex numbers: compute real and imaginary parts separately." if is_complex
+        else "Convert one of the inputs with .to(dtype) before the operator.",
+        stage=stage, operators=names, places=operators, dtypes=dtypes,
+    )  # fmt: skip
 
 
-class OperatorWithEffects(UserError):
-    """The model has an operator with a side effect, which ExecuTorch's passes cannot order."""
-
-    reason = "OPERATOR_WITH_EFFECTS"
-
-    def __init__(self, stage: str, operators: str, names: str) -> None:
-        super().__init__(
-            f"The model has operators with side effects{f': {operators}' if operators else ''}, which ExecuTorch cannot lower.",
-            f"{use_instead(names.replace('aten.', 'aten::'))}." if "linalg" in names
-            else "Remove prints, asserts and checks of values from the model.",
-            stage=stage, operators=names, places=operators,
-        )  # fmt: skip
+def operator_with_effects(stage: str, operators: str, names: str) -> EtfarmError:
+    """Return the error of the model has an operator with a side effect, which ExecuTorch's passes cannot order."""
+    return error_for(
+        "OPERATOR_WITH_EFFECTS",
+        f"The model has operators with side effects{f': {operators}' if operators else ''}, which ExecuTorch cannot lower.",
+        f"{use_instead(names.replace('aten.', 'aten::'))}." if "linalg" in names
+        else "Remove prints, asserts and checks of values from the model.",
+        stage=stage, operators=names, places=operators,
+    )  # fmt: skip
 
 
-class CalibrationFailed(UserError):
-    """The model fails on a calibration sample, although its shapes and dtypes fit.
+def calibration_failed(method: str, sample: str, why: str) -> EtfarmError:
+    """Return the error of the model fails on a calibration sample, although its shapes and dtypes fit.
 
     Args:
         sample: the sample's name in the message.
     """
-
-    reason = "CALIBRATION_FAILED"
-
-    def __init__(self, method: str, sample: str, why: str) -> None:
-        super().__init__(
-            f"{method} fails on {sample}: {why}.",
-            "Give samples that the model accepts: indices within their tables, sizes within the ranges of the dynamic dims.",
-            stage="QUANTIZE", method=method, sample=sample, why=why,
-        )  # fmt: skip
+    return error_for(
+        "CALIBRATION_FAILED",
+        f"{method} fails on {sample}: {why}.",
+        "Give samples that the model accepts: indices within their tables, sizes within the ranges of the dynamic dims.",
+        stage="QUANTIZE", method=method, sample=sample, why=why,
+    )  # fmt: skip
 
 
 class QuantizerFailed(UserError):
@@ -327,17 +303,14 @@ class QuantizerFailed(UserError):
         )  # fmt: skip
 
 
-class NoExampleInputs(UserError):
-    """The program carries no example inputs to calibrate with."""
-
-    reason = "NO_EXAMPLE_INPUTS"
-
-    def __init__(self, method: str) -> None:
-        super().__init__(
-            f"The .pt2 has no example inputs for {method}, which calibration needs.",
-            "Export it again: torch.export.save keeps the example inputs.",
-            stage="QUANTIZE", method=method,
-        )  # fmt: skip
+def no_example_inputs(method: str) -> EtfarmError:
+    """Return the error of the program carries no example inputs to calibrate with."""
+    return error_for(
+        "NO_EXAMPLE_INPUTS",
+        f"The .pt2 has no example inputs for {method}, which calibration needs.",
+        "Export it again: torch.export.save keeps the example inputs.",
+        stage="QUANTIZE", method=method,
+    )  # fmt: skip
 
 
 class CalibrationMismatch(UserError):
@@ -353,27 +326,24 @@ class CalibrationMismatch(UserError):
         )  # fmt: skip
 
 
-class CalibrationNotFinite(UserError):
-    """A sample contains or produces NaN or infinity, and quantization takes its ranges from samples.
+def calibration_not_finite(method: str, sample: str, inputs: str, line: str) -> EtfarmError:
+    """Return the error of a sample contains or produces NaN or infinity, and quantization takes its ranges from samples.
 
     Args:
         sample: the sample's name in the message, like "calibration sample 3" or "the example inputs"; empty if unknown.
         inputs: the sample's inputs that are not finite; empty if the model computes such values.
         line: the source line that computes the first one; empty if unknown.
     """
-
-    reason = "CALIBRATION_NOT_FINITE"
-
-    def __init__(self, method: str, sample: str, inputs: str, line: str) -> None:
-        where = f"{sample} of {method}" if sample else f"the calibration of {method}"
-        inside = f"gives NaN or infinity inside the model{f', first at {line}' if line else ''}"
-        what = f"has NaN or infinity in {inputs}" if inputs else inside
-        super().__init__(
-            f"{where[0].upper()}{where[1:]} {what}, and quantization takes its ranges from it.",
-            "Give finite samples, and write a mask as torch.where(mask, torch.finfo(scores.dtype).min, scores): 0 * -inf, and "
-            "the softmax of a row of -inf, are NaN.",
-            stage="QUANTIZE", method=method, sample=sample, inputs=inputs, source=line,
-        )  # fmt: skip
+    where = f"{sample} of {method}" if sample else f"the calibration of {method}"
+    inside = f"gives NaN or infinity inside the model{f', first at {line}' if line else ''}"
+    what = f"has NaN or infinity in {inputs}" if inputs else inside
+    return error_for(
+        "CALIBRATION_NOT_FINITE",
+        f"{where[0].upper()}{where[1:]} {what}, and quantization takes its ranges from it.",
+        "Give finite samples, and write a mask as torch.where(mask, torch.finfo(scores.dtype).min, scores): 0 * -inf, and "
+        "the softmax of a row of -inf, are NaN.",
+        stage="QUANTIZE", method=method, sample=sample, inputs=inputs, source=line,
+    )  # fmt: skip
 
 
 class StageFailed(UserError):
@@ -438,8 +408,17 @@ _RUN_REMEDIES: Final = (
 """Remedies by a part of the runtime's reason."""
 
 
-class ProgramCannotRun(UserError):
-    """The program compiled, but ExecuTorch's runtime on this host cannot execute it.
+def program_cannot_run(
+    method: str,
+    why: str,
+    at: str = "",
+    operator: str = "",
+    *,
+    delegates: bool = True,
+    formats: str = "",
+    advice: str = "",
+) -> EtfarmError:
+    """Return the error of the program compiled, but ExecuTorch's runtime on this host cannot execute it.
 
     Args:
         why: the runtime's reason, as returned by `smoke.explain`.
@@ -449,59 +428,38 @@ class ProgramCannotRun(UserError):
         formats: inputs and weights that are not contiguous, such as `x, weight`; or empty.
         advice: what to do about the reason, if the graph tells more of it; or empty.
     """
-
-    reason = "PROGRAM_CANNOT_RUN"
-
-    def __init__(
-        self,
-        method: str,
-        why: str,
-        at: str = "",
-        operator: str = "",
-        *,
-        delegates: bool = True,
-        formats: str = "",
-        advice: str = "",
-    ) -> None:
-        remedy = next((remedy for cause, remedy in _RUN_REMEDIES if cause in why), None)
-        if not delegates and "it crashed with" in why:
-            remedy = _KERNEL_CRASHES
-        if remedy is not None and "no kernel" in why and not use_instead(f"{why}{operator}").startswith("Use other"):
-            remedy = f"{use_instead(f'{why}{operator}')}: ExecuTorch has no kernel for it."
-        if advice:
-            remedy = advice
-        elif "Unhandled dtype Float8" in why:
-            remedy = "ExecuTorch does not compute in float8: use weights in int8 (torchao's Int8WeightOnlyConfig), or in fp32."
-        elif "Tensors do not match: dtype" in why:
-            remedy = "Give the operator's tensors one dtype, as in layer(x.float()).half() for a layer with weights in float32."
-        elif "Unhandled dtype" in why:
-            remedy = (
-                "The kernel does not support this dtype: use another one, starting with the inputs, such as int32 or float32."
-            )
-        elif FORMATS.search(why) or (formats and ("Propagating input shapes" in why or (remedy is None and operator))):
-            remedy = (
-                f"Tensors have different memory formats: give {formats or 'inputs and weights'} the usual one with "
-                ".clone(memory_format=torch.contiguous_format), weights before the export and inputs as examples."
-            )
-        elif remedy is None and at:
-            remedy = "It runs at the example inputs: narrow the dynamic dims to sizes that work, or use another recipe."
-        elif remedy is None and operator:
-            remedy = (
-                "Write that line in another form: ExecuTorch has no complex numbers, and its kernels take fewer shapes and "
-                "dtypes than PyTorch's. Or use another recipe."
-            )
-        super().__init__(
-            f"{method} compiled, but ExecuTorch's runtime cannot run it{f' {at}' if at else ''}: {why}"
-            f"{f', of {operator}' if operator else ''}.",
-            remedy or "Replace the operators that the runtime refuses (for example on complex numbers), or use another recipe.",
-            stage="SMOKE_RUN", method=method, why=why, at=at, places=operator,
-        )  # fmt: skip
-
-
-class UnsupportedProgram(UserError):
-    """An uploaded .pte cannot be described."""
-
-    reason = "UNSUPPORTED_PROGRAM"
+    remedy = next((remedy for cause, remedy in _RUN_REMEDIES if cause in why), None)
+    if not delegates and "it crashed with" in why:
+        remedy = _KERNEL_CRASHES
+    if remedy is not None and "no kernel" in why and not use_instead(f"{why}{operator}").startswith("Use other"):
+        remedy = f"{use_instead(f'{why}{operator}')}: ExecuTorch has no kernel for it."
+    if advice:
+        remedy = advice
+    elif "Unhandled dtype Float8" in why:
+        remedy = "ExecuTorch does not compute in float8: use weights in int8 (torchao's Int8WeightOnlyConfig), or in fp32."
+    elif "Tensors do not match: dtype" in why:
+        remedy = "Give the operator's tensors one dtype, as in layer(x.float()).half() for a layer with weights in float32."
+    elif "Unhandled dtype" in why:
+        remedy = "The kernel does not support this dtype: use another one, starting with the inputs, such as int32 or float32."
+    elif FORMATS.search(why) or (formats and ("Propagating input shapes" in why or (remedy is None and operator))):
+        remedy = (
+            f"Tensors have different memory formats: give {formats or 'inputs and weights'} the usual one with "
+            ".clone(memory_format=torch.contiguous_format), weights before the export and inputs as examples."
+        )
+    elif remedy is None and at:
+        remedy = "It runs at the example inputs: narrow the dynamic dims to sizes that work, or use another recipe."
+    elif remedy is None and operator:
+        remedy = (
+            "Write that line in another form: ExecuTorch has no complex numbers, and its kernels take fewer shapes and "
+            "dtypes than PyTorch's. Or use another recipe."
+        )
+    return error_for(
+        "PROGRAM_CANNOT_RUN",
+        f"{method} compiled, but ExecuTorch's runtime cannot run it{f' {at}' if at else ''}: {why}"
+        f"{f', of {operator}' if operator else ''}.",
+        remedy or "Replace the operators that the runtime refuses (for example on complex numbers), or use another recipe.",
+        stage="SMOKE_RUN", method=method, why=why, at=at, places=operator,
+    )  # fmt: skip
 
 
 class RecipeUnavailable(FarmError):

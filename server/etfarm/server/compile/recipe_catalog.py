@@ -11,8 +11,8 @@ from etfarm.server.compile.errors import RecipeUnavailable
 from etfarm.server.workers.child_pool import ChildPool
 from etfarm.v1 import common_pb2, compile_pb2
 from etfarm.wire import recipes
-from etfarm.wire.errors import UserError
-from etfarm.wire.recipes import Quantization, Recipe, Specification, UnknownRecipe
+from etfarm.wire.errors import error_for
+from etfarm.wire.recipes import Quantization, Recipe, Specification, unknown_recipe
 
 _QUANTIZATIONS: Final = {
     common_pb2.QUANTIZATION_PT2E_STATIC: Quantization.PT2E_STATIC,
@@ -20,12 +20,6 @@ _QUANTIZATIONS: Final = {
     common_pb2.QUANTIZATION_TORCHAO: Quantization.TORCHAO_SOURCE,
 }
 """Quantizations by RecipeInfo.quantization."""
-
-
-class UnknownStage(UserError):
-    """No installed plug-in has a stage of the name."""
-
-    reason = "UNKNOWN_STAGE"
 
 
 class RecipeCatalog:
@@ -57,7 +51,7 @@ class RecipeCatalog:
 
         Raises:
             RecipeUnavailable: something is missing on this server; the message says what.
-            UnknownRecipe, UnknownStage: no installed plug-in has it.
+            UNKNOWN_RECIPE, UNKNOWN_STAGE: no installed plug-in has it.
         """
         resolved = await self.resolve(recipe)
         if recipe.options.replace:
@@ -69,15 +63,15 @@ class RecipeCatalog:
         """Return the recipe with the quantization of its plug-ins' recipes, which only children can determine.
 
         Raises:
-            UnknownRecipe: no installed plug-in has a recipe of the name.
-            BadStages: the recipe's stages do not match its quantization.
+            UNKNOWN_RECIPE: no installed plug-in has a recipe of the name.
+            BAD_STAGES: the recipe's stages do not match its quantization.
         """
         named = [part.name for part in recipe.parts if part.is_plugin]
         if not named:
             return recipe
         rows = {row.name: row for row in (await self.recipes()).recipes if "." in row.name}
         if missing := [name for name in named if name not in rows]:
-            raise UnknownRecipe(missing[0], rows)
+            raise unknown_recipe(missing[0], rows)
         return recipes.with_plugins(recipe, {name: _specification(rows[name]) for name in named})
 
     async def require_available(self, recipe: Recipe) -> None:
@@ -99,7 +93,8 @@ def _require_stages(recipe: Recipe) -> None:
     for stage, name in recipe.options.replace.items():
         if name not in installed:
             hint = f"Installed: {', '.join(sorted(installed))}." if installed else "No plug-in with stages is installed."
-            raise UnknownStage(
+            raise error_for(
+                "UNKNOWN_STAGE",
                 f"This server has no stage {name!r} to replace {stage} with.", f"{hint} Plug-ins are installed on the server.",
                 stage_name=name, replaces=stage, known=",".join(sorted(installed)),
             )  # fmt: skip

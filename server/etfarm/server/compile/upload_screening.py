@@ -43,7 +43,7 @@ def screen_before_loading(model: Path, operators: Operators) -> None:
     """Screen a whole .pt2 with every reader that will see it; for children that load one outside of a compilation.
 
     Raises:
-        NotAPt2, UnsafeModel, UnknownOperator: as `screen.screen_pt2`.
+        NotAPt2, UnsafeModel, UNKNOWN_OPERATOR: as `screen.screen_pt2`.
     """
     from etfarm.server.compile.program import loading  # needs torch, which the daemon has not
 
@@ -78,7 +78,7 @@ class Screening:
             project: project of the caller; projects take turns for children.
 
         Raises:
-            NotAPt2, UnsafeModel, UnknownOperator: as `screen.screen_pt2`.
+            NotAPt2, UnsafeModel, UNKNOWN_OPERATOR: as `screen.screen_pt2`.
         """
         if ("pt2", digest) not in self._passed:
             await self._once("pt2", digest, project, partial(self._screen_pt2, digest, project))

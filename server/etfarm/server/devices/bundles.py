@@ -20,7 +20,7 @@ from sqlalchemy import Connection, select
 
 from etfarm.server.access.scope import FARM_HOLDER
 from etfarm.server.artifacts.s3.waiting import retry_while_away
-from etfarm.server.artifacts.store import ArtifactMissing, Store
+from etfarm.server.artifacts.store import Store, artifact_missing
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.server.state.sql import insert
@@ -29,7 +29,7 @@ from etfarm.server.workers.errors import BadAnswer
 from etfarm.server.workers.reader_threads import Readers
 from etfarm.v1 import agent_pb2, common_pb2
 from etfarm.wire.bundles import MAX_MANIFEST_BYTES, BundleManifest, NotABundle, check_archive
-from etfarm.wire.errors import EtfarmError, FarmError, Kind
+from etfarm.wire.errors import EtfarmError, FarmError, error_for
 from etfarm.wire.names import prebuilt_runner
 
 log = structlog.get_logger()
@@ -40,13 +40,6 @@ _CHECK_S: Final = 120.0
 
 Check = Callable[[Path], Awaitable[agent_pb2.RunnerBundle]]
 """A function that returns what the archive in a file is, without its `artifact`; raises NotABundle."""
-
-
-class BundleMissing(FarmError):
-    """An architecture for which the farm has no runner."""
-
-    reason = "BUNDLE_MISSING"
-    kind = Kind.FAILED_PRECONDITION
 
 
 class Bundles:
@@ -135,7 +128,7 @@ class Bundles:
         """Return the bundle for an architecture, waiting while the server's own is being built.
 
         Raises:
-            BundleMissing: the farm has no such bundle.
+            BUNDLE_MISSING: the farm has no such bundle.
             EtfarmError: building the server's own bundle failed.
         """
         if self.is_coming(arch):
@@ -145,10 +138,11 @@ class Bundles:
         raise self.missing(arch)
 
     def missing(self, arch: str) -> EtfarmError:
-        """Return the error of an architecture without a bundle: BundleMissing, or why the server could not build its own."""
+        """Return the error of an architecture without a bundle: BUNDLE_MISSING, or why the server could not build its own."""
         if arch == self._own_arch and self._own_error is not None:
             return self._own_error
-        return BundleMissing(
+        return error_for(
+            "BUNDLE_MISSING",
             f"The farm has no runner bundle for {arch}.",
             f"Build one with `etfarm bundle build --arch {arch} -o FILE` and offer it with `etfarm bundle add FILE`.",
             arch=arch,
@@ -158,7 +152,7 @@ class Bundles:
         """Offer a stored bundle to devices. Another bundle may take precedence; see `Bundles`.
 
         Raises:
-            ArtifactMissing: the artifact is not stored.
+            ARTIFACT_MISSING: the artifact is not stored.
             NotABundle: agents could not unpack it.
             WrongArch: its programs are for another architecture than its manifest names.
             EtfarmError: it could not be checked.
@@ -171,7 +165,7 @@ class Bundles:
 
     async def _add(self, digest: str, check: Check) -> agent_pb2.RunnerBundle:
         if not await self._store.has(digest):
-            raise ArtifactMissing(digest)
+            raise artifact_missing(digest)
         await self._store.require_whole([digest])
         path = self._store.path(digest)
         bundle = await check(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from etfarm.wire.errors import DeviceError, Kind, UserError
+from etfarm.wire.errors import DeviceError, EtfarmError, Kind, UserError, error_for
 
 
 class DeviceNotFound(UserError):
@@ -14,15 +14,10 @@ class DeviceNotFound(UserError):
     kind = Kind.NOT_FOUND
 
 
-class AgentOffline(UserError):
-    """An agent id that no connected agent has."""
-
-    reason = "AGENT_OFFLINE"
-    kind = Kind.FAILED_PRECONDITION
-
-    def __init__(self, agent_id: str) -> None:
-        shown = agent_id[:80]
-        super().__init__(f"No agent {shown!r} is connected.", "`etfarm agents list` shows the ids.", agent=shown)
+def agent_offline(agent_id: str) -> EtfarmError:
+    """Return the error of an agent id that no connected agent has."""
+    shown = agent_id[:80]
+    return error_for("AGENT_OFFLINE", f"No agent {shown!r} is connected.", "`etfarm agents list` shows the ids.", agent=shown)
 
 
 class AgentConnected(UserError):
@@ -63,51 +58,21 @@ class DeviceNotYours(UserError):
         )  # fmt: skip
 
 
-class DeviceConnected(UserError):
-    """A device that cannot be forgotten because its agent is connected."""
-
-    reason = "DEVICE_CONNECTED"
-    kind = Kind.FAILED_PRECONDITION
-
-
-class BadRetirement(UserError):
-    """A retirement with a time that is out of range."""
-
-    reason = "BAD_RETIREMENT"
-
-
-class DevicesBusy(UserError):
-    """Devices whose runs did not end in time."""
-
-    reason = "DEVICES_BUSY"
-    kind = Kind.DEADLINE_EXCEEDED
-
-
-class AgentHasDevices(UserError):
-    """An agent that cannot be removed because the farm knows devices of it."""
-
-    reason = "AGENT_HAS_DEVICES"
-    kind = Kind.FAILED_PRECONDITION
-
-    def __init__(self, agent_id: str, devices: Sequence[str]) -> None:
-        shown = ", ".join(devices[:20])
-        super().__init__(
-            f"Agent {agent_id} has {len(devices)} device{'s' if len(devices) > 1 else ''}: {shown}.",
-            f"Retire {'them' if len(devices) > 1 else 'it'} first: `etfarm devices retire {devices[0]}`.",
-            agent_id=agent_id, devices=" ".join(devices[:20]),
-        )  # fmt: skip
+def agent_has_devices(agent_id: str, devices: Sequence[str]) -> EtfarmError:
+    """Return the error of an agent that cannot be removed because the farm knows devices of it."""
+    shown = ", ".join(devices[:20])
+    return error_for(
+        "AGENT_HAS_DEVICES",
+        f"Agent {agent_id} has {len(devices)} device{'s' if len(devices) > 1 else ''}: {shown}.",
+        f"Retire {'them' if len(devices) > 1 else 'it'} first: `etfarm devices retire {devices[0]}`.",
+        agent_id=agent_id, devices=" ".join(devices[:20]),
+    )  # fmt: skip
 
 
 class DeviceOffline(DeviceError):
     """A device whose agent is not connected."""
 
     reason = "DEVICE_OFFLINE"
-
-
-class BadLabel(UserError):
-    """A label that a device cannot have."""
-
-    reason = "BAD_LABEL"
 
 
 class DeviceTooLarge(UserError):
@@ -121,19 +86,6 @@ class TooManyDevices(UserError):
 
     reason = "TOO_MANY_DEVICES"
     kind = Kind.RESOURCE_EXHAUSTED
-
-
-class BadReservation(UserError):
-    """A reservation for a duration or a number of devices that is out of range."""
-
-    reason = "BAD_RESERVATION"
-
-
-class DevicesUnavailable(UserError):
-    """Fewer devices that can be reserved now than requested."""
-
-    reason = "DEVICES_UNAVAILABLE"
-    kind = Kind.FAILED_PRECONDITION
 
 
 class ReservationNotFound(UserError):
@@ -159,16 +111,3 @@ class ReservationEnded(UserError):
         super().__init__(
             f"The reservation {reservation_id} {how}.", "Reserve again: `etfarm devices reserve`.", reservation=reservation_id
         )
-
-
-class DeviceNotReserved(UserError):
-    """A selector that matches no device of the reservation that a job or session names."""
-
-    reason = "DEVICE_NOT_RESERVED"
-    kind = Kind.FAILED_PRECONDITION
-
-
-class BadTimeRange(UserError):
-    """A time range that ends before it starts."""
-
-    reason = "BAD_TIME_RANGE"

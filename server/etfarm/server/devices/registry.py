@@ -13,7 +13,6 @@ from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.directory import DeviceDirectory
 from etfarm.server.devices.errors import (
     AgentConnected,
-    DeviceConnected,
     DeviceNotYours,
     DeviceServed,
 )
@@ -22,6 +21,7 @@ from etfarm.server.devices.session import AgentSession
 from etfarm.server.state.engine import Database, DatabaseFull, DatabaseUnavailable
 from etfarm.v1 import agent_pb2, device_pb2
 from etfarm.v1.device_pb2 import Device
+from etfarm.wire.errors import error_for
 
 log = structlog.get_logger()
 
@@ -98,7 +98,7 @@ class Registry(DeviceDirectory):
 
         Raises:
             DeviceNotFound: as `get`.
-            BadLabel: a label is not valid, or there would be too many.
+            BAD_LABEL: a label is not valid, or there would be too many.
         """
         device_id = self.get(key).id
         await self._settings.label(self._known[device_id], labels, removed)
@@ -220,11 +220,13 @@ class Registry(DeviceDirectory):
 
         Raises:
             DeviceNotFound: as `get`.
-            DeviceConnected: its agent is connected.
+            DEVICE_CONNECTED: its agent is connected.
         """
         device = self.get(key)
         if device.id in self._serving:
-            raise DeviceConnected(f"{device.name} ({device.id}) is connected.", "Stop its agent first.", device=device.id)
+            raise error_for(
+                "DEVICE_CONNECTED", f"{device.name} ({device.id}) is connected.", "Stop its agent first.", device=device.id
+            )
         del self._known[device.id]
         self._telemetry.pop(device.id, None)
         self._absent.pop(device.id, None)

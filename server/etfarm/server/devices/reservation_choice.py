@@ -7,8 +7,8 @@ from datetime import UTC
 from typing import Final
 
 from etfarm.server.access.scope import Scope
-from etfarm.server.devices.errors import DevicesUnavailable
 from etfarm.v1.device_pb2 import Device, DeviceState, HealthState, Reservation
+from etfarm.wire.errors import error_for
 
 _NAMED: Final = 5
 """Maximum number of devices that an error names."""
@@ -22,14 +22,15 @@ def choose(matching: Sequence[Device], count: int, selector: str) -> list[Device
     Healthy devices come first, then real ones before emulated ones, idle ones before busy ones, then by id.
 
     Raises:
-        DevicesUnavailable: fewer than `count` can be reserved; the message says why.
+        DEVICES_UNAVAILABLE: fewer than `count` can be reserved; the message says why.
     """
     obstacles = {device.id: why for device in matching if (why := _why_not(device))}
     free = [device for device in matching if device.id not in obstacles]
     if len(free) < count:
         others = list_briefly([f"{device.name} {obstacles[device.id]}" for device in matching if device.id in obstacles], "; ")
         what = f"{len(matching)} {'device matches' if len(matching) == 1 else 'devices match'} {selector!r}"
-        raise DevicesUnavailable(
+        raise error_for(
+            "DEVICES_UNAVAILABLE",
             f"{what}, {len(free)} can be reserved now, and {count} {'is' if count == 1 else 'are'} wanted"
             f"{f': {others}' if others else ''}.",
             "Wait, ask for fewer, or choose another selector.", free=len(free), count=count,

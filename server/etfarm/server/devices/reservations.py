@@ -17,8 +17,6 @@ import structlog
 from etfarm.server.access.ownership import require_owner
 from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.devices.errors import (
-    BadReservation,
-    DeviceNotReserved,
     ReservationEnded,
     ReservationNotFound,
 )
@@ -29,7 +27,7 @@ from etfarm.server.devices.selection import select_devices
 from etfarm.server.state.engine import Database
 from etfarm.v1.device_pb2 import Device, Reservation
 from etfarm.wire import selectors
-from etfarm.wire.errors import EtfarmError, Kind, UserError
+from etfarm.wire.errors import EtfarmError, error_for
 
 log = structlog.get_logger()
 
@@ -47,13 +45,6 @@ _LONGEST_SLEEP_S: Final = 5.0
 """Maximum time after which the next expiry is compared with the clock again, which may have been set."""
 
 AnswerT = TypeVar("AnswerT")
-
-
-class TooManyReservations(UserError):
-    """An owner with the maximum number of reservations."""
-
-    reason = "QUOTA_EXCEEDED"
-    kind = Kind.RESOURCE_EXHAUSTED
 
 
 @dataclass(frozen=True)
@@ -141,21 +132,22 @@ class Reservations:
             devices: returns the devices of the farm as the caller sees them, with the reservations that they have.
 
         Raises:
-            BadReservation: the duration or the number is out of range.
+            BAD_RESERVATION: the duration or the number is out of range.
             NoSuchDevice: no known device matches.
-            DevicesUnavailable: fewer devices can be reserved now.
-            TooManyReservations: the owner has the maximum number.
+            DEVICES_UNAVAILABLE: fewer devices can be reserved now.
+            QUOTA_EXCEEDED: the owner has the maximum number.
         """
         self._require_duration(request.duration_s)
         if not 1 <= request.count <= MAX_COUNT:
-            raise BadReservation(f"`count` must be 1 to {MAX_COUNT:,}, got {request.count}.", limit=MAX_COUNT)
+            raise error_for("BAD_RESERVATION", f"`count` must be 1 to {MAX_COUNT:,}, got {request.count}.", limit=MAX_COUNT)
         selector = selectors.parse(request.selector)
         async with self._requesting:
             if request.request_id and (known := await self._records.requested(request.owner, request.request_id)) is not None:
                 return await self.require(known, request.project)
             held = sum(each.owner == request.owner for each in self._current.values())
             if held >= MAX_OF_OWNER:
-                raise TooManyReservations(
+                raise error_for(
+                    "QUOTA_EXCEEDED",
                     f"The user {request.owner} may have at most {MAX_OF_OWNER} reservations.",
                     "Release some: `etfarm devices reservations` lists them.", limit=MAX_OF_OWNER,
                 )  # fmt: skip
@@ -184,7 +176,7 @@ class Reservations:
         """Let a reservation end `duration_s` from now; the duration that it has when None.
 
         Raises:
-            BadReservation: the duration is out of range.
+            BAD_RESERVATION: the duration is out of range.
             ReservationNotFound, ReservationEnded: the holder sees no such reservation, or it has ended.
             NotYours: it belongs to another owner.
         """
@@ -236,14 +228,15 @@ class Reservations:
 
         Raises:
             ReservationNotFound, ReservationEnded: as `require`.
-            DeviceNotReserved: a selector matches no device of the reservation.
+            DEVICE_NOT_RESERVED: a selector matches no device of the reservation.
         """
         held = set((await self.require(reservation_id, project)).device_ids)
         reserved = [device for device in devices if device.id in held]
         for text in selectors_:
             if not any(map(selectors.parse(text).matches, reserved)):
                 names = list_briefly([device.name for device in reserved]) or "none that is still known"
-                raise DeviceNotReserved(
+                raise error_for(
+                    "DEVICE_NOT_RESERVED",
                     f"No device of the reservation {reservation_id} matches {text!r}.", f"It has {names}.",
                     reservation=reservation_id, selector=text,
                 )  # fmt: skip
@@ -348,7 +341,8 @@ class Reservations:
 
     def _require_duration(self, duration_s: float) -> None:
         if not MIN_DURATION_S <= duration_s <= self._max_duration_s:
-            raise BadReservation(
+            raise error_for(
+                "BAD_RESERVATION",
                 f"A reservation must be for {MIN_DURATION_S:g} s to {self._max_duration_s:,.0f} s, got {duration_s:g} s.",
                 "Its holder can renew it.", limit=self._max_duration_s, got=duration_s,
             )  # fmt: skip

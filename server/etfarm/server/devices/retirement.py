@@ -10,10 +10,11 @@ import structlog
 
 from etfarm.server.access.identities import Identities, Identity
 from etfarm.server.access.tokens import TokenTable
-from etfarm.server.devices.errors import AgentHasDevices, DevicesBusy
+from etfarm.server.devices.errors import agent_has_devices
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import Runs
 from etfarm.v1.device_pb2 import Device
+from etfarm.wire.errors import error_for
 
 log = structlog.get_logger()
 
@@ -56,7 +57,7 @@ class Retirement:
 
         Raises:
             DeviceNotFound: as `Registry.get`.
-            DevicesBusy: what it runs did not end in time.
+            DEVICES_BUSY: what it runs did not end in time.
         """
         device = await self._registry.drain(key, REASON, principal)
         if not at_once:
@@ -84,13 +85,13 @@ class Retirement:
             key: the agent's id, or the name of a principal with this agent only.
 
         Raises:
-            AgentNotFound, AgentAmbiguous: as `Identities.find`.
-            AgentHasDevices: the farm knows devices of the agent.
+            AGENT_NOT_FOUND, AGENT_AMBIGUOUS: as `Identities.find`.
+            AGENT_HAS_DEVICES: the farm knows devices of the agent.
         """
         devices = self._registry.agents()
         identity = self._identities.find(key, devices)
         if of_agent := devices.get(identity.agent_id):
-            raise AgentHasDevices(identity.agent_id, sorted(of_agent))
+            raise agent_has_devices(identity.agent_id, sorted(of_agent))
         revoked = await self._tokens.revoke_of_agent(identity.agent_id)
         await self._identities.remove(identity.agent_id)
         await self._registry.end_agent(identity.agent_id)
@@ -103,18 +104,20 @@ class Retirement:
             is_ending: whether what it runs was told to end.
 
         Raises:
-            DevicesBusy: that takes longer than `drain_s` seconds.
+            DEVICES_BUSY: that takes longer than `drain_s` seconds.
         """
         try:
             async with asyncio.timeout(drain_s):
                 await self._runs.wait_idle(device.id)
         except TimeoutError:
             if is_ending:
-                raise DevicesBusy(
+                raise error_for(
+                    "DEVICES_BUSY",
                     f"What {device.name} runs was ended, and is not gone within {drain_s:g} s; the device is not forgotten yet.",
                     f"Run `etfarm devices retire {device.id} --now` again in a moment: it continues.", device=device.id,
                 ) from None  # fmt: skip
-            raise DevicesBusy(
+            raise error_for(
+                "DEVICES_BUSY",
                 f"What {device.name} runs did not end within {drain_s:g} s; it stays drained.",
                 f"Raise --drain-timeout, or end it: `etfarm devices retire {device.id} --now`.", device=device.id,
             ) from None  # fmt: skip

@@ -45,7 +45,7 @@ def require_runner(bundles: Bundles, devices: Sequence[Device]) -> None:
     """Raise an error if none of several devices has a runner.
 
     Raises:
-        BundleMissing: there is no runner.
+        BUNDLE_MISSING: there is no runner.
         EtfarmError: building the server's own bundle failed.
     """
     if devices and all(is_without_runner(bundles, device) for device in devices):
@@ -62,7 +62,7 @@ async def demand_runner(bundles: Bundles, device: Device) -> Runner:
     """Return the runner that the device uses, waiting for a bundle that is being built rather than using the Python binding.
 
     Raises:
-        BundleMissing: there is no runner.
+        BUNDLE_MISSING: there is no runner.
         EtfarmError: building the bundle failed.
     """
     if (runner := _of_kind(device, RunnerKind.RUNNER_KIND_OWN)) is not None:

@@ -10,7 +10,7 @@ from typing import Final
 
 from etfarm.server.access.scope import DEFAULT_PROJECT, agent_holder
 from etfarm.v1 import agent_pb2
-from etfarm.wire.errors import DeviceError, FarmError, Kind
+from etfarm.wire.errors import DeviceError, EtfarmError, error_for
 
 Progressed = Callable[[agent_pb2.RunProgress], None]
 
@@ -18,16 +18,14 @@ PERMIT_TIMEOUT_S: Final = 30.0
 """Maximum time for which an agent's download waits until an earlier server's attempt is resumed."""
 
 
-class AttemptNotResumed(FarmError):
-    """An attempt of an earlier server whose artifacts this one does not know yet."""
-
-    reason = "ATTEMPT_NOT_RESUMED"
-    kind = Kind.UNAVAILABLE
-
-    def __init__(self, attempt_id: str) -> None:
-        super().__init__(
-            f"The server has not resumed attempt {attempt_id} yet.", "Try again in a few seconds.", attempt=attempt_id
-        )
+def attempt_not_resumed(attempt_id: str) -> EtfarmError:
+    """Return the error of an attempt of an earlier server whose artifacts this one does not know yet."""
+    return error_for(
+        "ATTEMPT_NOT_RESUMED",
+        f"The server has not resumed attempt {attempt_id} yet.",
+        "Try again in a few seconds.",
+        attempt=attempt_id,
+    )
 
 
 class AttemptLost(DeviceError):
@@ -156,7 +154,7 @@ class Runs:
         Waits for attempts of an earlier server, whose artifacts are only known once their cells are resumed.
 
         Raises:
-            AttemptNotResumed: one of them was not resumed in time.
+            ATTEMPT_NOT_RESUMED: one of them was not resumed in time.
         """
         runs = [run for run in self._runs.values() if run.sent and serves(run.device_id)]
         if any(digest in run.artifacts for run in runs):
@@ -170,7 +168,7 @@ class Runs:
             return True
         for run in runs:
             if not run.permitted.is_set():
-                raise AttemptNotResumed(run.attempt_id)
+                raise attempt_not_resumed(run.attempt_id)
         return False
 
     def has_answer(self, attempt_id: str) -> bool:

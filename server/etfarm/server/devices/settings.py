@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping
 from datetime import datetime
 from typing import Final
 
-from etfarm.server.devices.errors import BadLabel
 from etfarm.server.devices.records import DeviceRecords
 from etfarm.v1.device_pb2 import Device, DeviceDrain, DeviceSettings
+from etfarm.wire.errors import error_for
 
 MAX_LABELS: Final = 64
 """Maximum number of a device's labels, and of those of its agent that are removed."""
@@ -49,7 +49,7 @@ class SettingsOfDevices:
         """Set and remove labels of a device, given as its agent reports it.
 
         Raises:
-            BadLabel: a label is not valid, one key is set and removed, or the device would have more than MAX_LABELS.
+            BAD_LABEL: a label is not valid, one key is set and removed, or the device would have more than MAX_LABELS.
         """
         _check(labels, removed)
         async with self._changing:
@@ -61,8 +61,11 @@ class SettingsOfDevices:
             settings.removed_labels[:] = sorted(hidden)
             total = {*device.labels, *settings.labels} - hidden
             if max(len(total), len(hidden)) > MAX_LABELS:
-                raise BadLabel(
-                    f"{device.name} would have more than {MAX_LABELS} labels.", "Remove some with --remove.", limit=MAX_LABELS
+                raise error_for(
+                    "BAD_LABEL",
+                    f"{device.name} would have more than {MAX_LABELS} labels.",
+                    "Remove some with --remove.",
+                    limit=MAX_LABELS,
                 )
             await self._store(device.id, settings)
 
@@ -103,11 +106,13 @@ class SettingsOfDevices:
 def _check(labels: Mapping[str, str], removed: Collection[str]) -> None:
     for key in (*labels, *removed):
         if not _KEY.fullmatch(key):
-            raise BadLabel(
-                f"A label's key must consist of 1 to 100 letters, digits, '.', '_', '/' and '-', got {key!r}.", label=key
+            raise error_for(
+                "BAD_LABEL",
+                f"A label's key must consist of 1 to 100 letters, digits, '.', '_', '/' and '-', got {key!r}.",
+                label=key,
             )
     for key, value in labels.items():
         if not value.isprintable():
-            raise BadLabel(f"The value of label {key!r} must be printable, got {value!r}.", label=key)
+            raise error_for("BAD_LABEL", f"The value of label {key!r} must be printable, got {value!r}.", label=key)
     if both := sorted({*labels} & {*removed}):
-        raise BadLabel(f"Label {both[0]!r} is both set and removed.", "Give each label once.", label=both[0])
+        raise error_for("BAD_LABEL", f"Label {both[0]!r} is both set and removed.", "Give each label once.", label=both[0])

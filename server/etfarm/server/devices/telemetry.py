@@ -10,12 +10,11 @@ from typing import Final
 import structlog
 from sqlalchemy import Connection, and_, delete, or_, select
 
-from etfarm.server.devices.errors import BadTimeRange
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.server.state.sql import insert
 from etfarm.v1.device_pb2 import DeviceTelemetry
-from etfarm.wire.errors import EtfarmError
+from etfarm.wire.errors import EtfarmError, error_for
 
 log = structlog.get_logger()
 
@@ -109,10 +108,10 @@ class TelemetryLog:
             after: the minute that the page starts at, from the page before; 0 for the first page.
 
         Raises:
-            BadTimeRange: `end` is before `start`.
+            BAD_TIME_RANGE: `end` is before `start`.
         """
         if start is not None and end is not None and end < start:
-            raise BadTimeRange("`end_time` must not be before `start_time`.", "Swap them.")
+            raise error_for("BAD_TIME_RANGE", "`end_time` must not be before `start_time`.", "Swap them.")
         await self.flush()
         table = schema.device_telemetry
         query = select(table.c.minute, table.c.body).where(table.c.device_id == device_id, table.c.minute >= after)

@@ -10,13 +10,13 @@ from typing import Final
 
 import structlog
 
-from etfarm.server.devices.errors import AgentOffline, DevicesBusy
+from etfarm.server.devices.errors import agent_offline
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import AgentSession
 from etfarm.v1 import agent_pb2, common_pb2
 from etfarm.v1.agent_pb2 import UpgradePhase
-from etfarm.wire.errors import DeviceError, Kind, UserError
+from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.protocol import UPGRADES
 from etfarm.wire.status import from_proto
 
@@ -32,27 +32,6 @@ _REASON: Final = "upgrade of its agent to etfarm "
 
 _MAX_NEWS: Final = 100
 """Maximum number of unread reports of one upgrade."""
-
-
-class UpgradeNotAllowed(UserError):
-    """An agent that installs nothing that the server offers."""
-
-    reason = "UPGRADE_NOT_ALLOWED"
-    kind = Kind.FAILED_PRECONDITION
-
-
-class UpgradeRunning(UserError):
-    """An agent that is being upgraded."""
-
-    reason = "UPGRADE_RUNNING"
-    kind = Kind.ALREADY_EXISTS
-
-
-class UpgradeFailed(DeviceError):
-    """An agent that runs its former version after an upgrade."""
-
-    reason = "UPGRADE_FAILED"
-    kind = Kind.FAILED_PRECONDITION
 
 
 @dataclass
@@ -124,11 +103,13 @@ class Upgrades:
             principal: who upgrades it.
 
         Raises:
-            AgentOffline, UpgradeNotAllowed, UpgradeRunning, DevicesBusy, UpgradeFailed: see AgentService.UpgradeAgent.
+            AGENT_OFFLINE, UPGRADE_NOT_ALLOWED, UPGRADE_RUNNING, DEVICES_BUSY, UPGRADE_FAILED: see AgentService.UpgradeAgent.
         """
         session = self._session(agent_id)
         if agent_id in self._running:
-            raise UpgradeRunning(f"Agent {agent_id} is being upgraded.", "Wait until that has ended.", agent=agent_id)
+            raise error_for(
+                "UPGRADE_RUNNING", f"Agent {agent_id} is being upgraded.", "Wait until that has ended.", agent=agent_id
+            )
         upgrade = self._running[agent_id] = _Upgrade(self._new_id(), wheel.digest, session.principal)
         former = session.version
         message = agent_pb2.UpgradeAgentProgress(version=version, former_version=former)
@@ -142,7 +123,9 @@ class Upgrades:
                         if not patience.expired():
                             raise
                         what = f"Runs on the devices of agent {agent_id} did not end within {drain_s:g} s."
-                        raise DevicesBusy(what, "Raise --drain-timeout, or cancel their jobs.", agent=agent_id) from None
+                        raise error_for(
+                            "DEVICES_BUSY", what, "Raise --drain-timeout, or cancel their jobs.", agent=agent_id
+                        ) from None
                 session = self._session(agent_id)
                 offer = agent_pb2.Upgrade(upgrade_id=upgrade.id, wheel=wheel, version=version, time_limit_s=limit_s)
                 session.send(agent_pb2.ServerMessage(upgrade=offer))
@@ -155,9 +138,10 @@ class Upgrades:
     def _session(self, agent_id: str) -> AgentSession:
         session = self._registry.session_of_agent(agent_id)
         if session is None:
-            raise AgentOffline(agent_id)
+            raise agent_offline(agent_id)
         if not session.allows_upgrade or session.protocol_version < UPGRADES:
-            raise UpgradeNotAllowed(
+            raise error_for(
+                "UPGRADE_NOT_ALLOWED",
                 f"Agent {agent_id} (etfarm {session.version or 'of an unknown version'}) takes no upgrades.",
                 "Start it with --allow-upgrade, or install etfarm on its machine.",
                 agent=agent_id,
@@ -215,7 +199,7 @@ class Upgrades:
                     news = await upgrade.news.get()
             except TimeoutError:
                 what = f"Agent {agent_id} has not connected since it was sent etfarm {version}."
-                raise UpgradeFailed(what, "Look at the agent's log.", agent=agent_id) from None
+                raise error_for("UPGRADE_FAILED", what, "Look at the agent's log.", agent=agent_id) from None
             if isinstance(news, agent_pb2.UpgradeProgress):
                 if news.phase == UpgradePhase.UPGRADE_PHASE_FAILED:
                     raise _failed(agent_id, version, news.error)
@@ -233,10 +217,10 @@ class Upgrades:
                 return
 
 
-def _failed(agent_id: str, version: str, error: common_pb2.Error) -> UpgradeFailed:
+def _failed(agent_id: str, version: str, error: common_pb2.Error) -> EtfarmError:
     cause = from_proto(error)
     what = f"Agent {agent_id} was not upgraded to etfarm {version}: {cause.message}"
-    return UpgradeFailed(what, cause.remedy or "It runs its former version.", agent=agent_id, version=version)
+    return error_for("UPGRADE_FAILED", what, cause.remedy or "It runs its former version.", agent=agent_id, version=version)
 
 
 def _with(

@@ -9,6 +9,7 @@ from etfarm.server.jobs.client_versions import require_later_client
 from etfarm.server.jobs.model import BadJob
 from etfarm.v1 import common_pb2, job_pb2
 from etfarm.wire import digest, stages
+from etfarm.wire.errors import error_for
 from etfarm.wire.model_limits import MAX_CALLS, MAX_SOURCE_PATH, MAX_SOURCES
 
 MAX_SAMPLES = 10_000
@@ -86,7 +87,7 @@ def validate_stages_done(candidate: job_pb2.Candidate) -> list[str]:
     """Validate the stages that the client has done, mark them as done there, and return their names.
 
     Raises:
-        BadJob, BadStages: a stage is not valid, or its duration.
+        BadJob, BAD_STAGES: a stage is not valid, or its duration.
     """
     done = [stage.stage for stage in candidate.stages_done]
     if not done:
@@ -95,7 +96,8 @@ def validate_stages_done(candidate: job_pb2.Candidate) -> list[str]:
     for stage in candidate.stages_done:
         require_later_client(stage)
         if stage.stage not in _CLIENT_STAGES:
-            raise stages.BadStages(
+            raise error_for(
+                "BAD_STAGES",
                 f"{stage.stage} of {candidate.name} cannot be done by the client.",
                 f"Stages of a client: {', '.join(_CLIENT_STAGES)}.", stages=",".join(done), stage_name=stage.stage,
             )  # fmt: skip
@@ -106,7 +108,8 @@ def validate_stages_done(candidate: job_pb2.Candidate) -> list[str]:
             )
         stage.where, stage.cached = common_pb2.ACTOR_CLIENT, False
     if done[-1] != "TORCH_EXPORT":
-        raise stages.BadStages(
+        raise error_for(
+            "BAD_STAGES",
             f"The stages of {candidate.name} that are done end with {done[-1]}, but an exported program was sent.",
             "Send the output of TORCH_EXPORT, and include it in the stages that are done.", stages=",".join(done),
         )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import error_for
 
 if TYPE_CHECKING:
     from etfarm.v1.compile_pb2 import Stage
@@ -16,22 +16,16 @@ _WHERE: Final = 3
 """The number of Stage.where in 0.1, a text. It is reserved since."""
 
 
-class ClientTooOld(UserError):
-    """A client of a version before the contract of 0.2."""
-
-    reason = "CLIENT_TOO_OLD"
-    kind = Kind.FAILED_PRECONDITION
-
-
 def require_later_client(stage: Stage) -> None:
     """Check that a stage was not sent by a client of 0.1, which cannot read the reports of later servers.
 
     Raises:
-        ClientTooOld: the stage has a field that only 0.1 had.
+        CLIENT_TOO_OLD: the stage has a field that only 0.1 had.
     """
     unknown = UnknownFieldSet(stage)
     if any(unknown[index].field_number == _WHERE for index in range(len(unknown))):
-        raise ClientTooOld(
+        raise error_for(
+            "CLIENT_TOO_OLD",
             f"This client is of etfarm 0.1, and the server is etfarm {version('etfarm')}, whose reports it cannot read.",
             f"Install the server's version: pip install 'etfarm=={version('etfarm')}'.",
             version=version("etfarm"),

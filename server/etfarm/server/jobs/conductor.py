@@ -15,7 +15,7 @@ from etfarm.server.jobs.cells.cell_run import CellRun
 from etfarm.server.jobs.cells.stages import CellStages
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.watch import Announcer
-from etfarm.server.jobs.takeups import SetAside
+from etfarm.server.jobs.takeups import set_aside
 from etfarm.server.state.bodies import ValueDamaged
 from etfarm.server.state.engine import wait_without_limit
 from etfarm.v1.job_pb2 import Job, JobEvent
@@ -103,7 +103,7 @@ class Conductor:
 
     async def _set_aside(self, job: Job) -> None:
         """End a job's live cells without reading any of its data."""
-        error = SetAside(job.id)
+        error = set_aside(job.id)
         log.error("a job is set aside", job=job.id, why=error.message)
         for cell in job.cells:
             if cell.state not in model.TERMINAL:

@@ -9,7 +9,7 @@ from typing import Final
 from etfarm.server.jobs.model import BadJob
 from etfarm.v1 import common_pb2, compile_pb2, generation_pb2, job_pb2
 from etfarm.wire import flows, generation, language_models
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import error_for
 
 SEED: Final = 1
 """Selects the tokens of all contexts and prompts, so that measurements of one model process the same text."""
@@ -20,24 +20,6 @@ DEFAULT_TRACED: Final = 30
 
 
 _NO_INPUTS: Final[Mapping[str, common_pb2.Artifact]] = MappingProxyType({})
-
-
-class ContextTooShort(UserError):
-    """A prompt, depth or number of tokens that the context of a model has no room for."""
-
-    reason = "CONTEXT_TOO_SHORT"
-
-
-class TokenOutsideVocabulary(UserError):
-    """A token of a text that a model does not have."""
-
-    reason = "TOKEN_OUTSIDE_VOCABULARY"
-
-
-class GenerationNotRequested(UserError):
-    """A measurement of a language model without inputs, which would be made up."""
-
-    reason = "GENERATION_NOT_REQUESTED"
 
 
 def check_request(spec: job_pb2.JobSpec) -> None:
@@ -110,8 +92,8 @@ def plan(
     Raises:
         BadJob: there are inputs for a method that is no encoder.
         NotALanguageModel: the program cannot generate text.
-        ContextTooShort: a point does not fit into the program's context.
-        TokenOutsideVocabulary: the text has a token that the program does not.
+        CONTEXT_TOO_SHORT: a point does not fit into the program's context.
+        TOKEN_OUTSIDE_VOCABULARY: the text has a token that the program does not.
     """
     requested = measurement.generation
     model = language_models.describe(facts, name, prefill=requested.prefill_method, decode=requested.decode_method)
@@ -147,7 +129,7 @@ def require_request(name: str, method: str, facts: compile_pb2.ProgramFacts) -> 
     """Refuse to measure a method of a language model on inputs that a runner makes up, which are its largest.
 
     Raises:
-        GenerationNotRequested: the method takes tokens.
+        GENERATION_NOT_REQUESTED: the method takes tokens.
     """
     if not language_models.has_metadata(facts):
         return
@@ -155,7 +137,8 @@ def require_request(name: str, method: str, facts: compile_pb2.ProgramFacts) -> 
         model = language_models.describe(facts, name, prefill=method, decode=method)
     except language_models.NotALanguageModel:
         return
-    raise GenerationNotRequested(
+    raise error_for(
+        "GENERATION_NOT_REQUESTED",
         f"{name} is a language model. Without inputs, {method!r} would be measured on {model.max_prompt_tokens} made-up tokens, "
         "the most that it takes.",
         "Measure how it generates with `--generate 128` (generate=), or give the method's inputs with --inputs FILE.npz.",
@@ -194,7 +177,8 @@ def _score(
         tokens = generation.draw_tokens(SEED, model.vocab_size, min(count, model.max_context_tokens))
     elif (largest := max(tokens)) >= model.vocab_size:
         index = list(tokens).index(largest)
-        raise TokenOutsideVocabulary(
+        raise error_for(
+            "TOKEN_OUTSIDE_VOCABULARY",
             f"Token {index:,} of the text is {largest:,}, but the vocabulary of {name} has {model.vocab_size:,}.",
             "Tokenize the text with the model's own tokenizer.", token=largest, index=index,
         )  # fmt: skip
@@ -213,7 +197,8 @@ def _prompts(requested: generation_pb2.GenerationOptions, model: generation_pb2.
     if requested.prompt_tokens:
         for tokens in requested.prompt_tokens:
             if tokens > longest:
-                raise ContextTooShort(
+                raise error_for(
+                    "CONTEXT_TOO_SHORT",
                     f"A prompt of {tokens:,} tokens{beside} and {requested.tokens:,} generated ones do not fit into the context "
                     f"of {name}, which has {model.max_context_tokens:,}.",
                     f"Generate fewer tokens, or give prompts of at most {max(longest, 0):,}.", context=model.max_context_tokens,
@@ -222,7 +207,8 @@ def _prompts(requested: generation_pb2.GenerationOptions, model: generation_pb2.
         return tuple(requested.prompt_tokens)
     longest -= longest % _chunk(model)
     if longest < 1:
-        raise ContextTooShort(
+        raise error_for(
+            "CONTEXT_TOO_SHORT",
             f"{requested.tokens:,} generated tokens and a prompt{beside} do not fit into the context of {name}, which has "
             f"{model.max_context_tokens:,}.",
             "Generate fewer tokens.", context=model.max_context_tokens,
@@ -242,7 +228,8 @@ def _depths(
             tokens = round(depth.share * room)
             yield tokens - tokens % chunk
         elif depth.tokens > room:
-            raise ContextTooShort(
+            raise error_for(
+                "CONTEXT_TOO_SHORT",
                 f"A depth of {depth.tokens:,} tokens, a prompt of {prompt_tokens:,}{_beside(model)} and {requested.tokens:,} "
                 f"generated tokens do not fit into the context of {name}, which has {model.max_context_tokens:,}.",
                 f"Give a depth of at most {room:,}, or a share such as 75%.", context=model.max_context_tokens,
@@ -267,7 +254,8 @@ def _chunk(model: generation_pb2.LanguageModel) -> int:
 def _require_chunks(tokens: int, model: generation_pb2.LanguageModel, name: str) -> None:
     chunk = _chunk(model)
     if tokens % chunk:
-        raise ContextTooShort(
+        raise error_for(
+            "CONTEXT_TOO_SHORT",
             f"{model.prefill_method!r} of {name} takes exactly {chunk:,} tokens, and {tokens:,} is no multiple of it.",
             f"Give prompts and depths that are multiples of {chunk:,}.", chunk=chunk,
         )  # fmt: skip

@@ -17,7 +17,6 @@ from etfarm.server.jobs.cells.dispatch import Dispatch
 from etfarm.server.jobs.cells.numerics import NumericsPrograms
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.log import JobLog
-from etfarm.server.jobs.records.reports import ReportNotFound
 from etfarm.server.jobs.records.rows import JobLive
 from etfarm.server.reports.analysis_parts import FILE_MISSING, is_of_analysis
 from etfarm.server.reports.request import CALLS_DIFFER, LOW_ACCURACY
@@ -25,6 +24,7 @@ from etfarm.server.reports.runs import LEFT_OUT, NOT_REPEATED
 from etfarm.v1 import agent_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.v1.job_pb2 import Cell, Job
+from etfarm.wire.errors import error_for
 from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH
 
 _PARTS = (
@@ -80,7 +80,7 @@ class Revision:
 
         Raises:
             JobLive: the job has live cells.
-            ReportNotFound: the job has no reports.
+            REPORT_NOT_FOUND: the job has no reports.
             EtfarmError: no analysis is possible; nothing is changed.
         """
         if not model.is_terminal(job.state):
@@ -88,7 +88,7 @@ class Revision:
         async with self._turns[job.project]:
             reports = await self._journal.reports.of_job(job.id)
             if not reports:
-                raise ReportNotFound(f"Job {job.id} has no reports.", job=job.id)
+                raise error_for("REPORT_NOT_FOUND", f"Job {job.id} has no reports.", job=job.id)
             await self._joblog.flush()
             await self._joblog.resume(job.id)
             cells = {cell.id: cell for cell in job.cells}

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime
 
-from etfarm.server.artifacts.store import ArtifactMissing, Store
+from etfarm.server.artifacts.store import Store, artifact_missing
 from etfarm.server.compile.errors import RecipeNeedsEagerModule
 from etfarm.server.compile.parsed_recipes import parse_recipe
 from etfarm.server.compile.upload_screening import Screening
@@ -152,7 +152,7 @@ class Submission:
         """Return those of the devices that the spec's reservation has. Cells that run again do without one that has ended.
 
         Raises:
-            ReservationNotFound, ReservationEnded, DeviceNotReserved: see JobService.Submit.
+            ReservationNotFound, ReservationEnded, DEVICE_NOT_RESERVED: see JobService.Submit.
         """
         if self._reservations is None:
             raise ReservationNotFound(spec.reservation_id)
@@ -340,7 +340,7 @@ def _check_stored(spec: job_pb2.JobSpec, stored: Mapping[str, int]) -> None:
     for artifact in _artifacts(spec):
         size_bytes = stored.get(artifact.digest)
         if size_bytes is None:
-            raise ArtifactMissing(artifact.digest)
+            raise artifact_missing(artifact.digest)
         if artifact.size_bytes not in (0, size_bytes):
             raise BadJob(
                 f"Artifact {artifact.digest[:12]} has {size_bytes} bytes, not {artifact.size_bytes}.", "Send its size, or 0."

@@ -23,7 +23,7 @@ from sqlalchemy import Connection, Update, select, update
 
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database, retry_until_written
-from etfarm.wire.errors import FarmError
+from etfarm.wire.errors import EtfarmError, error_for
 
 log = structlog.get_logger()
 
@@ -46,18 +46,15 @@ _ALONE: Final = ".alone"
 """Suffix of the file of a suspect that excludes all others."""
 
 
-class SetAside(FarmError):
-    """A job during whose handling the server crashed three times."""
-
-    reason = "SET_ASIDE"
-
-    def __init__(self, job_id: str) -> None:
-        super().__init__(
-            f"The server died {MOST} times while it was handling job {job_id}, which is now set aside so that other "
-            "jobs can continue.",
-            "Tell the farm's admin, who finds the cause in the server's log. Submit the job again once the cause is fixed.",
-            job=job_id, times=MOST,
-        )  # fmt: skip
+def set_aside(job_id: str) -> EtfarmError:
+    """Return the error of a job during whose handling the server crashed three times."""
+    return error_for(
+        "SET_ASIDE",
+        f"The server died {MOST} times while it was handling job {job_id}, which is now set aside so that other "
+        "jobs can continue.",
+        "Tell the farm's admin, who finds the cause in the server's log. Submit the job again once the cause is fixed.",
+        job=job_id, times=MOST,
+    )  # fmt: skip
 
 
 def find_left_in_hand(data: Path) -> dict[str, int]:

@@ -9,10 +9,10 @@ from typing import Final
 
 from etfarm.server.artifacts.blobs import ARTIFACTS, BLOBS, CACHE
 from etfarm.server.config import DATABASE
-from etfarm.server.migrate.errors import MoveFailed
+from etfarm.server.migrate.errors import move_failed
 from etfarm.server.state.sqlite import LOGS, MOVED, merge_log
-from etfarm.server.transfer.errors import TargetNotEmpty
 from etfarm.server.transfer.files import sync_folder
+from etfarm.wire.errors import error_for
 
 _SCRATCH: Final = "migrating"
 """Folder of what is on its way; deleted with what a killed move has left there."""
@@ -63,7 +63,7 @@ class DataFolder:
         """Refuse links where a move writes or renames; only `artifacts` and its `blobs` may be on another disk by links.
 
         Raises:
-            MoveFailed: there is one.
+            MOVE_FAILED: there is one.
         """
         databases = [self.database, self.database_copy, self._database_moved]
         for path in (
@@ -71,7 +71,7 @@ class DataFolder:
             self.scratch, self._blobs_moved, self._blobs_copy, self._cache,
         ):  # fmt: skip
             if path.is_symlink():
-                raise MoveFailed(self.path, f"{path} is a link; put what it leads to in its place")
+                raise move_failed(self.path, f"{path} is a link; put what it leads to in its place")
 
     def require_free(self, *, database: bool, blobs: bool) -> None:
         """Refuse a move while the files of an earlier one take the place of those that it leaves.
@@ -81,22 +81,26 @@ class DataFolder:
             blobs: whether the artifacts are.
 
         Raises:
-            TargetNotEmpty: such files are there.
+            TARGET_NOT_EMPTY: such files are there.
         """
         for moves, here, moved in (
             (database, self.database, self._database_moved), (blobs, self._blobs, self._blobs_moved),
         ):  # fmt: skip
             if moves and moved.exists() and (here.is_file() or _has_files(here)):
-                raise TargetNotEmpty(f"{moved} is left over from an earlier move.", "Delete it, or move it elsewhere.")
+                raise error_for(
+                    "TARGET_NOT_EMPTY", f"{moved} is left over from an earlier move.", "Delete it, or move it elsewhere."
+                )
 
     def require_no_database(self) -> None:
         """Refuse to replace the database of another farm.
 
         Raises:
-            TargetNotEmpty: the folder has one.
+            TARGET_NOT_EMPTY: the folder has one.
         """
         if self.database.exists():
-            raise TargetNotEmpty(f"{self.database} is there already.", "Move it elsewhere, or name another folder with --data.")
+            raise error_for(
+                "TARGET_NOT_EMPTY", f"{self.database} is there already.", "Move it elsewhere, or name another folder with --data."
+            )
 
     def leave_database(self) -> Path:
         """Give the SQLite file another name, and return it."""

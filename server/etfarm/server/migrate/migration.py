@@ -20,7 +20,7 @@ from etfarm.server.artifacts.s3.claim import claim, require_not_foreign
 from etfarm.server.artifacts.s3.errors import checked
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.cluster.shared_blobs import identify_folder
-from etfarm.server.migrate.errors import ArtifactsLost, MoveFailed, NothingToMove
+from etfarm.server.migrate.errors import artifacts_lost, move_failed
 from etfarm.server.migrate.folder import DataFolder
 from etfarm.server.state import copies, damage, identity, schema
 from etfarm.server.state.database_url import DatabaseUrl
@@ -30,6 +30,7 @@ from etfarm.server.transfer import rows, untrusted
 from etfarm.server.transfer.artifacts import Artifacts, BucketArtifacts, Copied, artifacts_of, copy_artifacts, count_missing_bytes
 from etfarm.server.transfer.database import FarmDatabase, copy_rows, stopped
 from etfarm.server.transfer.rows import OnProgress
+from etfarm.wire.errors import error_for
 
 _PAGE_ROWS: Final = 1_000
 """Number of artifacts that are looked up at a time."""
@@ -85,22 +86,23 @@ class Migration:
         """Move the farm.
 
         Raises:
-            NothingToMove: source and target are the same, or the source has no farm.
-            TargetNotEmpty, CopyUnfinished: the target has something else.
+            NOTHING_TO_MOVE: source and target are the same, or the source has no farm.
+            TARGET_NOT_EMPTY, CopyUnfinished: the target has something else.
             ServersRunning: a server of the farm runs.
-            ArtifactsLost: artifacts are missing or damaged.
+            ARTIFACTS_LOST: artifacts are missing or damaged.
             CopyDiffers, RowRefused: a copy failed.
-            MoveFailed: a file cannot be read or written.
+            MOVE_FAILED: a file cannot be read or written.
             EtfarmError: a database or a bucket cannot be used.
         """
         try:
             return self._run()
         except OSError as error:
-            raise MoveFailed(self._folder.path, error.strerror or str(error)) from error
+            raise move_failed(self._folder.path, error.strerror or str(error)) from error
 
     def _run(self) -> Moved:
         if not self._moves_rows and not self._moves_artifacts:
-            raise NothingToMove(
+            raise error_for(
+                "NOTHING_TO_MOVE",
                 "The farm is already where it is to be moved.",
                 "Name another place with --to-config, --to-database or --to-blobs.",
             )
@@ -146,7 +148,7 @@ class Migration:
         if self._moves_artifacts:
             moved.artifacts = asyncio.run(self._copy_artifacts(database))
             if moved.artifacts.lost and not self._skip_lost:
-                raise ArtifactsLost(moved.artifacts.lost)
+                raise artifacts_lost(moved.artifacts.lost)
         return moved
 
     def _open_source(self) -> FarmDatabase:
@@ -155,8 +157,10 @@ class Migration:
         if self._is_nearly_moved():
             return FarmDatabase(self._folder.former_database, database.url)
         if not self._has_farm(database):
-            raise NothingToMove(
-                f"{database} has no farm.", "Name the farm's data folder with --data, its database with --database."
+            raise error_for(
+                "NOTHING_TO_MOVE",
+                f"{database} has no farm.",
+                "Name the farm's data folder with --data, its database with --database.",
             )
         if database.url is None and database.path.exists():
             damage.check(database.path, HEAD, known_revisions())
@@ -237,7 +241,7 @@ class Migration:
                 await each.bucket.check()
         is_resumed = isinstance(target, BucketArtifacts) and await target.is_begun(self._artifacts_name)
         if self._source.blobs is None and self._folder.is_in_bucket and not is_resumed:
-            raise NothingToMove(f"The artifacts of {self._folder.path} are in a bucket.", "Name it with --blobs.")
+            raise error_for("NOTHING_TO_MOVE", f"The artifacts of {self._folder.path} are in a bucket.", "Name it with --blobs.")
         if isinstance(target, BucketArtifacts):
             with checked():
                 await require_not_foreign(target.bucket, farm_id)
@@ -247,7 +251,7 @@ class Migration:
         if self._target.blobs is None:
             needed, free = await count_missing_bytes(target, _wanted(database)), shutil.disk_usage(self._folder.path).free
             if needed > free:
-                raise MoveFailed(self._folder.path, f"the artifacts need {needed} bytes of disk, and {free} are free")
+                raise move_failed(self._folder.path, f"the artifacts need {needed} bytes of disk, and {free} are free")
         return await copy_artifacts(source, target, _wanted(database), _count_artifacts(database), self._on_progress)
 
     def _target_artifacts(self) -> Artifacts:

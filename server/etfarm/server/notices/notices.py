@@ -70,7 +70,7 @@ class Notices:
         """Add a webhook; return its id and its secret.
 
         Raises:
-            BadWebhook, HostRefused, TooManyWebhooks: see WebhookService.Create.
+            BadWebhook, HostRefused, TOO_MANY_WEBHOOKS: see WebhookService.Create.
         """
         self.require_urls([url])
         webhook_id = uuid.uuid4().hex[:12]
@@ -80,7 +80,7 @@ class Notices:
         """Send a test to a webhook; return the row of its delivery after the first try.
 
         Raises:
-            WebhookNotFound, TooManyNotices: see WebhookService.Test.
+            WEBHOOK_NOT_FOUND, TOO_MANY_NOTICES: see WebhookService.Test.
         """
         number = await self.outbox.enqueue_test(webhook_id)
         await self.sender.tried(number, TEST_S)
@@ -90,7 +90,7 @@ class Notices:
         """Report a gate that a job's result does not pass to the job's addresses and the webhooks.
 
         Raises:
-            TooManyNotices: the job has the maximum number of different reports.
+            TOO_MANY_NOTICES: the job has the maximum number of different reports.
         """
         await self.outbox.publish_gate(events.gate_failed(job, gate, failures, self._now()), job.spec.notify_urls)
 

@@ -14,13 +14,14 @@ from sqlalchemy import Connection, Row, and_, bindparam, delete, exists, func, i
 
 from etfarm.server.access.scope import DEFAULT_PROJECT, EVERYTHING, Scope
 from etfarm.server.notices import events
-from etfarm.server.notices.errors import TooManyNotices, TooManyWebhooks, WebhookConfigured, WebhookNotFound
+from etfarm.server.notices.errors import webhook_configured, webhook_not_found
 from etfarm.server.notices.events import Notice
 from etfarm.server.notices.posting import Outcome
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.server.state.sql import insert as insert_or_ignore
 from etfarm.v1.job_pb2 import Job
+from etfarm.wire.errors import error_for
 
 log = structlog.get_logger()
 
@@ -84,14 +85,17 @@ class Outbox:
         """Store a webhook and return its new secret.
 
         Raises:
-            TooManyWebhooks: the farm has the maximum number.
+            TOO_MANY_WEBHOOKS: the farm has the maximum number.
         """
         secret = secrets.token_urlsafe(32)
 
         def write(connection: Connection) -> None:
             if connection.execute(select(func.count()).select_from(schema.webhooks)).scalar_one() >= MAX_WEBHOOKS:
-                raise TooManyWebhooks(
-                    f"A farm has at most {MAX_WEBHOOKS} webhooks.", "Remove one: `etfarm webhooks remove ID`.", limit=MAX_WEBHOOKS
+                raise error_for(
+                    "TOO_MANY_WEBHOOKS",
+                    f"A farm has at most {MAX_WEBHOOKS} webhooks.",
+                    "Remove one: `etfarm webhooks remove ID`.",
+                    limit=MAX_WEBHOOKS,
                 )
             values = {"id": webhook_id, "url": url, "events": ",".join(on), "secret": secret, "created_by": by}
             connection.execute(insert(schema.webhooks).values(**values, created_at=self._now(), configured=False, dropped=0))
@@ -134,14 +138,14 @@ class Outbox:
         """Remove a webhook and what waits for it; return what it was.
 
         Raises:
-            WebhookNotFound: no webhook has the id.
-            WebhookConfigured: it comes from the server's options.
+            WEBHOOK_NOT_FOUND: no webhook has the id.
+            WEBHOOK_CONFIGURED: it comes from the server's options.
         """
 
         def write(connection: Connection) -> Row[Any]:
             row = _webhook(connection, webhook_id)
             if row.configured:
-                raise WebhookConfigured(webhook_id)
+                raise webhook_configured(webhook_id)
             _delete(connection, webhook_id)
             return row
 
@@ -193,7 +197,7 @@ class Outbox:
         """Store the notice of a failed gate like `publish`.
 
         Raises:
-            TooManyNotices: the job has the maximum number of different reports.
+            TOO_MANY_NOTICES: the job has the maximum number of different reports.
         """
 
         def read(connection: Connection) -> set[str]:
@@ -204,15 +208,15 @@ class Outbox:
         known = await self._database.read(read)
         if notice.id not in known and len(known) >= MAX_GATES:
             what = f"Job {notice.job_id} has {MAX_GATES} different reports of gates."
-            raise TooManyNotices(what, "Report each gate once.", job=notice.job_id, limit=MAX_GATES)
+            raise error_for("TOO_MANY_NOTICES", what, "Report each gate once.", job=notice.job_id, limit=MAX_GATES)
         await self.publish(notice, urls)
 
     async def enqueue_test(self, webhook_id: str) -> int:
         """Store a notice of `webhook.test` and return its number.
 
         Raises:
-            WebhookNotFound: no webhook has the id.
-            TooManyNotices: too many notices wait for the webhook.
+            WEBHOOK_NOT_FOUND: no webhook has the id.
+            TOO_MANY_NOTICES: too many notices wait for the webhook.
         """
 
         def write(connection: Connection) -> int:
@@ -220,7 +224,9 @@ class Outbox:
             number = self._to_receiver(connection, events.test_notice(webhook_id, self._now()), webhook_id, row.url)
             if number is None:
                 what = f"{MAX_WAITING:,} notices wait for webhook {webhook_id}."
-                raise TooManyNotices(what, "`etfarm webhooks deliveries` shows why.", id=webhook_id, limit=MAX_WAITING)
+                raise error_for(
+                    "TOO_MANY_NOTICES", what, "`etfarm webhooks deliveries` shows why.", id=webhook_id, limit=MAX_WAITING
+                )
             return number
 
         number = await self._database.write(write)
@@ -382,7 +388,7 @@ def _secret_of(connection: Connection, project: str, now: datetime) -> str:
 def _webhook(connection: Connection, webhook_id: str) -> Row[Any]:
     row = connection.execute(select(schema.webhooks).where(schema.webhooks.c.id == webhook_id)).one_or_none()
     if row is None:
-        raise WebhookNotFound(webhook_id)
+        raise webhook_not_found(webhook_id)
     return row
 
 

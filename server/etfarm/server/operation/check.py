@@ -20,7 +20,7 @@ from etfarm.server.extras import ExtraMissing
 from etfarm.server.operation.page_confinement import PageConfinement
 from etfarm.server.operation.settings import Setting, plain
 from etfarm.server.rpc.door.token_file import Tokens
-from etfarm.server.workers.cluster.nodes import NoCompileNode, NodeState
+from etfarm.server.workers.cluster.nodes import NodeState, no_compile_node
 from etfarm.server.workers.jail.measures import NETWORK, JailIncomplete, JailReport, Measure
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.private import FolderNotPrivate, find_openness
@@ -155,7 +155,7 @@ def _check_nodes(result: Result, config: Config) -> None:
         return
     result.facts += [("compile node", node.text) for node in nodes]
     if not any(node.state is NodeState.READY for node in nodes):
-        result.warnings.append(NoCompileNode(config.compile_pool, nodes).message)
+        result.warnings.append(no_compile_node(config.compile_pool, nodes).message)
 
 
 def _check_folder(result: Result, config: Config) -> None:

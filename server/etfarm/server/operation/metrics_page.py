@@ -11,9 +11,9 @@ from typing import Final
 
 import structlog
 
-from etfarm.server.rpc.door.listening import CannotListen
 from etfarm.wire.authority import host_of, is_address
 from etfarm.wire.channel import Address
+from etfarm.wire.errors import error_for
 
 log = structlog.get_logger()
 
@@ -54,14 +54,14 @@ class MetricsPage:
         """Listen; return the address with the chosen port.
 
         Raises:
-            CannotListen: the address cannot be used.
+            CANNOT_LISTEN: the address cannot be used.
         """
         host, _, port = address.text.rpartition(":")
         try:
             self._server = await asyncio.start_server(self._accept, host.strip("[]"), int(port), limit=_MAX_HEAD_BYTES)
         except (OSError, ValueError) as error:
             what = f"Cannot listen on {address.text} for metrics: {getattr(error, 'strerror', None) or 'not HOST:PORT'}."
-            raise CannotListen(what, "Choose another --metrics address.", address=address.text) from None
+            raise error_for("CANNOT_LISTEN", what, "Choose another --metrics address.", address=address.text) from None
         self._hosts |= {host_of(host), host_of(socket.gethostname())}
         self._naming = asyncio.create_task(self._add_full_name(), name="full host name")
         return f"{host}:{self._server.sockets[0].getsockname()[1]}"

@@ -83,7 +83,7 @@ class Monitor:
         """Listen, if configured.
 
         Raises:
-            CannotListen: the address cannot be used.
+            CANNOT_LISTEN: the address cannot be used.
         """
         if self.metrics is not None:
             background.start(self.metrics.measure_lag(), "event-loop-lag")

@@ -29,9 +29,3 @@ class ArtifactInUse(UserError):
             f"Artifact {digest[:12]} was used {max(0, used_s) / 60:.0f} minutes ago; a job may be about to name it.",
             f"Try again {lease_s / 60:.0f} minutes after its last use, or use --force.", digest=digest,
         )  # fmt: skip
-
-
-class BadRetention(UserError):
-    """A limit of what is kept that cannot be read."""
-
-    reason = "BAD_RETENTION"

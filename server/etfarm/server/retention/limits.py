@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Final
 
-from etfarm.server.retention.errors import BadRetention
+from etfarm.wire.errors import error_for
 
 DAY_S: Final = 24 * 3600.0
 MIN_AUDIT_DAYS: Final = 30
@@ -73,15 +73,17 @@ class Limits:
             base: the limits to change; the defaults if None.
 
         Raises:
-            BadRetention: a setting has an unknown name or an invalid limit.
+            BAD_RETENTION: a setting has an unknown name or an invalid limit.
         """
         limits = base or cls()
         names = [field.name for field in fields(cls)]
         for setting in settings:
             name, _, value = setting.partition("=")
             if name not in names:
-                raise BadRetention(
-                    f"{setting[:80]!r} does not set what is kept.", f"Give NAME=LIMIT with one of {', '.join(names)}."
+                raise error_for(
+                    "BAD_RETENTION",
+                    f"{setting[:80]!r} does not set what is kept.",
+                    f"Give NAME=LIMIT with one of {', '.join(names)}.",
                 )
             limits = replace(limits, **{name: _limit(name, value)})
         return limits
@@ -98,14 +100,18 @@ def _limit(name: str, text: str) -> Limit:
         elif size_bytes is None and (size := _SIZE.match(part)):
             size_bytes = int(size[1]) << _SHIFTS[size[2]]
         else:
-            raise BadRetention(
+            raise error_for(
+                "BAD_RETENTION",
                 f"`{name}` must be kept for an age, up to a size or forever, got {text[:80]!r}.",
                 "Write 90d (h, d or w), 200GiB (MiB, GiB or TiB), both as 90d,200GiB, or forever.",
             )
     if age_s is not None and not 3600.0 <= age_s <= _MAX_AGE_S:
-        raise BadRetention(f"`{name}` must be kept for an hour to 100 years, got {text[:80]!r}.", "Write 1h or more.")
+        raise error_for(
+            "BAD_RETENTION", f"`{name}` must be kept for an hour to 100 years, got {text[:80]!r}.", "Write 1h or more."
+        )
     if name == "audit" and (size_bytes is not None or (age_s is not None and age_s < MIN_AUDIT_DAYS * DAY_S)):
-        raise BadRetention(
+        raise error_for(
+            "BAD_RETENTION",
             f"`audit` must be kept for an age of at least {MIN_AUDIT_DAYS} days, got {text[:80]!r}.",
             f"Write audit={MIN_AUDIT_DAYS}d or more.",
         )

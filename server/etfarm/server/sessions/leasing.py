@@ -19,8 +19,7 @@ from etfarm.v1 import agent_pb2, compile_pb2, session_pb2
 from etfarm.v1.job_pb2 import QueuedRun
 from etfarm.v1.session_pb2 import SessionEvent
 from etfarm.wire import selectors
-from etfarm.wire.errors import EtfarmError, FarmError, Fault
-from etfarm.wire.sessions import SessionNotFound
+from etfarm.wire.errors import EtfarmError, FarmError, Fault, error_for
 from etfarm.wire.status import from_proto
 
 log = structlog.get_logger()
@@ -160,7 +159,7 @@ class Leasing:
 
     def _release(self, session: Session, lease: Lease) -> None:
         """Free the device. Its agent gets an acknowledgement of the result, or has to stop the attempt."""
-        lease.end(SessionNotFound(f"The session {session.id} has ended.", session=session.id))
+        lease.end(error_for("SESSION_NOT_FOUND", f"The session {session.id} has ended.", session=session.id))
         session.wake()
         if self._attempts.has_answer(lease.attempt_id):
             self._attempts.acknowledge(lease.attempt_id, lease.device.id)

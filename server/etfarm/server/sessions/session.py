@@ -9,18 +9,14 @@ from typing import Final
 from etfarm.server.devices.scheduling.waiting import MAX_PRIORITY, MIN_PRIORITY
 from etfarm.server.sessions.errors import (
     BadAnswer,
-    BadSession,
-    CallKnown,
-    SessionIdle,
     SessionLost,
-    SessionNotReady,
     TooManyCalls,
 )
 from etfarm.v1 import agent_pb2, session_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.v1.session_pb2 import SessionAnswer, SessionEvent
 from etfarm.wire import digest, sessions
-from etfarm.wire.errors import EtfarmError
+from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.status import to_proto
 from etfarm.wire.token_buffer import TokenBuffer
 
@@ -110,14 +106,16 @@ class Session:
             size_bytes: size of the call's inline tensors.
 
         Raises:
-            SessionNotReady: the program is not loaded yet.
-            CallKnown: a call with this id is open.
+            SESSION_NOT_READY: the program is not loaded yet.
+            CALL_KNOWN: a call with this id is open.
             TooManyCalls: the session has too many open calls.
         """
         if self.lease is None or not self.lease.ready.done():
-            raise SessionNotReady(f"The session {self.id} is not ready.", "Wait for the event READY.", session=self.id)
+            raise error_for(
+                "SESSION_NOT_READY", f"The session {self.id} is not ready.", "Wait for the event READY.", session=self.id
+            )
         if not call_id or call_id in self.calls:
-            raise CallKnown(f"A call with the id {call_id!r} is already in progress.", "Give each call its own id.")
+            raise error_for("CALL_KNOWN", f"A call with the id {call_id!r} is already in progress.", "Give each call its own id.")
         if len(self.calls) >= MAX_CALLS:
             raise TooManyCalls(
                 f"The session {self.id} has {MAX_CALLS} calls in progress, which is the limit.",
@@ -169,7 +167,7 @@ class Session:
             return
         idle_s = self.request.idle_timeout_s if self.request.HasField("idle_timeout_s") else IDLE_TIMEOUT_S
         message = f"The session received no call for {idle_s:g} s."
-        error = SessionIdle(message, "Open another, with a longer idle_timeout_s.", idle_s=idle_s)
+        error = error_for("SESSION_IDLE", message, "Open another, with a longer idle_timeout_s.", idle_s=idle_s)
         self._idle = asyncio.get_running_loop().call_later(idle_s, self.lease.end, error)
 
     def wake(self) -> None:
@@ -188,19 +186,22 @@ def validate_request(request: session_pb2.OpenSessionRequest) -> None:
     """Validate a request, independently of the farm's devices.
 
     Raises:
-        BadSession: the request contradicts itself.
+        BAD_SESSION: the request contradicts itself.
     """
     if not request.HasField("program"):
-        raise BadSession("The session has no program.", "Name one.")
+        raise error_for("BAD_SESSION", "The session has no program.", "Name one.")
     if request.HasField("threads") and not 1 <= request.threads <= 1024:
-        raise BadSession(f"`threads` must be 1 to 1024, got {request.threads}.")
+        raise error_for("BAD_SESSION", f"`threads` must be 1 to 1024, got {request.threads}.")
     if request.HasField("idle_timeout_s") and not 0 < request.idle_timeout_s <= _MAX_IDLE_S:
-        raise BadSession(f"`idle_timeout_s` must be above 0 and at most {_MAX_IDLE_S:g} (a day), got {request.idle_timeout_s:g}.")
+        raise error_for(
+            "BAD_SESSION",
+            f"`idle_timeout_s` must be above 0 and at most {_MAX_IDLE_S:g} (a day), got {request.idle_timeout_s:g}.",
+        )
     if not MIN_PRIORITY <= request.priority <= MAX_PRIORITY:
-        raise BadSession(f"`priority` must be {MIN_PRIORITY} to {MAX_PRIORITY}, got {request.priority}.")
+        raise error_for("BAD_SESSION", f"`priority` must be {MIN_PRIORITY} to {MAX_PRIORITY}, got {request.priority}.")
     program = request.program
     if program.digest != digest.of_program(program.pte.digest, {name: data.digest for name, data in program.data.items()}):
-        raise BadSession("The program's digest does not match its files.", "Make it with digest.of_program.")
+        raise error_for("BAD_SESSION", "The program's digest does not match its files.", "Make it with digest.of_program.")
 
 
 def stored_digests(*tensors: session_pb2.SessionTensors) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 
 from etfarm.server.access.scope import EVERYTHING, Scope
-from etfarm.server.artifacts.store import ArtifactMissing, Store
+from etfarm.server.artifacts.store import Store, artifact_missing
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.compile.single_flight import Listener
 from etfarm.server.devices.errors import DeviceOffline, ReservationNotFound
@@ -26,7 +26,7 @@ from etfarm.server.devices.scheduling.waiting import open_to
 from etfarm.server.devices.selection import select_devices
 from etfarm.server.jobs.cells.requirements import MethodMissing, Requirements
 from etfarm.server.jobs.records.quotas import Counted, Quotas
-from etfarm.server.sessions.errors import AgentCannotGenerateInSessions, ForeignStream, NoReady, ServerStopped, SessionServed
+from etfarm.server.sessions.errors import ForeignStream, agent_cannot_generate_in_sessions
 from etfarm.server.sessions.leasing import Leasing
 from etfarm.server.sessions.session import (
     Lease,
@@ -41,7 +41,7 @@ from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.v1 import agent_pb2, compile_pb2, job_pb2, session_pb2
 from etfarm.v1.session_pb2 import SessionAnswer, SessionEvent
 from etfarm.wire import selectors, sessions, token_buffer
-from etfarm.wire.sessions import BadCall, SessionNotFound
+from etfarm.wire.errors import error_for
 from etfarm.wire.shielding import shielded
 from etfarm.wire.status import to_proto
 from etfarm.wire.token_buffer import BadTokens, TokenBuffer
@@ -141,18 +141,20 @@ class Sessions:
         """Return a live session that the caller sees.
 
         Raises:
-            SessionNotFound: the scope has no session with this id.
+            SESSION_NOT_FOUND: the scope has no session with this id.
         """
         session = self._sessions.get(session_id)
         if session is None or not scope.allows(session.project):
-            raise SessionNotFound(f"There is no session {session_id!r}.", "It has ended: open another.", session=session_id)
+            raise error_for(
+                "SESSION_NOT_FOUND", f"There is no session {session_id!r}.", "It has ended: open another.", session=session_id
+            )
         return session
 
     def owner_of(self, session_id: str, scope: Scope) -> str:
         """Return the owner of a session, the only user who may call it.
 
         Raises:
-            SessionNotFound: the scope has no session with this id.
+            SESSION_NOT_FOUND: the scope has no session with this id.
         """
         return self.find(session_id, scope).owner
 
@@ -167,7 +169,7 @@ class Sessions:
         """
         session = self.find(request.session_id)
         if request.task.HasField("generation"):
-            raise BadCall("Call does not generate text.", "Use Generate.")
+            raise error_for("BAD_CALL", "Call does not generate text.", "Use Generate.")
         sessions.check_task(request.task)
         input_digests = stored_digests(request.task.inputs)
         missing = [each for each in input_digests if not await self._store.is_held(each, [session.project])]
@@ -177,9 +179,9 @@ class Sessions:
         size = len(request.task.inputs.inline)
         lease = session.admit(request.call_id, size)
         if request.task.reset and not lease.device.can_generate_in_sessions:
-            raise AgentCannotGenerateInSessions(lease.device)
+            raise agent_cannot_generate_in_sessions(lease.device)
         if missing:
-            raise ArtifactMissing(missing[0])
+            raise artifact_missing(missing[0])
         session.remember(input_digests)
         self._runs.permit(lease.attempt_id, input_digests)
         begun = asyncio.Event()
@@ -218,7 +220,7 @@ class Sessions:
         size = task.ByteSize() + token_buffer.BYTES_OF_TOKEN * task.generation.tokens
         lease = session.admit(call_id, size)
         if not lease.device.can_generate_in_sessions:
-            raise AgentCannotGenerateInSessions(lease.device)
+            raise agent_cannot_generate_in_sessions(lease.device)
         begun, buffer = asyncio.Event(), TokenBuffer(task.generation.tokens)
         session.calls[call_id] = size
         lease.texts[call_id] = buffer
@@ -281,13 +283,13 @@ class Sessions:
         reader = aiter(replies)
         first = await anext(reader, None)
         if first is None or first.WhichOneof("reply") != "ready":
-            raise NoReady("The first message of a session's stream must be `ready`.")
+            raise error_for("NO_READY", "The first message of a session's stream must be `ready`.")
         session, lease = self._find_by_attempt(first.attempt_id)
         # Others may know an attempt's id, so only the agent of the device, identified by its token, may serve the attempt.
         if self._registry.session_of(lease.device.id).principal != principal:
             raise ForeignStream(f"Another agent serves the device of the attempt {first.attempt_id}.", attempt=first.attempt_id)
         if lease.served:
-            raise SessionServed(f"Another stream serves the attempt {first.attempt_id}.", attempt=first.attempt_id)
+            raise error_for("SESSION_SERVED", f"Another stream serves the attempt {first.attempt_id}.", attempt=first.attempt_id)
         lease.served = True
         first.ready.device.CopyFrom(lease.device)
         lease.ready.set_result(first.ready)
@@ -307,7 +309,7 @@ class Sessions:
     async def stop(self, wait_s: float) -> None:
         """End all sessions before the server stops, and wait for a limited time until their callers have the reason."""
         for session in self._sessions.values():
-            error = ServerStopped("The server stopped.", "Open another session when it is back.")
+            error = error_for("SERVER_STOPPED", "The server stopped.", "Open another session when it is back.")
             if session.lease is not None:
                 session.lease.end(error)
             else:
@@ -386,7 +388,7 @@ class Sessions:
         for session in self._sessions.values():
             if session.lease is not None and session.lease.attempt_id == attempt_id and not session.lease.gone.done():
                 return session, session.lease
-        raise SessionNotFound(f"No session waits for the attempt {attempt_id!r}.", attempt=attempt_id)
+        raise error_for("SESSION_NOT_FOUND", f"No session waits for the attempt {attempt_id!r}.", attempt=attempt_id)
 
     def _end_lost(self) -> None:
         """End the sessions whose devices are no longer connected."""

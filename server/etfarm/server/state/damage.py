@@ -15,7 +15,7 @@ import structlog
 
 from etfarm.server.state import schema
 from etfarm.server.state.revisions import require_known
-from etfarm.wire.errors import FarmError, Kind
+from etfarm.wire.errors import EtfarmError, FarmError, Kind, error_for
 
 log = structlog.get_logger()
 
@@ -53,26 +53,21 @@ class DatabaseDamaged(FarmError):
         )  # fmt: skip
 
 
-class DatabaseLost(FarmError):
-    """A database without tables beside the artifacts of a farm: the farm's own is lost, or elsewhere."""
+def database_lost(database: object, place: str, data: Path, owner: str = "") -> EtfarmError:
+    """Return the error of a database without tables beside the artifacts of a farm: the farm's own is lost, or elsewhere.
 
-    reason = "DATABASE_LOST"
-    kind = Kind.FAILED_PRECONDITION
-
-    def __init__(self, database: object, place: str, data: Path, owner: str = "") -> None:
-        """Create the error.
-
-        Args:
-            owner: the object that says whose artifacts they are; empty if none does.
-        """
-        begin = f"delete the object {owner}, and start" if owner else "start"
-        super().__init__(
-            f"The database {database} is empty, but {place} has the artifacts of a farm.",
-            "If the farm's database is another one, correct --database or --data. If it is lost, restore a backup: move "
-            f"{data} aside and run `etfarm restore BACKUP --data {data} --keep-identity`, with the server's --config. Without "
-            f"a backup, {begin} `etfarm serve` once with --begin-empty: the artifacts stay, and nothing refers to them.",
-            database=database, place=place,
-        )  # fmt: skip
+    Args:
+        owner: the object that says whose artifacts they are; empty if none does.
+    """
+    begin = f"delete the object {owner}, and start" if owner else "start"
+    return error_for(
+        "DATABASE_LOST",
+        f"The database {database} is empty, but {place} has the artifacts of a farm.",
+        "If the farm's database is another one, correct --database or --data. If it is lost, restore a backup: move "
+        f"{data} aside and run `etfarm restore BACKUP --data {data} --keep-identity`, with the server's --config. Without "
+        f"a backup, {begin} `etfarm serve` once with --begin-empty: the artifacts stay, and nothing refers to them.",
+        database=database, place=place,
+    )  # fmt: skip
 
 
 class DatabaseForeign(FarmError):
@@ -96,8 +91,8 @@ def check(path: Path, head: str, known: Iterable[str], *, whole: bool = False) -
         whole: whether to check all pages and indexes, however long that takes.
 
     Raises:
-        DatabaseUnusable, DatabaseDamaged, DatabaseForeign, DatabaseTooNew, DatabaseTooOld: the file cannot be used; the error has
-            a remedy.
+        DatabaseUnusable, DatabaseDamaged, DatabaseForeign, DatabaseTooNew, DATABASE_TOO_OLD: the file cannot be used; the error
+            has a remedy.
     """
     if path.is_dir():
         raise DatabaseUnusable(f"{path} is a directory, not a database.", "Move it aside, or choose another --data.", path=path)

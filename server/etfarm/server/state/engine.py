@@ -48,13 +48,6 @@ class DatabaseTooNew(FarmError):
     reason = "DATABASE_TOO_NEW"
 
 
-class DatabaseTooOld(FarmError):
-    """A database of before etfarm 0.3.0, the first release."""
-
-    reason = "DATABASE_TOO_OLD"
-    kind = Kind.FAILED_PRECONDITION
-
-
 @dataclass(frozen=True)
 class Notification:
     """What another process notified, or, without a payload, that notifications may have been missed until now."""

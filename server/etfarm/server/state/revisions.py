@@ -8,7 +8,8 @@ from typing import Final
 import structlog
 from sqlalchemy import Connection, inspect, text
 
-from etfarm.server.state.engine import DatabaseTooNew, DatabaseTooOld
+from etfarm.server.state.engine import DatabaseTooNew
+from etfarm.wire.errors import error_for
 
 log = structlog.get_logger()
 
@@ -30,7 +31,7 @@ def require_known(revision: str) -> None:
     """Check that this version opens a database whose revision is one of etfarm's; anything else passes.
 
     Raises:
-        DatabaseTooNew, DatabaseTooOld: a newer etfarm has written it, or one of before 0.3.0.
+        DatabaseTooNew, DATABASE_TOO_OLD: a newer etfarm has written it, or one of before 0.3.0.
     """
     if not (revision.isdigit() and len(revision) == len(HEAD)):
         return
@@ -40,7 +41,8 @@ def require_known(revision: str) -> None:
             "Update etfarm, or choose another --data or --database.",
         )
     if revision < OLDEST:
-        raise DatabaseTooOld(
+        raise error_for(
+            "DATABASE_TOO_OLD",
             f"The database has revision {revision}, of an etfarm before 0.3.0; this one knows {OLDEST} and later ones.",
             "Copy the data folder, and convert it once, in a checkout of etfarm: python docs/upgrade/convert.py FOLDER.",
         )

@@ -18,10 +18,11 @@ from etfarm.server.artifacts.s3.blobs import key_of
 from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.state.copies import CopyUnfinished
-from etfarm.server.transfer.errors import CopyDiffers, TargetNotEmpty
+from etfarm.server.transfer.errors import CopyDiffers
 from etfarm.server.transfer.files import Differs, copy_verified, link_or_copy, open_plain, verified_file
 from etfarm.server.transfer.rows import OnProgress
 from etfarm.wire import digest as digests
+from etfarm.wire.errors import error_for
 
 _AT_ONCE: Final = 8
 """Number of artifacts that are copied at a time."""
@@ -152,7 +153,7 @@ class BucketArtifacts:
         """Mark the bucket's folder as the copy of a farm's artifacts.
 
         Raises:
-            TargetNotEmpty: it has artifacts.
+            TARGET_NOT_EMPTY: it has artifacts.
             BlobsUnavailable: the bucket's server failed.
         """
         await self.require_empty()
@@ -162,12 +163,14 @@ class BucketArtifacts:
         """Check that the bucket's folder has no artifacts.
 
         Raises:
-            TargetNotEmpty: it has some.
+            TARGET_NOT_EMPTY: it has some.
             BlobsUnavailable: the bucket's server failed.
         """
         async for _ in self.bucket.list(BLOBS):
-            raise TargetNotEmpty(
-                f"{self.bucket.location.place} has artifacts already.", "Name an empty folder of the bucket: one for each farm."
+            raise error_for(
+                "TARGET_NOT_EMPTY",
+                f"{self.bucket.location.place} has artifacts already.",
+                "Name an empty folder of the bucket: one for each farm.",
             )
 
     async def finish(self) -> None:

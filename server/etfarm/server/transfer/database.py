@@ -17,7 +17,7 @@ from etfarm.server.state import copies, databases, revisions
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.sqlite import LOGS
 from etfarm.server.transfer import rows
-from etfarm.server.transfer.errors import CopyDiffers, OtherVersion, RowRefused
+from etfarm.server.transfer.errors import CopyDiffers, RowRefused, other_version
 from etfarm.server.transfer.rows import OnProgress
 
 _ROOM_BYTES: Final = 16 << 20
@@ -85,7 +85,7 @@ def begin_copy(target: FarmDatabase, name: str) -> bool:
         name: the name of the source.
 
     Raises:
-        TargetNotEmpty: the target has a farm of its own.
+        TARGET_NOT_EMPTY: the target has a farm of its own.
         CopyUnfinished: the target has an unfinished copy of another source.
     """
     if target.source_of_copy() is None:
@@ -105,7 +105,7 @@ def copy_rows(source: Connection, target: FarmDatabase, name: str, on_progress: 
         room_bytes: disk space that a copy to a file leaves.
 
     Raises:
-        TargetNotEmpty: the target has a farm of its own.
+        TARGET_NOT_EMPTY: the target has a farm of its own.
         CopyUnfinished: the target has an unfinished copy of another source.
         CopyDiffers: what the target has is not what was copied.
         RowRefused: the target cannot store a row.
@@ -154,9 +154,9 @@ def require_this_version(connection: Connection, database: FarmDatabase) -> None
 
     Raises:
         CopyUnfinished, FarmMoved: the farm is not, or no longer, there.
-        OtherVersion: another version of etfarm has written it.
+        OTHER_VERSION: another version of etfarm has written it.
     """
     revision = revisions.revision_of(connection)
     if revision != revisions.HEAD:
-        raise OtherVersion(database, revision)
+        raise other_version(database, revision)
     copies.require_current(connection, database)

@@ -14,7 +14,8 @@ from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 from etfarm.server.access.scope import DEFAULT_PROJECT
 from etfarm.server.state import schema
 from etfarm.server.state.copies import CopyUnfinished, copying, source_of
-from etfarm.server.transfer.errors import CopyDiffers, RowRefused, TargetNotEmpty
+from etfarm.server.transfer.errors import CopyDiffers, RowRefused
+from etfarm.wire.errors import error_for
 
 _FETCH_ROWS: Final = 100
 """Number of rows that are read at a time."""
@@ -87,7 +88,7 @@ def begin(target: Connection, database: object, source: str) -> bool:
         source: the name of what is copied.
 
     Raises:
-        TargetNotEmpty: the database has a farm of its own.
+        TARGET_NOT_EMPTY: the database has a farm of its own.
         CopyUnfinished: it has an unfinished copy of another farm.
     """
     with target.begin():
@@ -103,7 +104,8 @@ def begin(target: Connection, database: object, source: str) -> bool:
             if table is schema.projects:
                 query = query.where(schema.projects.c.name != DEFAULT_PROJECT)
             if target.execute(query).first() is not None:
-                raise TargetNotEmpty(
+                raise error_for(
+                    "TARGET_NOT_EMPTY",
                     f"The database {database} is not empty: its table {table.name!r} has rows.",
                     "Name an empty database; it gets its tables by itself.", database=database, table=table.name,
                 )  # fmt: skip

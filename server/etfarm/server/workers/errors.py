@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Mapping
 
 from etfarm.server.workers.limits import LOADING_S, LOADING_S_PER_GIB, PARSING_S, PARSING_S_PER_GIB
-from etfarm.wire.errors import DeviceError, EtfarmError, FarmError, Fault, Kind, UserError, error_of
+from etfarm.wire.errors import DeviceError, EtfarmError, FarmError, Fault, Kind, UserError, error_for, error_of
 
 MAX_TEXT = 8000
 """Maximum number of characters of each text in a child's error; longer texts are cut."""
@@ -105,29 +105,20 @@ class ChildOutOfMemory(UserError):
         )  # fmt: skip
 
 
-class ChildTooManyProcesses(UserError):
-    """A child and its processes started more processes or threads than a job may have."""
-
-    reason = "CHILD_TOO_MANY_PROCESSES"
-    kind = Kind.RESOURCE_EXHAUSTED
-
-    def __init__(self, task: str, processes: int, stage: str = "") -> None:
-        where = f" in {stage}" if stage else ""
-        super().__init__(
-            f"The job started more than the {processes} processes and threads that it may have{where}.",
-            "Lower the server's --threads if the job's own work needs so many.",
-            stage=stage, task=task, processes=processes,
-        )  # fmt: skip
+def child_too_many_processes(task: str, processes: int, stage: str = "") -> EtfarmError:
+    """Return the error of a child and its processes started more processes or threads than a job may have."""
+    where = f" in {stage}" if stage else ""
+    return error_for(
+        "CHILD_TOO_MANY_PROCESSES",
+        f"The job started more than the {processes} processes and threads that it may have{where}.",
+        "Lower the server's --threads if the job's own work needs so many.",
+        stage=stage, task=task, processes=processes,
+    )  # fmt: skip
 
 
-class ChildDiskFull(FarmError):
-    """A child could not write its files; the model is not at fault."""
-
-    reason = "DISK_FULL"
-    kind = Kind.RESOURCE_EXHAUSTED
-
-    def __init__(self, task: str, why: str) -> None:
-        super().__init__(f"The job's files cannot be written: {why}.", "Free disk on the server.", task=task, why=why)
+def child_disk_full(task: str, why: str) -> EtfarmError:
+    """Return the error of a child could not write its files; the model is not at fault."""
+    return error_for("DISK_FULL", f"The job's files cannot be written: {why}.", "Free disk on the server.", task=task, why=why)
 
 
 class ChildTimedOut(UserError):

@@ -12,30 +12,28 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 from etfarm.server.workers.jail.file_view import MAX_READABLE
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import EtfarmError, error_for
 
 
-class TooManyFiles(UserError):
-    """A job needs more files at a time than can be mounted for a child."""
-
-    reason = "TOO_MANY_FILES"
-    kind = Kind.RESOURCE_EXHAUSTED
-
-    def __init__(self, count: int) -> None:
-        super().__init__(
-            f"A job may use at most {MAX_READABLE} files at a time, got {count}.", "Use fewer calibration inputs.", files=count
-        )
+def too_many_files(count: int) -> EtfarmError:
+    """Return the error of a job needs more files at a time than can be mounted for a child."""
+    return error_for(
+        "TOO_MANY_FILES",
+        f"A job may use at most {MAX_READABLE} files at a time, got {count}.",
+        "Use fewer calibration inputs.",
+        files=count,
+    )
 
 
 def files_of(request: object) -> list[Path]:
     """Return every Path in a request, at any depth of dataclasses, mappings, lists, tuples and sets, once.
 
     Raises:
-        TooManyFiles: there are more files than can be mounted for a child.
+        TOO_MANY_FILES: there are more files than can be mounted for a child.
     """
     files = list(dict.fromkeys(_paths(request)))
     if len(files) > MAX_READABLE:
-        raise TooManyFiles(len(files))
+        raise too_many_files(len(files))
     return files
 
 

@@ -28,6 +28,7 @@ from etfarm.wire.errors import EtfarmError
 from etfarm.wire.tensors import Scalar, decode, to_array
 from etfarm.wire.tensors import Tensor as WireTensor
 from tests.support.golden import Golden
+from tests.support.refusals import refuses
 
 ROOT = Path(__file__).parents[4]
 
@@ -197,7 +198,7 @@ def test_every_method_is_exported_and_constants_come_along() -> None:
 )
 def test_a_constant_that_no_program_can_hold_is_refused(golden: Golden, value: object) -> None:
     source = ModelSource.of(Add().eval(), (torch.ones(1), torch.ones(1)), constant_methods={"name": value})
-    with pytest.raises(e.BadModelSource) as refused:
+    with refuses("BAD_MODEL_SOURCE") as refused:
         export_source(source, name="m")
     golden.check(refused.value)
 

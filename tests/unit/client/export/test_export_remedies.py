@@ -16,7 +16,8 @@ from torch._higher_order_ops.scan import scan
 from torch.export import Dim
 
 from etfarm.client.export import ModelSource, export_source
-from etfarm.client.export.errors import BadModel, DimSpecialized, ExportFailed, UnsupportedOutput
+from etfarm.client.export.errors import BadModel, DimSpecialized
+from tests.support.refusals import refuses
 
 IMAGE, KERNEL = torch.rand(1, 3, 8, 8), torch.ones(4, 3, 3, 3)
 X = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
@@ -221,7 +222,7 @@ WITHOUT_LINE = ("func.grad", "vmap of grad", "data", "vmap")
 @pytest.mark.parametrize("case", CASES)
 def test_a_refusal_has_a_remedy_that_works(case: str) -> None:
     refused, inputs, words, mended = CASES[case]
-    with pytest.raises(ExportFailed) as caught:
+    with refuses("EXPORT_FAILED") as caught:
         export_source(ModelSource.of(Model(refused).eval(), inputs), name="m")
     assert words in str(caught.value)
     assert "test_export_remedies.py:" in str(caught.value) or case in WITHOUT_LINE
@@ -229,7 +230,7 @@ def test_a_refusal_has_a_remedy_that_works(case: str) -> None:
 
 
 def test_data_of_a_strict_export_has_the_same_remedy() -> None:
-    with pytest.raises(ExportFailed, match=r"torch.no_grad\(\): tensor.copy_\(value\)"):
+    with refuses("EXPORT_FAILED", match=r"torch.no_grad\(\): tensor.copy_\(value\)"):
         export_source(ModelSource.of(Model(assign_data).eval(), (X,)), name="m", strict=True)
 
 
@@ -257,7 +258,7 @@ def test_a_string_in_the_outputs_is_refused() -> None:
     def body(m: Any, x: Tensor) -> Any:
         return {"y": x * 1, "kinds": [x.shape[0], "relu"]}
 
-    with pytest.raises(UnsupportedOutput, match=r"^forward returns a str as its output 'kinds\[1\]', which a program cannot"):
+    with refuses("UNSUPPORTED_OUTPUT", match=r"^forward returns a str as its output 'kinds\[1\]', which a program cannot"):
         export_source(ModelSource.of(Model(body).eval(), (X,)), name="m")
     must_equal_eager(lambda m, x: {"y": x * 1, "kinds": [x.shape[0], 2.5, True, None]}, (X,))
 
@@ -310,7 +311,7 @@ def test_an_empty_output_is_refused(empty: Any, strict: bool) -> None:
         m.cache.add_(x.sum())
         return empty
 
-    with pytest.raises(ExportFailed, match="forward returns no value, but a program needs an output") as caught:
+    with refuses("EXPORT_FAILED", match="forward returns no value, but a program needs an output") as caught:
         export_source(ModelSource.of(Model(body).eval(), (X,)), name="m", strict=strict)
     assert caught.value.remedy == "Return a tensor."
     must_equal_eager(lambda m, x: m.cache.add_(x.sum()) * 1, (X,))
@@ -321,5 +322,5 @@ def test_an_unpacking_of_the_models_own_keeps_its_line() -> None:
         first, second = ()
         return first + second
 
-    with pytest.raises(ExportFailed, match=r"test_export_remedies\.py:\d+ with ValueError: not enough values to unpack"):
+    with refuses("EXPORT_FAILED", match=r"test_export_remedies\.py:\d+ with ValueError: not enough values to unpack"):
         export_source(ModelSource.of(Model(body).eval(), (X,)), name="m")

@@ -18,6 +18,7 @@ from etfarm.client.export.spec import label_of
 from etfarm.client.submit.preparation import prepare
 from etfarm.wire.errors import EtfarmError
 from tests.support.golden import Golden
+from tests.support.refusals import refuses
 
 NET = """
 import torch
@@ -119,7 +120,7 @@ def test_a_file_without_a_function_is_refused_with_a_remedy(golden: Golden) -> N
 
 
 def test_an_unknown_demo_is_refused_with_the_nearest_and_all_names(golden: Golden) -> None:
-    with pytest.raises(e.UnknownDemo) as refused:
+    with refuses("UNKNOWN_DEMO") as refused:
         resolve("demo:DS-CNN")
     golden.check(refused.value)
 
@@ -240,18 +241,18 @@ def test_a_file_that_fails_on_import_is_reported_with_its_line(folder: Path, cod
 
 def test_a_source_whose_parts_do_not_fit_is_refused(golden: Golden) -> None:
     net, x = torch.nn.ReLU().eval(), torch.ones(1)
-    with pytest.raises(e.BadModelSource) as refused:
+    with refuses("BAD_MODEL_SOURCE") as refused:
         ModelSource(methods={"a": net}, example_inputs={})
     golden.check(refused.value)
-    with pytest.raises(e.BadModelSource) as refused:
+    with refuses("BAD_MODEL_SOURCE") as refused:
         ModelSource(methods={"a": net}, example_inputs={"a": (x,), "b": (x,)})
     golden.check(refused.value)
-    with pytest.raises(e.BadModelSource, match="both"):
+    with refuses("BAD_MODEL_SOURCE", match="both"):
         ModelSource.of(net, (x,), constant_methods={"forward": 1})
-    with pytest.raises(e.DynamicShapesForm) as refused:
+    with refuses("DYNAMIC_SHAPES_FORM") as refused:
         ModelSource(methods={"a": net}, example_inputs={"a": (x,)}, dynamic_shapes={"input": {0: None}})
     golden.check(refused.value)
-    with pytest.raises(e.ExampleInputsNotATuple):
+    with refuses("EXAMPLE_INPUTS_NOT_A_TUPLE"):
         ModelSource.of(net, (x,), calibration_inputs=[x])  # type: ignore[list-item]
 
 
@@ -280,12 +281,12 @@ def test_a_causal_lm_has_a_dynamic_length_and_the_metadata_of_executorchs_runner
     "sizes", [{"max_context_tokens": 1}, {"vocab_size": 0}, {"max_prompt_tokens": 0}, {"max_prompt_tokens": 40}]
 )
 def test_a_causal_lm_of_impossible_sizes_is_refused(sizes: dict[str, int]) -> None:
-    with pytest.raises(e.BadModelSource):
+    with refuses("BAD_MODEL_SOURCE"):
         ModelSource.causal_lm(Echo().eval(), **{"max_context_tokens": 32, "vocab_size": 8, **sizes})
 
 
 def test_a_causal_lm_takes_tokens_and_a_position() -> None:
-    with pytest.raises(e.BadModelSource, match="takes input"):
+    with refuses("BAD_MODEL_SOURCE", match="takes input"):
         ModelSource.causal_lm(torch.nn.Identity(), max_context_tokens=32, vocab_size=8)
 
 

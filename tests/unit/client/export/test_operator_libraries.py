@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from etfarm.client.export import ModelSource, export_source
-from etfarm.client.export.errors import ExportFailed
 from etfarm.server.compile.screening import screen
-from etfarm.server.compile.screening.errors import UnknownOperator
+from tests.support.refusals import refuses
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +114,7 @@ def test_a_program_without_such_operators_is_not_touched() -> None:
 def test_the_remedy_for_an_operator_without_a_composite_kernel_works_for_modules_and_programs(
     library: Any, tmp_path: Path
 ) -> None:
-    with pytest.raises(UnknownOperator, match="acme::opaque") as caught:
+    with refuses("UNKNOWN_OPERATOR", match="acme::opaque") as caught:
         screened(exported(library.opaque), tmp_path)
     assert 'lib.impl(name, function, "CompositeImplicitAutograd")' in caught.value.remedy
     assert "as program.run_decompositions() does with a program" in caught.value.remedy
@@ -126,7 +125,7 @@ def test_the_remedy_for_an_operator_without_a_composite_kernel_works_for_modules
 
 
 def test_tensors_of_numbers_in_an_operator_have_a_remedy(library: Any, tmp_path: Path) -> None:
-    with pytest.raises(ExportFailed) as caught:
+    with refuses("EXPORT_FAILED") as caught:
         exported(library.shifted)
     assert "write torch.full((), 2.0) for torch.tensor(2.0)" in caught.value.remedy
     screened(exported(library.moved), tmp_path)

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from etfarm.client.export import ExportedMethod, ModelSource, export_source
-from etfarm.client.export.errors import BadModelSource
 from etfarm.client.submit.preparation import prepare
 from etfarm.client.submit.prepared import PreparedMethod
 from etfarm.wire import tensors
 from etfarm.wire.shared_state import PREFIX, buffer_names
+from tests.support.refusals import refuses
 from tests.support.shared_state import Add, Get, Holder, counter
 
 
@@ -144,11 +144,11 @@ def test_calls_are_sent_with_their_inputs() -> None:
 
 def test_a_call_that_is_not_like_the_example_inputs_is_named() -> None:
     calls = [("add", (torch.ones(2),)), ("set", (torch.ones(2, dtype=torch.int64),))]
-    with pytest.raises(BadModelSource, match=r"calls\[1\] differs from the example inputs of set: '0' is torch.int64"):
+    with refuses("BAD_MODEL_SOURCE", match=r"calls\[1\] differs from the example inputs of set: '0' is torch.int64"):
         export_source(counter(calls=calls), name="m")
 
 
 @pytest.mark.parametrize("calls", [[("step", (torch.ones(2),))], [("set", (torch.ones(2),))] * 65, ["set", "get"]])
 def test_calls_of_other_methods_too_many_and_what_is_no_call_are_refused(calls: Any) -> None:
-    with pytest.raises(BadModelSource):
+    with refuses("BAD_MODEL_SOURCE"):
         counter(calls=calls)

@@ -19,12 +19,13 @@ from torchao.utils import unwrap_tensor_subclass
 from etfarm.client.export import ModelSource
 from etfarm.client.export.transform import Transform
 from etfarm.client.submit.preparation import BadModel, prepare
-from etfarm.client.submit.prepared import NotPrepared, PreparedExport
+from etfarm.client.submit.prepared import PreparedExport
 from etfarm.v1.common_pb2 import ACTOR_CLIENT
 from etfarm.wire import recipes
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.pt2 import ArchiveFacts, read_archive
 from tests.support.golden import Golden
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.numeric
 
@@ -84,7 +85,7 @@ def test_recipes_that_want_the_same_share_an_export(golden: Golden) -> None:
     plain = created.export_for(recipes.parse("xnnpack_fp32"))
     assert plain is created.export_for(recipes.parse("portable")) and stages(plain) == ["TORCH_EXPORT"]
     assert created.export_for(recipes.parse(GROUPS)) is not created.export_for(recipes.parse(FOUR_BIT))
-    with pytest.raises(NotPrepared) as refused:
+    with refuses("NOT_PREPARED_FOR_RECIPE") as refused:
         created.export_for(recipes.parse("xnnpack_torchao_int8da_int4w_per_tensor:group_size=128"))
     golden.check(refused.value)
 

@@ -11,7 +11,7 @@ import pytest
 
 from etfarm.client.errors import EtfarmError
 from etfarm.client.fleet import watches
-from etfarm.client.fleet.reservation import AsyncReservation, ReservationNotOpen
+from etfarm.client.fleet.reservation import AsyncReservation
 from etfarm.client.jobs import summary
 from etfarm.client.models import CellState, DeviceChange, JobInfo, JobState
 from etfarm.client.transport.retry import Patience
@@ -22,6 +22,7 @@ from etfarm.v1.device_pb2 import Device, DeviceEvent
 from etfarm.v1.job_pb2 import Cell, Job, JobChange, Progress
 from etfarm.wire import status
 from etfarm.wire.errors import Fault, Kind, error_of
+from tests.support.refusals import refuses
 
 WAIT_S = 60.0
 LIVE, DONE = job_pb2.JOB_STATE_RUNNING, job_pb2.JOB_STATE_SUCCEEDED
@@ -161,7 +162,7 @@ async def test_a_job_waits_while_none_of_its_live_cells_works(farm: tuple[Farm, 
 async def test_a_reservation_is_renewed_until_it_is_released(farm: tuple[Farm, Stubs]) -> None:
     served, stubs = farm
     reservation = AsyncReservation(lambda: stubs, device_pb2.ReserveDeviceRequest(count=2, duration_s=0.1))
-    with pytest.raises(ReservationNotOpen):
+    with refuses("RESERVATION_NOT_OPEN"):
         assert reservation.id
     async with reservation:
         assert (reservation.id, reservation.device_ids, reservation.ended) == ("r1", ("a", "b"), None)

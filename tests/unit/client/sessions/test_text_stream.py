@@ -11,9 +11,9 @@ import torch
 
 from etfarm.client.sessions.text import AsyncTokenStream, GeneratedTokens, TextContext, request_of
 from etfarm.v1 import session_pb2
-from etfarm.wire.errors import EtfarmError
-from etfarm.wire.sessions import BadCall
+from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.status import to_proto
+from tests.support.refusals import refuses
 
 
 class Device:
@@ -83,14 +83,14 @@ async def test_a_result_within_the_loop_reads_the_rest() -> None:
 
 
 async def test_an_error_comes_after_the_tokens_before_it() -> None:
-    device, context = Device([[7]], BadCall("It is wrong.")), TextContext(tokens=3)
+    device, context = Device([[7]], error_for("BAD_CALL", "It is wrong.")), TextContext(tokens=3)
     failing = stream(device, context)
     seen = []
     with pytest.raises(EtfarmError, match="It is wrong"):
         async for token in failing:
             seen.append(token)
     assert (seen, context.tokens) == ([7], 6)
-    refused = Device([], BadCall("It is wrong."))
+    refused = Device([], error_for("BAD_CALL", "It is wrong."))
     with pytest.raises(EtfarmError, match="It is wrong"):
         await stream(refused, context).result()
     assert context.tokens == 6, "nothing has changed"
@@ -113,7 +113,7 @@ def test_a_prompt_is_a_row_of_token_ids(prompt: Any) -> None:
     ids=range(11),
 )  # fmt: skip
 def test_a_request_with_impossible_values_is_refused(prompt: Any, tokens: Any, stop_tokens: Any, fields: dict[str, Any]) -> None:
-    with pytest.raises(BadCall):
+    with refuses("BAD_CALL"):
         request_of(prompt, tokens, stop_tokens, **fields)
 
 

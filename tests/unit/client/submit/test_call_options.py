@@ -12,8 +12,9 @@ import pytest
 from etfarm.client import AsyncFarm, Farm, LocalSession
 from etfarm.client.submit.bench_options import BenchOptions
 from etfarm.client.submit.compile_options import CompileOptions
-from etfarm.client.submit.options import BadOption, only_device
+from etfarm.client.submit.options import only_device
 from etfarm.client.submit.run_options import RunOptions
+from tests.support.refusals import refuses
 
 
 @pytest.mark.parametrize("farm", [AsyncFarm, Farm])
@@ -52,7 +53,7 @@ def test_options_of_a_compilation_and_of_a_run_become_a_job() -> None:
 def test_options_of_a_compilation_and_of_a_run_do_not_change(options_type: Any) -> None:
     with pytest.raises(FrozenInstanceError):
         options_type().name = "other"
-    with pytest.raises(BadOption):
+    with refuses("BAD_OPTION"):
         options_type(recipe="portable", recipes="portable")
 
 
@@ -66,7 +67,7 @@ def test_a_session_takes_one_device_in_both_spellings(device: Any, devices: Any,
 
 @pytest.mark.parametrize(("device", "devices"), [("name=a", "name=b"), (["name=a", "name=b"], None)])
 def test_a_session_takes_no_two_devices(device: Any, devices: Any) -> None:
-    with pytest.raises(BadOption):
+    with refuses("BAD_OPTION"):
         AsyncFarm("localhost:1").session("x.pte", device, devices=devices)
 
 
@@ -141,22 +142,22 @@ def test_every_call_that_compiles_takes_both_spellings(method: str) -> None:
     ],
 )
 def test_options_that_contradict_each_other_or_select_nothing_are_refused(options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(BadOption) as refused:
+    with refuses("BAD_OPTION") as refused:
         Farm().bench("demo:resnet8", **options)
     assert str(refused.value) == sentence
 
 
 async def test_a_call_without_recipes_or_with_too_many_is_refused() -> None:
-    with pytest.raises(BadOption):
+    with refuses("BAD_OPTION"):
         await AsyncFarm().compile("demo:resnet8", [])
-    with pytest.raises(BadOption):
+    with refuses("BAD_OPTION"):
         await AsyncFarm().run("demo:resnet8", recipe=[])
-    with pytest.raises(BadOption, match="must be one recipe, got 2"):
+    with refuses("BAD_OPTION", match="must be one recipe, got 2"):
         AsyncFarm().session("demo:resnet8", recipes=["portable", "xnnpack_fp32"])
 
 
 @pytest.mark.parametrize("options", [BenchOptions, CompileOptions])
 @pytest.mark.parametrize("value", [(np.zeros(3),), np.zeros(3), ["portable", 3]])
 def test_inputs_in_the_place_of_a_recipe_are_refused_with_their_keyword(options: Any, value: Any) -> None:
-    with pytest.raises(BadOption, match=r"must be a recipe's name, .*example_inputs=\(x,\), .*inputs=\{"):
+    with refuses("BAD_OPTION", match=r"must be a recipe's name, .*example_inputs=\(x,\), .*inputs=\{"):
         options(value)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from etfarm.client.export.source import ModelSource
-from etfarm.client.submit.early_checks import NoSuchMethod, check_source, require_accepted
+from etfarm.client.submit.early_checks import check_source, require_accepted
 from etfarm.client.submit.input_names import InputMissing, UnknownInput
 from etfarm.client.submit.input_types import InputMismatch
 from etfarm.client.submit.inputs import read_named
@@ -18,6 +18,7 @@ from etfarm.client.submit.prepared import PreparedModel
 from etfarm.v1 import job_pb2
 from etfarm.wire import recipes
 from etfarm.wire.errors import EtfarmError, Fault, error_of
+from tests.support.refusals import refuses
 
 
 class Plain:
@@ -39,7 +40,7 @@ def keys(*names: str) -> Any:
 
 def test_methods_are_those_of_the_source_and_its_constants() -> None:
     check_source("net", source(encode=Plain()), ["forward", "encode", "length"], None)
-    with pytest.raises(NoSuchMethod) as refused:
+    with refuses("METHOD_MISSING") as refused:
         check_source("net", source(), ["decode"], None)
     assert str(refused.value) == (
         "net has no method 'decode'. It has: forward, length. Choose with --method (methods=)."

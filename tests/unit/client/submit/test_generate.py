@@ -10,7 +10,7 @@ from etfarm.client import Generate
 from etfarm.client.cli import generation
 from etfarm.client.cli.usage import Usage
 from etfarm.client.submit.bench_options import BenchOptions
-from etfarm.client.submit.options import BadOption
+from tests.support.refusals import refuses
 
 
 def test_a_number_stands_for_that_many_tokens() -> None:
@@ -30,7 +30,7 @@ def test_depths_are_tokens_or_shares() -> None:
 
 @pytest.mark.parametrize("depth", ["much", "1.5", "150%", 1.5, -0.5])
 def test_other_depths_are_refused(depth: str | float) -> None:
-    with pytest.raises(BadOption, match="depth"):
+    with refuses("BAD_OPTION", match="depth"):
         Generate(depths=depth)
 
 
@@ -40,7 +40,7 @@ def test_other_depths_are_refused(depth: str | float) -> None:
 )
 def test_numbers_that_no_message_can_hold_are_refused(options: dict[str, Any]) -> None:
     (name,) = options
-    with pytest.raises(BadOption, match=f"`{name}` must be a whole number"):
+    with refuses("BAD_OPTION", match=f"`{name}` must be a whole number"):
         Generate(**options)
 
 
@@ -63,7 +63,7 @@ def test_options_without_generate_are_refused() -> None:
         chosen(prompt_tokens="many")
     with pytest.raises(Usage, match="--prompt-tokens '999"):
         chosen(prompt_tokens="9" * 5000)
-    with pytest.raises(BadOption, match="prompt_tokens"):
+    with refuses("BAD_OPTION", match="prompt_tokens"):
         chosen(prompt_tokens="99999999999")
 
 

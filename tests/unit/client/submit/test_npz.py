@@ -13,6 +13,7 @@ from etfarm.client.errors import OutputUnwritable
 from etfarm.client.submit import input_names, npz
 from etfarm.wire.tensors import Scalar, Tensor, from_array, to_array
 from tests.support.golden import Golden
+from tests.support.refusals import refuses
 
 
 def saved(folder: Path, **arrays: object) -> Path:
@@ -78,7 +79,7 @@ def test_dtypes_that_npz_lacks_come_back_as_they_were_written(tmp_path: Path, dt
 
 def test_a_bfloat16_array_saved_without_its_dtype_is_refused_with_a_reason(tmp_path: Path) -> None:
     path = saved(tmp_path, x=np.ones(2, ml_dtypes.bfloat16))
-    with pytest.raises(npz.UnsupportedInputArray, match=r"x\.dtype"):
+    with refuses("UNSUPPORTED_INPUT", match=r"x\.dtype"):
         npz.read_named(path)
     path = saved(tmp_path, **{"x": np.ones(2, ml_dtypes.bfloat16), "x.dtype": np.asarray("bfloat16")})
     assert to_array(tensor(npz.read_named(path)[""]["x"])).tolist() == [1, 1]
@@ -178,10 +179,10 @@ def test_unreadable_files_are_reported_in_a_sentence(tmp_path: Path) -> None:
     np.save(tmp_path / "one.npy", np.zeros(3))
     np.savez(tmp_path / "objects.npz", x=np.asarray([{}, {}], object))
     for name in [*bad, "one.npy", "objects.npz", "not there.npz"]:
-        with pytest.raises(npz.InputFileUnreadable) as error:
+        with refuses("INPUT_FILE_UNREADABLE") as error:
             npz.read_named(tmp_path / name)
         assert name in error.value.message and "\n" not in error.value.message
-    with pytest.raises(npz.UnsupportedInputArray, match="complex64"):
+    with refuses("UNSUPPORTED_INPUT", match="complex64"):
         npz.read_named(saved(tmp_path, x=np.zeros(2, np.complex64)))
 
 
@@ -202,9 +203,9 @@ def test_samples_are_a_folders_files_or_axis_0(tmp_path: Path) -> None:
     samples = list(npz.read_samples(batched, batched=True))
     assert [to_array(tensor(s[""]["x"])).tolist() for s in samples] == [[0, 1], [2, 3], [4, 5]]
     assert [s[""]["k"] for s in samples] == [Scalar("k", 7)] * 3
-    with pytest.raises(npz.UnsupportedInputArray, match="several lengths"):
+    with refuses("UNSUPPORTED_INPUT", match="several lengths"):
         list(npz.read_samples(saved(tmp_path, x=np.zeros((2, 1)), y=np.zeros((3, 1))), batched=True))
-    with pytest.raises(npz.InputFileUnreadable):
+    with refuses("INPUT_FILE_UNREADABLE"):
         list(npz.read_samples(tmp_path / "samples" / "none"))
 
 

@@ -14,13 +14,13 @@ from etfarm.client.export import ModelSource
 from etfarm.client.submit.input_names import InputMissing, UnknownInput
 from etfarm.client.submit.input_types import InputMismatch
 from etfarm.client.submit.inputs import Inputs
-from etfarm.client.submit.npz import InputFileUnreadable
 from etfarm.client.submit.recipes import read_recipe
 from etfarm.client.submit.submission import Submission, SubmissionRequest
 from etfarm.v1 import common_pb2, job_pb2
 from etfarm.wire import samples, tensors
 from etfarm.wire.samples import MAX_SAMPLES, AccuracySamples, round_down
 from tests.support.programs import program
+from tests.support.refusals import refuses
 
 INT8 = "xnnpack_pt2e_int8_static_per_channel"
 
@@ -101,7 +101,7 @@ def test_a_folder_that_is_used_as_a_whole_is_not_said(files: Path, tmp_path: Pat
 
 def test_an_empty_folder_is_refused_before_the_export(files: Path, tmp_path: Path) -> None:
     trained = ModelSource.of(nn.ReLU(), (torch.zeros(2),))  # whose export is refused
-    with pytest.raises(InputFileUnreadable, match=r"data has no \.npz file"):
+    with refuses("INPUT_FILE_UNREADABLE", match=r"data has no \.npz file"):
         gathered(tmp_path, trained, files)
 
 
@@ -134,7 +134,7 @@ def test_files_that_do_not_count_are_not_read(files: Path, tmp_path: Path, monke
     for place in range(3):
         write(files, f"{place}.npz", x=place, y=place)
     (files / "3.npz").write_bytes(b"not an npz")
-    with pytest.raises(InputFileUnreadable):
+    with refuses("INPUT_FILE_UNREADABLE"):
         gathered(tmp_path, inputs=files)
     size_bytes = gathered(tmp_path, inputs=files / "0.npz").spec.inputs["forward"].size_bytes
     monkeypatch.setattr(samples, "MAX_SAMPLES_BYTES", 2 * size_bytes)

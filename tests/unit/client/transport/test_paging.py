@@ -6,8 +6,9 @@ from itertools import count
 
 import pytest
 
-from etfarm.client.transport.paging import EndlessList, iterate_pages
+from etfarm.client.transport.paging import iterate_pages
 from etfarm.v1 import device_pb2
+from tests.support.refusals import refuses
 
 
 class Pages:
@@ -37,7 +38,7 @@ async def test_every_page_is_read_once() -> None:
 @pytest.mark.parametrize("tokens", [("a", "a"), ("a", "b", "a")])
 async def test_a_page_token_that_comes_again_ends_the_list(tokens: tuple[str, ...]) -> None:
     pages = Pages(*tokens)
-    with pytest.raises(EndlessList, match=r"farm:1 returned the same page token twice") as error:
+    with refuses("ENDLESS_LIST", match=r"farm:1 returned the same page token twice") as error:
         await _read(pages)
     assert error.value.reason == "ENDLESS_LIST"
     assert len(pages.requested) == len(tokens)
@@ -45,7 +46,7 @@ async def test_a_page_token_that_comes_again_ends_the_list(tokens: tuple[str, ..
 
 async def test_a_list_has_a_bounded_number_of_pages() -> None:
     pages = Pages(*(str(number) for number in range(1, 100)))
-    with pytest.raises(EndlessList, match="more than 10 pages"):
+    with refuses("ENDLESS_LIST", match="more than 10 pages"):
         await _read(pages)
     assert len(pages.requested) == 10
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from etfarm.client.submit.options import BadOption
 from etfarm.client.web.form_fields import Field, command_line, integer_of, number_of, pairs_of
 from etfarm.client.web.forms import Fields
 from etfarm.client.web.pages.submit import read_options
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.recipes import Recipe
+from tests.support.refusals import refuses
 
 
 def test_a_command_has_what_differs_from_its_defaults() -> None:
@@ -30,7 +30,7 @@ def test_a_command_has_what_differs_from_its_defaults() -> None:
 
 @pytest.mark.parametrize("text", ["x", "1e400", "nan", "-inf", "1e10"])
 def test_a_number_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(BadOption):
+    with refuses("BAD_OPTION"):
         number_of(Fields([("n", text)]), "n", "N")
 
 
@@ -38,9 +38,9 @@ def test_numbers_and_pairs_are_read() -> None:
     assert integer_of(Fields([("n", " 3 ")]), "n", "N") == 3
     assert integer_of(Fields(), "n", "N") is None
     assert pairs_of("a=b=c\n\nd = e", "Labels") == {"a": "b=c", "d": "e"}
-    with pytest.raises(BadOption):
+    with refuses("BAD_OPTION"):
         integer_of(Fields([("n", "1.5")]), "n", "N")
-    with pytest.raises(BadOption):
+    with refuses("BAD_OPTION"):
         pairs_of("a", "Labels")
 
 
@@ -55,5 +55,5 @@ def test_a_submission_is_read_and_never_names_a_file() -> None:
     for recipe in ("/etc/secret.toml", "nothing"):
         with pytest.raises(EtfarmError):
             read_options(Fields([("recipe", recipe)]))
-    with pytest.raises(BadOption):
+    with refuses("BAD_OPTION"):
         read_options(Fields())

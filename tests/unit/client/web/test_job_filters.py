@@ -8,8 +8,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from starlette.datastructures import QueryParams
 
-from etfarm.client.submit.options import BadOption
 from etfarm.client.web.job_filters import JobFilters
+from tests.support.refusals import refuses
 
 NOW = datetime(2026, 6, 1, 12, tzinfo=UTC)
 
@@ -52,6 +52,6 @@ def test_since_is_a_duration_or_a_time(text: str, start: datetime) -> None:
 
 @pytest.mark.parametrize("query", [{"since": "yesterday"}, {"since": "999999w"}, {"label": "team"}, {"label": "=x"}])
 def test_a_condition_that_cannot_be_read_says_what_to_write(query: dict[str, str]) -> None:
-    with pytest.raises(BadOption, match=next(iter(query))) as caught:
+    with refuses("BAD_OPTION", match=next(iter(query))) as caught:
         filters(**query).conditions(NOW)
     assert caught.value.remedy.startswith("Write for example")

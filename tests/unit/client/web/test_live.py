@@ -12,7 +12,8 @@ import pytest
 from etfarm.client.aio import AsyncFarm
 from etfarm.client.errors import EtfarmError, Kind, UserError
 from etfarm.client.web import live
-from etfarm.client.web.live import Feed, FeedEnded, Feeds, TooManyFeeds, Topic
+from etfarm.client.web.live import Feed, FeedEnded, Feeds, Topic
+from tests.support.refusals import refuses
 
 WAIT_S = 60.0
 
@@ -227,7 +228,7 @@ async def test_feeds_in_use_are_bounded_and_unused_ones_leave(monkeypatch: pytes
     first, second = await feeds.open(topic, "1"), await feeds.open(topic, "2")
     with first.listen(asyncio.Event()):
         with second.listen(asyncio.Event()):
-            with pytest.raises(TooManyFeeds):
+            with refuses("TOO_MANY_FEEDS"):
                 await feeds.open(topic, "3")
             assert await feeds.open(topic, "2") is second
         assert (await feeds.open(topic, "3")).items == {"a": "3"}

@@ -10,8 +10,9 @@ import pytest
 
 from etfarm.client.submit.prepared import PreparedModel
 from etfarm.client.web import uploads
-from etfarm.client.web.uploads import BadUpload, UploadFailed, UploadGone, Uploads, UploadStalled
+from etfarm.client.web.uploads import BadUpload, UploadGone, Uploads
 from etfarm.wire.errors import EtfarmError, UserError
+from tests.support.refusals import refuses
 
 
 @pytest.fixture
@@ -59,14 +60,14 @@ async def test_other_names_are_refused(stored: Uploads, name: str) -> None:
 
 async def test_all_files_together_are_bounded(stored: Uploads) -> None:
     await stored.store("ann", "token of ann", "x.pte", chunks(bytes(6_000)), accept)
-    with pytest.raises(UploadFailed):
+    with refuses("MODEL_FILE_NOT_STORED"):
         await stored.store("bob", "token of bob", "y.pte", chunks(bytes(6_000)), accept)
     await stored.store("bob", "token of bob", "y.pte", chunks(bytes(4_000)), accept)
 
 
 async def test_one_token_cannot_take_all_the_room(stored: Uploads) -> None:
     await stored.store("ann", "token of ann", "x.pte", chunks(bytes(6_000)), accept)
-    with pytest.raises(UploadFailed, match="one user's"):
+    with refuses("MODEL_FILE_NOT_STORED", match="one user's"):
         await stored.store("ann in another browser", "token of ann", "y.pte", chunks(bytes(3_000)), accept)
     await stored.store("bob", "token of bob", "z.pte", chunks(bytes(3_000)), accept)
 
@@ -83,9 +84,9 @@ async def test_files_that_arrive_at_the_same_time_count_together() -> None:
 
     first = asyncio.create_task(stored.store("ann", "token of ann", "x.pte", slowly(), accept))
     await arrived.wait()
-    with pytest.raises(UploadFailed, match="one user's"):
+    with refuses("MODEL_FILE_NOT_STORED", match="one user's"):
         await stored.store("ann", "token of ann", "y.pte", chunks(bytes(2 * mebibyte)), accept)
-    with pytest.raises(UploadFailed, match="all"):
+    with refuses("MODEL_FILE_NOT_STORED", match="all"):
         await stored.store("bob", "token of bob", "y.pte", chunks(bytes(3 * mebibyte)), accept)
     go_on.set()
     assert (await first).size_bytes == 2 * mebibyte
@@ -119,7 +120,7 @@ async def test_a_browser_that_stops_to_send_is_refused(stored: Uploads, monkeypa
         yield b"x"
         await asyncio.Event().wait()
 
-    with pytest.raises(UploadStalled):
+    with refuses("MODEL_FILE_STALLED"):
         await stored.store("ann", "token of ann", "x.pte", stalled(), accept)
 
 

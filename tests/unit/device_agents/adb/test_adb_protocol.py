@@ -16,6 +16,7 @@ from etfarm.device_agents.adb.errors import file_refusal
 from etfarm.device_agents.adb.link import length_of
 from etfarm.device_agents.adb.phones import phones_of
 from etfarm.device_agents.adb.shell import Output, split
+from tests.support.refusals import refuses
 
 SERIAL = st.text("abcXYZ019 .:-_()", min_size=1, max_size=40).map(str.strip).filter(lambda serial: serial != "")
 PACKETS = st.lists(st.tuples(st.integers(0, 5).filter(lambda kind: kind != 3), st.binary(max_size=300)), max_size=20)
@@ -150,7 +151,7 @@ def test_addresses_are_read_as_adb_writes_them(address: str, endpoint: Endpoint)
     "address", ["", "5037", "tcp:", "tcp:host:", "tcp:host:0", "tcp:host:65536", "tcp:host:²", "localfilesystem:", "usb:1"]
 )
 def test_another_address_is_refused_with_what_is_taken(address: str) -> None:
-    with pytest.raises(adb.AdbAddressMalformed, match="localfilesystem:PATH") as refused:
+    with refuses("ADB_ADDRESS_MALFORMED", match="localfilesystem:PATH") as refused:
         parse(address)
     assert refused.value.metadata == {"address": address}
 

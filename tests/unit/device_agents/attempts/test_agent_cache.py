@@ -18,7 +18,7 @@ import pytest
 
 from etfarm.device_agents.attempts.cache import DOWNLOADS, BundleUnusable, Cache
 from etfarm.device_agents.attempts.transfers import Transfers
-from etfarm.device_agents.errors import DiskFull, MalformedDigest
+from etfarm.device_agents.errors import DiskFull
 from etfarm.server.rpc.door.calls import MAX_UNREAD
 from etfarm.v1 import artifact_pb2, artifact_pb2_grpc, common_pb2
 from etfarm.wire import digest as digests
@@ -26,6 +26,7 @@ from etfarm.wire.bundles import BundledFile, BundleManifest
 from etfarm.wire.chunks import CorruptDownload, artifact_of
 from etfarm.wire.errors import DeviceError, Fault
 from tests.support.receivers import Answer, receiver, status
+from tests.support.refusals import refuses
 
 
 class Store(artifact_pb2_grpc.ArtifactServiceServicer):
@@ -254,7 +255,7 @@ async def test_an_artifact_that_is_not_there_is_not_asked_for_again(store: Store
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await lease.fetch(artifact_of(b"unknown"))
         assert refused.value.code() is grpc.StatusCode.NOT_FOUND
-        with pytest.raises(MalformedDigest):
+        with refuses("DIGEST_MALFORMED"):
             await lease.fetch(common_pb2.Artifact(digest="../../etc/passwd", size_bytes=1))
     assert len(store.asked) == 1
 

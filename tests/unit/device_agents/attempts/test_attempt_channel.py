@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import pytest
-
 from etfarm.device_agents.attempts.transfers import attempt_channel
 from etfarm.device_agents.config import AgentConfig
-from etfarm.device_agents.errors import TransferTimedOut
 from etfarm.v1.farm_pb2 import GetServerInfoRequest
 from etfarm.v1.farm_pb2_grpc import FarmServiceStub
 from tests.support.farm_servers import FarmServer, Site
+from tests.support.refusals import refuses
 
 
 async def test_a_server_that_proves_nothing_is_asked_again_until_the_farm_is_back(tmp_path: Path) -> None:
@@ -38,6 +36,6 @@ async def test_the_time_of_an_attempt_ends_as_that_of_a_transfer(tmp_path: Path)
     site = Site(tmp_path)
     async with FarmServer(site, token="etf_of-another").running() as address:
         config = AgentConfig(site.access(address), "board", tmp_path, retry_first_s=0.01, retry_last_s=0.05)
-        with pytest.raises(TransferTimedOut):
+        with refuses("TRANSFER_TIMED_OUT"):
             async with attempt_channel(config, 0.2, 60):
                 pass

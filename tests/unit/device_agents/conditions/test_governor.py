@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.device_agents.conditions.governor import Governors, GovernorUnknown
+from etfarm.device_agents.conditions.governor import Governors
+from tests.support.refusals import refuses
 
 POLICIES = "sys/devices/system/cpu/cpufreq"
 
@@ -168,12 +169,12 @@ def test_one_that_the_kernel_does_not_list_is_refused_at_the_start(tmp_path: Pat
     def check(wanted: str | None, *cpus: int) -> None:
         Governors(tmp_path / "kept", wanted, root).check(cpus or None)
 
-    with pytest.raises(GovernorUnknown) as refused:
+    with refuses("GOVERNOR_UNKNOWN") as refused:
         check("nosuch")
     assert str(refused.value) == (
         "The kernel has no governor 'nosuch' here. Give --governor one of performance, powersave, schedutil, userspace, or keep."
     )
-    with pytest.raises(GovernorUnknown, match="one of userspace, or keep"):
+    with refuses("GOVERNOR_UNKNOWN", match="one of userspace, or keep"):
         check("performance", 4, 5)
     for wanted, cpus in ((None, ()), ("performance", ()), ("performance", (0, 4)), ("userspace", (7,))):
         check(wanted, *cpus)

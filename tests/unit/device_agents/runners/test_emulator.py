@@ -18,11 +18,10 @@ from etfarm.device_agents import main
 from etfarm.device_agents.attempts.fetch import try_out
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.device import inventory
-from etfarm.device_agents.errors import RunnerDoesNotWork
 from etfarm.device_agents.native import build
 from etfarm.device_agents.native.toolchain import Compiler, ExecutorchMissing
 from etfarm.device_agents.runners.bundle import Bundle, open_folder, unpack
-from etfarm.device_agents.runners.emulator import CpuUnknown, Emulator, EmulatorMissing
+from etfarm.device_agents.runners.emulator import Emulator, EmulatorMissing
 from etfarm.device_agents.runners.errors import ProgramOutOfMemory
 from etfarm.device_agents.runners.generation import GenerateRequest
 from etfarm.device_agents.runners.native import NativeRunner
@@ -35,6 +34,7 @@ from etfarm.wire.bundles import MANIFEST_NAME, BundledFile, NotABundle, WrongArc
 from etfarm.wire.channel import Access
 from tests.support.emulation import ARCH, aarch64_archive, aarch64_wheel, need_compiler, need_emulator
 from tests.support.programs import program
+from tests.support.refusals import refuses
 from tests.support.runner import close, runner_bundle  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.slow(reason="builds the runner for Arm")
@@ -148,11 +148,11 @@ async def test_a_vision_language_model_generates_the_tokens_of_eager_pytorch(arm
 def test_an_unknown_processor_is_refused_with_those_there_are(tmp_path: Path) -> None:
     need_emulator()
     arguments = ["--emulate", ARCH, "--server", "127.0.0.1:1", "--data", str(tmp_path / "data")]
-    with pytest.raises(CpuUnknown, match=r"cannot emulate 'cortex-a99': unable to find CPU model") as refused:
+    with refuses("CPU_UNKNOWN", match=r"cannot emulate 'cortex-a99': unable to find CPU model") as refused:
         main.main([*arguments, "--cpu", "cortex-a99"])
     assert "cortex-a76, max" in refused.value.remedy
     assert not (tmp_path / "data").exists()
-    with pytest.raises(CpuUnknown, match="nosuch"):
+    with refuses("CPU_UNKNOWN", match="nosuch"):
         main.main([*arguments, "--cpu", "cortex-a76,nosuch=off"])
 
 
@@ -221,8 +221,8 @@ async def test_a_runner_that_a_signal_ends_at_its_first_use_is_reported_with_the
 ) -> None:
     killed = _compiled("#include <csignal>\nint main() { std::raise(SIGILL); }", tmp_path)
     bundle = _with(runner_bundle, tmp_path / "bundle", runner_bundle.manifest.arch, entry=killed)
-    with pytest.raises(
-        RunnerDoesNotWork, match=r"^The runner bundle abc for \w+ does not work on this device: .* by SIGILL"
+    with refuses(
+        "DEVICE_RUNNER_UNUSABLE", match=r"^The runner bundle abc for \w+ does not work on this device: .* by SIGILL"
     ) as reported:
         await try_out(bundle, "abc", machine(tmp_path, emulated=False), tmp_path)
     assert "etfarm bundle build" in reported.value.remedy
@@ -233,7 +233,7 @@ async def test_a_runner_that_the_kernel_refuses_is_reported_with_its_errno(
     tmp_path: Path,
 ) -> None:
     bundle = _with(runner_bundle, tmp_path / "bundle", runner_bundle.manifest.arch, loader=b"\x7fELF nonsense")
-    with pytest.raises(RunnerDoesNotWork, match=r"cannot be started: Exec format error \(ENOEXEC\)"):
+    with refuses("DEVICE_RUNNER_UNUSABLE", match=r"cannot be started: Exec format error \(ENOEXEC\)"):
         await try_out(bundle, "abc", machine(tmp_path, emulated=False), tmp_path)
 
 

@@ -23,6 +23,7 @@ from etfarm.device_agents.runners.remote import RemoteRunner
 from etfarm.wire.errors import Fault
 from tests.support.farm import wait_until
 from tests.support.programs import program
+from tests.support.refusals import refuses
 from tests.support.runner import (  # noqa: F401 - fixtures among them
     ENDLESS,
     QUICK,
@@ -189,6 +190,6 @@ async def test_a_runner_that_cannot_start_is_the_farms_fault(tmp_path: Path) -> 
 
 async def test_a_runner_that_is_killed_before_it_had_a_program_is_the_devices_fault(tmp_path: Path) -> None:
     async with NativeRunner.start(["/bin/sh", "-c", "read command; kill -KILL $$"], tmp_path) as runner:
-        with pytest.raises(errors.RunnerKilled, match="killed by SIGKILL at START, before it had a program") as killed:
+        with refuses("DEVICE_RUNNER_KILLED", match="killed by SIGKILL at START, before it had a program") as killed:
             await runner.hello()
     assert (killed.value.fault, killed.value.reason) == (Fault.DEVICE, "DEVICE_RUNNER_KILLED")

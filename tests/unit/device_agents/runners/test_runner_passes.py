@@ -18,6 +18,7 @@ from etfarm.device_agents.runners.process import Limits, LogLine
 from etfarm.device_agents.runners.protocol import MeasurePlan, Progress
 from etfarm.device_agents.runners.remote import RemoteRunner
 from tests.support.programs import program
+from tests.support.refusals import refuses
 from tests.support.runner import (  # noqa: F401 - fixtures among them
     ENDLESS,
     QUICK,
@@ -142,7 +143,7 @@ async def test_a_trace_is_repeatable(runner: RemoteRunner, tmp_path: Path) -> No
 
 async def test_a_full_disk_is_the_devices_fault(runner: RemoteRunner) -> None:
     await loaded(runner, program("add"), trace=True)
-    with pytest.raises(errors.DeviceStorageFailed, match="No space left on device"):
+    with refuses("DEVICE_STORAGE_FAILED", match="No space left on device"):
         await runner.trace(3, Path("/dev/full"))
 
 
@@ -151,7 +152,7 @@ async def test_a_debug_file_on_a_full_disk_is_the_devices_fault_and_the_runner_g
 ) -> None:
     await loaded(runner, program("add"), trace=True, debug=True)
     for etdump, dump in ((tmp_path / "debug.etdp", Path("/dev/full")), (Path("/dev/full"), tmp_path / "debug.bin")):
-        with pytest.raises(errors.DeviceStorageFailed, match="No space left on device"):
+        with refuses("DEVICE_STORAGE_FAILED", match="No space left on device"):
             await runner.debug(etdump, dump)
         await runner.load_method("forward", trace=True, debug=True)
     assert (await runner.debug(tmp_path / "debug.etdp", tmp_path / "debug.bin")).dump_bytes > 0
@@ -160,7 +161,7 @@ async def test_a_debug_file_on_a_full_disk_is_the_devices_fault_and_the_runner_g
 async def test_a_debug_file_gets_no_larger_than_it_may(runner: RemoteRunner, tmp_path: Path) -> None:
     await loaded(runner, program("add"), trace=True, debug=True)
     etdump, dump = tmp_path / "debug.etdp", tmp_path / "debug.bin"
-    with pytest.raises(errors.DeviceStorageFailed, match=r"the intermediate outputs take \d+ bytes, and there is room for 10\."):
+    with refuses("DEVICE_STORAGE_FAILED", match=r"the intermediate outputs take \d+ bytes, and there is room for 10\."):
         await runner.debug(etdump, dump, max_bytes=10)
     assert not dump.exists() or dump.stat().st_size <= 10
     await runner.load_method("forward", trace=True, debug=True)
@@ -194,7 +195,7 @@ async def cancelled(start: Start) -> float:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        with pytest.raises(errors.RunnerClosed):
+        with refuses("RUNNER_CLOSED"):
             await runner.run()
         await runner.close()
         took_s = time.monotonic() - began

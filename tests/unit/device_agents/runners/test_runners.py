@@ -16,6 +16,7 @@ from etfarm.device_agents.runners.remote import RemoteRunner
 from etfarm.wire import tensors
 from etfarm.wire.tensors import Scalar, Tensor
 from tests.support.programs import program
+from tests.support.refusals import refuses
 from tests.support.runner import (  # noqa: F401 - fixtures among them
     QUICK,
     Start,
@@ -152,7 +153,7 @@ async def test_threads_are_set_before_load_only(runner: RemoteRunner) -> None:
 
 async def test_cores_that_do_not_exist_are_the_callers_fault(runner: RemoteRunner) -> None:
     await runner.affinity(sorted(os.sched_getaffinity(0))[:1])
-    with pytest.raises(errors.CoresUnavailable, match=r"cannot bind to the cores \[1000\]"):
+    with refuses("CORES_UNAVAILABLE", match=r"cannot bind to the cores \[1000\]"):
         await runner.affinity([1000])
 
 
@@ -262,7 +263,7 @@ async def test_inputs_and_outputs_may_be_outside_of_the_memory_plan(runner: Remo
 async def test_what_the_python_binding_lacks_is_refused_by_name(tmp_path: Path) -> None:
     split, int8 = program("split"), program("int8")
     async with PythonRunner.start(tmp_path) as runner:
-        with pytest.raises(errors.RunnerLacks, match="takes one data file, and the program has 2"):
+        with refuses("RUNNER_LACKS", match="takes one data file, and the program has 2"):
             await runner.load(split.path, split.data)
         await runner.load(int8.path)
         with pytest.raises(errors.OperatorMissing, match=r"quantized_decomposed::quantize_per_tensor\.out"):

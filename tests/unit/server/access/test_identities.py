@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from etfarm.server.access import identities
-from etfarm.server.access.identities import AgentNotFound, AgentNotYours, AgentUnbound, Identities, Identity, TooManyAgents
+from etfarm.server.access.identities import AgentNotYours, Identities, Identity
 from etfarm.server.state.engine import Database
 from etfarm.v1.common_pb2 import Principal, Role
 from tests.support.databases import new_database
 from tests.support.golden import Golden
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -54,7 +55,7 @@ async def test_an_identity_from_before_bindings_is_bound_by_an_admin_and_not_by_
 ) -> None:
     farm = of(database, "old")
     for _ in range(2):
-        with pytest.raises(AgentUnbound) as refused:
+        with refuses("AGENT_UNBOUND") as refused:
             await farm.admit("old", DESK)
         golden.check(refused.value)
     assert farm.list({"old": []}) == [Identity("old", "", "desk")]
@@ -82,7 +83,7 @@ async def test_an_admin_connects_as_any_agent_and_binds_none(database: Database)
 
 
 async def test_nothing_is_bound_to_an_agent_that_never_was(database: Database) -> None:
-    with pytest.raises(AgentNotFound):
+    with refuses("AGENT_NOT_FOUND"):
         await of(database).bind("typo", "rack", by="root")
 
 
@@ -90,7 +91,7 @@ async def test_refusals_are_remembered_within_bounds(database: Database, monkeyp
     monkeypatch.setattr(identities, "MAX_REFUSED", 3)
     farm = of(database, *map(str, range(10)))
     for number in range(10):
-        with pytest.raises(AgentUnbound):
+        with refuses("AGENT_UNBOUND"):
             await farm.admit(str(number), DESK)
     assert [identity.agent_id for identity in farm.list({})] == ["7", "8", "9"]
 
@@ -109,7 +110,7 @@ async def test_one_token_claims_a_bounded_number_of_identities(
     farm = of(database)
     for agent_id in ("a1", "a2", "a1"):
         await farm.admit(agent_id, RACK)
-    with pytest.raises(TooManyAgents) as refused:
+    with refuses("TOO_MANY_AGENTS") as refused:
         await farm.admit("a3", RACK)
     golden.check(refused.value)
     await farm.admit("a3", DESK)

@@ -9,11 +9,6 @@ from pathlib import Path
 import pytest
 
 from etfarm.server.access.projects import (
-    BadProject,
-    MemberNotFound,
-    ProjectAmbiguous,
-    ProjectExists,
-    ProjectNotFound,
     Projects,
     require_active,
 )
@@ -24,6 +19,7 @@ from etfarm.v1.common_pb2 import ROLE_ADMIN, ROLE_AGENT, ROLE_USER, ROLE_VIEWER,
 from etfarm.wire.errors import Kind
 from tests.support.databases import new_database
 from tests.support.golden import Golden
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -68,7 +64,7 @@ async def test_the_active_project_is_what_is_named_else_the_only_one_else_defaul
     assert seen(projects, "bob", requested="audio") == (["audio", "default", "vision"], "audio")
     assert seen(projects, "ann") == (["audio", "vision"], "")
     assert seen(projects, "ann", requested="vision") == (["audio", "vision"], "vision")
-    with pytest.raises(ProjectAmbiguous) as refused:
+    with refuses("PROJECT_AMBIGUOUS") as refused:
         require_active(projects.resolve(Principal(name="ann", role=ROLE_USER)))
     golden.check(refused.value)
     assert refused.value.kind is Kind.FAILED_PRECONDITION
@@ -80,7 +76,7 @@ async def test_another_project_is_refused_in_the_words_of_one_that_does_not_exis
     sentences = []
     for requested in ("vision", "nothing", "default"):
         name = "bob" if requested != "default" else "ann"
-        with pytest.raises(ProjectNotFound) as refused:
+        with refuses("PROJECT_NOT_FOUND") as refused:
             seen(projects, name, requested=requested)
         sentences.append(str(refused.value).replace(requested, "X"))
     assert len(set(sentences)) == 1
@@ -90,7 +86,7 @@ async def test_an_admin_names_any_project_that_exists_and_an_agent_has_none(proj
     await projects.create("vision", [], None, by="root")
     assert seen(projects, "root", ROLE_ADMIN) == ([], "default")
     assert seen(projects, "root", ROLE_ADMIN, "vision") == ([], "vision")
-    with pytest.raises(ProjectNotFound):
+    with refuses("PROJECT_NOT_FOUND"):
         seen(projects, "root", ROLE_ADMIN, "nothing")
     await projects.add_member("vision", "pi")
     assert seen(projects, "pi", ROLE_AGENT) == seen(projects, "pi", ROLE_AGENT, "nothing") == ([], "")
@@ -121,33 +117,33 @@ async def test_projects_and_members_are_there_after_a_restart(database: Database
 
 @pytest.mark.parametrize("name", ["", "Vision", "a" * 65, "-a", "a b", "agent:pi", "vision/../x", "farm", "é", "a\n", ".hidden"])
 async def test_an_invalid_or_taken_project_name_is_refused(projects: Projects, name: str) -> None:
-    with pytest.raises(BadProject):
+    with refuses("BAD_PROJECT"):
         await projects.create(name, [], None, by="root")
     assert projects.names() == ["default"]
 
 
 @pytest.mark.parametrize("member", ["", "a b", "a" * 201, "a\x00b", "tab\t"])
 async def test_a_member_that_no_token_can_be_of_is_refused_and_nothing_is_made(projects: Projects, member: str) -> None:
-    with pytest.raises(BadProject):
+    with refuses("BAD_PROJECT"):
         await projects.create("vision", ["ann", member], None, by="root")
     assert projects.names() == ["default"]
-    with pytest.raises(BadProject):
+    with refuses("BAD_PROJECT"):
         await projects.add_member("default", member)
 
 
 async def test_changes_of_what_is_not_there_are_refused(projects: Projects) -> None:
     await projects.create("vision", ["ann"], None, by="root")
-    with pytest.raises(ProjectExists):
+    with refuses("PROJECT_EXISTS"):
         await projects.create("vision", ["bob"], None, by="root")
-    with pytest.raises(ProjectExists):
+    with refuses("PROJECT_EXISTS"):
         await projects.create("default", [], None, by="root")
     for change in (projects.add_member("x", "ann"), projects.remove_member("x", "ann"), projects.update("x", 1)):
-        with pytest.raises(ProjectNotFound):
+        with refuses("PROJECT_NOT_FOUND"):
             await change
-    with pytest.raises(MemberNotFound):
+    with refuses("MEMBER_NOT_FOUND"):
         await projects.remove_member("vision", "bob")
     for limit in (-1, 1 << 63):
-        with pytest.raises(BadProject):
+        with refuses("BAD_PROJECT"):
             await projects.update("vision", limit)
     assert (await projects.get("vision")).members == ("ann",)
 

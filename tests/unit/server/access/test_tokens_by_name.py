@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.server.access.tokens import TokenAmbiguous, TokenNotFound, TokenTable, key_of
+from etfarm.server.access.tokens import TokenTable, key_of
 from etfarm.v1.common_pb2 import ROLE_AGENT, ROLE_USER
 from tests.support.databases import new_database
 from tests.support.golden import Golden
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -52,7 +53,7 @@ async def test_tokens_that_are_of_no_use_do_not_make_a_name_ambiguous(tokens: To
 
 async def test_a_name_with_several_usable_tokens_is_refused_with_their_ids(tokens: TokenTable) -> None:
     created = [(await tokens.create("bob", ROLE_USER, by="root"))[0] for _ in range(2)]
-    with pytest.raises(TokenAmbiguous) as refused:
+    with refuses("TOKEN_AMBIGUOUS") as refused:
         await tokens.revoke("bob")
     assert sorted(token.id for token in created) == str(refused.value.metadata["tokens"]).split()
     assert all(token.id in refused.value.message for token in created)
@@ -61,6 +62,6 @@ async def test_a_name_with_several_usable_tokens_is_refused_with_their_ids(token
 
 
 async def test_a_name_without_a_usable_token_is_refused(golden: Golden, tokens: TokenTable) -> None:
-    with pytest.raises(TokenNotFound) as refused:
+    with refuses("TOKEN_NOT_FOUND") as refused:
         await tokens.revoke("no-one")
     golden.check(refused.value)

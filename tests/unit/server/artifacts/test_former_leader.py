@@ -11,10 +11,11 @@ import pytest
 
 from etfarm.server.artifacts.file_blobs import FileBlobs
 from etfarm.server.artifacts.store import Store
-from etfarm.server.cluster.errors import Fenced
 from etfarm.server.state.engine import Database
 from etfarm.wire.chunks import artifact_of
+from etfarm.wire.errors import error_for
 from tests.support.databases import Refusal, new_database
+from tests.support.refusals import refuses
 from tests.support.stores import Stores
 
 DATA = os.urandom(10_000)
@@ -32,7 +33,9 @@ class Two:
 
     def take_lead(self) -> None:
         """Let the database refuse what the former leader writes, as its fence does."""
-        self.database.guard = Refusal(Fenced("This server no longer leads the farm, so it changes nothing.", "Try again."))
+        self.database.guard = Refusal(
+            error_for("FENCED", "This server no longer leads the farm, so it changes nothing.", "Try again.")
+        )
 
     async def read(self) -> bytes:
         """Return the artifact's bytes from where they are stored, not from a copy."""
@@ -59,7 +62,7 @@ async def two(tmp_path: Path, stores: Stores) -> AsyncIterator[Two]:
 async def test_a_removal_that_the_database_refuses_deletes_nothing(two: Two) -> None:
     await two.former.put(DATA, "ann")
     two.take_lead()
-    with pytest.raises(Fenced):
+    with refuses("FENCED"):
         await two.former.remove([DIGEST], unused_since_s=two.former.uses.clock() + 1)
     assert await two.leader.absent([DIGEST]) == []
     assert await two.read() == DATA
@@ -75,7 +78,7 @@ async def test_what_is_stored_again_after_the_rows_were_deleted_stays(two: Two) 
     if isinstance(two.former.blobs, FileBlobs):  # the file that was withdrawn is another one
         await two.former.blobs.delete([DIGEST])
     else:
-        with pytest.raises(Fenced):
+        with refuses("FENCED"):
             await two.former.blobs.delete([DIGEST])
     assert await two.leader.absent([DIGEST]) == []
     assert await two.read() == DATA

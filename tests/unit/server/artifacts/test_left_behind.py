@@ -13,11 +13,11 @@ from etfarm.server.artifacts.left_behind import require_known
 from etfarm.server.artifacts.s3.blobs import key_of
 from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.bootstrap import main
-from etfarm.server.state.damage import DatabaseLost
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.databases import create_database
 from tests.support.databases import new_postgres as new_postgres
 from tests.support.databases import postgres_databases as postgres_databases
+from tests.support.refusals import refuses
 from tests.support.s3 import S3Server, environment_of
 
 WAIT_S = 60.0
@@ -34,7 +34,7 @@ def test_an_empty_database_beside_artifacts_is_refused_and_the_farms_own_is_not(
         url = create()
     require_known(tmp_path, path, url, WAIT_S)  # a new farm
     blob = write_blob(tmp_path, b"of the farm")
-    with pytest.raises(DatabaseLost, match="--begin-empty") as refused:
+    with refuses("DATABASE_LOST", match="--begin-empty") as refused:
         require_known(tmp_path, path, url, WAIT_S)
     assert str(tmp_path / ARTIFACTS) in refused.value.message
     assert not path.exists(), "nothing is created"
@@ -51,7 +51,7 @@ def test_objects_of_a_bucket_count_as_well(tmp_path: Path, s3_server: S3Server) 
     location = s3_server.new_location()
     require_known(tmp_path, tmp_path / "farm.sqlite", None, WAIT_S, location)
     asyncio.run(Bucket(location).put(key_of("ab" * 32), b"of the farm"))
-    with pytest.raises(DatabaseLost) as refused:
+    with refuses("DATABASE_LOST") as refused:
         require_known(tmp_path, tmp_path / "farm.sqlite", None, WAIT_S, location)
     assert location.place in refused.value.message
 
@@ -65,7 +65,7 @@ def test_the_first_token_is_refused_beside_a_bucket_of_a_farm(
         monkeypatch.setenv(name, value)
     config = tmp_path / "farm.toml"
     config.write_text(f'blobs = "{location.url}"\n')
-    with pytest.raises(DatabaseLost) as refused:
+    with refuses("DATABASE_LOST") as refused:
         main(["ann", "--config", str(config), "--data", str(data)])
     assert location.place in refused.value.message
     assert not (data / "farm.sqlite").exists()

@@ -18,7 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from sqlalchemy import Connection, text, update
 
-from etfarm.server.artifacts.errors import ArtifactDamaged, ArtifactNotFound, DigestMismatch, QuotaExceeded, UploadInProgress
+from etfarm.server.artifacts.errors import ArtifactDamaged, ArtifactNotFound, QuotaExceeded
 from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.room import Room
 from etfarm.server.artifacts.store import DiskFull, Store
@@ -31,6 +31,7 @@ from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import EtfarmError
 from tests.support.databases import new_database
 from tests.support.golden import Golden
+from tests.support.refusals import refuses
 from tests.support.stores import Stores, damage
 
 pytestmark = pytest.mark.usefixtures("each_database")
@@ -184,7 +185,7 @@ async def play(store: Store, steps: list[Step], number: int) -> set[str]:
             held.add(key)
             ends.add("complete")
         else:
-            with pytest.raises(DigestMismatch):
+            with refuses("DIGEST_MISMATCH"):
                 await upload
             del sent[key]
             ends.add("damaged")
@@ -453,7 +454,7 @@ async def test_one_holder_s_two_streams_of_an_upload_still_wait_for_each_other(t
         first = asyncio.create_task(store.receive(artifact_of(DATA), halting(), "vision", "ann"))
         async with asyncio.timeout(WAIT_S):
             await reached.wait()
-            with pytest.raises(UploadInProgress):
+            with refuses("UPLOAD_IN_PROGRESS"):
                 await send(store, DATA)
             assert await send(store, DATA, "audio")
             going_on.set()

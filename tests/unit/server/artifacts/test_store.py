@@ -19,11 +19,8 @@ from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.store import (
     ArtifactNotFound,
     BadUpload,
-    ChunkOutOfPlace,
-    DigestMismatch,
     DiskFull,
     Store,
-    UploadInProgress,
 )  # fmt: skip
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
@@ -33,6 +30,7 @@ from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import EtfarmError, Fault, Kind
 from tests.support.databases import new_database
 from tests.support.golden import Golden
+from tests.support.refusals import refuses
 from tests.support.stores import Stores
 
 pytestmark = pytest.mark.usefixtures("each_database")
@@ -114,7 +112,7 @@ async def test_a_stream_that_breaks_keeps_what_came(store: Store) -> None:
 @pytest.mark.parametrize("offset", [0, 99, 101])
 async def test_a_chunk_out_of_place_is_refused_and_what_is_committed_stays(golden: Golden, store: Store, offset: int) -> None:
     await send(store, DATA[:100])
-    with pytest.raises(ChunkOutOfPlace) as refused:
+    with refuses("CHUNK_OUT_OF_PLACE") as refused:
         await send(store, DATA[100:], offset=offset)
     golden.check(refused.value)
     assert refused.value.kind is Kind.OUT_OF_RANGE
@@ -124,7 +122,7 @@ async def test_a_chunk_out_of_place_is_refused_and_what_is_committed_stays(golde
 
 
 async def test_other_bytes_of_the_same_size_are_discarded(golden: Golden, store: Store) -> None:
-    with pytest.raises(DigestMismatch) as refused:
+    with refuses("DIGEST_MISMATCH") as refused:
         await send(store, DATA[::-1])
     golden.check(refused.value)
     assert refused.value.kind is Kind.DATA_LOSS
@@ -137,7 +135,7 @@ async def test_a_part_that_rotted_on_the_disk_is_found_out(store: Store, tmp_pat
     await send(store, DATA[:100])
     (part,) = (tmp_path / "artifacts" / "uploads").iterdir()
     part.write_bytes(bytes(100))
-    with pytest.raises(DigestMismatch):
+    with refuses("DIGEST_MISMATCH"):
         await send(store, DATA[100:], offset=100)
 
 
@@ -149,7 +147,7 @@ async def test_more_bytes_than_announced_are_refused(store: Store) -> None:
 
 async def test_a_size_that_is_not_the_digests_is_not_stored(store: Store) -> None:
     artifact = Artifact(digest=artifact_of(DATA).digest, size_bytes=100)
-    with pytest.raises(DigestMismatch):
+    with refuses("DIGEST_MISMATCH"):
         await send(store, DATA[:100], artifact=artifact)
     assert not await store.has(artifact.digest)
 
@@ -176,7 +174,7 @@ async def test_two_streams_of_one_upload_do_not_mix(store: Store) -> None:
     first = asyncio.create_task(store.receive(artifact_of(DATA), gate.chunks(), "vision", "ann"))
     async with asyncio.timeout(WAIT_S):
         await gate.reached.wait()
-        with pytest.raises(UploadInProgress) as refused:
+        with refuses("UPLOAD_IN_PROGRESS") as refused:
             await send(store)
         assert refused.value.kind is Kind.ABORTED
         gate.opened.set()
@@ -215,7 +213,7 @@ async def test_a_chunk_that_is_being_written_is_finished_before_its_stream_ends(
         sending.cancel()
         _, pending = await asyncio.wait([sending], timeout=0.05)
         assert pending, "the stream has ended and its file is closed while the thread writes"
-        with pytest.raises(UploadInProgress):
+        with refuses("UPLOAD_IN_PROGRESS"):
             await send(store)
         gate.set()
         with pytest.raises(asyncio.CancelledError):
@@ -372,7 +370,7 @@ async def test_an_uploader_of_all_bytes_becomes_a_holder(store: Store, database:
 
 async def test_the_wrong_bytes_of_what_another_holds_leave_it_as_it_is(store: Store) -> None:
     await send(store)
-    with pytest.raises(DigestMismatch):
+    with refuses("DIGEST_MISMATCH"):
         await store.receive(artifact_of(DATA), chunked(DATA[::-1], []), "audio", "bob")
     assert await read(store, artifact_of(DATA).digest) == DATA
     assert not await store.is_held(artifact_of(DATA).digest, ["audio"])

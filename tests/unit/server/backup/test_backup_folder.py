@@ -11,11 +11,12 @@ import pytest
 
 from etfarm.server.artifacts.blobs import write_blob
 from etfarm.server.backup.backup import back_up
-from etfarm.server.backup.errors import BackupDamaged, BackupRefused
+from etfarm.server.backup.errors import BackupDamaged
 from etfarm.server.backup.manifest import read
 from etfarm.server.backup.restore import restore
 from etfarm.server.state.sqlite import SqliteDatabase
 from etfarm.wire import digest as digests
+from tests.support.refusals import refuses
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def test_a_folder_with_files_that_no_backup_writes_is_refused(data: Path, tmp_pa
     target = tmp_path / "target"
     blob = write_blob(target, b"of another farm").digest
     (target / name).touch()
-    with pytest.raises(BackupRefused, match=name):
+    with refuses("BACKUP_REFUSED", match=name):
         back_up(data, target)
     assert (target / name).exists() and (target / "artifacts" / "blobs" / blob[:2] / blob).exists()
 

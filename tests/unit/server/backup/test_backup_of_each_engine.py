@@ -18,7 +18,7 @@ from etfarm.server.artifacts.s3.errors import BlobsUnusable
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.backup.backup import back_up
 from etfarm.server.backup.commands import restore_main
-from etfarm.server.backup.errors import BackupDamaged, BackupRefused
+from etfarm.server.backup.errors import BackupDamaged
 from etfarm.server.backup.restore import restore
 from etfarm.server.cluster.errors import ServersRunning
 from etfarm.server.migrate.migration import Migration, Place
@@ -29,9 +29,9 @@ from etfarm.server.state.folder import RESTORING, RestoreUnfinished, require_res
 from etfarm.server.state.identity import farm_id
 from etfarm.server.state.revisions import HEAD
 from etfarm.server.transfer.database import FarmDatabase
-from etfarm.server.transfer.errors import OtherVersion, TargetNotEmpty
 from tests.support.full_farm import blobs_of, committed, contents, new_farm
 from tests.support.leases import begin_to_lead, claim, end_in_order, try_to_lead
+from tests.support.refusals import refuses
 from tests.support.s3 import S3Server, environment_of
 
 LOCAL = Place(None, None)
@@ -126,7 +126,7 @@ def test_a_trial_is_not_restored_to_the_folder_of_the_farm(
     restore(tmp_path / "backup", tmp_path / "trial", blobs=other)  # it continues, with another folder as the remedy says
     # That of an earlier release, which claimed none.
     asyncio.run(Bucket(there).delete(OWNER))
-    with pytest.raises(TargetNotEmpty):
+    with refuses("TARGET_NOT_EMPTY"):
         restore(tmp_path / "backup", tmp_path / "second trial", blobs=there)
     restore(tmp_path / "backup", tmp_path / "again", blobs=there, keep_identity=True)
     assert objects_of(there) == before
@@ -259,7 +259,7 @@ def test_a_restore_overwrites_no_other_farm(farm: FarmDatabase, new_place: Calla
     back_up(farm.path.parent, tmp_path / "backup")
     move(new_farm(tmp_path / "other"), Place(target.database, None))
     before = contents(FarmDatabase(farm.path, target.database))
-    with pytest.raises(TargetNotEmpty, match="is not empty"):
+    with refuses("TARGET_NOT_EMPTY", match="is not empty"):
         restore(tmp_path / "backup", tmp_path / "restored", database=target.database, keep_identity=True)
     assert contents(FarmDatabase(farm.path, target.database)) == before
 
@@ -273,7 +273,7 @@ def test_a_restore_that_was_killed_late_continues_at_its_own_database_only(
     restore(tmp_path / "backup", data, database=target.database, keep_identity=True)
     # What a restore leaves that is killed before its last step.
     (data / RESTORING).write_text(f"{done.manifest.database_sha256} copied to {target.database}")
-    with pytest.raises(TargetNotEmpty, match="is not empty"):
+    with refuses("TARGET_NOT_EMPTY", match="is not empty"):
         restore(tmp_path / "backup", data, database=other.database, keep_identity=True)
     with pytest.raises(RestoreUnfinished):
         require_restored(data)
@@ -286,10 +286,10 @@ def test_a_backup_says_which_options_are_missing(farm: FarmDatabase, new_place: 
     there = new_place()
     move(farm, there)
     farm.path.with_name("farm.sqlite.moved").unlink()
-    with pytest.raises(BackupRefused, match="has a PostgreSQL database") as refused:
+    with refuses("BACKUP_REFUSED", match="has a PostgreSQL database") as refused:
         back_up(farm.path.parent, tmp_path / "backup")
     assert "--database" in refused.value.remedy
-    with pytest.raises(BackupRefused, match="in a bucket"):
+    with refuses("BACKUP_REFUSED", match="in a bucket"):
         back_up(farm.path.parent, tmp_path / "backup", database=there.database)
 
 
@@ -301,7 +301,7 @@ def test_a_server_of_another_version_is_backed_up_by_its_own(
     move(farm, Place(there.database, None))
     with committed(FarmDatabase(farm.path, there.database)) as connection:
         connection.exec_driver_sql(f"UPDATE alembic_version SET version_num = '{revision}'")
-    with pytest.raises(OtherVersion, match=f"revision {revision}, this etfarm copies revision {HEAD}"):
+    with refuses("OTHER_VERSION", match=f"revision {revision}, this etfarm copies revision {HEAD}"):
         back_up(farm.path.parent, tmp_path / "backup", database=there.database)
 
 
@@ -342,7 +342,7 @@ def test_an_interrupted_restore_does_not_continue_with_other_options(
         require_restored(data)
     assert [f"--{name.replace('_', '-')}" in unfinished.value.remedy for name in options] == [True] * len(options)
     other = options | {"keep_identity": not options.get("keep_identity", False)}
-    with pytest.raises(BackupRefused, match="interrupted restore with"):
+    with refuses("BACKUP_REFUSED", match="interrupted restore with"):
         restore(backup, data, **other)
     restore(backup, data, **options)
     require_restored(data)

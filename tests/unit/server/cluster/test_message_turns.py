@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
-import pytest
-
-from etfarm.server.cluster.errors import MessageOverdue
 from etfarm.server.cluster.turns import ALL, AT_ONCE, SLOW, Turns
+from tests.support.refusals import refuses
 
 LONG_S = 3600.0
 """Longer than the test."""
@@ -97,6 +95,6 @@ async def test_an_account_with_many_addresses_leaves_turns_to_others() -> None:
 
 async def test_a_message_that_does_not_arrive_is_given_up() -> None:
     turns = Turns(LONG_S, limit_s=0.0)
-    with pytest.raises(MessageOverdue):
+    with refuses("MESSAGE_OVERDUE"):
         async with turns.take("a"):
             await asyncio.Event().wait()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from etfarm.server.compile.recipe_catalog import RecipeUnavailable, UnknownStage
+from etfarm.server.compile.recipe_catalog import RecipeUnavailable
 from etfarm.wire import recipes
-from etfarm.wire.recipes import UnknownRecipe
 from tests.support.compiling_children import LOWERED, QUANTIZED, World, error_of, stage_names
+from tests.support.refusals import refuses
 
 
 async def test_a_recipe_with_missing_tools_is_refused_by_name(world: World) -> None:
@@ -26,11 +26,11 @@ async def test_a_recipe_without_requirements_does_not_list_recipes_first(world: 
 
 
 async def test_an_unknown_plug_in_is_refused_with_the_installed_ones(world: World) -> None:
-    with pytest.raises(UnknownRecipe, match=r"acme\.plain"):
+    with refuses("UNKNOWN_RECIPE", match=r"acme\.plain"):
         await world.compiler.check(recipes.parse("acme.plane"))
     await world.compiler.check(recipes.parse("acme.plain"))
     replaced = recipes.from_toml('recipe = "portable"\n[replace]\nTO_EXECUTORCH = "acme.stage"\n')
-    with pytest.raises(UnknownStage, match=r"acme\.stage"):
+    with refuses("UNKNOWN_STAGE", match=r"acme\.stage"):
         await world.compiler.check(replaced)
 
 

@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.server.artifacts.store import ArtifactMissing, Store
-from etfarm.server.devices.bundles import BundleMissing, Bundles
+from etfarm.server.artifacts.store import Store
+from etfarm.server.devices.bundles import Bundles
 from etfarm.server.state.engine import Database
 from etfarm.wire.bundles import NotABundle
 from etfarm.wire.errors import FarmError, Kind
 from tests.support.databases import new_database
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -114,7 +115,7 @@ async def test_a_bundle_whose_bytes_are_gone_is_not_offered(world: World) -> Non
 
 
 async def test_a_bundle_that_is_not_stored_is_to_be_uploaded_first(world: World) -> None:
-    with pytest.raises(ArtifactMissing) as refused:
+    with refuses("ARTIFACT_MISSING") as refused:
         await world.bundles.add("a" * 64)
     assert refused.value.kind is Kind.FAILED_PRECONDITION
 
@@ -163,7 +164,7 @@ async def test_what_a_killed_servers_build_left_is_deleted_at_the_next_start(wor
 
 
 async def test_a_demand_for_another_architecture_says_how_to_make_one(world: World) -> None:
-    with pytest.raises(BundleMissing, match="bundle build --arch riscv64"):
+    with refuses("BUNDLE_MISSING", match="bundle build --arch riscv64"):
         await world.bundles.demand("riscv64")
 
 

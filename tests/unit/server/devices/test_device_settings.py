@@ -11,7 +11,7 @@ import pytest
 
 from etfarm.server.artifacts.store import Store
 from etfarm.server.devices.bundles import Bundles
-from etfarm.server.devices.errors import BadLabel, DeviceNotFound
+from etfarm.server.devices.errors import DeviceNotFound
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import AgentSession
@@ -20,6 +20,7 @@ from etfarm.v1.agent_pb2 import Hello
 from etfarm.v1.device_pb2 import Device, DeviceDrain, DeviceState
 from etfarm.wire import selectors
 from tests.support.databases import new_database
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -92,7 +93,7 @@ async def test_labels_take_precedence_over_the_agents_and_stay(world: World) -> 
 async def test_a_label_that_is_not_valid_changes_nothing(world: World, labels: dict[str, str], removed: list[str]) -> None:
     await world.connect(rack="1")
     changes = world.changes
-    with pytest.raises(BadLabel):
+    with refuses("BAD_LABEL"):
         await world.registry.label("pi", labels, removed)
     assert (world.labels, world.changes) == ({"rack": "1"}, changes)
 
@@ -100,7 +101,7 @@ async def test_a_label_that_is_not_valid_changes_nothing(world: World, labels: d
 async def test_a_device_has_a_limited_number_of_labels(world: World) -> None:
     await world.connect(rack="1")
     await world.registry.label("pi", {f"k{index}": "" for index in range(MAX_LABELS - 1)}, [])
-    with pytest.raises(BadLabel, match="more than 64"):
+    with refuses("BAD_LABEL", match="more than 64"):
         await world.registry.label("pi", {"another": ""}, [])
     await world.registry.label("pi", {"another": ""}, ["k0"])
     assert len(world.labels) == MAX_LABELS

@@ -16,14 +16,11 @@ from etfarm.server.artifacts.store import Store
 from etfarm.server.devices import reservations
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.errors import (
-    BadReservation,
-    DeviceNotReserved,
-    DevicesUnavailable,
     ReservationEnded,
     ReservationNotFound,
 )
 from etfarm.server.devices.registry import Registry
-from etfarm.server.devices.reservations import Holder, Request, Reservations, TooManyReservations
+from etfarm.server.devices.reservations import Holder, Request, Reservations
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.scheduling.waiting import Waiting
 from etfarm.server.devices.selection import NoSuchDevice
@@ -35,6 +32,7 @@ from etfarm.v1.agent_pb2 import Hello
 from etfarm.v1.device_pb2 import Device, DeviceHealth, HealthState, Reservation
 from etfarm.wire import selectors
 from tests.support.databases import new_database
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -107,7 +105,7 @@ async def test_devices_are_reserved_all_or_none(world: World) -> None:
     assert world.changes[-1] == ["a", "b"]
     shown = world.registry.get("b").reservation
     assert (shown.id, shown.device_id, shown.owner, shown.reason, list(shown.device_ids)) == ("r1", "b", "ann", "a demo", [])
-    with pytest.raises(DevicesUnavailable) as refused:
+    with refuses("DEVICES_UNAVAILABLE") as refused:
         await world.reserve("", count=2)
     assert refused.value.message == (
         "3 devices match '', 1 can be reserved now, and 2 are wanted: "
@@ -139,7 +137,7 @@ def test_devices_that_cannot_be_used_are_not_reserved() -> None:
         board("c", state=1, health=DeviceHealth(state=HealthState.HEALTH_STATE_QUARANTINED)),
         board("d", state=5),
     ]
-    with pytest.raises(DevicesUnavailable) as refused:
+    with refuses("DEVICES_UNAVAILABLE") as refused:
         reservations.choose(devices, 1, "arch=aarch64")
     assert refused.value.message.endswith(
         "0 can be reserved now, and 1 is wanted: board-a is offline; board-b is drained: new battery; "
@@ -150,7 +148,7 @@ def test_devices_that_cannot_be_used_are_not_reserved() -> None:
 @pytest.mark.parametrize(("seconds", "count"), [(0.5, 1), (3601, 1), (60, 0), (60, 1001), (60, -1), (float("nan"), 1)])
 async def test_durations_and_counts_have_bounds(world: World, seconds: float, count: int) -> None:
     await world.connect(board("a"))
-    with pytest.raises(BadReservation):
+    with refuses("BAD_RESERVATION"):
         await world.reserve("", seconds, count=count)
     assert world.registry.get("a").reservation.id == ""
 
@@ -166,7 +164,7 @@ async def test_an_owner_has_a_limited_number_of_reservations(world: World, monke
     monkeypatch.setattr(reservations, "MAX_OF_OWNER", 1)
     await world.connect(board("a"), board("b"), board("c"))
     await world.reserve()
-    with pytest.raises(TooManyReservations):
+    with refuses("QUOTA_EXCEEDED"):
         await world.reserve()
     await world.reserve(owner="bob")
 
@@ -179,7 +177,7 @@ async def test_renewals_extend_and_expiry_releases(world: World) -> None:
     assert renewed.expire_time.ToDatetime(UTC) == NOON + timedelta(seconds=110)
     longer = await world.reservations.renew(reserved.id, 600, ADMIN)
     assert longer.expire_time.ToDatetime(UTC) == NOON + timedelta(seconds=650)
-    with pytest.raises(BadReservation):
+    with refuses("BAD_RESERVATION"):
         await world.reservations.renew(reserved.id, 3601, ANN)
     world.time = NOON + timedelta(seconds=650)
     assert not world.registry.get("a").HasField("reservation"), "it has ended, also before anyone has noticed"
@@ -213,7 +211,7 @@ async def test_other_projects_see_until_when_a_device_is_reserved_and_no_more(wo
     theirs = world.registry.get("a", BOB.scope).reservation
     names = {field.name for field, _ in theirs.ListFields()}
     assert names == {"device_id", "create_time", "expire_time", "duration_s"} and theirs.device_id == "a"
-    with pytest.raises(DevicesUnavailable) as refused:
+    with refuses("DEVICES_UNAVAILABLE") as refused:
         await world.reserve("id=a", owner="bob", project="audio")
     assert "board-a is reserved by another project until 2026-06-01 12:01 UTC" in refused.value.message
     assert "ann" not in refused.value.message
@@ -335,7 +333,7 @@ async def test_a_selector_must_match_a_device_of_the_reservation(world: World) -
     devices = world.registry.devices()
     held = await world.reservations.require_device(reserved.id, "vision", ["", "arch=aarch64"], devices)
     assert [device.id for device in held] == ["a"]
-    with pytest.raises(DeviceNotReserved) as refused:
+    with refuses("DEVICE_NOT_RESERVED") as refused:
         await world.reservations.require_device(reserved.id, "vision", ["arch=armv7l"], devices)
     assert refused.value.message == "No device of the reservation r1 matches 'arch=armv7l'."
     assert refused.value.remedy == "It has board-a."

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.server.access.identities import AgentAmbiguous, AgentNotFound, AgentRetired, Identities
+from etfarm.server.access.identities import Identities
 from etfarm.server.access.tokens import TokenTable, key_of
 from etfarm.server.artifacts.store import Store
 from etfarm.server.devices.bundles import Bundles
-from etfarm.server.devices.errors import AgentHasDevices, DeviceNotFound, DevicesBusy
+from etfarm.server.devices.errors import DeviceNotFound
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.retirement import Retired, Retirement
 from etfarm.server.devices.runs import AttemptLost, Runs
@@ -23,6 +23,7 @@ from etfarm.v1.common_pb2 import ROLE_ADMIN, ROLE_AGENT, Principal
 from etfarm.v1.device_pb2 import Device
 from tests.support.databases import new_database
 from tests.support.golden import Golden
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -91,7 +92,7 @@ async def test_a_retirement_waits_for_the_runs_then_refuses_the_agent_with_its_t
     for farm in (world.identities, Identities(world.database, lambda _: False, now)):
         await farm.load()  # also after a restart
         for caller in (RACK, Principal(name="root", role=ROLE_ADMIN)):
-            with pytest.raises(AgentRetired) as refused:
+            with refuses("AGENT_RETIRED") as refused:
                 await farm.admit("a1", caller)
     golden.check(refused.value)
 
@@ -129,7 +130,7 @@ async def test_a_device_whose_runs_do_not_end_stays_drained(golden: Golden, worl
     own = await world.enrol("a1")
     await world.connect("a1", "pi")
     world.runs.begin("run", "pi", lambda _: None, sent=True)
-    with pytest.raises(DevicesBusy) as refused:
+    with refuses("DEVICES_BUSY") as refused:
         await world.retire("pi", drain_s=0.0)
     golden.check(refused.value)
     assert world.registry.get("pi").HasField("drain") and world.tokens.find(own) is not None
@@ -139,7 +140,7 @@ async def test_a_device_that_ends_nothing_at_once_is_not_forgotten_yet(golden: G
     await world.enrol("a1")
     await world.connect("a1", "pi")
     world.runs.begin("run", "pi", lambda _: None, sent=True)
-    with pytest.raises(DevicesBusy) as refused:
+    with refuses("DEVICES_BUSY") as refused:
         await world.retire("pi", at_once=True, drain_s=0.0)
     golden.check(refused.value)
     # The remedy: the command again.
@@ -174,7 +175,7 @@ async def test_an_agent_that_is_retired_while_it_waits_to_be_accepted_is_not_reg
     await world.retire("pi")
     session = AgentSession("a1", "", lambda: 0.0, principal="rack")
     hello = Hello(agent_id="a1", devices=[Device(id="pi", name="pi")])
-    with pytest.raises(AgentRetired):
+    with refuses("AGENT_RETIRED"):
         await world.registry.connect(session, hello, lambda: world.identities.require_not_retired("a1"))
     assert world.registry.session_of_agent("a1") is None
     with pytest.raises(DeviceNotFound):
@@ -195,14 +196,14 @@ async def test_an_offline_device_of_an_unbound_agent_is_retired(world: World) ->
     await world.registry.connect(session, Hello(agent_id="a1", devices=[Device(id="pi", name="pi")]))
     await world.registry.disconnect(session)
     assert (await world.retire("pi")).revoked == []
-    with pytest.raises(AgentRetired):
+    with refuses("AGENT_RETIRED"):
         await world.identities.admit("a1", RACK)
 
 
 async def test_only_an_agent_without_devices_is_removed(golden: Golden, world: World) -> None:
     own = await world.enrol("a1")
     await world.connect("a1", "pi")
-    with pytest.raises(AgentHasDevices) as refused:
+    with refuses("AGENT_HAS_DEVICES") as refused:
         await world.retirement.remove_agent("rack")
     golden.check(refused.value)
     await world.registry.end_agent("a1")
@@ -210,14 +211,14 @@ async def test_only_an_agent_without_devices_is_removed(golden: Golden, world: W
     identity, revoked = await world.retirement.remove_agent("rack")
     assert (identity.agent_id, len(revoked)) == ("a1", 1)
     assert world.tokens.find(own) is None and world.identities.list({}) == []
-    with pytest.raises(AgentNotFound):
+    with refuses("AGENT_NOT_FOUND"):
         await world.retirement.remove_agent("rack")
 
 
 async def test_a_principal_with_several_agents_names_none(golden: Golden, world: World) -> None:
     for agent in ("a1", "a2"):
         await world.connect(agent)
-    with pytest.raises(AgentAmbiguous) as refused:
+    with refuses("AGENT_AMBIGUOUS") as refused:
         await world.retirement.remove_agent("rack")
     golden.check(refused.value)
     assert (await world.retirement.remove_agent("a2"))[0].agent_id == "a2"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from etfarm.server.artifacts.store import ArtifactMissing
 from etfarm.server.jobs.candidates import MAX_SAMPLES
 from etfarm.server.jobs.submission import BadJob, RecipeNeedsEagerModule
 from etfarm.v1.common_pb2 import ACTOR_CLIENT, ACTOR_SERVER
@@ -12,9 +11,8 @@ from etfarm.v1.job_pb2 import Candidate, DeviceChoice, JobSpec, Measurement
 from etfarm.wire import digest, recipes
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import Kind
-from etfarm.wire.recipes import BadRecipeField, UnknownRecipe
-from etfarm.wire.stages import BadStages
 from tests.support.golden import Golden
+from tests.support.refusals import refuses
 from tests.support.submissions import FP32, World, world
 
 pytestmark = pytest.mark.usefixtures("each_database")
@@ -43,7 +41,7 @@ async def test_stages_that_cannot_have_been_done_are_refused(golden: Golden, wor
     candidate = await world.model()
     for stage in done:
         candidate.stages_done.add(stage=stage)
-    with pytest.raises(BadStages) as refused:
+    with refuses("BAD_STAGES") as refused:
         await world.make(JobSpec(candidates=[candidate]))
     golden.check(refused.value)
 
@@ -64,7 +62,7 @@ async def test_a_compilation_may_stop_after_a_stage_of_its_recipe(world: World, 
 
 
 async def test_a_compilation_cannot_stop_after_a_stage_that_its_recipe_does_not_have(golden: Golden, world: World) -> None:
-    with pytest.raises(BadStages) as refused:
+    with refuses("BAD_STAGES") as refused:
         await world.make(JobSpec(candidates=[await world.model()], stop_after="QUANTIZE"))
     golden.check(refused.value)
 
@@ -99,7 +97,7 @@ async def test_a_method_has_a_most_of_calibration_samples(world: World, more: in
 async def test_a_recipe_s_options_for_a_method_that_the_model_does_not_have_are_refused(golden: Golden, world: World) -> None:
     recipe = recipes.from_toml('recipe = "xnnpack_fp32"\n[methods.decodr]\npartitioners = []\n', "mine").json
     candidate = await world.model("net", recipe, encode=b"e", decoder=b"d")
-    with pytest.raises(BadRecipeField) as refused:
+    with refuses("BAD_RECIPE_FIELD") as refused:
         await world.make(JobSpec(candidates=[candidate]))
     golden.check(refused.value)
 
@@ -195,7 +193,7 @@ async def test_numerics_of_a_ready_program_are_refused_since_nothing_is_known_to
 
 
 async def test_an_unknown_recipe_says_what_there_is(world: World) -> None:
-    with pytest.raises(UnknownRecipe):
+    with refuses("UNKNOWN_RECIPE"):
         await world.make(JobSpec(candidates=[await world.model("net", '{"recipe":"nothing"}')]))
 
 
@@ -217,7 +215,7 @@ async def test_every_artifact_that_a_spec_names_must_be_stored(world: World, whe
         candidate.program.pte.CopyFrom(absent if where == "pte" else await world.stored(b"pte"))
         if where == "data":
             candidate.program.data["w"].CopyFrom(absent)
-    with pytest.raises(ArtifactMissing) as refused:
+    with refuses("ARTIFACT_MISSING") as refused:
         await world.make(spec)
     assert refused.value.metadata["digest"] == absent.digest
     assert refused.value.kind is Kind.FAILED_PRECONDITION

@@ -7,9 +7,6 @@ from typing import Any
 import pytest
 
 from etfarm.server.jobs.generation import (
-    ContextTooShort,
-    GenerationNotRequested,
-    TokenOutsideVocabulary,
     check_request,
     facts_of,
     plan,
@@ -20,6 +17,7 @@ from etfarm.v1 import common_pb2, compile_pb2, generation_pb2, job_pb2
 from etfarm.v1.generation_pb2 import ContextDepth, GenerationOptions
 from etfarm.wire.generation import logits_after
 from tests.support.generated import facts, flow_facts, method, tensor
+from tests.support.refusals import refuses
 
 
 def measurement(tokens: int = 16, depths: tuple[int | float, ...] = (), **changes: Any) -> job_pb2.Measurement:
@@ -61,7 +59,7 @@ def test_drawn_tokens_are_scored_unless_there_is_a_text() -> None:
 def test_a_token_outside_the_vocabulary_is_refused() -> None:
     request = measurement()
     request.generation.text.extend([1, 96])
-    with pytest.raises(TokenOutsideVocabulary, match="Token 1 of the text is 96, but the vocabulary of m has 96"):
+    with refuses("TOKEN_OUTSIDE_VOCABULARY", match="Token 1 of the text is 96, but the vocabulary of m has 96"):
         plan(request, facts(), "m")
 
 
@@ -99,7 +97,7 @@ def test_the_options_of_the_measurement_are_in_the_plan() -> None:
     ],
 )
 def test_what_does_not_fit_into_the_context_is_refused(asked: job_pb2.Measurement, why: str) -> None:
-    with pytest.raises(ContextTooShort) as refused:
+    with refuses("CONTEXT_TOO_SHORT") as refused:
         plan(asked, facts(), "m")
     assert why in f"{refused.value.message} {refused.value.remedy}" and refused.value.metadata["context"] == "64"
 
@@ -109,7 +107,7 @@ def test_a_static_prompt_needs_whole_chunks() -> None:
                     tensor("int64", 1))})  # fmt: skip
     assert points(plan(measurement(16, (0.75,)), static, "m")) == [(48, 0)]
     assert points(plan(measurement(8, (0.9,), prompt_tokens=[16]), static, "m")) == [(16, 32)], "a depth of whole chunks"
-    with pytest.raises(ContextTooShort, match="no multiple"):
+    with refuses("CONTEXT_TOO_SHORT", match="no multiple"):
         plan(measurement(16, prompt_tokens=[20]), static, "m")
     assert sorted(facts_of(plan(measurement(16), static, "m"), static).operators) == ["aten::add.out"]
 
@@ -146,7 +144,7 @@ def test_a_request_is_bounded() -> None:
 
 
 def test_a_language_model_is_not_measured_on_made_up_tokens() -> None:
-    with pytest.raises(GenerationNotRequested) as refused:
+    with refuses("GENERATION_NOT_REQUESTED") as refused:
         require_request("m", "forward", facts())
     assert "63 made-up tokens" in refused.value.message and "--generate" in refused.value.remedy
     require_request("m", "get_vocab_size", facts())
@@ -167,11 +165,11 @@ def test_the_positions_of_an_encoder_are_part_of_each_prompt() -> None:
     assert points(asked) == [(8, 0), (8, 24)], "64 - 16 generated - 8 of the prompt - 16 of the image"
     assert points(plan(measurement(16), flow_facts(), "m")) == [(32, 0)], "the longest prompt that fits"
     assert sorted(facts_of(asked, flow_facts()).operators) == ["aten::add.out", "aten::convolution.out", "aten::embedding.out"]
-    with pytest.raises(ContextTooShort) as refused:
+    with refuses("CONTEXT_TOO_SHORT") as refused:
         plan(measurement(16, prompt_tokens=[40]), flow_facts(), "m")
     assert "A prompt of 40 tokens with the 16 positions of 'vision_encoder'" in refused.value.message
     assert "prompts of at most 32" in refused.value.remedy
-    with pytest.raises(GenerationNotRequested, match="language model"):
+    with refuses("GENERATION_NOT_REQUESTED", match="language model"):
         require_request("m", "text_decoder", flow_facts())
     require_request("m", "vision_encoder", flow_facts())
     require_request("m", "token_embedding", flow_facts())

@@ -10,8 +10,7 @@ from etfarm.server.devices.selection import NoSuchDevice
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records.deletion import JobDeletion
 from etfarm.server.jobs.records.journal import Journal
-from etfarm.server.jobs.records.requests import RequestIdUsed
-from etfarm.server.jobs.records.rows import JobLive, JobNotFound
+from etfarm.server.jobs.records.rows import JobLive
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.jobs.retry import NothingToRetry, cells_to_retry, spec_of_retry
 from etfarm.server.rpc.door import caller
@@ -20,6 +19,7 @@ from etfarm.server.rpc.services.jobs import JobService
 from etfarm.server.state import schema
 from etfarm.v1.common_pb2 import CellState, Principal, Role
 from etfarm.v1.job_pb2 import Attempt, DeviceChoice, Job, JobSpec, JobState, Measurement, RetryJobRequest, SubmitJobRequest
+from tests.support.refusals import refuses
 from tests.support.submissions import AT, World, world
 
 pytestmark = pytest.mark.usefixtures("each_database")
@@ -87,9 +87,9 @@ async def test_an_id_of_a_request_is_refused_for_another_one_whatever_is_wrong_w
     renamed.MergeFrom(spec)
     renamed.name = "another"
     for request in (SubmitJobRequest(request_id="r", spec=renamed), SubmitJobRequest(request_id="r", spec=other)):
-        with pytest.raises(RequestIdUsed, match=job.id):
+        with refuses("REQUEST_ID_USED", match=job.id):
             await service.rpcs.Submit(request, None)
-    with pytest.raises(RequestIdUsed, match="Send another id"):
+    with refuses("REQUEST_ID_USED", match="Send another id"):
         await service.rpcs.Retry(RetryJobRequest(job_id=job.id, request_id="r"), None)
     assert service.started == [job.id]
     # The id belongs to its owner, and to the project.
@@ -158,7 +158,7 @@ async def test_members_of_a_jobs_project_retry_it_there_as_their_own(world: Worl
     job = await service.ended(await spec_of(world), FAILED, DONE, DONE, DONE)
     bob, method = Principal(name="bob", role=Role.ROLE_USER), "/etfarm.v1.JobService/Retry"
     caller.authorize(caller.with_projects(bob, ["vision"], "vision"), method)
-    with pytest.raises(JobNotFound):
+    with refuses("JOB_NOT_FOUND"):
         await service.rpcs.Retry(RetryJobRequest(job_id=job.id, request_id="b1"), None)
     caller.authorize(caller.with_projects(bob, ["default", "vision"], "vision"), method)
     again = await service.rpcs.Retry(RetryJobRequest(job_id=job.id, request_id="b2"), None)

@@ -14,17 +14,14 @@ import pytest
 from sqlalchemy import Connection
 
 from etfarm.server.access.tokens import Credential
-from etfarm.server.devices.bundles import BundleMissing
 from etfarm.server.devices.selection import NoSuchDevice
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells import groups
 from etfarm.server.jobs.cells.limits import DeadlinePassed
 from etfarm.server.jobs.cells.requirements import MethodMissing
-from etfarm.server.jobs.client_versions import ClientTooOld
 from etfarm.server.jobs.matrix import MAX_CELLS
 from etfarm.server.jobs.records.deletion import JobDeletion
 from etfarm.server.jobs.records.journal import Journal
-from etfarm.server.jobs.records.requests import RequestIdUsed
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.jobs.submission import BadJob
 from etfarm.server.rpc.door import caller
@@ -39,6 +36,7 @@ from etfarm.wire.errors import Kind, UserError
 from etfarm.wire.recipes import BadRecipeText
 from etfarm.wire.selectors import UnknownSelectorKey
 from tests.support.golden import Golden
+from tests.support.refusals import refuses
 from tests.support.submissions import AT, FP32, World, world
 
 pytestmark = pytest.mark.usefixtures("each_database")
@@ -172,7 +170,7 @@ async def test_a_client_of_0_1_is_refused_with_the_version_to_install(golden: Go
     candidate = await world.model()
     stage = candidate.stages_done.add(stage="TORCH_EXPORT", duration_ms=1.0)
     stage.MergeFromString(b"\x1a\x06CLIENT")  # field 3, `where`
-    with pytest.raises(ClientTooOld) as refused:
+    with refuses("CLIENT_TOO_OLD") as refused:
         await world.make(JobSpec(candidates=[candidate]))
     assert refused.value.kind is Kind.FAILED_PRECONDITION
     golden.check(refused.value)
@@ -181,7 +179,7 @@ async def test_a_client_of_0_1_is_refused_with_the_version_to_install(golden: Go
 async def test_a_job_is_refused_if_no_device_that_matches_has_a_runner(world: World) -> None:
     world.without_runner = {"aarch64"}
     refused = JobSpec(candidates=[await world.model()], devices=[DeviceChoice(selector="arch=aarch64")])
-    with pytest.raises(BundleMissing):
+    with refuses("BUNDLE_MISSING"):
         await world.make(refused)
     await world.make(JobSpec(candidates=[await world.model()], devices=[DeviceChoice(selector="")]))
 
@@ -305,15 +303,15 @@ async def test_a_request_that_is_sent_again_gives_the_job_of_then_though_the_cal
         return await serving.submit(spec)
 
     if names_project:
-        with pytest.raises(RequestIdUsed):
+        with refuses("REQUEST_ID_USED"):
             await again(("audio", "default"), "audio")
         return
     assert (await again(("audio", "default"), "audio")).id == first.id
     assert (await again(("audio", "default"), "")).id == first.id, "the caller would have to choose one now"
-    with pytest.raises(RequestIdUsed):
+    with refuses("REQUEST_ID_USED"):
         await again(("audio",), "audio")
     spec.labels["k"] = "another"
-    with pytest.raises(RequestIdUsed):
+    with refuses("REQUEST_ID_USED"):
         await again(("audio", "default"), "audio")
     assert serving.conductor.started == [first.id]
 

@@ -20,18 +20,17 @@ from etfarm.server.cluster.errors import ServersRunning
 from etfarm.server.cluster.shared_blobs import identify_folder
 from etfarm.server.cluster.stopped import stopped
 from etfarm.server.migrate.commands import main
-from etfarm.server.migrate.errors import ArtifactsLost, MoveFailed, NothingToMove
 from etfarm.server.migrate.migration import Migration, Moved, Place
 from etfarm.server.state.copies import CopyUnfinished, FarmMoved
 from etfarm.server.state.database_url import BadDatabaseUrl, DatabaseUrl
 from etfarm.server.state.engine import DatabaseTooNew, DatabaseUnavailable
 from etfarm.server.transfer.artifacts import BucketArtifacts
 from etfarm.server.transfer.database import FarmDatabase
-from etfarm.server.transfer.errors import TargetNotEmpty
 from etfarm.server.transfer.rows import OnProgress
 from etfarm.wire.errors import UserError
 from tests.support.full_farm import blobs_of, committed, contents, new_farm
 from tests.support.leases import begin_to_lead, claim, end_in_order, try_to_lead, wait_to_lead
+from tests.support.refusals import refuses
 from tests.support.s3 import S3Server, environment_of
 from tests.support.stores import damage
 
@@ -190,7 +189,7 @@ def test_a_damaged_artifact_ends_a_move_or_is_left_behind(farm: FarmDatabase, lo
     damage(place_of(blobs(farm), rotten))
     place_of(blobs(farm), missing).unlink()
     target = Place(None, location)
-    with pytest.raises(ArtifactsLost, match="2 of its artifacts") as error:
+    with refuses("ARTIFACTS_LOST", match="2 of its artifacts") as error:
         move(farm, LOCAL, target)
     assert all(digest in error.value.metadata["digests"] for digest in (rotten, missing))
     assert blobs(farm).exists() and not blobs(farm, "cache").exists()
@@ -223,7 +222,7 @@ def test_a_damaged_object_of_a_bucket_is_not_taken(
     move(farm, LOCAL, Place(None, location))
     rotten = sorted(files)[0]
     asyncio.run(Bucket(location).put(key_of(rotten), bytes(len(files[rotten]) + is_of_another_size)))
-    with pytest.raises(ArtifactsLost, match=rotten[:12]):
+    with refuses("ARTIFACTS_LOST", match=rotten[:12]):
         move(farm, Place(None, location), LOCAL)
     assert rotten not in blobs_of(blobs(farm, "blobs.copying"))
 
@@ -232,24 +231,24 @@ def test_what_something_else_uses_is_no_target(
     farm: FarmDatabase, database: DatabaseUrl, location: BucketLocation, s3_server: S3Server, tmp_path: Path
 ) -> None:
     asyncio.run(Bucket(location).put(key_of("ab" * 32), b"of another farm"))
-    with pytest.raises(TargetNotEmpty, match="has artifacts already"):
+    with refuses("TARGET_NOT_EMPTY", match="has artifacts already"):
         move(farm, LOCAL, Place(None, location))
     other = new_farm(tmp_path / "other")
     move(other, LOCAL, Place(database, None))
-    with pytest.raises(TargetNotEmpty, match="is not empty"):
+    with refuses("TARGET_NOT_EMPTY", match="is not empty"):
         move(farm, LOCAL, Place(database, None))
-    with pytest.raises(NothingToMove, match="where it is"):
+    with refuses("NOTHING_TO_MOVE", match="where it is"):
         move(farm, LOCAL, LOCAL)
     with pytest.raises(FarmMoved):
         move(other, LOCAL, Place(None, s3_server.new_location()))
     move(farm, LOCAL, Place(None, s3_server.new_location()))
-    with pytest.raises(NothingToMove, match="are in a bucket"):
+    with refuses("NOTHING_TO_MOVE", match="are in a bucket"):
         move(farm, LOCAL, Place(None, s3_server.new_location()))
 
 
 def test_a_refused_move_changes_nothing(farm: FarmDatabase, location: BucketLocation) -> None:
     asyncio.run(Bucket(location).put(key_of("ab" * 32), b"of another farm"))
-    with pytest.raises(TargetNotEmpty, match="has artifacts already"):
+    with refuses("TARGET_NOT_EMPTY", match="has artifacts already"):
         move(farm, LOCAL, Place(None, location))
     assert list(objects_of(location)) == ["ab" * 32]
     farm.open()
@@ -272,7 +271,7 @@ def test_what_an_earlier_move_left_is_not_overwritten(farm: FarmDatabase, new_po
     first = Place(new_postgres(), None)
     move(farm, LOCAL, first)
     move(farm, first, LOCAL)
-    with pytest.raises(TargetNotEmpty, match=r"farm\.sqlite\.moved is left over from an earlier move"):
+    with refuses("TARGET_NOT_EMPTY", match=r"farm\.sqlite\.moved is left over from an earlier move"):
         move(farm, LOCAL, Place(new_postgres(), None))
     farm.path.with_name("farm.sqlite.moved").unlink()
     move(farm, LOCAL, Place(new_postgres(), None))
@@ -284,7 +283,7 @@ def test_the_database_of_another_farm_in_the_folder_is_not_replaced(
     move(farm, LOCAL, Place(database, None))
     other = new_farm(tmp_path / "other")
     before = contents(other)
-    with pytest.raises(TargetNotEmpty, match=r"farm\.sqlite is there already"):
+    with refuses("TARGET_NOT_EMPTY", match=r"farm\.sqlite is there already"):
         move(other, Place(database, None), LOCAL)
     assert contents(other) == before
     FarmDatabase(farm.path, database).open()
@@ -302,9 +301,9 @@ def test_logs_that_another_database_has_left_are_not_applied(farm: FarmDatabase,
 
 def test_a_folder_or_a_database_without_a_farm_is_refused(tmp_path: Path, new_postgres: Callable[[], DatabaseUrl]) -> None:
     nothing = FarmDatabase(tmp_path / "farm.sqlite")
-    with pytest.raises(NothingToMove, match="has no farm"):
+    with refuses("NOTHING_TO_MOVE", match="has no farm"):
         move(nothing, LOCAL, Place(new_postgres(), None))
-    with pytest.raises(NothingToMove, match="has no farm"):
+    with refuses("NOTHING_TO_MOVE", match="has no farm"):
         move(nothing, Place(new_postgres(), None), LOCAL)
 
 
@@ -392,7 +391,7 @@ def test_a_file_that_cannot_be_written_is_named_and_the_move_goes_on(farm: FarmD
     files, there = blobs_of(blobs(farm)), Place(None, location)
     move(farm, LOCAL, there)
     blobs(farm, "blobs.copying").touch()
-    with pytest.raises(MoveFailed, match="Not a directory"):
+    with refuses("MOVE_FAILED", match="Not a directory"):
         move(farm, there, LOCAL)
     blobs(farm, "blobs.copying").unlink()
     move(farm, there, LOCAL)

@@ -22,10 +22,6 @@ from etfarm.server.notices.addresses import AllowList
 from etfarm.server.notices.errors import (
     BadWebhook,
     HostRefused,
-    TooManyNotices,
-    TooManyWebhooks,
-    WebhookConfigured,
-    WebhookNotFound,
 )
 from etfarm.server.notices.notices import Notices
 from etfarm.server.notices.outbox import PAUSES, Outbox
@@ -36,6 +32,7 @@ from etfarm.v1.job_pb2 import Job
 from tests.support import receivers
 from tests.support.databases import new_database
 from tests.support.receivers import raw, receiver, status, statuses
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -241,7 +238,7 @@ async def test_what_waits_for_a_dead_receiver_is_bounded(tmp_path: Path, monkeyp
             await notices.outbox.publish(events.gate_failed(job(), str(number), [], Clock()()))
         ((row, waiting),) = await notices.outbox.webhooks()
         assert (waiting, row.dropped) == (3, 2)
-        with pytest.raises(TooManyNotices):
+        with refuses("TOO_MANY_NOTICES"):
             await notices.outbox.enqueue_test(webhook_id)
 
 
@@ -269,7 +266,7 @@ async def test_equal_gate_reports_are_sent_once_and_different_ones_are_bounded(t
         assert len(await notices.outbox.deliveries(9, None)) == 1
         for number in range(outbox.MAX_GATES - 1):
             await notices.gate_failed(watched, "--gate 3%", [str(number)])
-        with pytest.raises(TooManyNotices):
+        with refuses("TOO_MANY_NOTICES"):
             await notices.gate_failed(watched, "--gate 3%", ["one more"])
 
 
@@ -329,7 +326,7 @@ async def test_webhooks_of_options_follow_the_options_and_are_not_removed_by_com
     async with opened(tmp_path, Clock(), sending=False, settings=settings("a", "b")) as notices:
         await notices.add_webhook("http://127.0.0.1/own", [], "ann")
         first = next(row for row, _ in await notices.outbox.webhooks() if row.configured)
-        with pytest.raises(WebhookConfigured):
+        with refuses("WEBHOOK_CONFIGURED"):
             await notices.outbox.remove(first.id)
     async with opened(tmp_path, Clock(), sending=False, settings=settings("b")) as notices:
         assert sorted(row.url for row, _ in await notices.outbox.webhooks()) == ["http://127.0.0.1/b", "http://127.0.0.1/own"]
@@ -341,7 +338,7 @@ async def test_a_webhook_that_is_removed_takes_what_waits_along(tmp_path: Path) 
         await end(notices, job())
         await notices.outbox.remove(webhook_id)
         assert await notices.outbox.deliveries(9, None) == [] and await notices.outbox.webhooks() == []
-        with pytest.raises(WebhookNotFound):
+        with refuses("WEBHOOK_NOT_FOUND"):
             await notices.outbox.remove(webhook_id)
 
 
@@ -353,7 +350,7 @@ async def test_bad_webhooks_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
         with pytest.raises(HostRefused):
             await notices.add_webhook("http://127.0.0.2/", [], "ann")
         await notices.add_webhook("http://127.0.0.1/", [], "ann")
-        with pytest.raises(TooManyWebhooks):
+        with refuses("TOO_MANY_WEBHOOKS"):
             await notices.add_webhook("http://127.0.0.1/2", [], "ann")
 
 

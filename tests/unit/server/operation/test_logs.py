@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import structlog
 
-from etfarm.server.cluster.errors import Fenced
 from etfarm.server.operation import logs
-from etfarm.wire.errors import FarmError
+from etfarm.wire.errors import FarmError, error_for
 
 
 def logged(error: Exception, capsys: pytest.CaptureFixture[str]) -> str:
@@ -21,7 +20,7 @@ def logged(error: Exception, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_an_error_with_a_reason_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    line = logged(Fenced("This server no longer leads.", "Try again."), capsys)
+    line = logged(error_for("FENCED", "This server no longer leads.", "Try again."), capsys)
     assert "error='FENCED: This server no longer leads. Try again.'" in line
     assert "exception=" not in line and "exc_info" not in line
 
@@ -34,5 +33,5 @@ def test_the_traceback_of_what_must_be_debugged_stays(error: Exception, capsys: 
 
 def test_an_error_that_is_passed_is_one_too(capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure()
-    structlog.get_logger().error("it has failed", exc_info=Fenced("This server no longer leads."))
+    structlog.get_logger().error("it has failed", exc_info=error_for("FENCED", "This server no longer leads."))
     assert "error='FENCED: This server no longer leads.'" in capsys.readouterr().err

@@ -14,10 +14,10 @@ from etfarm.server.artifacts.room import DiskSpace
 from etfarm.server.operation.metrics import MAX_PROJECTS, Metrics
 from etfarm.server.operation.metrics_page import MetricsPage, probe
 from etfarm.server.operation.snapshot import Snapshot
-from etfarm.server.rpc.door.listening import CannotListen
 from etfarm.v1 import common_pb2, compile_pb2
 from etfarm.v1.job_pb2 import Cell, Job, JobEvent, JobState
 from etfarm.wire.channel import Address
+from tests.support.refusals import refuses
 
 
 def lines(metrics: Metrics) -> list[str]:
@@ -184,5 +184,5 @@ async def test_a_name_that_is_led_here_gets_no_metrics(host: str, status: bytes)
 
 async def test_an_address_in_use_is_refused(page: tuple[MetricsPage, str, int]) -> None:
     _, host, port = page
-    with pytest.raises(CannotListen, match="for metrics"):
+    with refuses("CANNOT_LISTEN", match="for metrics"):
         await MetricsPage({}).start(Address(f"{host}:{port}"))

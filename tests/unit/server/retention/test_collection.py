@@ -20,7 +20,7 @@ from etfarm.server.artifacts.store import Store
 from etfarm.server.artifacts.uses import LEASE_S
 from etfarm.server.compile.cache import Cache
 from etfarm.server.jobs import model
-from etfarm.server.jobs.records.deletion import JobDeletion, JobTagged
+from etfarm.server.jobs.records.deletion import JobDeletion
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.rows import JobLive
@@ -40,6 +40,7 @@ from etfarm.v1.job_pb2 import Attempt, Candidate, Cell, Job, MethodSource, Model
 from etfarm.v1.report_pb2 import Report
 from etfarm.wire.chunks import artifact_of
 from tests.support.databases import PostgresDatabases, new_database
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -344,7 +345,7 @@ async def test_a_job_is_deleted_with_its_rows_and_a_live_or_tagged_one_is_not(wo
     tags = Tags(world.database, lambda: LONG_AGO)
     await tags.put("baseline", job.id, project="default", caller="ann", is_admin=False)
     await world.references.update()
-    with pytest.raises(JobTagged, match="baseline"):
+    with refuses("JOB_TAGGED", match="baseline"):
         await world.deletion.delete(job.id)
     await world.deletion.delete(job.id, with_tags=True)
     tables = (schema.jobs, schema.cells, schema.events, schema.reports, schema.tags, schema.referrers, schema.artifact_references)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from etfarm.server.retention.errors import BadRetention
 from etfarm.server.retention.limits import DAY_S, Limit, Limits
+from tests.support.refusals import refuses
 
 
 def test_settings_change_single_limits_and_are_shown_as_they_are_written() -> None:
@@ -29,6 +29,6 @@ def test_a_limit_is_written_as_it_is_read(text: str) -> None:
     ],
 )  # fmt: skip
 def test_another_setting_is_refused_with_what_to_write(setting: str) -> None:
-    with pytest.raises(BadRetention) as refused:
+    with refuses("BAD_RETENTION") as refused:
         Limits.of([setting])
     assert refused.value.remedy and len(str(refused.value)) < 500

@@ -17,9 +17,10 @@ from sqlalchemy import Connection, Engine, create_engine, event, func, inspect, 
 from sqlalchemy.exc import OperationalError
 
 from etfarm.server.state import revisions, schema, sqlite_tables
-from etfarm.server.state.engine import Database, DatabaseFull, DatabaseTooNew, DatabaseTooOld
+from etfarm.server.state.engine import Database, DatabaseFull, DatabaseTooNew
 from etfarm.server.state.revisions import HEAD
 from etfarm.server.state.sqlite import SqliteDatabase
+from tests.support.refusals import refuses
 
 
 @pytest.fixture
@@ -168,7 +169,7 @@ async def test_a_database_of_a_newer_etfarm_is_refused(database: Database, tmp_p
 async def test_a_database_of_before_the_first_release_is_refused(database: Database, tmp_path: Path, revision: str) -> None:
     await database.write(lambda connection: connection.execute(text(f"UPDATE alembic_version SET version_num = '{revision}'")))
     again = SqliteDatabase(tmp_path / "farm.sqlite")
-    with pytest.raises(DatabaseTooOld, match=f"{revision}, of an etfarm before 0.3.0") as refused:
+    with refuses("DATABASE_TOO_OLD", match=f"{revision}, of an etfarm before 0.3.0") as refused:
         await again.open()
     assert "docs/upgrade/convert.py" in refused.value.remedy
     again.close()

@@ -25,9 +25,10 @@ from etfarm.server.state.postgres.connections import Connections, driver_of
 from etfarm.server.state.postgres.failures import WritesLost
 from etfarm.server.state.postgres.liveness import WhileAlive
 from etfarm.server.state.revisions import HEAD
-from etfarm.wire.errors import FarmError
+from etfarm.wire.errors import FarmError, error_for
 from tests.support.databases import PostgresDatabases
 from tests.support.postgres import PostgresServer, postgres_server
+from tests.support.refusals import refuses
 
 NOWHERE = Path("/nowhere/farm.sqlite")
 WAIT_S = 60.0
@@ -176,19 +177,19 @@ async def test_writes_of_two_servers_follow_each_other(database: Database, url: 
 
 
 async def test_the_guard_refuses_a_transaction_as_a_whole(database: Database) -> None:
-    class Fenced(FarmError):
+    class FENCED(FarmError):
         """A lease that is over."""
 
     class Guard:
         statement = "SELECT count(*) = 0 FROM artifacts WHERE digest = 'fence'"
 
         def refuse(self) -> NoReturn:
-            raise Fenced("fenced")
+            raise error_for("FENCED", "fenced")
 
     database.guard = Guard()
     await database.write(lambda c: add(c, "a"))
     await database.write(lambda c: add(c, "fence"))
-    with pytest.raises(Fenced):
+    with refuses("FENCED"):
         await database.write(lambda c: add(c, "b"))
     assert await database.read(digests) == ["a", "fence"]
 

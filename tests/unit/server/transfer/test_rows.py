@@ -16,10 +16,11 @@ from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.databases import create_database
 from etfarm.server.transfer import rows
 from etfarm.server.transfer.database import FarmDatabase, copy_rows
-from etfarm.server.transfer.errors import CopyDiffers, RowRefused, TargetNotEmpty
+from etfarm.server.transfer.errors import CopyDiffers, RowRefused
 from etfarm.server.transfer.rows import OnProgress
 from tests.support.full_farm import COUNT, committed, contents, fill, new_farm
 from tests.support.golden import Golden
+from tests.support.refusals import refuses
 
 MANY = 603
 """Number of rows of each table that take several batches."""
@@ -151,7 +152,7 @@ def test_a_database_with_rows_and_one_with_another_copy_are_refused(farm: FarmDa
     empty.open()
     with committed(empty) as connection:
         connection.execute(insert(schema.trusted_times).values(name="clock", at=func.now()))
-    with pytest.raises(TargetNotEmpty, match="'trusted_times' has rows"):
+    with refuses("TARGET_NOT_EMPTY", match="'trusted_times' has rows"):
         copy(farm, empty)
     with committed(empty) as connection:
         connection.execute(delete(schema.trusted_times))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from etfarm.wire import recipes
-from etfarm.wire.recipes import RECIPES, BadCombination, BadRecipeField
+from etfarm.wire.recipes import RECIPES, BadCombination
+from tests.support.refusals import refuses
 
 NAMED = [name for name, one in RECIPES.items() if not any(argument.required for argument in one.arguments)]
 DIGESTS = {
@@ -57,5 +58,5 @@ def test_a_file_can_say_it() -> None:
     assert recipes.from_toml('recipe = "xnnpack_fp32"\nper_op = false') == recipes.parse("xnnpack_fp32")
     with pytest.raises(BadCombination, match="which portable does not use"):
         recipes.from_toml('recipe = "portable"\nper_op = true')
-    with pytest.raises(BadRecipeField, match="per_op cannot be 1"):
+    with refuses("BAD_RECIPE_FIELD", match="per_op cannot be 1"):
         recipes.from_toml('recipe = "xnnpack_fp32"\nper_op = 1')

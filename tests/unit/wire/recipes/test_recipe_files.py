@@ -25,15 +25,15 @@ from etfarm.wire.recipes import (
     RECIPES,
     Argument,
     BadCombination,
-    BadRecipeField,
     BadRecipeText,
     Component,
     ComponentSpecification,
     MethodOptions,
     Quantization,
 )
-from etfarm.wire.stages import STAGES, BadStages
+from etfarm.wire.stages import STAGES
 from tests.support.golden import Golden
+from tests.support.refusals import refuses
 
 XNNPACK = 'recipe = "xnnpack_fp32"\n'
 INT8 = 'recipe = "xnnpack_pt2e_int8_static_per_channel"\n'
@@ -314,7 +314,7 @@ FIELD_ERRORS = [
 
 @pytest.mark.parametrize(("expected", "sentence"), FIELD_ERRORS)
 def test_a_wrong_field_is_refused_by_its_full_name_with_what_is_allowed(expected: str, sentence: str) -> None:
-    with pytest.raises(BadRecipeField) as caught:
+    with refuses("BAD_RECIPE_FIELD") as caught:
         recipes.from_toml(XNNPACK + expected)
     assert caught.value.reason == "BAD_RECIPE_FIELD"
     assert caught.value.metadata["allowed"]
@@ -332,7 +332,7 @@ def test_a_wrong_field_is_refused_by_its_full_name_with_what_is_allowed(expected
     ],
 )
 def test_a_wrong_name_field_is_refused(expected: str, sentence: str) -> None:
-    with pytest.raises(BadRecipeField) as caught:
+    with refuses("BAD_RECIPE_FIELD") as caught:
         recipes.from_toml(expected)
     assert sentence in str(caught.value)
 
@@ -405,7 +405,7 @@ EDGE_STAGES = "TO_EDGE_TRANSFORM_AND_LOWER", "TO_EXECUTORCH"
     ],
 )
 def test_stages_that_do_not_do_what_the_recipe_is_are_refused(expected: str, stages: tuple[str, ...], sentence: str) -> None:
-    with pytest.raises(BadStages) as caught:
+    with refuses("BAD_STAGES") as caught:
         recipes.from_toml(f"{expected}stages = {json.dumps(stages)}")
     assert sentence in str(caught.value)
 
@@ -426,7 +426,7 @@ def test_stages_in_any_valid_order_are_the_pipeline(expected: str, stages: tuple
 
 
 def test_only_a_stage_of_the_recipe_can_be_replaced(golden: Golden) -> None:
-    with pytest.raises(BadStages) as refused:
+    with refuses("BAD_STAGES") as refused:
         recipes.from_toml(f'{XNNPACK}[replace]\nTO_BACKEND = "acme.x"')
     golden.check(refused.value)
     replaced = recipes.from_toml(f'{XNNPACK}[replace]\nEDGE_PROGRAM_MANAGER_TRANSFORM = "acme.x"')
@@ -467,7 +467,7 @@ def test_what_quantize_depends_on_is_shared_by_recipes_that_differ_later() -> No
 def test_a_method_that_the_model_lacks_is_refused_with_those_it_has(golden: Golden) -> None:
     recipe = recipes.from_toml(f"{XNNPACK}[methods.decodr]\npartitioners = []")
     recipes.check_methods(recipe, ["decodr"])
-    with pytest.raises(BadRecipeField) as refused:
+    with refuses("BAD_RECIPE_FIELD") as refused:
         recipes.check_methods(recipe, ["encoder", "decoder"])
     golden.check(refused.value)
 

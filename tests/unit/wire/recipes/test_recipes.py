@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from etfarm.wire import recipes
 from etfarm.wire.errors import Fault, UserError
 from etfarm.wire.recipes import RECIPES, Argument, Plain, Quantization, Recipe, Specification
-from etfarm.wire.stages import BadStages
 from tests.support.golden import Golden
+from tests.support.refusals import refuses
 
 
 def values(argument: Argument) -> st.SearchStrategy[Plain]:
@@ -65,10 +65,10 @@ def test_a_default_that_is_written_out_changes_nothing() -> None:
 
 
 def test_a_misspelt_name_is_answered_with_the_nearest(golden: Golden) -> None:
-    with pytest.raises(recipes.UnknownRecipe) as refused:
+    with refuses("UNKNOWN_RECIPE") as refused:
         recipes.parse("xnnpak_fp32")
     golden.check(refused.value)
-    with pytest.raises(recipes.UnknownRecipe, match="recipes list"):
+    with refuses("UNKNOWN_RECIPE", match="recipes list"):
         recipes.parse("qqq")
 
 
@@ -80,7 +80,7 @@ def test_a_misspelt_name_is_answered_with_the_nearest(golden: Golden) -> None:
     ],
 )
 def test_an_unknown_argument_is_answered_with_the_known_ones(text: str, sentence: str) -> None:
-    with pytest.raises(recipes.UnknownRecipeArgument) as caught:
+    with refuses("UNKNOWN_RECIPE_ARGUMENT") as caught:
         recipes.parse(text)
     assert sentence in str(caught.value)
 
@@ -215,12 +215,12 @@ def test_a_plugins_description_is_validated_and_changes_no_digest(golden: Golden
     with pytest.raises(recipes.BadRecipeArgument) as refused:
         recipes.with_plugins(recipes.parse("acme.fast"), known)
     golden.check(refused.value)
-    with pytest.raises(recipes.UnknownRecipeArgument) as refused:
+    with refuses("UNKNOWN_RECIPE_ARGUMENT") as refused:
         recipes.with_plugins(recipes.parse("acme.fast:levl=1"), known)
     golden.check(refused.value)
     stages = 'stages = ["TORCH_EXPORT", "TO_EDGE_TRANSFORM_AND_LOWER", "TO_EXECUTORCH"]'
     silent = recipes.from_toml(f'recipe = "acme.fast"\narguments = {{level = 1}}\n{stages}')
-    with pytest.raises(BadStages) as refused:
+    with refuses("BAD_STAGES") as refused:
         recipes.with_plugins(silent, known)
     golden.check(refused.value)
 

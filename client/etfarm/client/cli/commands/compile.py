@@ -16,6 +16,7 @@ from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.files import require_writable
 from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.client.cli.usage import Usage
+from etfarm.wire.errors import error_for
 
 if TYPE_CHECKING:
     from etfarm.client.jobs.job import AsyncJob
@@ -151,7 +152,7 @@ def _stage(text: str, recipe: Recipe) -> str:
     """Return the stage to stop after; empty for a program.
 
     Raises:
-        BadStages: the stage does not exist, or the recipe does not have it.
+        BAD_STAGES: the stage does not exist, or the recipe does not have it.
     """
     from etfarm.wire.stages import check_stop_after
 
@@ -211,7 +212,6 @@ def _must_be_folder(path: Path) -> None:
 async def _save_stage(job: AsyncJob, output: Path) -> list[Path]:
     """Save a stage's files: those of the output's kind, or all into a folder."""
     from etfarm.client.jobs.file_names import method_file
-    from etfarm.client.jobs.job import NothingThere
 
     kind = output.suffix.lower()
     if kind not in _OF_STAGES:
@@ -219,7 +219,9 @@ async def _save_stage(job: AsyncJob, output: Path) -> list[Path]:
     names = await job.stage_files()
     chosen = [name for name in names if Path(name).suffix == kind]
     if not chosen:
-        raise NothingThere(f"The stage wrote no {kind} file; it wrote {', '.join(names)}.", "Give -o FOLDER for all of these.")
+        raise error_for(
+            "NOT_PRODUCED", f"The stage wrote no {kind} file; it wrote {', '.join(names)}.", "Give -o FOLDER for all of these."
+        )
     several = len(chosen) > 1
     to = {name: method_file(output, Path(name).stem) if several else output for name in chosen}
     return await job.save_stage_files(output.parent, to=to)

@@ -130,8 +130,8 @@ def prompt_of(ids: str | None, file: Path | None, text: str | None, tokenizer: T
 
     Raises:
         Usage: there is none or more than one, or a text without a tokenizer.
-        BadTextFile: the file does not hold token ids.
-        BadTokenizer: the text cannot be tokenized.
+        BAD_TEXT_FILE: the file does not hold token ids.
+        BAD_TOKENIZER: the text cannot be tokenized.
     """
     options_set = {"--prompt-ids": ids, "--tokens": file, "--prompt": text}
     names = [name for name, value in options_set.items() if value is not None]

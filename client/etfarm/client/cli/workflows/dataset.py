@@ -23,22 +23,16 @@ from etfarm.client.datasets.dataset import Dataset, Options, Result, named
 from etfarm.client.datasets.metrics import Mean, Metric, find
 from etfarm.client.datasets.outputs import Sink, open_sink
 from etfarm.client.datasets.samples import Source, of_batch, of_folder
-from etfarm.client.errors import EtfarmError, Interrupted, Kind, UserError
+from etfarm.client.errors import EtfarmError, Interrupted
 from etfarm.client.export.spec import ModelSpec
 from etfarm.client.formats import units
 from etfarm.client.submit.prepared import PreparedModel
 from etfarm.client.transport import daemon_thread
 from etfarm.wire import report
+from etfarm.wire.errors import error_for
 
 SHOWN_FAILURES = 20
 """Maximum number of failed samples that the terminal shows; `--json` has all."""
-
-
-class SamplesFailed(UserError):
-    """Some samples of a data set failed, each with its own error."""
-
-    reason = "SAMPLES_FAILED"
-    kind = Kind.FAILED_PRECONDITION
 
 
 @dataclass(frozen=True)
@@ -205,7 +199,9 @@ def _error(taken: Taken, source: Source) -> EtfarmError | None:
         return taken.failed[-1].error
     names = [result.name for result in taken.failed]
     shown = f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
-    return SamplesFailed(f"{len(names)} of {source.count} samples failed: {shown}.", "Each has its error.", failed=len(names))
+    return error_for(
+        "SAMPLES_FAILED", f"{len(names)} of {source.count} samples failed: {shown}.", "Each has its error.", failed=len(names)
+    )
 
 
 def _document(dataset: Dataset, taken: Taken, source: Source, error: EtfarmError | None) -> dict[str, Any]:

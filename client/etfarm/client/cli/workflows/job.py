@@ -16,12 +16,12 @@ from etfarm.client.aio import AsyncFarm
 from etfarm.client.cli.outcome import Outcome
 from etfarm.client.cli.terminal.display import Display
 from etfarm.client.embedded.lease import Lease, is_lasting
-from etfarm.client.errors import Interrupted, UserError
+from etfarm.client.errors import Interrupted
 from etfarm.client.formats import units
 from etfarm.client.jobs.job import AsyncJob
 from etfarm.client.transport import daemon_thread
 from etfarm.wire import names, report
-from etfarm.wire.errors import EtfarmError
+from etfarm.wire.errors import EtfarmError, error_for
 
 if TYPE_CHECKING:
     from etfarm.client.reports import JobResult
@@ -38,12 +38,6 @@ LAST_LINES_S = 10.0
 """Seconds that the last lines of the log may take after the job is done."""
 
 _NO_JOB: Final = "Interrupted; no job runs."
-
-
-class NeedsLastingFarm(UserError):
-    """Error of `--detach` on a farm that ends with its last command."""
-
-    reason = "NEEDS_LASTING_FARM"
 
 
 @dataclass(frozen=True)
@@ -100,15 +94,16 @@ async def require_persistent_farm(server: str | None) -> None:
     """Check, for `--detach`, that the command's farm continues after the command.
 
     Raises:
-        NeedsLastingFarm: no server is set, and `etfarm up` keeps no embedded farm.
+        NEEDS_LASTING_FARM: no server is set, and `etfarm up` keeps no embedded farm.
     """
     if not (server or os.environ.get(names.SERVER_VARIABLE)) and not await is_lasting():
         raise _persistent_farm_needed()
 
 
-def _persistent_farm_needed() -> NeedsLastingFarm:
+def _persistent_farm_needed() -> EtfarmError:
     """Return the error of `--detach` on a farm that ends with the command."""
-    return NeedsLastingFarm(
+    return error_for(
+        "NEEDS_LASTING_FARM",
         "--detach needs a farm that stays: the embedded farm ends with this command, and the job with it.",
         "Run `etfarm up` in another terminal first, or name a server with --server or ETFARM_SERVER.",
     )

@@ -18,6 +18,7 @@ from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.client.cli.usage import Usage
+from etfarm.wire.errors import error_for
 from etfarm.wire.names import RESERVATION_VARIABLE, SERVER_VARIABLE
 
 if TYPE_CHECKING:
@@ -53,7 +54,6 @@ def reserve(
     become yours as soon as their current run ends.
     """
     from etfarm.client.aio import AsyncFarm
-    from etfarm.client.cli.workflows.job import NeedsLastingFarm
     from etfarm.client.embedded.lease import is_lasting
 
     minutes = options.seconds_of("--for", duration) / 60
@@ -65,7 +65,8 @@ def reserve(
 
     async def create() -> ReservationInfo:
         if not (server or os.environ.get(SERVER_VARIABLE)) and not await is_lasting():
-            raise NeedsLastingFarm(
+            raise error_for(
+                "NEEDS_LASTING_FARM",
                 "A reservation without a command needs a farm that stays: the embedded farm ends with this command.",
                 "Give a command after --, run `etfarm up` in another terminal first, or name a server.",
             )

@@ -14,11 +14,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from etfarm.client.admin.artifacts import NoSuchArtifact
-from etfarm.client.errors import Kind, UserError
 from etfarm.client.web.connections import LEAST_DOWNLOAD_BYTES, Place
 from etfarm.client.web.templating import render
 from etfarm.client.web.visitors import farm, visitor_of
+from etfarm.wire.errors import error_for
 
 MAX_ARTIFACTS: Final = 500
 MAX_JOBS: Final = 500
@@ -34,13 +33,6 @@ MAX_WAITING: Final = 8
 WAIT_S: Final = 20.0
 """Seconds that a download waits for others at most."""
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
-
-
-class DownloadTooLarge(UserError):
-    """Error of an artifact that is larger than what the page sends."""
-
-    reason = "DOWNLOAD_TOO_LARGE"
-    kind = Kind.RESOURCE_EXHAUSTED
 
 
 async def artifacts(request: Request) -> Response:
@@ -62,7 +54,8 @@ async def artifact(request: Request) -> Response:
     )
     stored = next((item for item in known if item.digest == digest), None)
     if stored is None and not uses:
-        raise NoSuchArtifact(
+        raise error_for(
+            "ARTIFACT_NOT_FOUND",
             f"No artifact {digest[:12]} is among the newest {MAX_SEARCHED} of your projects.",
             "`etfarm artifacts list` shows all of them.", digest=digest,
         )  # fmt: skip
@@ -127,7 +120,7 @@ async def _send(first: bytes, chunks: AsyncIterator[bytes], limit: int) -> Async
         sent += len(chunk)
         if sent > limit:
             message = f"The artifact is larger than {limit} bytes, which the page sends at most."
-            raise DownloadTooLarge(message, "Use `etfarm artifacts get`.", limit_bytes=limit)
+            raise error_for("DOWNLOAD_TOO_LARGE", message, "Use `etfarm artifacts get`.", limit_bytes=limit)
         yield chunk
 
 

@@ -16,11 +16,11 @@ from etfarm.client.aio import AsyncFarm
 from etfarm.client.errors import EtfarmError
 from etfarm.client.jobs.report_file import is_named
 from etfarm.client.models import CellState, JobInfo
-from etfarm.client.submit.options import BadOption
 from etfarm.client.web.compare_values import Pair, Scale, describe_pairs, fit_scale
 from etfarm.client.web.templating import render
 from etfarm.client.web.visitors import farm
 from etfarm.wire import comparison
+from etfarm.wire.errors import error_for
 
 MAX_REPORTS: Final = 6
 MAX_RECENT_JOBS: Final = 50
@@ -103,14 +103,16 @@ def _require_jobs(names: list[str]) -> None:
     """Refuse names of files, which would be read from the disk of the page's server, and too many names.
 
     Raises:
-        BadOption: a name is a file's, or there are more than `MAX_REPORTS`.
+        BAD_OPTION: a name is a file's, or there are more than `MAX_REPORTS`.
     """
     for name in names:
         if is_named(comparison.split_choice(name)[0]):
             remedy = "Give a job's id, tag or name, or compare files with `etfarm compare`."
-            raise BadOption(f"`report` must be a job, got {name!r}.", remedy, option="report")
+            raise error_for("BAD_OPTION", f"`report` must be a job, got {name!r}.", remedy, option="report")
     if len(names) > MAX_REPORTS:
-        raise BadOption(f"`report` must occur 1 to {MAX_REPORTS} times, got {len(names)}.", "Leave some out.", option="report")
+        raise error_for(
+            "BAD_OPTION", f"`report` must occur 1 to {MAX_REPORTS} times, got {len(names)}.", "Leave some out.", option="report"
+        )
 
 
 async def _compare(client: AsyncFarm, base: str, candidate: str) -> Side:

@@ -13,11 +13,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from etfarm.client.jobs.history import trends
-from etfarm.client.submit.options import BadOption
 from etfarm.client.web.form_fields import is_thread_count
 from etfarm.client.web.history_values import commit_of, describe_trends
 from etfarm.client.web.templating import render
 from etfarm.client.web.visitors import farm
+from etfarm.wire.errors import error_for
 
 MAX_REPORTS: Final = 500
 MAX_RECENT_JOBS: Final = 500
@@ -58,7 +58,9 @@ def _threads(query: QueryParams) -> int | None:
     if not text:
         return None
     if not (is_thread_count(text)):
-        raise BadOption(f"`threads` must be a number of threads, got {text[:40]!r}.", "Write for example 4.", option="threads")
+        raise error_for(
+            "BAD_OPTION", f"`threads` must be a number of threads, got {text[:40]!r}.", "Write for example 4.", option="threads"
+        )
     return int(text)
 
 

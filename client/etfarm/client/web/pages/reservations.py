@@ -10,13 +10,12 @@ from starlette.routing import Route
 
 from etfarm.client.aio import AsyncFarm
 from etfarm.client.models import ReservationInfo
-from etfarm.client.submit.options import BadOption
 from etfarm.client.web.form_fields import Field, integer_of, number_of, text_of
 from etfarm.client.web.forms import Fields
 from etfarm.client.web.pages._actions import Action, perform
 from etfarm.client.web.templating import render, templates_of
 from etfarm.client.web.visitors import farm
-from etfarm.wire.errors import Fault, Kind, error_of
+from etfarm.wire.errors import Fault, Kind, error_for, error_of
 
 DEFAULT_MINUTES = 30
 
@@ -52,7 +51,7 @@ async def reserve(request: Request) -> Response:
     async def change(fields: Fields) -> str:
         count = integer_of(fields, "count", "Devices")
         if count == 0:  # the farm reads 0 as not given
-            raise BadOption("Devices must be at least 1, got 0.", "Correct it.", option="count")
+            raise error_for("BAD_OPTION", "Devices must be at least 1, got 0.", "Correct it.", option="count")
         minutes = _minutes_of(fields) or DEFAULT_MINUTES
         await client.reserve_devices(
             text_of(fields, "selector"), count=1 if count is None else count, minutes=minutes, reason=text_of(fields, "reason")
@@ -117,7 +116,7 @@ def _minutes_field(value: str, default: str = "") -> Field:
 def _minutes_of(fields: Fields) -> float | None:
     minutes = number_of(fields, "minutes", "Minutes")
     if minutes is not None and minutes <= 0:
-        raise BadOption(f"Minutes must be greater than 0, got {minutes:g}.", "Correct it.", option="minutes")
+        raise error_for("BAD_OPTION", f"Minutes must be greater than 0, got {minutes:g}.", "Correct it.", option="minutes")
     return minutes
 
 

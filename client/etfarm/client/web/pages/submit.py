@@ -17,7 +17,6 @@ from etfarm.client.errors import EtfarmError
 from etfarm.client.fleet.recipe_devices import describe_missing_device, locate
 from etfarm.client.models import Device, DeviceState, RecipeInfo
 from etfarm.client.submit.bench_options import BenchOptions
-from etfarm.client.submit.options import BadOption
 from etfarm.client.submit.recipes import DEFAULT_RECIPE
 from etfarm.client.web.form_fields import Field, command_line, integer_of, is_thread_count, lines_of, number_of, pairs_of, text_of
 from etfarm.client.web.forms import Fields, form
@@ -27,7 +26,7 @@ from etfarm.client.web.templating import STATUSES, render
 from etfarm.client.web.uploads import BadUpload, Upload, Uploads
 from etfarm.client.web.visitors import farm, visitor_of
 from etfarm.wire import recipes as wire_recipes
-from etfarm.wire.errors import Fault, Kind, error_of
+from etfarm.wire.errors import Fault, Kind, error_for, error_of
 
 RECIPES_S: Final = 2.0
 """Seconds that the server may take to tell its recipes."""
@@ -91,7 +90,9 @@ def read_options(fields: Fields) -> BenchOptions:
     # A recipe's text that ends with .toml would be read as a file of this machine.
     recipes = [wire_recipes.parse(text) for text in (*_chosen(fields, "recipe"), *lines_of(text_of(fields, "more_recipes")))]
     if not recipes:
-        raise BadOption("No recipe is chosen.", "Choose at least one; a .pte, which is compiled, ignores it.", option="recipes")
+        raise error_for(
+            "BAD_OPTION", "No recipe is chosen.", "Choose at least one; a .pte, which is compiled, ignores it.", option="recipes"
+        )
     minutes = number_of(fields, "deadline", "Needed within")
     return BenchOptions(
         recipes,
@@ -143,7 +144,9 @@ def _chosen(fields: Fields, name: str) -> list[str]:
 def _threads_of(text: str) -> list[int]:
     counts = [part.strip() for part in text.split(",") if part.strip()]
     if len(counts) > MAX_THREADS or not all(map(is_thread_count, counts)):
-        raise BadOption(f"Threads must be whole numbers, got {text[:40]!r}.", "Write for example 1,2,4.", option="threads")
+        raise error_for(
+            "BAD_OPTION", f"Threads must be whole numbers, got {text[:40]!r}.", "Write for example 1,2,4.", option="threads"
+        )
     return [int(part) for part in counts]
 
 

@@ -16,14 +16,13 @@ from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.daemon.agent import Agent
 from etfarm.device_agents.daemon.phones.trial import Trial
 from etfarm.device_agents.daemon.phones.tries import FailedTries
-from etfarm.device_agents.errors import AgentFailed
 from etfarm.device_agents.targets.phones.alive import while_alive
 from etfarm.device_agents.targets.phones.claim import Claim, LivenessProbe
-from etfarm.device_agents.targets.phones.errors import PhoneListedTwice, PhoneNotReady, PhoneTooOld, PhoneUnsupported
+from etfarm.device_agents.targets.phones.errors import PhoneListedTwice, phone_not_ready, phone_too_old, phone_unsupported
 from etfarm.device_agents.targets.phones.folder import ROOT
 from etfarm.device_agents.targets.phones.phone import Phone, recognize
 from etfarm.v1 import device_pb2
-from etfarm.wire.errors import EtfarmError
+from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.status import to_proto
 
 log = logging.getLogger(__name__)
@@ -79,7 +78,7 @@ class Fleet:
         """Make sure that an adb server runs.
 
         Raises:
-            AdbMissing, AdbServerMissing: no adb server runs, and none can be started.
+            ADB_MISSING, AdbServerMissing: no adb server runs, and none can be started.
         """
         await self._adb.start_server()
 
@@ -149,7 +148,7 @@ class Fleet:
                     await self._handle_failure(listed, error)
                 except Exception as error:
                     # A bug must not stop the service of the other phones.
-                    failed = AgentFailed(f"The agent failed: {type(error).__name__}: {error}.")
+                    failed = error_for("AGENT_FAILED", f"The agent failed: {type(error).__name__}: {error}.")
                     if self._tries_of(serial).is_new(str(failed)):
                         log.exception("the phone %s cannot be served", serial)
                     await self._handle_failure(listed, failed)
@@ -167,11 +166,11 @@ class Fleet:
         serial = listed.serial
         if listed.state is not State.DEVICE:
             await asyncio.sleep(self._options.settle_s)
-            await self._announce_problem(listed, PhoneNotReady(listed))
+            await self._announce_problem(listed, phone_not_ready(listed))
             # A change of its state ends this.
             await asyncio.Event().wait()
         if "shell_v2" not in await self._adb.features(serial):
-            raise PhoneTooOld(serial)
+            raise phone_too_old(serial)
         probe = await LivenessProbe.open(self._adb, serial)
         try:
             device = await while_alive(recognize(self._adb, serial), probe, self._options)
@@ -187,7 +186,7 @@ class Fleet:
         async with place:
             self._known[serial] = device
             if device.arch not in _ARCHES:
-                raise PhoneUnsupported(serial, device.arch)
+                raise phone_unsupported(serial, device.arch)
             await self._serve_as(device, serial)
 
     async def _serve_as(self, device: device_pb2.Device, serial: str) -> None:

@@ -15,7 +15,7 @@ from etfarm.device_agents.attempts.cache import Cache
 from etfarm.device_agents.attempts.fetch import try_out
 from etfarm.device_agents.attempts.transfers import Transfers
 from etfarm.device_agents.config import AgentConfig
-from etfarm.device_agents.targets.phones.errors import OwnRunnerFailed
+from etfarm.device_agents.targets.phones.errors import own_runner_failed
 from etfarm.device_agents.targets.phones.phone import Phone
 from etfarm.v1 import agent_pb2, device_pb2, farm_pb2
 from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
@@ -50,7 +50,7 @@ class Trial:
         Without a runner, or without the farm, the phone's first run does it.
 
         Raises:
-            OwnRunnerFailed, RunnerDoesNotWork: the runner failed; the error names the signal or the system's message.
+            PHONE_RUNNER_UNUSABLE, DEVICE_RUNNER_UNUSABLE: the runner failed; the error names the signal or the system's message.
             DeviceError: the phone is gone, or has no room.
         """
         if phone.has_own_runner:
@@ -80,7 +80,7 @@ class Trial:
         """Test the runner that was installed on the phone, and return its description.
 
         Raises:
-            OwnRunnerFailed: it does not start, or computes wrong results.
+            PHONE_RUNNER_UNUSABLE: it does not start, or computes wrong results.
             DeviceError: the phone is gone.
         """
         try:
@@ -89,10 +89,10 @@ class Trial:
                     hello = await runner.hello()
                     await runner.self_test()
         except (UserError, FarmError) as error:
-            raise OwnRunnerFailed(phone.serial, self._options.runner or "", error.message) from error
+            raise own_runner_failed(phone.serial, self._options.runner or "", error.message) from error
         except TimeoutError:
             why = f"it does not answer within {phone.self_test_s:g} s"
-            raise OwnRunnerFailed(phone.serial, self._options.runner or "", why) from None
+            raise own_runner_failed(phone.serial, self._options.runner or "", why) from None
         return device_pb2.DeviceRunner(
             kind=RunnerKind.RUNNER_KIND_OWN,
             executorch=hello.executorch,

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Final, Self
 
 from etfarm.device_agents.adb import AdbServer, PhoneGone, PhoneSilent, ShellProcess
-from etfarm.device_agents.targets.phones.errors import PhoneRefused, PhoneTaken
+from etfarm.device_agents.targets.phones.errors import PhoneRefused, phone_taken
 from etfarm.wire.errors import DeviceError
 
 _TAKEN: Final = 75
@@ -102,7 +102,7 @@ class Claim(LivenessProbe):
             again: whether an earlier claim of this agent was just ended.
 
         Raises:
-            PhoneTaken: another agent has claimed it.
+            PHONE_TAKEN: another agent has claimed it.
             PhoneRefused: its folder cannot be created.
             DeviceError: the phone is disconnected or does not answer.
         """
@@ -127,5 +127,5 @@ class Claim(LivenessProbe):
                 # This agent's own claim, over a dead link that the phone still considers alive.
                 await adb.run(serial, _end_script(root, int(pid)), deadline_s=_FIRST_S)
                 return await cls.take(adb, serial, root, owner, again=True)
-            raise PhoneTaken(serial, former or line)
+            raise phone_taken(serial, former or line)
         raise PhoneRefused(serial, "make a folder for etfarm", complaint or line)

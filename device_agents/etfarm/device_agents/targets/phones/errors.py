@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from etfarm.device_agents.adb import Phone, State
-from etfarm.wire.errors import DeviceError, Kind
+from etfarm.wire.errors import DeviceError, EtfarmError, Kind, error_for
 
 _EXPLAINED = {
     State.UNAUTHORIZED: "has not allowed this machine to debug it",
@@ -15,49 +15,37 @@ _EXPLAINED = {
 }
 
 
-class PhoneNotReady(DeviceError):
-    """A phone that adb lists in a state in which no program can run."""
-
-    reason = "PHONE_NOT_READY"
-    kind = Kind.FAILED_PRECONDITION
-
-    def __init__(self, phone: Phone) -> None:
-        what = _EXPLAINED.get(phone.state, f"is in adb's state {phone.state.value!r}")
-        super().__init__(
-            f"The phone {phone.serial} {what} ({phone.state.value}).",
-            phone.remedy or "Start Android on it.",
-            serial=phone.serial,
-            state=phone.state.value,
-        )
+def phone_not_ready(phone: Phone) -> EtfarmError:
+    """Return the error of a phone that adb lists in a state in which no program can run."""
+    what = _EXPLAINED.get(phone.state, f"is in adb's state {phone.state.value!r}")
+    return error_for(
+        "PHONE_NOT_READY",
+        f"The phone {phone.serial} {what} ({phone.state.value}).",
+        phone.remedy or "Start Android on it.",
+        serial=phone.serial,
+        state=phone.state.value,
+    )
 
 
-class PhoneUnsupported(DeviceError):
-    """A phone for whose programs there is no runner bundle."""
-
-    reason = "PHONE_UNSUPPORTED"
-    kind = Kind.FAILED_PRECONDITION
-
-    def __init__(self, serial: str, arch: str) -> None:
-        super().__init__(
-            f"The phone {serial} runs {arch or 'unknown'} programs only, and runners are for 64-bit Arm (aarch64).",
-            "Use a phone whose Android has 64 bits: `adb shell getprop ro.product.cpu.abilist` names arm64-v8a there.",
-            serial=serial,
-            arch=arch,
-        )
+def phone_unsupported(serial: str, arch: str) -> EtfarmError:
+    """Return the error of a phone for whose programs there is no runner bundle."""
+    return error_for(
+        "PHONE_UNSUPPORTED",
+        f"The phone {serial} runs {arch or 'unknown'} programs only, and runners are for 64-bit Arm (aarch64).",
+        "Use a phone whose Android has 64 bits: `adb shell getprop ro.product.cpu.abilist` names arm64-v8a there.",
+        serial=serial,
+        arch=arch,
+    )
 
 
-class PhoneTooOld(DeviceError):
-    """A phone whose adbd cannot report a command's exit code."""
-
-    reason = "PHONE_TOO_OLD"
-    kind = Kind.FAILED_PRECONDITION
-
-    def __init__(self, serial: str) -> None:
-        super().__init__(
-            f"The phone {serial} is too old: its adb does not report exit codes (shell_v2).",
-            "Use one with Android 8 or later.",
-            serial=serial,
-        )
+def phone_too_old(serial: str) -> EtfarmError:
+    """Return the error of a phone whose adbd cannot report a command's exit code."""
+    return error_for(
+        "PHONE_TOO_OLD",
+        f"The phone {serial} is too old: its adb does not report exit codes (shell_v2).",
+        "Use one with Android 8 or later.",
+        serial=serial,
+    )
 
 
 class PhoneListedTwice(DeviceError):
@@ -73,19 +61,15 @@ class PhoneListedTwice(DeviceError):
         )
 
 
-class PhoneTaken(DeviceError):
-    """A phone that another agent serves."""
-
-    reason = "PHONE_TAKEN"
-    kind = Kind.FAILED_PRECONDITION
-
-    def __init__(self, serial: str, owner: str) -> None:
-        super().__init__(
-            f"The phone {serial} is served by another agent ({owner or 'unknown'}).",
-            "Stop that one, or leave the phone to it; two at once would disturb each other's measurements.",
-            serial=serial,
-            owner=owner,
-        )
+def phone_taken(serial: str, owner: str) -> EtfarmError:
+    """Return the error of a phone that another agent serves."""
+    return error_for(
+        "PHONE_TAKEN",
+        f"The phone {serial} is served by another agent ({owner or 'unknown'}).",
+        "Stop that one, or leave the phone to it; two at once would disturb each other's measurements.",
+        serial=serial,
+        owner=owner,
+    )
 
 
 class PhoneRefused(DeviceError):
@@ -103,46 +87,34 @@ class PhoneRefused(DeviceError):
         )
 
 
-class OwnRunnerFailed(DeviceError):
-    """A runner of --phone-runner that does not work on the phone."""
-
-    reason = "PHONE_RUNNER_UNUSABLE"
-    kind = Kind.FAILED_PRECONDITION
-
-    def __init__(self, serial: str, command: str, why: str) -> None:
-        super().__init__(
-            f"The runner {command} on the phone {serial} does not work: {why.rstrip('.')}.",
-            "Put it there, executable, with `adb push`; without --phone-runner the farm's runner is used.",
-            serial=serial,
-            command=command,
-            why=why,
-        )
+def own_runner_failed(serial: str, command: str, why: str) -> EtfarmError:
+    """Return the error of a runner of --phone-runner that does not work on the phone."""
+    return error_for(
+        "PHONE_RUNNER_UNUSABLE",
+        f"The runner {command} on the phone {serial} does not work: {why.rstrip('.')}.",
+        "Put it there, executable, with `adb push`; without --phone-runner the farm's runner is used.",
+        serial=serial,
+        command=command,
+        why=why,
+    )
 
 
-class PhoneStorageDamaged(DeviceError):
-    """A file on the phone that twice differed from what was written."""
-
-    reason = "PHONE_STORAGE_DAMAGED"
-    kind = Kind.DATA_LOSS
-
-    def __init__(self, serial: str, files: str) -> None:
-        super().__init__(
-            f"The phone {serial} loses what is written to it: {files}.",
-            "Check its storage: `adb shell df /data` and `adb shell dmesg`.",
-            serial=serial,
-            files=files,
-        )
+def phone_storage_damaged(serial: str, files: str) -> EtfarmError:
+    """Return the error of a file on the phone that twice differed from what was written."""
+    return error_for(
+        "PHONE_STORAGE_DAMAGED",
+        f"The phone {serial} loses what is written to it: {files}.",
+        "Check its storage: `adb shell df /data` and `adb shell dmesg`.",
+        serial=serial,
+        files=files,
+    )
 
 
-class RunnerNotConfined(DeviceError):
-    """An unconfined runner on a phone whose agent requires confined runners."""
-
-    reason = "RUNNER_NOT_CONFINED"
-    kind = Kind.FAILED_PRECONDITION
-
-    def __init__(self, active: Sequence[str]) -> None:
-        super().__init__(
-            f"The runner on the phone must be confined by seccomp, but is confined by {', '.join(active) or 'nothing'} only.",
-            "Build a new bundle with `etfarm bundle build`, or start the agent without --require-jail.",
-            active=",".join(active),
-        )
+def runner_not_confined(active: Sequence[str]) -> EtfarmError:
+    """Return the error of an unconfined runner on a phone whose agent requires confined runners."""
+    return error_for(
+        "RUNNER_NOT_CONFINED",
+        f"The runner on the phone must be confined by seccomp, but is confined by {', '.join(active) or 'nothing'} only.",
+        "Build a new bundle with `etfarm bundle build`, or start the agent without --require-jail.",
+        active=",".join(active),
+    )

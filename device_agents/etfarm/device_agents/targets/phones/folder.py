@@ -22,7 +22,7 @@ from typing import Final
 
 from etfarm.device_agents.adb import AdbServer, Completed, OnProgress, PhoneFull
 from etfarm.device_agents.runners.bundle import Bundle
-from etfarm.device_agents.targets.phones.errors import PhoneRefused, PhoneStorageDamaged
+from etfarm.device_agents.targets.phones.errors import PhoneRefused, phone_storage_damaged
 from etfarm.wire import digest
 from etfarm.wire.bundles import MANIFEST_NAME
 
@@ -106,7 +106,7 @@ class PhoneFolder:
 
         Raises:
             PhoneFull: the phone has no room, even without the files that this run does not need.
-            PhoneStorageDamaged: a file on the phone has another digest than the one that was sent.
+            PHONE_STORAGE_DAMAGED: a file on the phone has another digest than the one that was sent.
             DeviceError: the phone is disconnected or does not answer.
         """
         required, keep = self._required_files(bundle, files), self._entries(bundle, files)
@@ -120,7 +120,7 @@ class PhoneFolder:
         digests = await self._sums(keep)
         damaged = [each.remote for each in missing if digests.get(each.remote) != each.digest]
         if damaged:
-            raise PhoneStorageDamaged(self._serial, ", ".join(damaged))
+            raise phone_storage_damaged(self._serial, ", ".join(damaged))
         return sent
 
     async def pull(self, remote: str, path: Path, on_progress: OnProgress | None = None) -> None:

@@ -15,7 +15,7 @@ from etfarm.device_agents.runners.child import MAX_LINE_BYTES, Child
 from etfarm.device_agents.runners.native import NativeRunner
 from etfarm.device_agents.runners.process import RunnerProcess
 from etfarm.device_agents.runners.protocol import Debugged, Hello, Loaded, OnProgress, Traced
-from etfarm.device_agents.targets.phones.errors import PhoneRefused, RunnerNotConfined
+from etfarm.device_agents.targets.phones.errors import PhoneRefused, runner_not_confined
 from etfarm.device_agents.targets.phones.folder import PhoneFolder
 from etfarm.wire.chunks import Progressed
 from etfarm.wire.errors import DeviceError, EtfarmError
@@ -153,12 +153,12 @@ class PhoneRunner(NativeRunner):
         """Return the runner's identity and what it can run; see `Runner.hello`.
 
         Raises:
-            RunnerNotConfined: the agent requires a confined runner, and this one, or the phone's kernel, does not provide it.
+            RUNNER_NOT_CONFINED: the agent requires a confined runner, and this one, or the phone's kernel, does not provide it.
             As `RemoteRunner.hello`.
         """
         hello = await super().hello()
         if self.must_be_confined and "seccomp" not in hello.confined:
-            raise RunnerNotConfined(hello.confined)
+            raise runner_not_confined(hello.confined)
         log.debug("the phone's runner is confined by %s", ", ".join(hello.confined) or "nothing")
         return hello
 

@@ -422,7 +422,7 @@ class BucketBlobs:
         What cannot be deleted at once is deleted later. What the database still names, or names again, stays.
 
         Raises:
-            Fenced: another server leads the farm, and may store the artifacts again; nothing was deleted.
+            FENCED: another server leads the farm, and may store the artifacts again; nothing was deleted.
         """
         try:
             files = [path for digest in digests for path in self.cache.drop(digest)]

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final, Literal
 
-from etfarm.server.compile.errors import UnsupportedProgram
 from etfarm.server.compile.inspect import sizes
 from etfarm.server.compile.inspect.program import ExecutionPlan, Program, TensorValue
 from etfarm.server.compile.program.toolchain import toolchain
 from etfarm.server.compile.request import InspectRequest
 from etfarm.server.compile.result import DimRange, LowerResult, MethodFacts, ProgramFacts, ProgramSizes, ValueFacts, encode
 from etfarm.server.compile.screening import screen
+from etfarm.wire.errors import error_for
 from etfarm.wire.tensors import ITEM_BYTES
 
 _KINDS: Final[dict[type, Literal["int", "double", "bool", "str", "none"]]] = {
@@ -26,7 +26,7 @@ def inspect_pte(request: InspectRequest, folder: Path, emit: Callable[[bytes], N
 
     Raises:
         NotAPte, TruncatedProgram: as `screen_pte`.
-        UnsupportedProgram: its flatbuffer cannot be read.
+        UNSUPPORTED_PROGRAM: its flatbuffer cannot be read.
     """
     screen.screen_pte(request.pte)
     facts, program_sizes = describe(sizes.read(request.pte))
@@ -42,13 +42,15 @@ def describe(described: sizes.Described) -> tuple[ProgramFacts, ProgramSizes]:
     """Return the facts and sizes of an uploaded program.
 
     Raises:
-        UnsupportedProgram: the program refers to values or segments that it does not have.
+        UNSUPPORTED_PROGRAM: the program refers to values or segments that it does not have.
     """
     try:
         return of_program(described.program), sizes.of_program(described)
     except IndexError as error:
-        raise UnsupportedProgram(
-            f"The program's description contradicts itself: {error}.", "Export it again with ExecuTorch 1.x."
+        raise error_for(
+            "UNSUPPORTED_PROGRAM",
+            f"The program's description contradicts itself: {error}.",
+            "Export it again with ExecuTorch 1.x.",
         ) from error
 
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from etfarm.server.compile.errors import UnsupportedProgram
 from etfarm.server.compile.inspect.program import DataReference, Program, parse
 from etfarm.server.compile.result import ProgramSizes
 from etfarm.wire import pte
+from etfarm.wire.errors import error_for
 from etfarm.wire.flatbuffer import BadBuffer
 
 
@@ -26,7 +26,7 @@ def read(path: Path) -> Described:
     """Return the description of a .pte.
 
     Raises:
-        UnsupportedProgram: the flatbuffer cannot be read.
+        UNSUPPORTED_PROGRAM: the flatbuffer cannot be read.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -36,8 +36,8 @@ def read(path: Path) -> Described:
     try:
         return Described(parse(head), program_bytes)
     except BadBuffer as error:
-        raise UnsupportedProgram(
-            f"The program's description cannot be read: {error}.", "Export it again with ExecuTorch 1.x."
+        raise error_for(
+            "UNSUPPORTED_PROGRAM", f"The program's description cannot be read: {error}.", "Export it again with ExecuTorch 1.x."
         ) from None
 
 

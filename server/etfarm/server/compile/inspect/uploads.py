@@ -23,9 +23,9 @@ def inspect_upload(request: UploadRequest, folder: Path, emit: Callable[[bytes],
     """Task: screen a .pt2 or a .pte, and return an Inspection.
 
     Raises:
-        NotAPt2, UnsafeModel, UnknownOperator: as `screen.screen_upload`.
+        NotAPt2, UnsafeModel, UNKNOWN_OPERATOR: as `screen.screen_upload`.
         NotAPte, TruncatedProgram: as `screen.screen_pte`.
-        UnsupportedProgram: the flatbuffer of a .pte cannot be read.
+        UNSUPPORTED_PROGRAM: the flatbuffer of a .pte cannot be read.
     """
     is_program = _begins_as_pte(request.file) if request.is_program is None else request.is_program
     if is_program:

@@ -21,7 +21,7 @@ from etfarm.server.compile.lower import components, plugins
 from etfarm.server.compile.program.descriptions import first_line
 from etfarm.server.compile.program.explain import stage_failed
 from etfarm.wire import recipes
-from etfarm.wire.recipes import BadCombination, BadRecipeField, MethodOptions, Part, Plain, Quantization, Recipe, Specification
+from etfarm.wire.recipes import BadCombination, MethodOptions, Part, Plain, Quantization, Recipe, Specification, bad_recipe_field
 
 _RECIPE_MODULES: Final = {
     "xnnpack": "executorch.backends.xnnpack.recipes",
@@ -50,8 +50,8 @@ def resolved(recipe: Recipe) -> Recipe:
     """Return the recipe with the specifications of its plug-ins; its identity stays the same.
 
     Raises:
-        RecipeUnavailable, PluginFailed, UnknownRecipeArgument, BadRecipeArgument: as `plugins.recipe`.
-        BadStages: the recipe's stages do not match its quantization.
+        RecipeUnavailable, PluginFailed, UNKNOWN_RECIPE_ARGUMENT, BadRecipeArgument: as `plugins.recipe`.
+        BAD_STAGES: the recipe's stages do not match its quantization.
     """
     return recipes.with_plugins(recipe, {part.name: specification(part) for part in recipe.parts if part.is_plugin})
 
@@ -81,7 +81,7 @@ def export_recipe(recipe: Recipe, methods: Sequence[str]) -> ExportRecipe:
     Raises:
         RecipeUnavailable: a provider, its tools or a plug-in are not installed here.
         BadCombination: the parts contradict each other.
-        BadRecipeField: an operator of [edge] is unknown here.
+        BAD_RECIPE_FIELD: an operator of [edge] is unknown here.
         StageFailed: a provider refuses the arguments.
     """
     parts = [_build_part(part) for part in recipe.parts]
@@ -192,7 +192,7 @@ def _operator(field: str, name: str) -> Any:
         operator = None
     # torch.ops also has attributes that are not operators, and those lead to arbitrary objects.
     if not isinstance(operator, torch._ops.OpOverload):
-        raise BadRecipeField(
+        raise bad_recipe_field(
             f"[edge] {field}", name, "operators that the server's torch has, with their overload, like aten.linear.default"
         )
     return operator

@@ -22,22 +22,19 @@ from etfarm.server.compile.program.descriptions import describe_control_flow
 from etfarm.server.compile.program.explain import stage_failed
 from etfarm.server.compile.result import Delegation, Place, StageEvent, StageTime
 from etfarm.server.workers.errors import is_disk_full, is_out_of_memory
-from etfarm.wire.errors import EtfarmError, UserError
+from etfarm.wire.errors import EtfarmError, error_for
 
 
-class ExternalConstantsClash(UserError):
-    """Constants of two methods have the same name in a data file."""
-
-    reason = "EXTERNAL_CONSTANTS_CLASH"
-
-    def __init__(self, constant: str, first: str, second: str) -> None:
-        super().__init__(
-            f"The constant {constant} differs between {first} and {second}, but a data file identifies constants by name only: "
-            "both methods would read the same one.",
-            "Name the methods' modules differently (wrap each in a module with its own attribute), or leave out "
-            "external_constants.",
-            stage="TO_EXECUTORCH", constant=constant, methods=f"{first},{second}",
-        )  # fmt: skip
+def external_constants_clash(constant: str, first: str, second: str) -> EtfarmError:
+    """Return the error of constants of two methods have the same name in a data file."""
+    return error_for(
+        "EXTERNAL_CONSTANTS_CLASH",
+        f"The constant {constant} differs between {first} and {second}, but a data file identifies constants by name only: "
+        "both methods would read the same one.",
+        "Name the methods' modules differently (wrap each in a module with its own attribute), or leave out "
+        "external_constants.",
+        stage="TO_EXECUTORCH", constant=constant, methods=f"{first},{second}",
+    )  # fmt: skip
 
 
 class Stages:
@@ -152,7 +149,7 @@ def lower(
 
     Raises:
         StageFailed: as `Stages.stage`; or a plug-in's stage has a result of another type than the stage that it replaces.
-        ExternalConstantsClash: constants of two methods have the same name in a data file.
+        EXTERNAL_CONSTANTS_CLASH: constants of two methods have the same name in a data file.
     """
     import executorch.kernels.quantized  # noqa: F401 - registers out variants, which undelegated int8 operators need
 
@@ -267,7 +264,7 @@ def _check_external(manager: Any) -> None:
                 continue
             other, first = seen.setdefault(spec.target, (method, value))
             if first is not value and not (first.dtype == value.dtype and torch.equal(first, value)):
-                raise ExternalConstantsClash(spec.target, other, method)
+                raise external_constants_clash(spec.target, other, method)
 
 
 def _check_replacement(name: str, stage: Any) -> None:

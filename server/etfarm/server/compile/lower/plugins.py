@@ -18,7 +18,7 @@ from etfarm.server.compile.errors import RecipeUnavailable
 from etfarm.server.compile.program.descriptions import first_line
 from etfarm.server.workers.errors import is_out_of_memory
 from etfarm.wire.errors import FarmError, UserError
-from etfarm.wire.recipes import BadRecipeArgument, BadRecipeField, Specification, UnknownRecipeArgument
+from etfarm.wire.recipes import BadRecipeArgument, Specification, bad_recipe_field, unknown_recipe_argument
 from etfarm.wire.recipes.values import shown
 
 RECIPES: Final = "etfarm.recipes"
@@ -66,7 +66,7 @@ def recipe(name: str, arguments: Mapping[str, object]) -> Any:
 
     Raises:
         RecipeUnavailable: no such plug-in is installed.
-        UnknownRecipeArgument: the recipe has no argument of that name.
+        UNKNOWN_RECIPE_ARGUMENT: the recipe has no argument of that name.
         BadRecipeArgument: a required argument is missing, or the recipe raises TypeError or ValueError for the arguments.
         PluginFailed: the plug-in cannot be imported, fails without arguments, or does not return an ExportRecipe.
     """
@@ -97,7 +97,7 @@ def stage(name: str, replaced: str) -> Any:
     Raises:
         RecipeUnavailable: no such plug-in is installed.
         PluginFailed: the plug-in cannot be imported, or does not return a Stage.
-        BadRecipeField: the plug-in replaces another stage than the recipe's file states.
+        BAD_RECIPE_FIELD: the plug-in replaces another stage than the recipe's file states.
     """
     from executorch.export.stages import Stage
 
@@ -108,7 +108,7 @@ def stage(name: str, replaced: str) -> Any:
     kind = getattr(result.stage_type, "name", str(result.stage_type))
     if kind != replaced:
         allowed = f"a plug-in's stage that replaces it, but {_display_name(point)} replaces {kind}"
-        raise BadRecipeField(f"[replace] {replaced}", name, allowed)
+        raise bad_recipe_field(f"[replace] {replaced}", name, allowed)
     return result
 
 
@@ -145,7 +145,7 @@ def _check_arguments(name: str, factory: Any, arguments: Mapping[str, object]) -
     kinds = [parameter.kind for parameter in parameters.values()]
     for argument in arguments:
         if argument not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
-            raise UnknownRecipeArgument(name, argument, list(parameters))
+            raise unknown_recipe_argument(name, argument, list(parameters))
     for argument, parameter in parameters.items():
         variable = parameter.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         if parameter.default is parameter.empty and argument not in arguments and not variable:

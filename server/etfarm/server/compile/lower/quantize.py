@@ -26,14 +26,14 @@ from torchao.quantization.pt2e.constant_fold import ConstantFolder
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 from etfarm.server.compile.errors import (
-    AlreadyQuantized,
-    CalibrationFailed,
     CalibrationMismatch,
-    CalibrationNotFinite,
-    NoExampleInputs,
     QuantizedNothing,
     QuantizerFailed,
     StageFailed,
+    already_quantized,
+    calibration_failed,
+    calibration_not_finite,
+    no_example_inputs,
 )
 from etfarm.server.compile.inputs import InputMismatch, check_inputs
 from etfarm.server.compile.inspect import signature
@@ -73,13 +73,13 @@ def check(program: Any, name: str, method: str) -> None:
         name: the recipe's name for the message.
 
     Raises:
-        AlreadyQuantized: the program has quantized operators.
-        NoExampleInputs: the program carries no example inputs.
+        ALREADY_QUANTIZED: the program has quantized operators.
+        NO_EXAMPLE_INPUTS: the program carries no example inputs.
     """
     if is_quantized(program):
-        raise AlreadyQuantized(name, method)
+        raise already_quantized(name, method)
     if program.example_inputs is None:
-        raise NoExampleInputs(method)
+        raise no_example_inputs(method)
 
 
 def quantize(
@@ -105,9 +105,9 @@ def quantize(
 
     Raises:
         CalibrationMismatch: a sample does not fit the program.
-        CalibrationFailed: the model fails on a sample that fits.
+        CALIBRATION_FAILED: the model fails on a sample that fits.
         QuantizerFailed: only the model with observers fails on a sample.
-        CalibrationNotFinite: a sample contains or produces NaN or infinity.
+        CALIBRATION_NOT_FINITE: a sample contains or produces NaN or infinity.
         QuantizedNothing: no operator was quantized; the result would silently be fp32.
         StageFailed: the recipe requires quantization-aware training, the model changes a weight, or it has operators in half
             precision that XNNPACK does not compute.
@@ -170,7 +170,7 @@ def quantize(
         raise QuantizedNothing(name, method)
     scales = [a for node in converted.graph.nodes if str(node.target).startswith(QUANTIZING) for a in node.args]
     if any(isinstance(scale, float) and not math.isfinite(scale) for scale in scales):
-        raise CalibrationNotFinite(method, "", "", "")  # min-max observers accept any value
+        raise calibration_not_finite(method, "", "", "")  # min-max observers accept any value
     return converted
 
 
@@ -210,9 +210,9 @@ def _calibrate(
                 sample = f"calibration sample {index - 1}" if index else "the example inputs"
                 if "is not finite" in str(error):
                     inputs, line = _not_finite(program, args, kwargs), _not_finite_line(program, args, kwargs)
-                    raise CalibrationNotFinite(method, sample, inputs, line) from error
+                    raise calibration_not_finite(method, sample, inputs, line) from error
                 if why := _failure_of_model(program, args, kwargs):
-                    raise CalibrationFailed(method, sample, why) from error
+                    raise calibration_failed(method, sample, why) from error
                 raise QuantizerFailed(name, method, first_line(error), _failing_line(prepared, args, kwargs)) from error
             if time.monotonic() - last_logged > _LOG_INTERVAL_S:
                 last_logged = time.monotonic()

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
-from etfarm.server.compile.errors import NameNotFound
+from etfarm.server.compile.errors import name_not_found
 from etfarm.server.compile.program import places
 from etfarm.server.compile.result import SelectedName, SelectedOperator
 from etfarm.server.graphs.sources import source_of
@@ -128,7 +128,7 @@ def require_found(selection: Selection, graphs: Mapping[str, Any]) -> None:
         graphs: the graphs that the quantizer gets, by method, before batch norms are folded.
 
     Raises:
-        NameNotFound: a name selects nothing, or batch norms that are folded into the layers before them.
+        RECIPE_NAME_NOT_FOUND: a name selects nothing, or batch norms that are folded into the layers before them.
     """
     operators = {method: _operators(graph) for method, graph in graphs.items()}
     all_operators = [operator for rows in operators.values() for operator in rows]
@@ -141,12 +141,12 @@ def require_found(selection: Selection, graphs: Mapping[str, Any]) -> None:
             layer = next((other for other in all_operators if other.node is matches[0].node.args[0]), None)
             target = (layer.module if "modules" in argument else f"{layer.module}:{layer.name}") if layer else ""
             why = f"it is a batch norm, which is folded into the layer {target!r} before quantization"
-            raise NameNotFound(argument, name, methods, why, [target] if target else [])
+            raise name_not_found(argument, name, methods, why, [target] if target else [])
         unnumbered = name.rpartition("#")[0]
         if count := max((len(_matching(unnumbered, rows)) for rows in operators.values()), default=0) if unnumbered else 0:
             why = f"{unnumbered!r} has {count} operator{'s' if count > 1 else ''}, counted from #0"
-            raise NameNotFound(argument, name, methods, why, [f"{unnumbered}#{count - 1}"])
-        raise NameNotFound(argument, name, methods, "no operator has it", _nearest(argument, name, all_operators))
+            raise name_not_found(argument, name, methods, why, [f"{unnumbered}#{count - 1}"])
+        raise name_not_found(argument, name, methods, "no operator has it", _nearest(argument, name, all_operators))
 
 
 def _choose(names: Iterable[tuple[str, str]], graph: Any) -> dict[tuple[str, str], list[Any]]:

@@ -9,7 +9,7 @@ from executorch.exir.passes import MemoryPlanningPass
 
 from etfarm.server.compile.program.descriptions import describe_place
 from etfarm.server.compile.program.places import places
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.recipes import Recipe
 from etfarm.wire.shared_state import PREFIX, buffer_names, rename_buffers, written_buffers
 
@@ -20,21 +20,18 @@ SharedBuffers = Mapping[str, frozenset[str]]
 """Names of the shared buffers that each method uses, by method."""
 
 
-class StateNotShared(UserError):
-    """A buffer of several methods cannot be in one memory, so that each method would keep a state of its own.
+def state_not_shared(buffer: str, methods: str, why: str, remedy: str) -> EtfarmError:
+    """Return the error of a buffer of several methods cannot be in one memory, so that each method would keep a state of its own.
 
     Args:
         why: the reason in the message.
     """
-
-    reason = "STATE_NOT_SHARED"
-
-    def __init__(self, buffer: str, methods: str, why: str, remedy: str) -> None:
-        super().__init__(
-            f"The buffer {buffer}, shared by {methods}, cannot be one buffer of the program: {why}.",
-            f"{remedy}, or set share_mutable_buffers = false in [executorch] of a recipe file for separate states.",
-            buffer=buffer, methods=methods, stage="TO_EXECUTORCH",
-        )  # fmt: skip
+    return error_for(
+        "STATE_NOT_SHARED",
+        f"The buffer {buffer}, shared by {methods}, cannot be one buffer of the program: {why}.",
+        f"{remedy}, or set share_mutable_buffers = false in [executorch] of a recipe file for separate states.",
+        buffer=buffer, methods=methods, stage="TO_EXECUTORCH",
+    )  # fmt: skip
 
 
 def plan_shared_state(programs: Mapping[str, Any], recipe: Recipe, config: Any) -> SharedBuffers:
@@ -48,7 +45,7 @@ def plan_shared_state(programs: Mapping[str, Any], recipe: Recipe, config: Any) 
         config: the ExecutorchBackendConfig, which is changed.
 
     Raises:
-        StateNotShared: the recipe, the memory planner or an initial value makes it impossible.
+        STATE_NOT_SHARED: the recipe, the memory planner or an initial value makes it impossible.
     """
     wanted = recipe.options.executorch.get("share_mutable_buffers")
     buffers = {method: frozenset(buffer_names(program).values()) for method, program in programs.items()}
@@ -121,12 +118,12 @@ def require_shared(shared: SharedBuffers, manager: Any) -> None:
         manager: the EdgeProgramManager before TO_EXECUTORCH.
 
     Raises:
-        StateNotShared: one has.
+        STATE_NOT_SHARED: one has.
     """
     for method, names in shared.items():
         for name in sorted(names - _used(manager.exported_program(method))):
             methods = ", ".join(each for each, own in shared.items() if name in own)
-            raise StateNotShared(
+            raise state_not_shared(
                 shown_name(name), methods, f"the backend takes it into a delegate of {method}",
                 f"Leave {method} to the portable kernels (partitioners = [] in [methods.{method}])",
             )  # fmt: skip
@@ -136,7 +133,7 @@ def require_kept(method: str, before: Any, after: Any) -> None:
     """Check that a quantized method has the shared buffers of its original program.
 
     Raises:
-        StateNotShared: the quantizer made a constant of one.
+        STATE_NOT_SHARED: the quantizer made a constant of one.
     """
     for name in sorted(_used(before) - _used(after)):
         if name.startswith(PREFIX):
@@ -144,7 +141,7 @@ def require_kept(method: str, before: Any, after: Any) -> None:
             line = describe_place(
                 places([user for node in before.graph.nodes if names.get(node.name) == name for user in node.users])
             )
-            raise StateNotShared(
+            raise state_not_shared(
                 shown_name(name), f"{method} and other methods",
                 f"quantization makes a constant of it in {method}{f', at {line}' if line else ''}",
                 f"Leave {method} unquantized (quantizers = [] in [methods.{method}])",
@@ -175,14 +172,14 @@ def _select(buffers: Mapping[str, frozenset[str]], written: Mapping[str, set[str
 def _require_possible(name: str, methods: list[str], programs: Mapping[str, Any], recipe: Recipe, config: Any) -> None:
     listed, shown = ", ".join(methods), shown_name(name)
     if recipe.options.executorch.get("alloc_mutable_buffers") is False:
-        raise StateNotShared(shown, listed, "the recipe plans no memory for it", "Leave alloc_mutable_buffers out")
+        raise state_not_shared(shown, listed, "the recipe plans no memory for it", "Leave alloc_mutable_buffers out")
     if not isinstance(config.memory_planning_pass, MemoryPlanningPass):
-        raise StateNotShared(shown, listed, f"recipe {recipe.name} plans memory in another way", "Use another recipe")
+        raise state_not_shared(shown, listed, f"recipe {recipe.name} plans memory in another way", "Use another recipe")
     values = [program.state_dict.get(name, program.constants.get(name)) for program in map(programs.__getitem__, methods)]
     if any(value is not None and bool(value.count_nonzero()) for value in values):
-        raise StateNotShared(
+        raise state_not_shared(
             shown, listed, "its initial value is not zero, which ExecuTorch sets when it loads each method",
             "Let it start at zero, and set it by a method",
         )  # fmt: skip
     if len({(value.dtype, tuple(value.shape)) for value in values if value is not None}) > 1:
-        raise StateNotShared(shown, listed, "it has another dtype or shape in each", "Give it one shape")
+        raise state_not_shared(shown, listed, "it has another dtype or shape in each", "Give it one shape")

@@ -186,7 +186,7 @@ def _check_names(recipe: Recipe, quantizing: Mapping[str, Any], programs: Mappin
     """Check that each name in the quantizers selects something in the methods that they are for.
 
     Raises:
-        NameNotFound: a name selects nothing.
+        RECIPE_NAME_NOT_FOUND: a name selects nothing.
     """
     alone = [method for method in quantizing if recipe.options.methods.get(method, MethodOptions()).quantizers is not None]
     for methods in ([method for method in quantizing if method not in alone], *([method] for method in alone)):
@@ -412,7 +412,7 @@ def _remaining_stages(recipe: Recipe, built: Any, request: LowerRequest) -> list
     """Return the stages to run here; empty if `stop_after` is a stage that has already run.
 
     Raises:
-        BadStages: the stages' order is not valid, or `stop_after` is not among them.
+        BAD_STAGES: the stages' order is not valid, or `stop_after` is not among them.
     """
     pipeline = build.stages(recipe, built)
     if request.stop_after is not None and request.stop_after not in pipeline:

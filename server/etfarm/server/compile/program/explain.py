@@ -15,14 +15,14 @@ from etfarm.server.compile.errors import (
     DataDependentBranch,
     DimSpecialized,
     MissingOutVariants,
-    OperatorNotCoreAten,
-    OperatorWithEffects,
     RecipeUnavailable,
     StageFailed,
     TrainingMode,
-    UnboundedSize,
-    UnsupportedDtypes,
     UnsupportedQuantizedOp,
+    operator_not_core_aten,
+    operator_with_effects,
+    unbounded_size,
+    unsupported_dtypes,
 )
 from etfarm.server.compile.program.descriptions import (
     CONTROL_FLOW,
@@ -98,7 +98,7 @@ def _not_core_aten(stage: str, match: re.Match[str], text: str, programs: Progra
     name = re.sub(r"^(\w+)\.(\w+)(?:\.\w+)?$", r"\1::\2", match[1])
     if _TRAINING.search(name):
         return _training_mode(stage, name, programs)
-    return OperatorNotCoreAten(stage, describe_operators([name], programs), name, has_kernel=_has_kernel(name))
+    return operator_not_core_aten(stage, describe_operators([name], programs), name, has_kernel=_has_kernel(name))
 
 
 def _has_kernel(name: str) -> bool:
@@ -125,7 +125,7 @@ def _mismatched_dtypes(stage: str, match: re.Match[str], text: str, programs: Pr
         shown = name[1] if name else "an operator"
         rows.append((shown, f"{shown} at {source.file}:{source.line} ({source.code})" if source else shown))
     dtypes = ", ".join(sorted(set(re.findall(r"torch\.((?:complex|float|bfloat|u?int|bool)\w*)", text))))
-    return UnsupportedDtypes(stage, "; ".join(row[1] for row in rows[:NAMED]), ", ".join(row[0] for row in rows), dtypes)
+    return unsupported_dtypes(stage, "; ".join(row[1] for row in rows[:NAMED]), ", ".join(row[0] for row in rows), dtypes)
 
 
 def _complex(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
@@ -136,7 +136,7 @@ def _complex(stage: str, match: re.Match[str], text: str, programs: Programs) ->
             if node.op == "call_function" and any(isinstance(each, complex) for each in (*node.args, *node.kwargs.values())):
                 by_name[name_as_called(node)].append(node)
     shown = [describe(name, places(nodes)) for name, nodes in sorted(by_name.items())]
-    return UnsupportedDtypes(stage, "; ".join(shown[:NAMED]) or "an operator", ", ".join(sorted(by_name)), "complex")
+    return unsupported_dtypes(stage, "; ".join(shown[:NAMED]) or "an operator", ", ".join(sorted(by_name)), "complex")
 
 
 def _nested_control_flow(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
@@ -170,7 +170,7 @@ def _unbounded(stage: str, match: re.Match[str], text: str, programs: Programs) 
             if node.op == "call_function" and symbols - bounded:
                 producers.append((schema_name(node) or node.name, [node]))
                 break
-    return UnboundedSize(stage, match[1], "; ".join(describe(name, places(nodes)) for name, nodes in producers[:NAMED]))
+    return unbounded_size(stage, match[1], "; ".join(describe(name, places(nodes)) for name, nodes in producers[:NAMED]))
 
 
 def _effects(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
@@ -183,7 +183,7 @@ def _effects(stage: str, match: re.Match[str], text: str, programs: Programs) ->
         inner = node.args[1] if "with_effects" in str(node.target) and len(node.args) > 1 else node.target
         by_name[str(inner)].append(node)
     shown = [describe(name, places(nodes_of_name)) for name, nodes_of_name in sorted(by_name.items())]
-    return OperatorWithEffects(stage, "; ".join(shown[:NAMED]), ", ".join(sorted(by_name)))
+    return operator_with_effects(stage, "; ".join(shown[:NAMED]), ", ".join(sorted(by_name)))
 
 
 def _combine(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:

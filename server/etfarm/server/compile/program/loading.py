@@ -14,16 +14,16 @@ from typing import Any, Final
 import torch
 from torch._export.serde import schema
 
-from etfarm.server.compile.errors import DimWithoutMaximum, DynamicNumber, TrainingMode
+from etfarm.server.compile.errors import DimWithoutMaximum, TrainingMode, dynamic_number
 from etfarm.server.compile.program.descriptions import describe_place, first_line
 from etfarm.server.compile.program.places import all_nodes, places
 from etfarm.server.compile.screening import archives, screen
-from etfarm.server.compile.screening.errors import NotAPt2, Pt2OfAnotherTorch, UnknownStructure
+from etfarm.server.compile.screening.errors import NotAPt2, pt2_of_another_torch, unknown_structure
 from etfarm.server.compile.screening.operators import Operators
 from etfarm.server.graphs.programs import read_program
 from etfarm.server.workers.errors import is_out_of_memory
 from etfarm.server.workers.limits import limit_loading
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import EtfarmError
 
 _log = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ def load(model: Path, folder: Path, operators: Operators | None = None) -> Any:
         operators: operators that the program may use; the committed list when None.
 
     Raises:
-        Pt2OfAnotherTorch: torch cannot read it, and it was written by another torch.
-        UnknownStructure: its inputs or outputs are objects of a class that the server does not have.
+        PT2_OF_ANOTHER_TORCH: torch cannot read it, and it was written by another torch.
+        UNKNOWN_STRUCTURE: its inputs or outputs are objects of a class that the server does not have.
         NotAPt2: torch cannot read it.
         UnsafeModel: as `screen_pt2`.
     """
@@ -81,7 +81,7 @@ def screen_whole(model: Path, operators: Operators) -> archives.Records:
     """Screen a .pt2 with Python's reader and with torch's reader, which loads it; return the records of torch's reader.
 
     Raises:
-        NotAPt2, UnsafeModel, UnknownOperator: as `screen.screen_pt2`.
+        NotAPt2, UnsafeModel, UNKNOWN_OPERATOR: as `screen.screen_pt2`.
     """
     screen.screen_pt2(model, operators.targets)
     records = _torch_records(str(model))
@@ -89,7 +89,7 @@ def screen_whole(model: Path, operators: Operators) -> archives.Records:
     return records
 
 
-def _unreadable_error(graph: bytes, why: str) -> UserError:
+def _unreadable_error(graph: bytes, why: str) -> EtfarmError:
     """Return the error for a program that torch cannot read, depending on the version that the program states.
 
     Args:
@@ -98,7 +98,7 @@ def _unreadable_error(graph: bytes, why: str) -> UserError:
         why: torch's message.
     """
     if (match := _UNKNOWN_CLASS.search(why)) is not None:
-        return UnknownStructure(match[1])
+        return unknown_structure(match[1])
     program = json.loads(graph)
     ours = torch.__version__.partition("+")[0]
     stated = program.get("torch_version")
@@ -106,9 +106,9 @@ def _unreadable_error(graph: bytes, why: str) -> UserError:
     version = program.get("schema_version")
     major = version.get("major") if isinstance(version, dict) else None
     if isinstance(major, int) and 0 < major < _MAX_MAJOR and major != schema.SCHEMA_VERSION[0]:
-        return Pt2OfAnotherTorch(written, ours, f"its schema is version {major}, not {schema.SCHEMA_VERSION[0]}")
+        return pt2_of_another_torch(written, ours, f"its schema is version {major}, not {schema.SCHEMA_VERSION[0]}")
     if written and written.partition("+")[0] != ours:
-        return Pt2OfAnotherTorch(written, ours, why.rstrip("."))
+        return pt2_of_another_torch(written, ours, why.rstrip("."))
     return NotAPt2(f"torch {ours} cannot read it ({why})")
 
 
@@ -151,7 +151,7 @@ def check(program: Any, method: str) -> None:
 
     Raises:
         TrainingMode: batch norm or dropout in training mode.
-        DynamicNumber: an input is a number that was declared dynamic.
+        UNSUPPORTED_INPUT: an input is a number that was declared dynamic.
         DimWithoutMaximum: a dynamic dim of an input has no finite maximum.
     """
     for node in all_nodes(program):
@@ -162,7 +162,7 @@ def check(program: Any, method: str) -> None:
     for node in program.graph.nodes:
         value = node.meta.get("val") if node.op == "placeholder" and node.name in inputs else None
         if isinstance(value, torch.SymInt | torch.SymFloat):
-            raise DynamicNumber(method, node.name, "int" if isinstance(value, torch.SymInt) else "double")
+            raise dynamic_number(method, node.name, "int" if isinstance(value, torch.SymInt) else "double")
         if isinstance(value, torch.Tensor):
             for index, size in enumerate(value.shape):
                 if isinstance(size, torch.SymInt) and bounds(program, size)[1] is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import EtfarmError, Kind, UserError, error_for
 
 
 class NotAPt2(UserError):
@@ -18,40 +18,34 @@ class NotAPt2(UserError):
         )
 
 
-class UnknownStructure(UserError):
-    """The exported program takes or returns objects of a class that the server does not have.
+def unknown_structure(kind: str) -> EtfarmError:
+    """Return the error of the exported program takes or returns objects of a class that the server does not have.
 
     Args:
         kind: the class as the file names it.
     """
-
-    reason = "UNKNOWN_STRUCTURE"
-
-    def __init__(self, kind: str) -> None:
-        super().__init__(
-            f"The .pt2 takes or returns objects of the class {kind}, which the server does not have.",
-            "Give etfarm the module itself, or file.py:factory: it exports such objects as dicts. Or return a tuple or dict.",
-            kind=kind,
-        )
+    return error_for(
+        "UNKNOWN_STRUCTURE",
+        f"The .pt2 takes or returns objects of the class {kind}, which the server does not have.",
+        "Give etfarm the module itself, or file.py:factory: it exports such objects as dicts. Or return a tuple or dict.",
+        kind=kind,
+    )
 
 
-class Pt2OfAnotherTorch(UserError):
-    """The exported program is from a version of torch whose programs the server's torch cannot read.
+def pt2_of_another_torch(written: str, ours: str, why: str) -> EtfarmError:
+    """Return the error of the exported program is from a version of torch whose programs the server's torch cannot read.
 
     Args:
         written: the version that the file states; empty if it states no valid version.
         ours: the server's version.
     """
-
-    reason = "PT2_OF_ANOTHER_TORCH"
-
-    def __init__(self, written: str, ours: str, why: str) -> None:
-        writer = f"torch {written}" if written else "another torch"
-        super().__init__(
-            f"The .pt2 was written by {writer}, and this farm's torch {ours} cannot read it: {why}.",
-            f"Export it with torch {ours}.",
-            written=written, ours=ours, why=why,
-        )  # fmt: skip
+    writer = f"torch {written}" if written else "another torch"
+    return error_for(
+        "PT2_OF_ANOTHER_TORCH",
+        f"The .pt2 was written by {writer}, and this farm's torch {ours} cannot read it: {why}.",
+        f"Export it with torch {ours}.",
+        written=written, ours=ours, why=why,
+    )  # fmt: skip
 
 
 class NotAPte(UserError):
@@ -130,17 +124,14 @@ class OperatorNotAllowed(UnsafeModel):
         self.metadata["operator"] = listed
 
 
-class UnknownOperator(UserError):
-    """The model uses an operator of a library that the server does not load."""
-
-    reason = "UNKNOWN_OPERATOR"
-
-    def __init__(self, operator: str) -> None:
-        super().__init__(
-            f"The model uses the operator {operator}, which this server does not know.",
-            "Use operators of PyTorch, or give it a kernel that consists of them: lib.impl(name, function, "
-            '"CompositeImplicitAutograd"). Then etfarm writes it with them when it exports a module, as '
-            "program.run_decompositions() does with a program. The server's owner can install the operator's library as a "
-            "plug-in with an entry point in etfarm.operators.",
-            operator=operator,
-        )
+def unknown_operator(operator: str) -> EtfarmError:
+    """Return the error of the model uses an operator of a library that the server does not load."""
+    return error_for(
+        "UNKNOWN_OPERATOR",
+        f"The model uses the operator {operator}, which this server does not know.",
+        "Use operators of PyTorch, or give it a kernel that consists of them: lib.impl(name, function, "
+        '"CompositeImplicitAutograd"). Then etfarm writes it with them when it exports a module, as '
+        "program.run_decompositions() does with a program. The server's owner can install the operator's library as a "
+        "plug-in with an entry point in etfarm.operators.",
+        operator=operator,
+    )

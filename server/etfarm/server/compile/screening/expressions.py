@@ -16,9 +16,9 @@ from typing import Final
 
 from etfarm.server.compile.errors import DimSpecialized
 from etfarm.server.compile.screening import operators
-from etfarm.server.compile.screening.errors import OperatorNotAllowed, UnknownOperator, UnsafeModel
+from etfarm.server.compile.screening.errors import OperatorNotAllowed, UnsafeModel, unknown_operator
 from etfarm.wire.dim_guards import why_floats
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import EtfarmError, error_for
 
 MAX_EXPRESSION: Final = 20_000
 MAX_DEPTH: Final = 60
@@ -44,21 +44,18 @@ _LITERAL: Final = re.compile(r"[0-9]*\.?[0-9]*([eE][+-]?[0-9]{1,3})?")
 _NUMBER: Final = re.compile(r"-?[0-9]{1,20}(\.[0-9]{0,40})?(e[+-]?[0-9]{1,3})?")
 
 
-class EdgeDialectProgram(UserError):
-    """The .pt2 is already lowered, so its operators are ExecuTorch's, which could be code.
+def edge_dialect_program(what: str) -> EtfarmError:
+    """Return the error of the .pt2 is already lowered, so its operators are ExecuTorch's, which could be code.
 
     Args:
         what: the evidence in the message.
     """
-
-    reason = "EDGE_DIALECT_PROGRAM"
-
-    def __init__(self, what: str) -> None:
-        super().__init__(
-            f"The model is an edge-dialect program, the output of to_edge or a later stage ({what}), and was not loaded.",
-            "Give the ATen-dialect program that it was lowered from, as torch.export.export returns it; the farm lowers it.",
-            what=what,
-        )  # fmt: skip
+    return error_for(
+        "EDGE_DIALECT_PROGRAM",
+        f"The model is an edge-dialect program, the output of to_edge or a later stage ({what}), and was not loaded.",
+        "Give the ATen-dialect program that it was lowered from, as torch.export.export returns it; the farm lowers it.",
+        what=what,
+    )  # fmt: skip
 
 
 def _words(text: str) -> frozenset[str]:
@@ -285,21 +282,21 @@ def check_target(text: str, where: str, allowed: frozenset[str] | None = None) -
 
     Raises:
         OperatorNotAllowed: an operator of torch or ExecuTorch that is not on the list.
-        UnknownOperator: an operator of another library.
-        EdgeDialectProgram: an operator of the edge dialect.
+        UNKNOWN_OPERATOR: an operator of another library.
+        EDGE_DIALECT_PROGRAM: an operator of the edge dialect.
         UnsafeModel: it is anything else.
     """
     if text in (operators.builtin() if allowed is None else allowed):
         return
     if _EDGE.fullmatch(text):
-        raise EdgeDialectProgram(text)
+        raise edge_dialect_program(text)
     operator = _OPERATOR.fullmatch(text) if len(text) <= MAX_NAME else None
     if operator is None or (operator[3] is None and (operator[1] != "higher_order" or operator[2].startswith("__"))):
         raise _unsafe("UNSAFE_TARGET", where, "target", text)
     namespace, name, overload = operator.groups()
     if namespace in _OWN:
         raise OperatorNotAllowed(where, namespace, name, overload or "")
-    raise UnknownOperator(f"{namespace}::{name}")
+    raise unknown_operator(f"{namespace}::{name}")
 
 
 def check_functions(text: str, where: str) -> None:

@@ -65,7 +65,7 @@ def screen_upload(path: Path, allowed: frozenset[str] | None = None) -> None:
     """Screen an uploaded .pt2. Contents that are expensive to parse are left to the child that compiles, which screens it again.
 
     Raises:
-        NotAPt2, UnsafeModel, UnknownOperator: as `screen_pt2`.
+        NotAPt2, UnsafeModel, UNKNOWN_OPERATOR: as `screen_pt2`.
     """
     screen_pt2(path, allowed, at_most_bytes=UPLOAD_PARSED_BYTES)
 
@@ -83,8 +83,8 @@ def screen_pt2(path: Path, allowed: frozenset[str] | None = None, *, at_most_byt
         NotAPt2: the file is not a zip, or lacks the members of a .pt2.
         UnsafeModel: the file contains code or what could be code, or uses an operator that is not on the list; the message
             says what and where.
-        UnknownOperator: the program uses an operator of a library that the server does not load.
-        EdgeDialectProgram: the program is already lowered.
+        UNKNOWN_OPERATOR: the program uses an operator of a library that the server does not load.
+        EDGE_DIALECT_PROGRAM: the program is already lowered.
     """
     with pt2_records(path) as records:
         screen_records(records, allowed=allowed, at_most_bytes=at_most_bytes)
@@ -105,7 +105,7 @@ def screen_records(
         at_most_bytes: as in `screen_pt2`; needs the records' sizes.
 
     Raises:
-        NotAPt2, UnsafeModel, UnknownOperator: as in `screen_pt2`.
+        NotAPt2, UnsafeModel, UNKNOWN_OPERATOR: as in `screen_pt2`.
     """
     names = set(records.names)
     for needed in ("archive_format", "archive_version", "models/model.json"):

@@ -26,7 +26,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from etfarm.server.compile.errors import ProgramCannotRun
+from etfarm.server.compile.errors import program_cannot_run
 from etfarm.server.compile.inputs import SizesDoNotFit
 from etfarm.server.compile.program import suspects, values
 from etfarm.server.compile.program.descriptions import first_line
@@ -130,7 +130,7 @@ def check_program(
         meanwhile: other work, called while the first method runs, or at the end if no method runs.
 
     Raises:
-        ProgramCannotRun: the runtime refuses or crashes at inputs that eager PyTorch accepts.
+        PROGRAM_CANNOT_RUN: the runtime refuses or crashes at inputs that eager PyTorch accepts.
     """
     checked = Checked()
     with tempfile.TemporaryDirectory(dir=folder, prefix="checks-") as temporary:
@@ -323,7 +323,7 @@ def _finish(program: _Program, method: str, original: Any, trial: Trial) -> list
     """Return the outputs of the started run, or why there are none if the program is not at fault.
 
     Raises:
-        ProgramCannotRun: the program is at fault.
+        PROGRAM_CANNOT_RUN: the program is at fault.
     """
     outcome = program.smoke.finish()
     if outcome.log:
@@ -343,7 +343,7 @@ def _finish(program: _Program, method: str, original: Any, trial: Trial) -> list
         operator = refusal.operator
     crash = suspects.find_only_kernel(original) if outcome.crashed and not operator else ""
     formats = suspects.find_channels_last(original)
-    raise ProgramCannotRun(
+    raise program_cannot_run(
         method, why, trial.words, operator or crash, delegates=bool(program.backends.get(method)), formats=formats,
         advice=(refusal.advice if refusal is not None else _advise(program, method, why))
         or ("" if formats else suspects.advise_of_columns(original, why) or suspects.advise_of_formats(original, why)),

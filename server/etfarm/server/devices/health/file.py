@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from etfarm.server.devices.health.power import PowerRule, rules_of
-from etfarm.server.devices.health.standing import BadHealthPolicy, HealthPolicy, policy_of
+from etfarm.server.devices.health.standing import HealthPolicy, policy_of
+from etfarm.wire.errors import error_for
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,14 @@ def read_settings(path: Path | None, interval_s: float | None = None) -> HealthS
         interval_s: replaces the file's `interval_s`.
 
     Raises:
-        BadHealthPolicy: the file cannot be read, a name is unknown, or a value is out of its range.
+        BAD_HEALTH_POLICY: the file cannot be read, a name is unknown, or a value is out of its range.
     """
     try:
         values = {} if path is None else tomllib.loads(path.read_text())
     except OSError as error:
-        raise BadHealthPolicy(f"{path} cannot be read: {error.strerror}.", path=path) from None
+        raise error_for("BAD_HEALTH_POLICY", f"{path} cannot be read: {error.strerror}.", path=path) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadHealthPolicy(f"{path} is not valid TOML: {error}.", path=path) from None
+        raise error_for("BAD_HEALTH_POLICY", f"{path} is not valid TOML: {error}.", path=path) from None
     power = rules_of(values.pop("power", []))
     policy = policy_of(values)
     return HealthSettings(policy if interval_s is None else replace(policy, interval_s=interval_s), power)

@@ -20,8 +20,9 @@ from typing import Final
 import structlog
 
 from etfarm.server.devices.health.book import HealthBook
-from etfarm.server.devices.health.standing import QUARANTINED, BadHealthPolicy
+from etfarm.server.devices.health.standing import QUARANTINED
 from etfarm.server.devices.registry import Registry
+from etfarm.wire.errors import error_for
 
 log = structlog.get_logger()
 
@@ -76,10 +77,10 @@ def rules_of(entries: object) -> tuple[PowerRule, ...]:
     """Return the rules of the `[[power]]` tables of a TOML file.
 
     Raises:
-        BadHealthPolicy: a table has an unknown key, or a value of another type or range.
+        BAD_HEALTH_POLICY: a table has an unknown key, or a value of another type or range.
     """
     if not isinstance(entries, list) or len(entries) > MAX_RULES:
-        raise BadHealthPolicy(f"power must be a list of at most {MAX_RULES:,} tables: write [[power]].")
+        raise error_for("BAD_HEALTH_POLICY", f"power must be a list of at most {MAX_RULES:,} tables: write [[power]].")
     return tuple(_rule_of(entry) for entry in entries)
 
 
@@ -87,16 +88,19 @@ def _rule_of(entry: object) -> PowerRule:
     known = [field.name for field in fields(PowerRule)]
     if not isinstance(entry, dict) or (unknown := sorted(entry.keys() - set(known))):
         names = f"{unknown[0]!r}" if isinstance(entry, dict) else repr(entry)
-        raise BadHealthPolicy(f"[[power]] has no setting {names}.", f"Settings: {', '.join(known)}.")
+        raise error_for("BAD_HEALTH_POLICY", f"[[power]] has no setting {names}.", f"Settings: {', '.join(known)}.")
     command, devices = _texts(entry, "command"), _texts(entry, "devices")
     if not 1 <= len(command) <= MAX_ARGUMENTS or not command[0].startswith("/"):
-        raise BadHealthPolicy(
+        raise error_for(
+            "BAD_HEALTH_POLICY",
             f"command must be 1 to {MAX_ARGUMENTS} strings, the first of them an absolute path, got {list(command)!r}.",
             'For example ["/usr/local/bin/pdu", "cycle", "7"].',
         )
     if not devices and not any(_PLACEHOLDER.search(part) for part in command):
-        raise BadHealthPolicy(
-            f"The power command {command[0]} names no device.", "Give devices = [ID, ...], or use {label.K} in the command."
+        raise error_for(
+            "BAD_HEALTH_POLICY",
+            f"The power command {command[0]} names no device.",
+            "Give devices = [ID, ...], or use {label.K} in the command.",
         )
     numbers: dict[str, float] = {}
     for name, least, most in (
@@ -104,7 +108,7 @@ def _rule_of(entry: object) -> PowerRule:
     ):  # fmt: skip
         value = entry.get(name, getattr(PowerRule, name))
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-            raise BadHealthPolicy(f"{name} must be {least} to {most:,}, got {value!r}.", name=name)
+            raise error_for("BAD_HEALTH_POLICY", f"{name} must be {least} to {most:,}, got {value!r}.", name=name)
         numbers[name] = value
     return PowerRule(command, frozenset(devices), **numbers)  # type: ignore[arg-type]  # max_per_day may be 2.0
 
@@ -112,7 +116,7 @@ def _rule_of(entry: object) -> PowerRule:
 def _texts(entry: Mapping[str, object], name: str) -> tuple[str, ...]:
     value = entry.get(name, [])
     if not isinstance(value, list) or not all(isinstance(each, str) and each and "\0" not in each for each in value):
-        raise BadHealthPolicy(f"{name} must be a list of strings, got {value!r}.", name=name)
+        raise error_for("BAD_HEALTH_POLICY", f"{name} must be a list of strings, got {value!r}.", name=name)
     return tuple(value)
 
 

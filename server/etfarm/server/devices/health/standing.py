@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from etfarm.v1.device_pb2 import HealthRunTrigger, HealthState
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import error_for
 
 UNKNOWN: Final = HealthState.HEALTH_STATE_UNKNOWN
 GOOD: Final = HealthState.HEALTH_STATE_GOOD
@@ -34,12 +34,6 @@ UNSCHEDULED: Final = "UNSCHEDULED_RUN"
 
 _MAX_TEXT: Final = 300
 """Maximum length of an error's message within a reason."""
-
-
-class BadHealthPolicy(UserError):
-    """Rules of health that contradict each other, or have unknown names or values."""
-
-    reason = "BAD_HEALTH_POLICY"
 
 
 @dataclass(frozen=True)
@@ -76,32 +70,37 @@ class HealthPolicy:
         """Refuse values that make no sense together.
 
         Raises:
-            BadHealthPolicy: a number is out of its range.
+            BAD_HEALTH_POLICY: a number is out of its range.
         """
         for field in fields(self):
             value = getattr(self, field.name)
             least = 0.0 if field.name == "interval_s" else 1 if field.name == "good_runs" else 1e-3
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= 31_536_000:
-                raise BadHealthPolicy(f"{field.name} must be {least:g} to 31,536,000, got {value!r}.", name=field.name)
+                raise error_for(
+                    "BAD_HEALTH_POLICY", f"{field.name} must be {least:g} to 31,536,000, got {value!r}.", name=field.name
+                )
         if not self.clear_at <= self.suspect_at <= self.quarantine_at:
-            raise BadHealthPolicy(
+            raise error_for(
+                "BAD_HEALTH_POLICY",
                 "clear_at must be at most suspect_at, and suspect_at at most quarantine_at, "
-                f"got {self.clear_at:g}, {self.suspect_at:g} and {self.quarantine_at:g}."
+                f"got {self.clear_at:g}, {self.suspect_at:g} and {self.quarantine_at:g}.",
             )
         if not isinstance(self.good_runs, int):
-            raise BadHealthPolicy(f"good_runs must be a whole number, got {self.good_runs!r}.", name="good_runs")
+            raise error_for("BAD_HEALTH_POLICY", f"good_runs must be a whole number, got {self.good_runs!r}.", name="good_runs")
 
 
 def policy_of(values: Mapping[str, object]) -> HealthPolicy:
     """Return the policy with these values by name, and defaults for the others.
 
     Raises:
-        BadHealthPolicy: a name is unknown, or a value is out of its range.
+        BAD_HEALTH_POLICY: a name is unknown, or a value is out of its range.
     """
     known = [field.name for field in fields(HealthPolicy)]
     for name in values:
         if name not in known:
-            raise BadHealthPolicy(f"There is no health setting {name!r}.", f"Settings: {', '.join(known)}.", name=name)
+            raise error_for(
+                "BAD_HEALTH_POLICY", f"There is no health setting {name!r}.", f"Settings: {', '.join(known)}.", name=name
+            )
     policy = HealthPolicy(**values)  # type: ignore[arg-type]  # `check` refuses other types
     policy.check()
     return policy

@@ -79,7 +79,7 @@ class CellRun:
         """What the agent measures of a compiled language model; None if the job does not request generation.
 
         Raises:
-            BadJob, NotALanguageModel, ContextTooShort: as `generation.plan`, before the cell waits for a device.
+            BadJob, NotALanguageModel, CONTEXT_TOO_SHORT: as `generation.plan`, before the cell waits for a device.
         """
         measurement = self.job.spec.measurement
         if self.compilation is None or not measurement.HasField("generation"):

@@ -111,7 +111,7 @@ class DeviceAttempts:
         """Return the runner that the device uses, waiting for a bundle that is being built.
 
         Raises:
-            BundleMissing: there is no runner.
+            BUNDLE_MISSING: there is no runner.
             EtfarmError: building the bundle failed.
         """
         return await demand_runner(self._bundles, device)

@@ -139,7 +139,7 @@ class Dispatch:
             The errors (DeviceLacks), by cell id, of programs that the device's runner cannot run; these were not sent.
 
         Raises:
-            BundleMissing: the farm has no runner for the device.
+            BUNDLE_MISSING: the farm has no runner for the device.
             DeviceOffline: the device has disconnected in the meantime.
         """
         job, device = cell_runs[0].job, cell_runs[0].device

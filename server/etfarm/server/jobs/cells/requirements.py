@@ -69,8 +69,8 @@ class Requirements:
         Raises:
             MethodMissing: the program has no such method.
             InputMismatch: a count, dtype, shape or dim order is not what the method takes.
-            NotALanguageModel, ContextTooShort: the job requests generation that the program cannot do.
-            GenerationNotRequested: a language model would be measured on made-up inputs.
+            NotALanguageModel, CONTEXT_TOO_SHORT: the job requests generation that the program cannot do.
+            GENERATION_NOT_REQUESTED: a language model would be measured on made-up inputs.
         """
         assert run.compilation is not None
         job, cell, methods = run.job, run.cell, run.compilation.facts.methods

@@ -28,7 +28,7 @@ from etfarm.v1 import agent_pb2, common_pb2, compile_pb2
 from etfarm.v1.common_pb2 import Actor
 from etfarm.v1.job_pb2 import Progress
 from etfarm.wire import digest
-from etfarm.wire.errors import DeviceError, EtfarmError
+from etfarm.wire.errors import DeviceError, EtfarmError, error_for
 from etfarm.wire.generation import logits_bytes
 from etfarm.wire.samples import MAX_OUTPUTS_BYTES
 from etfarm.wire.status import from_proto
@@ -53,12 +53,6 @@ class AttemptOverdue(DeviceError):
     """An attempt whose agent is alive, but gave no result long after the deadline."""
 
     reason = "ATTEMPT_OVERDUE"
-
-
-class ResultMissing(DeviceError):
-    """An agent's result that lacks a cell."""
-
-    reason = "RESULT_MISSING"
 
 
 class Results:
@@ -111,7 +105,7 @@ class Results:
     async def check(
         self, answer: agent_pb2.RunResult, cell_runs: Sequence[CellRun]
     ) -> dict[str, agent_pb2.CandidateResult | EtfarmError]:
-        """Return the results of the cells by cell id, or the reasons to reject them. ResultMissing replaces a missing result.
+        """Return the results of the cells by cell id, or the reasons to reject them. RESULT_MISSING replaces a missing result.
 
         Raises:
             EtfarmError: the attempt as a whole failed, as the agent reports.
@@ -152,7 +146,7 @@ class Results:
         """Return a candidate's result, or the reason to reject it. The job's project holds the files of an accepted result."""
         cell_id = run.cell.id
         if candidate is None:
-            return ResultMissing(f"The agent's result does not contain cell {cell_id}.", cell=cell_id)
+            return error_for("RESULT_MISSING", f"The agent's result does not contain cell {cell_id}.", cell=cell_id)
         holder = self._runs.holder_of(run.cell.attempts[-1].id)
         project = run.job.project or DEFAULT_PROJECT
         try:

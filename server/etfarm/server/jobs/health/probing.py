@@ -25,7 +25,7 @@ from etfarm.server.jobs.health import program
 from etfarm.server.jobs.health.run import HealthRunAborted, HealthRuns
 from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.v1.device_pb2 import Device, DeviceState, HealthEvent, HealthRunTrigger
-from etfarm.wire.errors import DeviceError, EtfarmError, Kind, UserError
+from etfarm.wire.errors import DeviceError, EtfarmError, error_for
 
 log = structlog.get_logger()
 
@@ -56,13 +56,6 @@ class Pauses:
     """The same for one that gives way to everything else."""
     aborted_s: float = 60.0
     """Time until a health run that came to no result is repeated; a user's job may have needed the device."""
-
-
-class HealthRunImpossible(UserError):
-    """A request for a health run on a device that can run none now."""
-
-    reason = "HEALTH_RUN_IMPOSSIBLE"
-    kind = Kind.FAILED_PRECONDITION
 
 
 class Probing:
@@ -135,7 +128,7 @@ class Probing:
             is_admin: whether the device may be drained, or reserved by others.
 
         Raises:
-            HealthRunImpossible: the device can run none now.
+            HEALTH_RUN_IMPOSSIBLE: the device can run none now.
             HealthRunAborted: it came to no result.
         """
         why = self._why_impossible(device)
@@ -146,7 +139,9 @@ class Probing:
         if why is None and device.id in self._tasks and device.id not in self._scheduled:
             why = "is in a health run already"
         if why is not None:
-            raise HealthRunImpossible(f"{device.name} {why}.", f"See `etfarm devices show {device.id}`.", device=device.id)
+            raise error_for(
+                "HEALTH_RUN_IMPOSSIBLE", f"{device.name} {why}.", f"See `etfarm devices show {device.id}`.", device=device.id
+            )
         if self._is_draining:
             raise _stopping(device)
         if (due := self._tasks.get(device.id)) is not None:

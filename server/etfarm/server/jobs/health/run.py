@@ -25,7 +25,7 @@ from etfarm.v1.common_pb2 import RunnerKind
 from etfarm.v1.device_pb2 import Device, HealthRun, HealthRunTrigger
 from etfarm.wire import digest as digests
 from etfarm.wire import tensors
-from etfarm.wire.errors import DeviceError, EtfarmError, Fault, Kind
+from etfarm.wire.errors import DeviceError, EtfarmError, Fault, Kind, error_for
 from etfarm.wire.status import from_proto
 
 DEADLINE_S: Final = 180.0
@@ -54,12 +54,6 @@ class HealthRunAborted(DeviceError):
 
     reason = "HEALTH_RUN_ABORTED"
     kind = Kind.ABORTED
-
-
-class WrongOutputs(DeviceError):
-    """A health run whose outputs are not the known ones."""
-
-    reason = "WRONG_OUTPUTS"
 
 
 @dataclass(frozen=True)
@@ -216,7 +210,7 @@ class HealthRuns:
             await self._readers.run(check_candidate, candidate, plan, own)
             outputs = await self._readers.run(_read_outputs, own(candidate.outputs.digest))
             if (difference := program.describe_difference(outputs)) is not None:
-                raise WrongOutputs(f"{difference}.", "Check the device's memory, power supply and clocks.")
+                raise error_for("WRONG_OUTPUTS", f"{difference}.", "Check the device's memory, power supply and clocks.")
         except EtfarmError as error:
             if error.fault is Fault.FARM or error.reason in _INCONCLUSIVE:
                 # The server itself could not read the files.
@@ -287,11 +281,11 @@ def _name_of(runner: Runner, device: Device) -> str:
 
 def _read_outputs(path: Path) -> list[tensors.Value]:
     if (size_bytes := path.stat().st_size) > _MAX_OUTPUTS_BYTES:
-        raise WrongOutputs(f"The health program's outputs have {size_bytes:,} bytes.")
+        raise error_for("WRONG_OUTPUTS", f"The health program's outputs have {size_bytes:,} bytes.")
     try:
         return tensors.decode(path.read_bytes())
     except tensors.BadTensorFile as error:
-        raise WrongOutputs(f"The health program's outputs cannot be read: {error.message}") from None
+        raise error_for("WRONG_OUTPUTS", f"The health program's outputs cannot be read: {error.message}") from None
 
 
 def _fill_median(

@@ -11,20 +11,13 @@ from etfarm.server.jobs.records.rows import JobLive, job_not_found
 from etfarm.server.jobs.records.tags import tags_of
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import error_for
 
 _ROWS: Final = 1_000
 """Maximum number of rows that one transaction deletes, so that other writes do not wait long."""
 
 _REPORTS: Final = 50
 """Maximum number of reports that one transaction deletes, since each may have megabytes."""
-
-
-class JobTagged(UserError):
-    """A job that has tags, which a deletion would remove."""
-
-    reason = "JOB_TAGGED"
-    kind = Kind.FAILED_PRECONDITION
 
 
 class JobDeletion:
@@ -44,9 +37,9 @@ class JobDeletion:
             with_tags: whether to delete the job's tags, too.
 
         Raises:
-            JobNotFound: the job does not exist.
+            JOB_NOT_FOUND: the job does not exist.
             JobLive: the job is not terminal.
-            JobTagged: the job has tags, and `with_tags` is not set.
+            JOB_TAGGED: the job has tags, and `with_tags` is not set.
         """
         await self._database.write(lambda connection: _require_deletable(connection, job_id, with_tags=with_tags))
         for table, key, count in _PARTS:
@@ -80,7 +73,7 @@ def _require_deletable(connection: Connection, job_id: str, *, with_tags: bool) 
     if not with_tags and (tags := tags_of(connection, job_id)):
         names = ", ".join(tags)
         remedy = "Remove them with `etfarm report tag NAME --remove`, or delete it with --force."
-        raise JobTagged(f"Job {job_id} has the tags {names}.", remedy, job=job_id, tags=names)
+        raise error_for("JOB_TAGGED", f"Job {job_id} has the tags {names}.", remedy, job=job_id, tags=names)
 
 
 def _delete_some(

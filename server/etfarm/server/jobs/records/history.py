@@ -20,7 +20,7 @@ from etfarm.server.state.paging import BadPageToken
 from etfarm.v1 import report_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire import selectors
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import EtfarmError, error_for
 
 log = structlog.get_logger()
 
@@ -38,13 +38,6 @@ _MAX_READ_BYTES = 64 << 20
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
-
-
-class NoHistory(UserError):
-    """A model without reports."""
-
-    reason = "NO_HISTORY"
-    kind = Kind.NOT_FOUND
 
 
 @dataclass(frozen=True)
@@ -80,7 +73,7 @@ class History:
         nor backends. Reports outside the scope are invisible.
 
         Raises:
-            NoHistory: the model has no report, regardless of device, recipe, method and threads.
+            NO_HISTORY: the model has no report, regardless of device, recipe, method and threads.
             BadPageToken: `token` is neither empty nor the token of the previous page.
         """
         before = _position(token) if token else None
@@ -220,10 +213,12 @@ def _position(token: str) -> tuple[datetime, str]:
         raise BadPageToken.of(token) from None
 
 
-def _no_history(connection: Connection, model: str, scope: Scope) -> NoHistory:
+def _no_history(connection: Connection, model: str, scope: Scope) -> EtfarmError:
     table = schema.reports
     of_scope = select(table.c.model_name).where(_in_scope(scope)).group_by(table.c.model_name)
     query = of_scope.order_by(func.max(table.c.created_at).desc()).limit(_KNOWN)
     names = [name for name in connection.execute(query).scalars() if name]
     remedy = f"There are reports of: {', '.join(names)}." if names else "There are no reports yet."
-    return NoHistory(f"There is no report of a model {model[:80]!r}.", remedy, model=model[:80], known=",".join(names))
+    return error_for(
+        "NO_HISTORY", f"There is no report of a model {model[:80]!r}.", remedy, model=model[:80], known=",".join(names)
+    )

@@ -16,7 +16,7 @@ from etfarm.server.jobs.records.farm_watch import FarmWatch
 from etfarm.server.jobs.records.listing import LIST_BYTES, STATES, brief, listed_events, listed_job, state_of
 from etfarm.server.jobs.records.quotas import Quotas
 from etfarm.server.jobs.records.reports import ReportRecords, report_row
-from etfarm.server.jobs.records.requests import Request, RequestIdUsed
+from etfarm.server.jobs.records.requests import Request, request_id_used
 from etfarm.server.jobs.records.rows import find_id, job_not_found, job_row, resolve_job, state_name, to_utc, write_attempt
 from etfarm.server.jobs.records.selection import ALL_JOBS, JobFilter, select_jobs
 from etfarm.server.jobs.records.watch import Announcer
@@ -27,16 +27,9 @@ from etfarm.server.state.engine import Database
 from etfarm.v1 import agent_pb2, job_pb2, report_pb2
 from etfarm.v1.job_pb2 import Cell, Job, JobEvent
 from etfarm.wire import status
-from etfarm.wire.errors import FarmError, Kind, UserError
+from etfarm.wire.errors import FarmError, Kind, error_for
 
 log = structlog.get_logger()
-
-
-class SequenceUnknown(UserError):
-    """A sequence number in a watch request that no event has yet."""
-
-    reason = "SEQUENCE_UNKNOWN"
-    kind = Kind.OUT_OF_RANGE
 
 
 class StaleVersion(FarmError):
@@ -106,7 +99,7 @@ class Journal:
             The job, and whether it is new.
 
         Raises:
-            RequestIdUsed: the owner has sent the request's id with something else.
+            REQUEST_ID_USED: the owner has sent the request's id with something else.
             QuotaExceeded: the owner or the project exceeds a quota of live jobs.
         """
         written, event = await self._database.write(lambda connection: self.write_new(connection, job, request), durable=True)
@@ -165,7 +158,7 @@ class Journal:
         """Return the job that the owner submitted with this request; None if it does not exist.
 
         Raises:
-            RequestIdUsed: the owner has sent the request's id with something else.
+            REQUEST_ID_USED: the owner has sent the request's id with something else.
         """
         return await self._database.read(partial(_job_of, owner=owner, request=request))
 
@@ -263,7 +256,7 @@ class Journal:
             scope: the projects that the caller sees; "latest" is the newest job of the active project.
 
         Raises:
-            JobNotFound: the scope has no such job, or several, which the message lists if they share a name.
+            JOB_NOT_FOUND: the scope has no such job, or several, which the message lists if they share a name.
         """
         return await self._database.read(lambda connection: job_row(connection, resolve_job(connection, key, scope)))
 
@@ -315,14 +308,17 @@ class Journal:
         """Yield the events after a sequence number, then new ones until the job is terminal.
 
         Raises:
-            SequenceUnknown: no event has the number `after` yet.
-            JobNotFound: the job is deleted while its events are read.
+            SEQUENCE_UNKNOWN: no event has the number `after` yet.
+            JOB_NOT_FOUND: the job is deleted while its events are read.
         """
         with self._announcer.subscribe(job_id) as subscription:
             state, last, page = await self._database.read(partial(_beginning, job_id=job_id, after=after))
             if after > last:
-                raise SequenceUnknown(
-                    f"`after` must be 0 to {last}, the number of the job's events, got {after}.", "Watch from 0.", last=last
+                raise error_for(
+                    "SEQUENCE_UNKNOWN",
+                    f"`after` must be 0 to {last}, the number of the job's events, got {after}.",
+                    "Watch from 0.",
+                    last=last,
                 )
             seen = after
             while seen < last:
@@ -366,7 +362,7 @@ def _job_of(connection: Connection, owner: str, request: Request) -> Job | None:
     if row is None:
         return None
     if row.request_digest is not None and not request.has_created(row.request_digest, row.project or DEFAULT_PROJECT):
-        raise RequestIdUsed(request.id, row.id)
+        raise request_id_used(request.id, row.id)
     return job_row(connection, row.id)
 
 

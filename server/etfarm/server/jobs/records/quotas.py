@@ -15,7 +15,7 @@ from etfarm.server.jobs import model
 from etfarm.server.state import schema
 from etfarm.v1.common_pb2 import CellState
 from etfarm.v1.job_pb2 import Job
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import Kind, UserError, error_for
 
 _TERMINAL: Final = [CellState.Name(state).removeprefix("CELL_STATE_") for state in sorted(model.TERMINAL)]
 _IS_OF: Final = {"user": schema.jobs.c.owner == bindparam("owner"), "project": schema.jobs.c.project == bindparam("project")}
@@ -49,12 +49,6 @@ class QuotaExceeded(UserError):
         )
 
 
-class UnknownQuota(UserError):
-    """A setting without the form NAME=N, or with an unknown quota name."""
-
-    reason = "UNKNOWN_QUOTA"
-
-
 @dataclass(frozen=True)
 class Quotas:
     """Limits of the work in progress."""
@@ -78,14 +72,16 @@ class Quotas:
         """Return the default quotas, changed by settings of the form NAME=N.
 
         Raises:
-            UnknownQuota: a setting names no quota, or its number is not in 0 to 999,999,999.
+            UNKNOWN_QUOTA: a setting names no quota, or its number is not in 0 to 999,999,999.
         """
         names = [field.name for field in fields(cls)]
         quotas = cls()
         for setting in settings:
             name, _, number = setting.partition("=")
             if name not in names or not (number.isascii() and number.isdecimal() and 0 < len(number) < 10):
-                raise UnknownQuota(f"{setting[:80]!r} does not set a quota.", f"Give NAME=N with one of {', '.join(names)}.")
+                raise error_for(
+                    "UNKNOWN_QUOTA", f"{setting[:80]!r} does not set a quota.", f"Give NAME=N with one of {', '.join(names)}."
+                )
             quotas = replace(quotas, **{name: int(number)})
         return quotas
 

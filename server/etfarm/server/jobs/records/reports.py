@@ -21,20 +21,13 @@ from etfarm.server.state.paging import PAGE_SIZES
 from etfarm.v1 import report_pb2
 from etfarm.v1.job_pb2 import Cell, Job
 from etfarm.wire import digest as digests
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import error_for
 
 _MAX_SIMILAR: Final = 500
 """Maximum number of reports of other programs that a spread is pooled over, the newest ones."""
 
 PAGE_BYTES: Final = 4 << 20
 """Maximum total size of the reports of a page; a single report may exceed it."""
-
-
-class ReportNotFound(UserError):
-    """A report id that does not exist."""
-
-    reason = "REPORT_NOT_FOUND"
-    kind = Kind.NOT_FOUND
 
 
 class ReportRecords:
@@ -87,14 +80,15 @@ class ReportRecords:
         """Return a report of a job that the caller sees.
 
         Raises:
-            ReportNotFound: the scope has no report with this id.
+            REPORT_NOT_FOUND: the scope has no report with this id.
         """
         jobs = schema.jobs.c
         of_scope = select(schema.reports.c.body).join(schema.jobs, jobs.id == schema.reports.c.job_id)
         query = of_scope.where(schema.reports.c.id == report_id, scope.clause(jobs.project))
         body = await self._database.read(lambda connection: connection.execute(query).scalar())
         if body is None:
-            raise ReportNotFound(
+            raise error_for(
+                "REPORT_NOT_FOUND",
                 f"There is no report {report_id!r}.",
                 "`etfarm report show JOB --json -` lists the ids of a job's reports.",
                 report=report_id,

@@ -7,22 +7,18 @@ from dataclasses import dataclass
 from typing import Final
 
 from etfarm.v1.job_pb2 import JobSpec, RetryJobRequest
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import EtfarmError, error_for
 
 _SHOWN: Final = 80
 
 
-class RequestIdUsed(UserError):
-    """A request_id that the owner has sent with something else before."""
-
-    reason = "REQUEST_ID_USED"
-    kind = Kind.ALREADY_EXISTS
-
-    def __init__(self, request_id: str, job: str) -> None:
-        super().__init__(
-            f"The request_id {request_id[:_SHOWN]!r} is that of another request, which created job {job}.",
-            "Send another id with each new job, such as a UUID, and the same one only with the same request.", job=job,
-        )  # fmt: skip
+def request_id_used(request_id: str, job: str) -> EtfarmError:
+    """Return the error of a request_id that the owner has sent with something else before."""
+    return error_for(
+        "REQUEST_ID_USED",
+        f"The request_id {request_id[:_SHOWN]!r} is that of another request, which created job {job}.",
+        "Send another id with each new job, such as a UUID, and the same one only with the same request.", job=job,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

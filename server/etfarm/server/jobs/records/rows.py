@@ -17,17 +17,10 @@ from etfarm.server.state.bodies import seal, unseal
 from etfarm.server.state.sql import Insert, insert
 from etfarm.v1 import agent_pb2, common_pb2, job_pb2
 from etfarm.v1.job_pb2 import Cell, Job
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import EtfarmError, Kind, UserError, error_for
 
 _LISTED_JOBS: Final = 5
 """Maximum number of jobs that an ambiguous name lists."""
-
-
-class JobNotFound(UserError):
-    """A job id, prefix, tag or name that matches no job, or several."""
-
-    reason = "JOB_NOT_FOUND"
-    kind = Kind.NOT_FOUND
 
 
 class JobLive(UserError):
@@ -37,16 +30,16 @@ class JobLive(UserError):
     kind = Kind.FAILED_PRECONDITION
 
 
-def job_not_found(key: str, what: str = "There is no job") -> JobNotFound:
+def job_not_found(key: str, what: str = "There is no job") -> EtfarmError:
     """Return the error for a job that does not exist or that the caller may not see, which must be indistinguishable."""
-    return JobNotFound(f"{what} {key!r}.", "See `etfarm jobs list`.", job=key)
+    return error_for("JOB_NOT_FOUND", f"{what} {key!r}.", "See `etfarm jobs list`.", job=key)
 
 
 def job_row(connection: Connection, job_id: str, *, with_spec: bool = True) -> Job:
     """Return the job from the database. Without the spec, long texts are shortened as well.
 
     Raises:
-        JobNotFound: no job has the id.
+        JOB_NOT_FOUND: no job has the id.
     """
     job = _whole_job(connection, job_id) if with_spec else listed_job(connection, job_id)
     if job is None:
@@ -78,7 +71,7 @@ def resolve_job(connection: Connection, key: str, scope: Scope) -> str:
     """Return the id of the job that a key refers to; see `Journal.get`.
 
     Raises:
-        JobNotFound: the scope has no such job, or several.
+        JOB_NOT_FOUND: the scope has no such job, or several.
     """
     jobs = schema.jobs.c
     visible = select(jobs.id).where(scope.clause(jobs.project))
@@ -105,9 +98,10 @@ def resolve_job(connection: Connection, key: str, scope: Scope) -> str:
     return matching[0]
 
 
-def _several_named(name: str, ids: Sequence[str]) -> JobNotFound:
+def _several_named(name: str, ids: Sequence[str]) -> EtfarmError:
     more = ", ..." if len(ids) > _LISTED_JOBS else ""
-    return JobNotFound(
+    return error_for(
+        "JOB_NOT_FOUND",
         f"Several jobs have the name {name!r} or an id that begins with it: {', '.join(ids[:_LISTED_JOBS])}{more}.",
         "Give an id, the newest of these is first; or tag one: `etfarm report tag ID NAME`.",
         job=name,

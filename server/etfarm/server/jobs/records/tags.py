@@ -15,7 +15,7 @@ from etfarm.server.access.scope import Scope
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.server.state.sql import insert
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import UserError, error_for
 
 LATEST = "latest"
 """Reserved name of the newest job; not a tag."""
@@ -37,20 +37,6 @@ class TooManyTags(BadTag):
     """A job with the maximum number of tags."""
 
     reason = "TOO_MANY_TAGS"
-
-
-class TagNotFound(UserError):
-    """A tag that no job has, or that another job has than the named one."""
-
-    reason = "TAG_NOT_FOUND"
-    kind = Kind.NOT_FOUND
-
-
-class TagAmbiguous(UserError):
-    """A tag that several of the caller's projects have, none of which is the active one."""
-
-    reason = "TAG_AMBIGUOUS"
-    kind = Kind.FAILED_PRECONDITION
 
 
 @dataclass(frozen=True)
@@ -116,16 +102,16 @@ class Tags:
             The id of the job that had the tag.
 
         Raises:
-            TagNotFound: no job has the tag, or another job than `job_id` has it.
+            TAG_NOT_FOUND: no job has the tag, or another job than `job_id` has it.
             NotYours: the tag belongs to another user.
-            TagAmbiguous: several projects have the tag.
+            TAG_AMBIGUOUS: several projects have the tag.
         """
 
         def write(connection: Connection) -> str:
             known = find_tag(connection, tag, scope)
             if known is None or (job_id and known.job_id != job_id):
                 message = f"Job {known.job_id} has the tag {tag!r}, not {job_id}." if known else f"No job has the tag {tag!r}."
-                raise TagNotFound(message, "`etfarm jobs list` shows the tags.", tag=tag)
+                raise error_for("TAG_NOT_FOUND", message, "`etfarm jobs list` shows the tags.", tag=tag)
             _validate_owner(tag, known, caller, is_admin)
             connection.execute(delete(schema.tags).where(schema.tags.c.name == tag, schema.tags.c.project == known.project))
             return known.job_id
@@ -137,7 +123,7 @@ def find_tag(connection: Connection, name: str, scope: Scope) -> Tag | None:
     """Return the tag with this name: the active project's, else that of the only project in the scope that has it.
 
     Raises:
-        TagAmbiguous: several projects of the scope have the tag.
+        TAG_AMBIGUOUS: several projects of the scope have the tag.
     """
     tags = schema.tags.c
     query = select(tags.project, tags.job_id, tags.owner).where(tags.name == name, scope.clause(tags.project))
@@ -145,7 +131,9 @@ def find_tag(connection: Connection, name: str, scope: Scope) -> Tag | None:
     of_active = [tag for tag in rows if tag.project == scope.active]
     if len(of_active or rows) > 1:
         projects = ", ".join(tag.project for tag in rows)
-        raise TagAmbiguous(f"Several projects have the tag {name!r}: {projects}.", "Choose one with --project.", tag=name)
+        raise error_for(
+            "TAG_AMBIGUOUS", f"Several projects have the tag {name!r}: {projects}.", "Choose one with --project.", tag=name
+        )
     return next(iter(of_active or rows), None)
 
 

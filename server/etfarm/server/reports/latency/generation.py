@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etfarm.server.reports.latency.samples import MIN_REPETITIONS, GeneratingProcess, Generation
-from etfarm.server.reports.latency.statistics import BadSamples
 from etfarm.v1 import report_pb2
 from etfarm.wire import timings
+from etfarm.wire.errors import error_for
 from etfarm.wire.generation import METRICS, TOKEN_BYTES
 
 Floats = NDArray[np.float64]
@@ -23,7 +23,7 @@ def fill(report: report_pb2.Generation, request: Generation) -> None:
     A repetition is the unit: its tokens resemble each other, so that pooling them would make an interval that is too narrow.
 
     Raises:
-        BadSamples: a file does not have the rows of the repetitions.
+        BAD_SAMPLES: a file does not have the rows of the repetitions.
     """
     read = [_read(process, request) for process in request.processes]
     for place, prompt_tokens in enumerate(request.prompt_tokens):
@@ -80,7 +80,7 @@ def _read(process: GeneratingProcess, request: Generation) -> tuple[list[NDArray
     ends = np.cumsum(counts)[:-1]
     times = _matrix(process.token_ns, "<i8", shape, np.dtype(np.int64).itemsize).astype(np.int64)
     if times.size and times.min() < 0:
-        raise BadSamples(f"The time of a token is negative: {int(times.min())} ns.", sample_ns=int(times.min()))
+        raise error_for("BAD_SAMPLES", f"The time of a token is negative: {int(times.min())} ns.", sample_ns=int(times.min()))
     tokens = _matrix(process.tokens, "<i4", shape, TOKEN_BYTES).astype(np.int32)
     return np.split(times, ends), np.split(tokens, ends)
 
@@ -88,7 +88,9 @@ def _read(process: GeneratingProcess, request: Generation) -> tuple[list[NDArray
 def _matrix(path: Path, dtype: str, shape: tuple[int, int], value_bytes: int) -> NDArray[np.generic]:
     data = path.read_bytes()
     if len(data) != shape[0] * shape[1] * value_bytes:
-        raise BadSamples(
-            f"The tokens have {len(data)} bytes instead of {shape[0] * shape[1] * value_bytes}.", size_bytes=len(data)
+        raise error_for(
+            "BAD_SAMPLES",
+            f"The tokens have {len(data)} bytes instead of {shape[0] * shape[1] * value_bytes}.",
+            size_bytes=len(data),
         )
     return np.frombuffer(data, dtype=dtype).reshape(shape)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from etfarm.server.reports.latency.samples import Block
 from etfarm.wire import timings
-from etfarm.wire.errors import DeviceError, Kind
+from etfarm.wire.errors import error_for
 
 MIN_PAIRS: Final = 4
 """Minimum number of starts of the processes for an interval: fewer do not show how much starts differ."""
@@ -21,13 +21,6 @@ MIN_ROUNDS: Final = 8
 RESAMPLES: Final = 10_000
 _TAIL: Final = 0.025
 """Probability beyond each end of a 95 % interval."""
-
-
-class BadBlocks(DeviceError):
-    """Blocks from an agent that do not match its samples."""
-
-    reason = "BAD_BLOCKS"
-    kind = Kind.INVALID_ARGUMENT
 
 
 @dataclass(frozen=True)
@@ -59,17 +52,19 @@ def medians(samples: NDArray[np.int64], blocks: Sequence[Block]) -> dict[int, tu
     """Return, by round, the process pair and the median of its block; `samples`, [n], holds all blocks in order.
 
     Raises:
-        BadBlocks: the blocks do not add up to the samples, or two of them belong to one round.
+        BAD_BLOCKS: the blocks do not add up to the samples, or two of them belong to one round.
     """
     by_round: dict[int, tuple[int, float]] = {}
     begin = 0
     for block in blocks:
         if block.samples < 1 or begin + block.samples > samples.size or block.round in by_round:
-            raise BadBlocks(f"The block of round {block.round} does not fit the {samples.size} samples.", round=block.round)
+            raise error_for(
+                "BAD_BLOCKS", f"The block of round {block.round} does not fit the {samples.size} samples.", round=block.round
+            )
         by_round[block.round] = block.process_pair, float(np.median(samples[begin : begin + block.samples]))
         begin += block.samples
     if begin != samples.size:
-        raise BadBlocks(f"The blocks have {begin} of {samples.size} samples.", blocks=begin, samples=samples.size)
+        raise error_for("BAD_BLOCKS", f"The blocks have {begin} of {samples.size} samples.", blocks=begin, samples=samples.size)
     return by_round
 
 

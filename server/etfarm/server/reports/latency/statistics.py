@@ -12,14 +12,7 @@ from numpy.typing import NDArray
 
 from etfarm.server.reports.latency.thresholds import MIN_FOR_INTERVAL
 from etfarm.wire import timings
-from etfarm.wire.errors import DeviceError, Kind
-
-
-class BadSamples(DeviceError):
-    """Samples from a runner that are not a list of durations."""
-
-    reason = "BAD_SAMPLES"
-    kind = Kind.INVALID_ARGUMENT
+from etfarm.wire.errors import error_for
 
 
 @dataclass(frozen=True)
@@ -46,14 +39,14 @@ def read_samples(path: Path) -> NDArray[np.int64]:
     """Return the samples of a file: int64 [n], ns.
 
     Raises:
-        BadSamples: the file ends within a sample, or a sample is negative.
+        BAD_SAMPLES: the file ends within a sample, or a sample is negative.
     """
     data = path.read_bytes()
     if len(data) % 8:
-        raise BadSamples(f"The samples have {len(data)} bytes, which is not a multiple of 8.", size_bytes=len(data))
+        raise error_for("BAD_SAMPLES", f"The samples have {len(data)} bytes, which is not a multiple of 8.", size_bytes=len(data))
     samples = np.frombuffer(data, dtype="<i8").astype(np.int64, copy=False)
     if samples.size and samples.min() < 0:
-        raise BadSamples(f"A sample is negative: {int(samples.min())} ns.", sample_ns=int(samples.min()))
+        raise error_for("BAD_SAMPLES", f"A sample is negative: {int(samples.min())} ns.", sample_ns=int(samples.min()))
     return samples
 
 
@@ -65,10 +58,12 @@ def split_runs(samples: NDArray[np.int64], runs: Sequence[int]) -> list[NDArray[
         runs: number of samples of each run.
 
     Raises:
-        BadSamples: a run has none, or the numbers do not add up to n.
+        BAD_SAMPLES: a run has none, or the numbers do not add up to n.
     """
     if sum(runs) != samples.size or min(runs) < 1:
-        raise BadSamples(f"The runs have {sum(runs)} of {samples.size} samples.", runs=sum(runs), samples=samples.size)
+        raise error_for(
+            "BAD_SAMPLES", f"The runs have {sum(runs)} of {samples.size} samples.", runs=sum(runs), samples=samples.size
+        )
     return np.split(samples, np.cumsum(runs)[:-1])
 
 

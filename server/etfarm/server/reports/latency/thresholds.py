@@ -10,17 +10,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
 
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import error_for
 
 MIN_FOR_INTERVAL: Final = 6
 """Minimum number of samples: with fewer, not even the extremes of independent samples enclose the median with 95 %
 probability (1 - 2 / 2**n)."""
-
-
-class BadThresholds(UserError):
-    """A file of thresholds that cannot be read, or that has unknown names or values."""
-
-    reason = "BAD_THRESHOLDS"
 
 
 @dataclass(frozen=True)
@@ -103,36 +97,37 @@ def read(path: Path) -> Thresholds:
     """Return the thresholds of a TOML file, such as `max_drift = 0.2`, with defaults for the others.
 
     Raises:
-        BadThresholds: the file cannot be read, a name is unknown, or a value is not a non-negative number.
+        BAD_THRESHOLDS: the file cannot be read, a name is unknown, or a value is not a non-negative number.
     """
     try:
         return of_mapping(tomllib.loads(path.read_text()))
     except OSError as error:
-        raise BadThresholds(f"{path} cannot be read: {error.strerror}.", path=path) from None
+        raise error_for("BAD_THRESHOLDS", f"{path} cannot be read: {error.strerror}.", path=path) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadThresholds(f"{path} is not valid TOML: {error}.", path=path) from None
+        raise error_for("BAD_THRESHOLDS", f"{path} is not valid TOML: {error}.", path=path) from None
 
 
 def of_mapping(values: Mapping[str, object]) -> Thresholds:
     """Return the thresholds with these values by name, and defaults for the others.
 
     Raises:
-        BadThresholds: as in `read`.
+        BAD_THRESHOLDS: as in `read`.
     """
     known = [field.name for field in fields(Thresholds)]
     chosen: dict[str, float] = {}
     for name, value in values.items():
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
-            raise BadThresholds(
+            raise error_for(
+                "BAD_THRESHOLDS",
                 f"There is no threshold {name!r}.",
                 f"Did you mean {close[0]}?" if close else f"Thresholds: {', '.join(known)}.",
                 name=name,
             )
         # bool is a subclass of int.
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise BadThresholds(f"{name} must be a number of at least 0, got {value!r}.", name=name)
+            raise error_for("BAD_THRESHOLDS", f"{name} must be a number of at least 0, got {value!r}.", name=name)
         if name in ("min_samples", "min_traced_iterations") and not isinstance(value, int):
-            raise BadThresholds(f"{name} must be a whole number, got {value!r}.", name=name)
+            raise error_for("BAD_THRESHOLDS", f"{name} must be a whole number, got {value!r}.", name=name)
         chosen[name] = value
     return Thresholds(**chosen)  # type: ignore[arg-type]  # counts are ints, see above

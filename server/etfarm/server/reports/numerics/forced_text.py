@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from etfarm.server.reports.request import Scores
 from etfarm.v1 import report_pb2
 from etfarm.wire import generation
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import error_for
 from etfarm.wire.sqnr import ratio_db
 
 _PART_OF_TIME: Final = 0.7
@@ -38,12 +38,6 @@ class ReferenceModel(Protocol):
 
     def execute(self, tokens: list[int], position: int) -> Floats:
         """Execute tokens, of which the first has the position, and return the logits after the last one: [vocabulary]."""
-
-
-class ScoresDoNotMatch(UserError):
-    """A reference whose logits cannot be compared with the device's."""
-
-    reason = "SCORES_DO_NOT_MATCH"
 
 
 @dataclass(frozen=True)
@@ -76,7 +70,7 @@ def compare(target: report_pb2.GenerationReference, scores: Scores, model: Refer
         limit_s: no execution begins after this time; what was not compared by then is not counted.
 
     Raises:
-        ScoresDoNotMatch: the model returns another number of logits, or NaN.
+        SCORES_DO_NOT_MATCH: the model returns another number of logits, or NaN.
     """
     start_s = time.monotonic()
     device = _read(scores)
@@ -220,7 +214,7 @@ def _log_softmax(logits: Floats) -> Floats:
 
 def _checked(logits: Floats, vocabulary: int) -> Floats:
     if logits.shape != (vocabulary,):
-        raise ScoresDoNotMatch(f"The device returned {vocabulary} logits, the reference {logits.size}.")
+        raise error_for("SCORES_DO_NOT_MATCH", f"The device returned {vocabulary} logits, the reference {logits.size}.")
     if np.isnan(logits).any() or not np.isfinite(logits.max()):
-        raise ScoresDoNotMatch("The reference's logits have NaN or infinity.")
+        raise error_for("SCORES_DO_NOT_MATCH", "The reference's logits have NaN or infinity.")
     return logits

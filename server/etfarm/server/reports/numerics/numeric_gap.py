@@ -23,7 +23,7 @@ from etfarm.server.reports.trace.recording import NothingRecorded, Recording
 from etfarm.server.workers.limits import limit_parsing
 from etfarm.v1 import compile_pb2, report_pb2
 from etfarm.wire import tensors
-from etfarm.wire.errors import FarmError, UserError
+from etfarm.wire.errors import FarmError, error_for
 
 EAGER: Final = report_pb2.REFERENCE_EAGER
 QUANTIZED: Final = report_pb2.REFERENCE_QUANTIZED
@@ -31,12 +31,6 @@ QUANTIZED: Final = report_pb2.REFERENCE_QUANTIZED
 _NO_BFLOAT16: Final = "ExecuTorch's ETDump records no bfloat16 values"
 
 Warn = Callable[[str, str], None]
-
-
-class OtherExport(UserError):
-    """An ETRecord or recorded values that belong to another program."""
-
-    reason = "OTHER_EXPORT"
 
 
 class NothingToCompare(FarmError):
@@ -75,7 +69,7 @@ def fill(
         screen: as in `reference.load`.
 
     Raises:
-        BadRecording, BadRecord, BadProgram, OtherExport, NothingToCompare: nothing can be compared.
+        BadRecording, BadRecord, BadProgram, OTHER_EXPORT, NothingToCompare: nothing can be compared.
     """
     parsing = partial(limit_parsing, files.etdump, files.etrecord, files.pte)
     with parsing():
@@ -86,13 +80,14 @@ def fill(
         if not record.handles or not record.nodes:
             raise graph.BadRecord("The ETRecord has no debug handles, by which recorded values are matched with the graph.")
         if misfit := provenance.misfit_of_record(record, program):
-            raise OtherExport(f"The ETRecord is of another export: {misfit}.")
+            raise error_for("OTHER_EXPORT", f"The ETRecord is of another export: {misfit}.")
         values = {recorded.instruction: recorded.values for recorded in recording.instructions}
         executed = edge.executed(operators, record.handles, program, values)
         outputs = list(counterparts.outputs(operators, executed, program, recording.instructions))
     known = [recorded for recorded in recording.instructions if executed.get(recorded.instruction)]
     if 2 * len({id(output.group) for output in outputs}) < len(known):
-        raise OtherExport(
+        raise error_for(
+            "OTHER_EXPORT",
             f"The recorded values come from another program: most of the {len(known)} instructions gave another type "
             "or shape than "
             "the graph does."

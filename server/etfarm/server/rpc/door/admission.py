@@ -17,7 +17,7 @@ from etfarm.server.rpc.door.limits import SIZES, Check, Limit, LimitExceeded, Si
 from etfarm.server.rpc.door.wire_scan import Scan, TooManyFields, can_grow
 from etfarm.server.workers.fair_slots import FairSlots
 from etfarm.server.workers.pacing import Pace
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import error_for
 
 _SMALL_BYTES: Final = 64 << 10
 """Maximum size of requests that are decoded unchecked, since they cannot expand beyond a few MiB."""
@@ -27,12 +27,6 @@ _STEPS: Final = 300
 
 AT_ONCE: Final = 1
 """Number of large requests that are checked at a time: more would only delay other callers."""
-
-
-class MalformedRequest(UserError):
-    """A request whose bytes are not a message of its type."""
-
-    reason = "MALFORMED_REQUEST"
 
 
 def deserializer(method: str, decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
@@ -70,7 +64,7 @@ class Undecoded:
 
         Raises:
             LimitExceeded: the request is too large, or would have too many entries.
-            MalformedRequest: the bytes are not a message of the type.
+            MALFORMED_REQUEST: the bytes are not a message of the type.
         """
         name = self.descriptor.name if self.descriptor is not None else "The request"
         data, self.data = self.data, b""
@@ -89,8 +83,8 @@ class Undecoded:
             await pace.pause()
             return message
         except DecodeError:
-            raise MalformedRequest(
-                f"The request is not a valid {name}.", "Update etfarm, or fix the program that sends it."
+            raise error_for(
+                "MALFORMED_REQUEST", f"The request is not a valid {name}.", "Update etfarm, or fix the program that sends it."
             ) from None
 
 
@@ -103,7 +97,7 @@ async def admitted(request: Any, turns: FairSlots | None = None, whose: str = ""
 
     Raises:
         LimitExceeded: the request exceeds a limit; for a stream, raised by the iteration.
-        MalformedRequest: the bytes are not a message of the type.
+        MALFORMED_REQUEST: the bytes are not a message of the type.
     """
     if isinstance(request, Message):
         return await _checked(request)

@@ -7,23 +7,16 @@ from contextvars import ContextVar
 from dataclasses import replace
 
 from etfarm.server.access import ownership
-from etfarm.server.access.projects import ProjectNotFound, require_active
+from etfarm.server.access.projects import project_not_found, require_active
 from etfarm.server.access.scope import DEFAULT_PROJECT, EVERYTHING, Scope
 from etfarm.server.access.tokens import Credential
 from etfarm.server.rpc.door.roles import ADMIN, AGENT, ENROLL, ROLES
 from etfarm.v1 import common_pb2
 from etfarm.v1.common_pb2 import Principal
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import error_for
 
 _principal: ContextVar[Principal] = ContextVar("principal")
 _names_project: ContextVar[bool] = ContextVar("names_project", default=False)
-
-
-class PermissionDenied(UserError):
-    """A call that the caller's role does not permit."""
-
-    reason = "PERMISSION_DENIED"
-    kind = Kind.PERMISSION_DENIED
 
 
 Resolve = Callable[[Principal, str], Principal]
@@ -35,14 +28,14 @@ def resolve_default(principal: Principal, requested: str) -> Principal:
     """Return the principal as a member of the project `default` only; see Principal.projects.
 
     Raises:
-        ProjectNotFound: another project is requested, and the caller is not an admin.
+        PROJECT_NOT_FOUND: another project is requested, and the caller is not an admin.
     """
     if principal.role == AGENT:
         return principal
     if principal.role == ADMIN:
         return with_projects(principal, (), requested or DEFAULT_PROJECT)
     if requested not in ("", DEFAULT_PROJECT):
-        raise ProjectNotFound(requested)
+        raise project_not_found(requested)
     return with_projects(principal, (DEFAULT_PROJECT,), DEFAULT_PROJECT)
 
 
@@ -65,10 +58,11 @@ def enter(credential: Credential, principal: Principal, method: str, *, names_pr
         names_project: whether the call names the project.
 
     Raises:
-        PermissionDenied: as `authorize`; or an enrolment token is used for a method other than Enroll.
+        PERMISSION_DENIED: as `authorize`; or an enrolment token is used for a method other than Enroll.
     """
     if credential.enrolment and method != ENROLL:
-        raise PermissionDenied(
+        raise error_for(
+            "PERMISSION_DENIED",
             f"The token of {principal.name} is for one enrolment of an agent and nothing else.",
             "Start `etfarm agent` with it, which exchanges it for a token of its own.",
             rpc=method.rpartition(".")[2].replace("/", "."), role="enrolment",
@@ -92,12 +86,13 @@ def authorize(principal: Principal, method: str) -> None:
     """Authorize a principal for a method, and store it for `caller`.
 
     Raises:
-        PermissionDenied: the role is not in the method's row of the access table, or there is no row.
+        PERMISSION_DENIED: the role is not in the method's row of the access table, or there is no row.
     """
     allowed = ROLES.get(method, frozenset())
     if principal.role not in allowed:
         role, needed = _role_name(principal.role), " or ".join(map(_role_name, sorted(allowed)))
-        raise PermissionDenied(
+        raise error_for(
+            "PERMISSION_DENIED",
             f"{principal.name} is {role}, and {f'this needs the role {needed}' if needed else 'no role may do this'}.",
             "Ask an admin of the farm for a token with another role.",
             rpc=method.rpartition(".")[2].replace("/", "."), role=role,
@@ -125,7 +120,7 @@ def active_project() -> str:
     """Return the project that owns what the call creates.
 
     Raises:
-        ProjectAmbiguous: the caller has to choose one of several projects.
+        PROJECT_AMBIGUOUS: the caller has to choose one of several projects.
     """
     return require_active(caller())
 

@@ -15,7 +15,7 @@ from grpc.aio import ServicerContext
 from etfarm.server.access.tokens import Credential, Unauthenticated
 from etfarm.server.rpc.door.caller import Resolve
 from etfarm.v1.common_pb2 import Principal
-from etfarm.wire.errors import EtfarmError, Kind, UserError
+from etfarm.wire.errors import EtfarmError, Kind, UserError, error_for
 
 MAX_CALLS: Final = 4096
 """Maximum number of concurrent calls of one principal: an agent has a stream, sessions and transfers for each of 300 phones."""
@@ -47,13 +47,6 @@ class TooManyCalls(UserError):
 
     reason = "TOO_MANY_CALLS"
     kind = Kind.RESOURCE_EXHAUSTED
-
-
-class ProjectsChanged(UserError):
-    """A running call that may read a project which its caller is no longer a member of."""
-
-    reason = "PROJECTS_CHANGED"
-    kind = Kind.UNAVAILABLE
 
 
 class Call:
@@ -277,7 +270,11 @@ class Calls:
                 projects[key] = frozenset(self._resolve(call.credential.principal, "").projects)
             if not projects[key].issuperset(call.principal.projects):
                 call.end(
-                    ProjectsChanged(f"{call.principal.name} is no longer a member of a project of this call.", "Call again.")
+                    error_for(
+                        "PROJECTS_CHANGED",
+                        f"{call.principal.name} is no longer a member of a project of this call.",
+                        "Call again.",
+                    )
                 )
 
 

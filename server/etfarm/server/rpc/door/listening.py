@@ -15,13 +15,7 @@ from etfarm.server.rpc.door.accepting import accept_waiting, new_server
 from etfarm.server.rpc.door.calls import Calls
 from etfarm.server.rpc.door.connections import MAX_METADATA_BYTES, Connections, raise_file_limit, server_options
 from etfarm.wire.channel import SERVER_OPTIONS
-from etfarm.wire.errors import EtfarmError, UserError
-
-
-class CannotListen(UserError):
-    """An address that is in use or does not belong to this machine."""
-
-    reason = "CANNOT_LISTEN"
+from etfarm.wire.errors import EtfarmError, error_for
 
 
 def guarded_server(
@@ -67,7 +61,7 @@ def bind(server: grpc.aio.Server, config: Config, credentials: grpc.ServerCreden
         credentials: the server's certificate; None without TLS.
 
     Raises:
-        CannotListen: the address cannot be used.
+        CANNOT_LISTEN: the address cannot be used.
     """
     text = config.listen.text
     try:
@@ -82,7 +76,9 @@ def bind(server: grpc.aio.Server, config: Config, credentials: grpc.ServerCreden
             finally:
                 os.umask(before)
     except RuntimeError as error:
-        raise CannotListen(f"Cannot listen on {text}: {error}.", "Choose another --listen address.", address=text) from None
+        raise error_for(
+            "CANNOT_LISTEN", f"Cannot listen on {text}: {error}.", "Choose another --listen address.", address=text
+        ) from None
     if text.startswith("unix:"):
         Path(text.removeprefix("unix:")).chmod(0o600)
         return text

@@ -9,21 +9,8 @@ from typing import Any, Protocol
 from google.protobuf.message import DecodeError
 
 from etfarm.v1.farm_pb2 import FarmProof, GetProofRequest
-from etfarm.wire.errors import FarmError, Kind, UserError
+from etfarm.wire.errors import error_for
 from etfarm.wire.farm_proof import HINT_BYTES, METADATA, NONCE_BYTES, mac_of
-
-
-class BadProofRequest(UserError):
-    """A call to GetProof without the metadata that it needs."""
-
-    reason = "BAD_PROOF_REQUEST"
-
-
-class TokensNotRead(FarmError):
-    """A server that has not read the farm's id and tokens yet."""
-
-    reason = "TOKENS_NOT_READ"
-    kind = Kind.UNAVAILABLE
 
 
 class ProvableTokens(Protocol):
@@ -65,19 +52,20 @@ class Prover:
         """Return the answer to a call with these metadata.
 
         Raises:
-            BadProofRequest: they are not those of GetProof.
-            TokensNotRead: this server cannot prove anything yet.
+            BAD_PROOF_REQUEST: they are not those of GetProof.
+            TOKENS_NOT_READ: this server cannot prove anything yet.
         """
         request = _read(metadata)
         if (len(request.hint), len(request.nonce)) != (HINT_BYTES, NONCE_BYTES):
-            raise BadProofRequest(
+            raise error_for(
+                "BAD_PROOF_REQUEST",
                 f"The metadata `{METADATA}` must be a GetProofRequest: {HINT_BYTES} bytes of hint, {NONCE_BYTES} of nonce.",
                 "Use an agent of the server's version.",
             )
         # An agent may have enrolled at the leader a moment ago, and ends for good where it is told that its token is unknown.
         knows = self._tokens.key_of_hint(request.hint) is not None or await self._tokens.catch_up()
         if not (farm_id := self._tokens.farm_id) or not knows:
-            raise TokensNotRead("This server has not read the farm's tokens yet.", "Try again.")
+            raise error_for("TOKENS_NOT_READ", "This server has not read the farm's tokens yet.", "Try again.")
         unknown, server_nonce = secrets.token_bytes(32), secrets.token_bytes(NONCE_BYTES)
         key = self._tokens.key_of_hint(request.hint) or unknown
         mac = mac_of(key, request.nonce, server_nonce, farm_id, self._certificate())

@@ -12,7 +12,7 @@ import structlog
 
 from etfarm.server.access.identities import Identities, Identity
 from etfarm.server.access.scope import agent_holder
-from etfarm.server.artifacts.store import ArtifactMissing, Store
+from etfarm.server.artifacts.store import Store, artifact_missing
 from etfarm.server.devices.errors import AgentConnected, DeviceNotYours, DeviceTooLarge, TooManyDevices
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.retirement import Retirement
@@ -29,21 +29,9 @@ from etfarm.server.rpc.services.salvage import Salvaged
 from etfarm.server.sessions.sessions import Sessions
 from etfarm.server.state.paging import page_of
 from etfarm.v1 import agent_pb2, agent_pb2_grpc, common_pb2
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import error_for
 
 log = structlog.get_logger()
-
-
-class NoHello(UserError):
-    """An agent stream whose first message is not Hello."""
-
-    reason = "NO_HELLO"
-
-
-class BadUpgrade(UserError):
-    """An upgrade with a time that is out of range."""
-
-    reason = "BAD_UPGRADE"
 
 
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
@@ -84,7 +72,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         request_iterator = Salvaged(request_iterator)
         first = await anext(aiter(request_iterator), None)
         if first is None or first.WhichOneof("message") != "hello":
-            raise NoHello("The first message of an agent must be Hello.")
+            raise error_for("NO_HELLO", "The first message of an agent must be Hello.")
         hello = first.hello
         protocol_version = require_common_version(hello, self._version)
         principal = caller()
@@ -157,7 +145,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         if self._agent_wheel is not None and request.digest == self._agent_wheel.digest:
             await self._agent_wheel.put(self._store, caller().name, holder_of(caller()))
         if not await self._store.has(request.digest):
-            raise ArtifactMissing(request.digest)
+            raise artifact_missing(request.digest)
         await self._store.require_whole([request.digest])
         path = self._store.path(request.digest)
         version = await self._read_version(path)
@@ -237,5 +225,5 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
 
 def _in_range(name: str, value: float, least: float, most: float) -> float:
     if not least <= value <= most:
-        raise BadUpgrade(f"`{name}` must be {least:g} to {most:g} seconds, got {value:g}.", field=name, got=value)
+        raise error_for("BAD_UPGRADE", f"`{name}` must be {least:g} to {most:g} seconds, got {value:g}.", field=name, got=value)
     return value

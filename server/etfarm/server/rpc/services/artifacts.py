@@ -14,16 +14,16 @@ import structlog
 
 from etfarm.server.access.projects import require_active
 from etfarm.server.access.scope import FARM_HOLDER, agent_holder
-from etfarm.server.artifacts.errors import ArtifactNotFound, ArtifactNotOfAttempt, BadUpload
+from etfarm.server.artifacts.errors import ArtifactNotFound, BadUpload, artifact_not_of_attempt
 from etfarm.server.artifacts.holdings import Holding
 from etfarm.server.artifacts.store import Store
 from etfarm.server.retention.collection import ArtifactCollection
-from etfarm.server.retention.errors import BadRetention
 from etfarm.server.rpc.door.caller import caller
 from etfarm.server.rpc.door.roles import ADMIN, AGENT
 from etfarm.server.state.paging import BadPageToken, page_size
 from etfarm.v1 import artifact_pb2, artifact_pb2_grpc, common_pb2
 from etfarm.v1.common_pb2 import Principal
+from etfarm.wire.errors import error_for
 
 log = structlog.get_logger()
 
@@ -40,7 +40,7 @@ def holder_of(principal: Principal) -> str:
     """Return the holder of the principal's uploads.
 
     Raises:
-        ProjectAmbiguous: the principal has to choose one of several projects.
+        PROJECT_AMBIGUOUS: the principal has to choose one of several projects.
     """
     return agent_holder(principal.name) if principal.role == AGENT else require_active(principal)
 
@@ -113,7 +113,7 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
     async def Download(self, request: artifact_pb2.DownloadArtifactRequest, context: object) -> AsyncIterator[artifact_pb2.Chunk]:
         principal = caller()
         if not await self._may_read(principal, request.digest):
-            raise ArtifactNotOfAttempt(request.digest) if principal.role == AGENT else ArtifactNotFound(request.digest)
+            raise artifact_not_of_attempt(request.digest) if principal.role == AGENT else ArtifactNotFound(request.digest)
         if request.accepts_link and (link := await self._store.link(request.digest, request.offset)) is not None:
             yield artifact_pb2.Chunk(offset=request.offset, link=link)
             return
@@ -154,7 +154,9 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
     ) -> artifact_pb2.CollectArtifactsResponse:
         keep_bytes = request.keep_bytes if request.HasField("keep_bytes") else None
         if keep_bytes is not None and keep_bytes < 0:
-            raise BadRetention(f"`keep_bytes` must be 0 or more, got {keep_bytes}.", "Leave it out to keep only what is used.")
+            raise error_for(
+                "BAD_RETENTION", f"`keep_bytes` must be 0 or more, got {keep_bytes}.", "Leave it out to keep only what is used."
+            )
         done = await self._collection.collect(keep_bytes, dry_run=request.dry_run, release=keep_bytes is None)
         return artifact_pb2.CollectArtifactsResponse(
             deleted_bytes=done.size_bytes, deleted_count=done.count, kept_bytes=done.kept_bytes,

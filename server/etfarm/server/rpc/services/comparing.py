@@ -11,18 +11,11 @@ from etfarm.server.jobs.records.journal import Journal
 from etfarm.v1 import comparison_pb2, job_pb2, report_pb2
 from etfarm.wire import comparison
 from etfarm.wire.comparison import Side
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import error_for
 from etfarm.wire.report import job_json, report_json
 
 _MAX_BYTES: Final = 60 << 20
 """Maximum size of a comparison, which must fit into a message of 64 MiB."""
-
-
-class ComparisonTooLarge(UserError):
-    """A comparison that is too large for a message."""
-
-    reason = "COMPARISON_TOO_LARGE"
-    kind = Kind.RESOURCE_EXHAUSTED
 
 
 Selected = tuple[job_pb2.Job, Sequence[report_pb2.Report], str | None]
@@ -38,7 +31,7 @@ async def compare(
         scope: the projects that the caller sees.
 
     Raises:
-        JobNotFound, NoSuchReport, NothingToCompare: see ReportService.Compare.
+        JOB_NOT_FOUND, NoSuchReport, NothingToCompare: see ReportService.Compare.
     """
     base = await _select(journal, request.base, version, scope)
     candidate = await _select(journal, request.candidate, version, scope)
@@ -66,7 +59,8 @@ async def _reports(journal: Journal, job_id: str) -> Sequence[report_pb2.Report]
 def _answer(base: Selected, candidate: Selected) -> comparison_pb2.CompareResponse:
     message = comparison.to_message(comparison.compare(_side(*base), _side(*candidate)))
     if (size := message.ByteSize()) > _MAX_BYTES:
-        raise ComparisonTooLarge(
+        raise error_for(
+            "COMPARISON_TOO_LARGE",
             f"The comparison must have at most {_MAX_BYTES:,} bytes, got {size:,}.",
             "Compare a cell at a time: write JOB#0 and JOB#0.",
             limit=_MAX_BYTES,

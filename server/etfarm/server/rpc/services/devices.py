@@ -9,7 +9,6 @@ from typing import Final
 
 from etfarm.server.access.projects import Projects
 from etfarm.server.devices import telemetry
-from etfarm.server.devices.errors import BadRetirement
 from etfarm.server.devices.health.book import HealthBook
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.reservations import Holder, Request, Reservations
@@ -23,6 +22,7 @@ from etfarm.server.rpc.services.times import read_time
 from etfarm.server.state.paging import PAGE_SIZES, page_of, page_size, page_start
 from etfarm.v1 import device_pb2, device_pb2_grpc
 from etfarm.wire import selectors
+from etfarm.wire.errors import error_for
 
 _PAGE_BYTES: Final = 4 << 20
 """Maximum total size of the devices of a page; a single device may exceed it."""
@@ -126,8 +126,11 @@ class DeviceService(device_pb2_grpc.DeviceServiceServicer):
     async def Retire(self, request: device_pb2.RetireDeviceRequest, context: object) -> device_pb2.RetireDeviceResponse:
         drain_s = request.drain_s if request.HasField("drain_s") else _DRAIN_S
         if not 0 <= drain_s <= _MAX_DRAIN_S:
-            raise BadRetirement(
-                f"`drain_s` must be 0 to {_MAX_DRAIN_S:g} seconds, got {drain_s:g}.", field="drain_s", got=drain_s
+            raise error_for(
+                "BAD_RETIREMENT",
+                f"`drain_s` must be 0 to {_MAX_DRAIN_S:g} seconds, got {drain_s:g}.",
+                field="drain_s",
+                got=drain_s,
             )
         retired = await self._retirement.retire(
             request.device_id, at_once=request.now, drain_s=drain_s, principal=caller().name

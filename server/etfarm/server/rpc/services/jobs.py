@@ -98,7 +98,7 @@ class JobService(job_pb2_grpc.JobServiceServicer):
         request would be refused now.
 
         Raises:
-            RequestIdUsed: the caller has sent the id with something else.
+            REQUEST_ID_USED: the caller has sent the id with something else.
         """
         if not request.id:
             raise BadJob("The request has no request_id.", "Send a UUID, the same one when you send it again.")
@@ -190,7 +190,7 @@ def _visible(job: job_pb2.Job, request_id: str) -> job_pb2.Job:
     """Return the job of an earlier request, unless the caller is no longer a member of its project.
 
     Raises:
-        JobNotFound: the job does not belong to any of the caller's projects.
+        JOB_NOT_FOUND: the job does not belong to any of the caller's projects.
     """
     if not scope().allows(job.project):
         raise job_not_found(request_id)

@@ -13,16 +13,10 @@ import structlog
 
 from etfarm.server.rpc.door.limits import LIMITS, LimitExceeded, check, shorten
 from etfarm.v1 import agent_pb2
-from etfarm.wire.errors import DeviceError
+from etfarm.wire.errors import error_for
 from etfarm.wire.status import to_proto
 
 log = structlog.get_logger()
-
-
-class ResultTooLarge(DeviceError):
-    """An agent's result that exceeds the limits of a message."""
-
-    reason = "RESULT_TOO_LARGE"
 
 
 class Salvaged:
@@ -65,6 +59,6 @@ def _failed_result(message: Any, error: LimitExceeded) -> Any:
     if not message.HasField("run_result"):
         return None
     result = message.run_result
-    why = ResultTooLarge(f"The agent's result was refused: {error.message}", "Update the agent.", **error.metadata)
+    why = error_for("RESULT_TOO_LARGE", f"The agent's result was refused: {error.message}", "Update the agent.", **error.metadata)
     failed = agent_pb2.RunResult(attempt_id=result.attempt_id, device_id=result.device_id, error=to_proto(why))
     return agent_pb2.AgentMessage(run_result=failed)

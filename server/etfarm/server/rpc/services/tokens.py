@@ -6,12 +6,13 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from etfarm.server.access.audit import AuditLog
-from etfarm.server.access.tokens import BadTokenRequest, TokenNotFound, TokenTable
+from etfarm.server.access.tokens import TokenTable
 from etfarm.server.rpc.door.authentication import Authentication
 from etfarm.server.rpc.door.caller import caller, credential
 from etfarm.server.rpc.door.roles import ADMIN
 from etfarm.server.state.paging import page_size, page_start
 from etfarm.v1 import token_pb2, token_pb2_grpc
+from etfarm.wire.errors import error_for
 
 PAGE: Final = 100, 1000
 """Default and maximum number of entries on a page."""
@@ -34,7 +35,8 @@ class TokenService(token_pb2_grpc.TokenServiceServicer):
 
     async def Create(self, request: token_pb2.CreateTokenRequest, context: object) -> token_pb2.CreateTokenResponse:
         if not self._authentication.asks_for_tokens and (request.role != ADMIN or request.enrolment):
-            raise BadTokenRequest(
+            raise error_for(
+                "BAD_TOKEN_REQUEST",
                 "The first token must be an admin's: with it, the server asks every caller for a token.",
                 "Create it with `etfarm tokens create NAME --role admin`, then the others with ETFARM_TOKEN set to it.",
             )
@@ -64,10 +66,18 @@ class TokenService(token_pb2_grpc.TokenServiceServicer):
         own = credential().token_id
         chosen = request.id or own
         if chosen.startswith("file:") or not chosen:
-            raise TokenNotFound("This token is not one of the database's.", "Change the server's --tokens file.", id=chosen[:80])
+            raise error_for(
+                "TOKEN_NOT_FOUND",
+                "This token is not one of the database's.",
+                "Change the server's --tokens file.",
+                id=chosen[:80],
+            )
         if caller().role != ADMIN and chosen != own:
-            raise TokenNotFound(
-                f"There is no token {chosen[:80]!r} of yours.", "Leave the id out to rotate your own.", id=chosen[:80]
+            raise error_for(
+                "TOKEN_NOT_FOUND",
+                f"There is no token {chosen[:80]!r} of yours.",
+                "Leave the id out to rotate your own.",
+                id=chosen[:80],
             )
         token, secret = await self._table.rotate(chosen, key=credential().key if chosen == own else None)
         return token_pb2.CreateTokenResponse(token=token, secret=secret)

@@ -9,7 +9,7 @@ from sqlalchemy import Row
 
 from etfarm.server.access.projects import require_active
 from etfarm.server.jobs.records.journal import Journal
-from etfarm.server.notices.errors import WebhookNotFound
+from etfarm.server.notices.errors import webhook_not_found
 from etfarm.server.notices.notices import Notices
 from etfarm.server.rpc.door.caller import caller, require_owner, scope
 from etfarm.server.state.paging import PAGE_SIZES, page_of, page_size, page_start
@@ -29,7 +29,7 @@ class WebhookService(webhook_pb2_grpc.WebhookServiceServicer):
         for row, waiting in await self._notices.outbox.webhooks():
             if row.id == webhook_id:
                 return webhook_pb2.CreateWebhookResponse(webhook=_webhook(row, waiting), secret=secret)
-        raise WebhookNotFound(webhook_id)  # another admin has removed it
+        raise webhook_not_found(webhook_id)  # another admin has removed it
 
     async def List(self, request: webhook_pb2.ListWebhooksRequest, context: object) -> webhook_pb2.ListWebhooksResponse:
         rows, following = page_of(await self._notices.outbox.webhooks(), request.page_size, request.page_token)
@@ -42,7 +42,7 @@ class WebhookService(webhook_pb2_grpc.WebhookServiceServicer):
     async def Test(self, request: webhook_pb2.TestWebhookRequest, context: object) -> webhook_pb2.WebhookDelivery:
         row = await self._notices.test_webhook(request.id)
         if row is None:
-            raise WebhookNotFound(request.id)
+            raise webhook_not_found(request.id)
         return _delivery(row)
 
     async def ListDeliveries(

@@ -23,7 +23,7 @@ def open_tables(connection: Connection, url: DatabaseUrl, data: Path) -> None:
 
     Raises:
         DatabaseUnusable: it is not the database of etfarm, or not one that can be.
-        DatabaseTooNew, DatabaseTooOld: a newer etfarm has written it, or one of before 0.3.0.
+        DatabaseTooNew, DATABASE_TOO_OLD: a newer etfarm has written it, or one of before 0.3.0.
         CopyUnfinished, FarmMoved: the farm is not, or no longer, there.
     """
     _check_server(connection, url)

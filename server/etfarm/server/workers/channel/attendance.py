@@ -112,16 +112,16 @@ def conclude(task: str, limits: Limits, output: ChildOutput, report: bytes) -> A
         if status_report["out_of_memory"]:
             raise errors.ChildOutOfMemory(task, limits.memory_bytes, output.stage, "\n".join(output.tail)[-2000:])
         if status_report["disk_full"]:
-            raise errors.ChildDiskFull(task, f"the disk has less than {limits.reserve_bytes >> 20} MiB or files left")
+            raise errors.child_disk_full(task, f"the disk has less than {limits.reserve_bytes >> 20} MiB or files left")
         if status_report["too_many_processes"]:
-            raise errors.ChildTooManyProcesses(task, limits.processes, output.stage)
+            raise errors.child_too_many_processes(task, limits.processes, output.stage)
     if output.error is not None:
         stage = output.error.stage = output.error.stage or output.stage
         if output.error.reason == errors.ChildOutOfMemory.reason:
             detail = output.error.metadata.get("detail", "")
             raise errors.ChildOutOfMemory(task, limits.memory_bytes, stage, detail)
-        if output.error.reason == errors.ChildTooManyProcesses.reason:
-            raise errors.ChildTooManyProcesses(task, limits.processes, stage)
+        if output.error.reason == "CHILD_TOO_MANY_PROCESSES":
+            raise errors.child_too_many_processes(task, limits.processes, stage)
         raise output.error
     if output.result is not None and status == 0:
         return Answer(output.result, int(status_report["peak_rss_bytes"]), float(status_report["cpu_s"]))

@@ -105,9 +105,9 @@ def _report(error: BaseException, order: Order, answers: frames.FrameWriter) -> 
         error.__context__ = None
         reported = errors.ChildOutOfMemory(order.task, order.limits.memory_bytes, detail=str(error)[:500])
     elif errors.is_out_of_processes(error):
-        reported = errors.ChildTooManyProcesses(order.task, order.limits.processes)
+        reported = errors.child_too_many_processes(order.task, order.limits.processes)
     elif isinstance(error, OSError) and errors.is_disk_full(error):
-        reported = errors.ChildDiskFull(order.task, error.strerror or str(error))
+        reported = errors.child_disk_full(order.task, error.strerror or str(error))
     elif isinstance(error, EtfarmError):
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)

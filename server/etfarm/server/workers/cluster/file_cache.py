@@ -129,7 +129,7 @@ class FileCache:
 
         Raises:
             FileDiffers: the complete file has another digest, a piece is missing, or the holder was released.
-            ChildDiskFull, OSError: the disk has no room, or the file cannot be written.
+            DISK_FULL, OSError: the disk has no room, or the file cannot be written.
         """
         path, key = self.path(digest), (holder, digest)
         require_room(self._folder, len(data) + self._reserve_bytes)

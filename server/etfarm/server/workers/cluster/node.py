@@ -73,7 +73,7 @@ class NodeService:
             return relay_frames.encode_error(error)
         except Exception as error:  # noqa: BLE001 - the server logs it
             if errors.is_disk_full(error):
-                return relay_frames.encode_error(errors.ChildDiskFull("a compile node's task", str(error)))
+                return relay_frames.encode_error(errors.child_disk_full("a compile node's task", str(error)))
             traceback.print_exception(error)
             return relay_frames.encode_error(errors.Defect(f"The call {method[:50]!r} of a compile node", error))
 

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from etfarm.server.workers.jail.measures import NAMES
-from etfarm.wire.errors import FarmError, Kind
+from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.escapes import in_a_line
 
 _MAX_TEXT = 1000
@@ -75,16 +75,12 @@ class Node:
         return f"{self.name}, {self.cpus} cpus, {self.state}{f': {self.detail}' if self.detail else ''}{limits}"
 
 
-class NoCompileNode(FarmError):
-    """No node of the cluster takes work."""
-
-    reason = "NO_COMPILE_NODE"
-    kind = Kind.UNAVAILABLE
-
-    def __init__(self, address: str, nodes: Iterable[Node]) -> None:
-        states = " ".join(f"{node.text.rstrip('.')}." for node in nodes) or "It has no node with cpus."
-        super().__init__(
-            f"No node of the Ray cluster {address} can compile. {states}"[:4000],
-            "Start nodes with the server's versions of torch, executorch, torchao, etfarm and Python.",
-            address=address,
-        )  # fmt: skip
+def no_compile_node(address: str, nodes: Iterable[Node]) -> EtfarmError:
+    """Return the error of no node of the cluster takes work."""
+    states = " ".join(f"{node.text.rstrip('.')}." for node in nodes) or "It has no node with cpus."
+    return error_for(
+        "NO_COMPILE_NODE",
+        f"No node of the Ray cluster {address} can compile. {states}"[:4000],
+        "Start nodes with the server's versions of torch, executorch, torchao, etfarm and Python.",
+        address=address,
+    )  # fmt: skip

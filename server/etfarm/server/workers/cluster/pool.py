@@ -20,7 +20,7 @@ from etfarm.server.extras import require_extra
 from etfarm.server.workers import output_files
 from etfarm.server.workers.child_pool import URGENT, ChildPool, PoolUse, delete
 from etfarm.server.workers.cluster import versions
-from etfarm.server.workers.cluster.nodes import NoCompileNode, Node, NodeState
+from etfarm.server.workers.cluster.nodes import Node, NodeState, no_compile_node
 from etfarm.server.workers.cluster.tenure import Tenure
 from etfarm.server.workers.errors import WorkersDown
 from etfarm.server.workers.fair_slots import FairSlots
@@ -223,7 +223,7 @@ class ClusterPool(ChildPool):
                     await self._wait_for(lambda: bool(self._ready_nodes()))
             except TimeoutError:
                 if not self._has(NodeState.PREPARING) or time.monotonic() > until_s:
-                    raise NoCompileNode(self._address, self.nodes) from None
+                    raise no_compile_node(self._address, self.nodes) from None
 
     async def _connect(self) -> None:
         failed = await asyncio.shield(self._current().warm)

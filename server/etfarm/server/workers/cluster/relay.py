@@ -201,7 +201,7 @@ async def _run(
         return _report_loss(NodeGone(node.node.name, error.metadata.get("why", ""))) if is_lost else _report_error(error)
     except Exception as error:  # noqa: BLE001 - reported as a defect
         if errors.is_disk_full(error):
-            return _report_error(errors.ChildDiskFull(order["task"], str(error)))
+            return _report_error(errors.child_disk_full(order["task"], str(error)))
         defect = errors.Defect(f"The relay of {order['task']} to a compile node", error)
         node.on_defect(defect)
         return _report_error(defect)
@@ -313,7 +313,7 @@ async def _fetch_file(node: RayNode, child: str, folder: Path, name: str, size: 
 
     Raises:
         BadAnswer: the file has another size or digest than the node listed.
-        ChildDiskFull: the disk has no room.
+        DISK_FULL: the disk has no room.
     """
     path = folder / name
     require_room(folder, size + reserve_bytes)

@@ -28,7 +28,7 @@ from etfarm.server.workers.jail import measures
 from etfarm.server.workers.jail.file_view import Action, Step, View
 from etfarm.server.workers.jail.measures import JailIncomplete, JailReport, Progress
 from etfarm.server.workers.limits import Limits
-from etfarm.wire.errors import FarmError
+from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.sandbox import cgroups, namespaces, seccomp, syscalls
 
 KEPT_VARIABLES: Final = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "ATEN_CPU_CAPABILITY")
@@ -49,18 +49,15 @@ _OWN_MEMORY_BYTES: Final = 256 << 20
 """Allowance of a tree on top of its limit and the forkserver's pages, for the kernel's memory and file pages."""
 
 
-class NetworkNotRemoved(FarmError):
-    """The child still had a network, so it loaded nothing."""
-
-    reason = "NETWORK_NOT_REMOVED"
-
-    def __init__(self, why: str) -> None:
-        super().__init__(
-            f"The network of a compile process could not be taken away: {why}. No user's model is loaded like this.",
-            "Run the server as root or allow unprivileged user namespaces (kernel.unprivileged_userns_clone=1; on Ubuntu "
-            "kernel.apparmor_restrict_unprivileged_userns=0; in a container, a seccomp profile that permits unshare).",
-            why=why,
-        )
+def network_not_removed(why: str) -> EtfarmError:
+    """Return the error of the child still had a network, so it loaded nothing."""
+    return error_for(
+        "NETWORK_NOT_REMOVED",
+        f"The network of a compile process could not be taken away: {why}. No user's model is loaded like this.",
+        "Run the server as root or allow unprivileged user namespaces (kernel.unprivileged_userns_clone=1; on Ubuntu "
+        "kernel.apparmor_restrict_unprivileged_userns=0; in a container, a seccomp profile that permits unshare).",
+        why=why,
+    )
 
 
 @dataclass(frozen=True)
@@ -156,7 +153,7 @@ def enter(
         watches_memory: whether the supervisor kills the tree if it exceeds its memory limit.
 
     Raises:
-        NetworkNotRemoved: the kernel refused to remove the network, or the check afterwards failed.
+        NETWORK_NOT_REMOVED: the kernel refused to remove the network, or the check afterwards failed.
         JailIncomplete: a measure is missing and the jail is required.
     """
     _detach(folder, log, channel)
@@ -218,17 +215,17 @@ def check_network(daemon_network: int) -> None:
     """Verify that this process has no network: its namespace differs from the daemon's, and only has a `lo` that is down.
 
     Raises:
-        NetworkNotRemoved: the process has a network.
+        NETWORK_NOT_REMOVED: the process has a network.
     """
     if network := namespaces.find_network(daemon_network):
-        raise NetworkNotRemoved(network)
+        raise network_not_removed(network)
 
 
 def _remove_network() -> None:
     try:
         namespaces.leave_network()
     except OSError as error:
-        raise NetworkNotRemoved(f"unshare failed with {os.strerror(error.errno or 0)!r}") from None
+        raise network_not_removed(f"unshare failed with {os.strerror(error.errno or 0)!r}") from None
 
 
 def _select_user(progress: Progress, jail: Jail, shared: Sequence[Step]) -> int:

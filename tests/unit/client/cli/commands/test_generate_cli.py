@@ -12,8 +12,8 @@ import pytest
 from etfarm.client.cli.commands import generate
 from etfarm.client.cli.commands.generate import prompt_of, stop_tokens_of
 from etfarm.client.cli.usage import Usage
-from etfarm.client.submit.token_files import BadTextFile
-from etfarm.client.submit.tokenizer import BadTokenizer, Tokenizer, TokenizersMissing
+from etfarm.client.submit.tokenizer import Tokenizer
+from tests.support.refusals import refuses
 
 PROMPT = ["--prompt-ids", "1"]
 
@@ -57,7 +57,7 @@ def test_a_prompt_has_three_forms(tmp_path: Path) -> None:
     assert prompt_of("1, 15 27", None, None, None) == [1, 15, 27]
     assert prompt_of(None, file, None, None) == [7]
     file.write_text("")
-    with pytest.raises(BadTextFile, match="has 0 tokens; 1 to"):
+    with refuses("BAD_TEXT_FILE", match="has 0 tokens; 1 to"):
         prompt_of(None, file, None, None)
     assert (stop_tokens_of(""), stop_tokens_of("2,3"), stop_tokens_of(" eos ")) == ([], [2, 3], "eos")
 
@@ -83,7 +83,7 @@ def test_a_tokenizer_decodes_what_it_encoded_token_by_token(tokenizer_file: Path
     assert "".join(parts) == text and "" in parts, "a character of several tokens comes with its last one"
     with pytest.raises(Usage, match="has no tokens"):
         prompt_of(None, None, "", tokenizer)
-    with pytest.raises(BadTokenizer, match="characters"):
+    with refuses("BAD_TOKENIZER", match="characters"):
         tokenizer.encode("x" * 2_000_000)
 
 
@@ -99,7 +99,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers", reason="needs tokenizers: pip install tokenizers")
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
-    with pytest.raises(BadTokenizer, match="is not a tokenizer"):
+    with refuses("BAD_TOKENIZER", match="is not a tokenizer"):
         Tokenizer(path)
 
 
@@ -107,5 +107,5 @@ def test_without_the_package_the_error_names_it(tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(TokenizersMissing, match="pip install tokenizers"):
+    with refuses("TOKENIZERS_MISSING", match="pip install tokenizers"):
         Tokenizer(path)

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.refusals import refuses
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("executorch")
 
@@ -18,7 +20,6 @@ from executorch.devtools.backend_debug import get_delegation_info  # noqa: E402
 from executorch.export import ExportRecipe, ExportSession  # noqa: E402
 from torch import nn  # noqa: E402
 
-from etfarm.server.compile.errors import UnsupportedProgram  # noqa: E402
 from etfarm.server.compile.inspect import facts, signature, sizes  # noqa: E402
 from etfarm.server.compile.program import places  # noqa: E402
 from etfarm.server.compile.request import InspectRequest  # noqa: E402
@@ -255,7 +256,7 @@ def test_a_description_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     data = bytearray(pte.read_bytes())
     data[32:400] = b"\xff" * 368  # behind the header
     pte.write_bytes(data)
-    with pytest.raises(UnsupportedProgram) as caught:
+    with refuses("UNSUPPORTED_PROGRAM") as caught:
         sizes.read(pte)
     assert caught.value.remedy
 
@@ -270,5 +271,5 @@ def test_a_description_that_contradicts_itself_is_a_users_error(tmp_path: Path, 
         plan.delegates[0].processed.index = 99
     else:
         plan.inputs[0] = 9999
-    with pytest.raises(UnsupportedProgram, match="contradicts itself"):
+    with refuses("UNSUPPORTED_PROGRAM", match="contradicts itself"):
         facts.describe(described)

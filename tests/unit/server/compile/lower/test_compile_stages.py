@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.refusals import refuses
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("executorch")
 
@@ -16,7 +18,6 @@ from etfarm.server.compile.request import LowerRequest  # noqa: E402
 from etfarm.server.workers.pool import Workers  # noqa: E402
 from etfarm.wire import recipes  # noqa: E402
 from etfarm.wire.errors import EtfarmError  # noqa: E402
-from etfarm.wire.recipes import BadRecipeField  # noqa: E402
 from tests.support import models  # noqa: E402
 from tests.support.compiling import FOUR_BIT, STATIC, Compiled, compiled, run, sample, text_decoder  # noqa: E402
 
@@ -191,7 +192,7 @@ async def test_an_operator_that_the_edge_keeps_is_kept(workers: Workers, tmp_pat
 async def test_what_is_no_operator_is_refused_by_its_field(name: str) -> None:
     recipe = recipes.from_toml(f'recipe = "portable"\n[edge]\npreserve_ops = ["{name}"]')
     assert recipe.options.edge["preserve_ops"] == (name,)
-    with pytest.raises(BadRecipeField, match=r"^\[edge\] preserve_ops cannot be") as refused:
+    with refuses("BAD_RECIPE_FIELD", match=r"^\[edge\] preserve_ops cannot be") as refused:
         build._operator("preserve_ops", name)
     assert refused.value.metadata["value"] == name
 

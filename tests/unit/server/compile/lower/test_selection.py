@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.refusals import refuses
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("executorch")
 
 from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e  # noqa: E402 - needs torch
 
-from etfarm.server.compile.errors import NameNotFound  # noqa: E402
 from etfarm.server.compile.lower import components  # noqa: E402
 from etfarm.server.compile.lower.selection import Selection, require_found  # noqa: E402
 from etfarm.wire import recipes  # noqa: E402
@@ -132,7 +133,7 @@ def test_a_key_of_a_dictionary_of_modules_is_a_name_whatever_its_text(key: str) 
 
 
 def test_a_batch_norm_behind_a_linear_layer_is_refused_where_it_is_folded() -> None:
-    with pytest.raises(NameNotFound, match="folded into the layer '0'"):
+    with refuses("RECIPE_NAME_NOT_FOUND", match="folded into the layer '0'"):
         annotated('skip_modules = ["1"]', nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)), inputs=(torch.rand(2, 8),))
     _, (row,) = annotated(
         'skip_modules = ["1"]', nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(5)), inputs=(torch.rand(2, 5, 8),)
@@ -157,7 +158,7 @@ def test_a_module_that_only_its_enclosing_one_calls_is_found_by_its_parameters()
     ],
 )
 def test_a_name_that_selects_nothing_is_refused_with_the_nearest(text: str, name: str, nearest: str) -> None:
-    with pytest.raises(NameNotFound) as refused:
+    with refuses("RECIPE_NAME_NOT_FOUND") as refused:
         annotated(text)
     assert refused.value.metadata["name"] == name and nearest in refused.value.remedy
     assert refused.value.metadata["argument"] == text.split()[0]

@@ -13,7 +13,7 @@ pytest.importorskip("executorch")
 
 from torch import nn  # noqa: E402
 
-from etfarm.server.compile.errors import ProgramCannotRun  # noqa: E402
+from etfarm.server.compile.errors import program_cannot_run  # noqa: E402
 from etfarm.server.compile.lower import build, lowering  # noqa: E402
 from etfarm.server.compile.program import places  # noqa: E402
 from etfarm.server.compile.program.refused_operators import of_program  # noqa: E402
@@ -113,9 +113,9 @@ def test_a_log_without_a_number_names_no_operator(located: LocatedOperators) -> 
 )
 def test_the_remedy_fits_the_cause(error: str, log: str, remedy: str) -> None:
     why = explain(error, log)
-    raised = ProgramCannotRun("forward", why, "", "aten::bmm at net.py:3 (x @ y)")
+    raised = program_cannot_run("forward", why, "", "aten::bmm at net.py:3 (x @ y)")
     assert remedy in raised.remedy and "net.py:3" in raised.message, json.dumps([why, raised.remedy])
-    assert "that line" not in ProgramCannotRun("forward", "internal error (0x1)").remedy
+    assert "that line" not in program_cannot_run("forward", "internal error (0x1)").remedy
 
 
 @pytest.mark.asyncio(loop_scope="session")

@@ -15,9 +15,10 @@ import pytest
 from etfarm.server.compile.screening import operators
 from etfarm.server.compile.screening.errors import OperatorNotAllowed, UnsafeModel
 from etfarm.server.compile.screening.expressions import check_target
-from etfarm.server.compile.screening.operators import Added, BadOperators, Operators
+from etfarm.server.compile.screening.operators import Added, Operators
 from etfarm.server.compile.screening.screen import screen_pt2
 from tests.support.golden import Golden
+from tests.support.refusals import refuses
 
 ROOT = Path(__file__).parents[5]
 SEEN = Path(__file__).parents[4] / "support" / "operators_seen.txt"
@@ -110,7 +111,7 @@ def test_the_owner_adds_operators_with_a_file(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_line_that_names_no_operator_is_refused(golden: Golden, tmp_path: Path, line: str) -> None:
     (tmp_path / "operators").write_text(line)
-    with pytest.raises(BadOperators) as caught:
+    with refuses("BAD_OPERATORS") as caught:
         operators.read([tmp_path / "operators"])
     golden.check(caught.value)
     assert caught.value.remedy.startswith("Name it like aten.add.Tensor")
@@ -121,7 +122,7 @@ def test_a_file_that_is_no_list_is_refused(tmp_path: Path, data: bytes | None) -
     file = tmp_path / "operators"
     if data is not None:
         file.write_bytes(data)
-    with pytest.raises(BadOperators):
+    with refuses("BAD_OPERATORS"):
         operators.read([file])
 
 
@@ -152,6 +153,6 @@ def test_a_plugin_whose_entry_point_is_no_operator_is_refused_at_the_start(
 ) -> None:
     plugin(tmp_path, "torch.load")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(BadOperators) as refused:
+    with refuses("BAD_OPERATORS") as refused:
         operators.read()
     golden.check(refused.value)

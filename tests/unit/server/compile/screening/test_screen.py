@@ -21,9 +21,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etfarm.server.compile.screening import archives, expressions, payloads, pickles, screen
-from etfarm.server.compile.screening.errors import NotAPt2, UnknownOperator, UnsafeModel
+from etfarm.server.compile.screening import archives, payloads, pickles, screen
+from etfarm.server.compile.screening.errors import NotAPt2, UnsafeModel
 from etfarm.wire.errors import UserError
+from tests.support.refusals import refuses
 
 torch = pytest.importorskip("torch")
 
@@ -272,7 +273,7 @@ def test_a_custom_operator_is_refused_by_its_name(good: Members, tmp_path: Path)
     def change(program: Any) -> None:
         program["graph_module"]["graph"]["nodes"][0]["target"] = "torch.ops.mine.blur.default"
 
-    with pytest.raises(UnknownOperator, match="mine::blur"):
+    with refuses("UNKNOWN_OPERATOR", match="mine::blur"):
         screen.screen_pt2(write(tmp_path / "m", changed(good, change)))
 
 
@@ -289,7 +290,7 @@ def test_of_torchaos_codebooks_only_what_a_program_needs_is_known(
     if not refused:
         screen.screen_pt2(path)
         return
-    with pytest.raises(UnknownOperator):
+    with refuses("UNKNOWN_OPERATOR"):
         screen.screen_pt2(path)
 
 
@@ -523,7 +524,7 @@ def test_an_edge_dialect_program_is_refused_before_it_is_loaded(golden: Golden, 
     edge = to_edge(models.elementwise(), compile_config=EdgeCompileConfig(_check_ir_validity=False)).exported_program()
     torch.export.save(edge, str(tmp_path / "edge.pt2"))
     for screened in (screen.screen_pt2, screen.screen_upload):
-        with pytest.raises(expressions.EdgeDialectProgram) as caught:
+        with refuses("EDGE_DIALECT_PROGRAM") as caught:
             screened(tmp_path / "edge.pt2")
         assert "is an edge-dialect program" in caught.value.message and "executorch.exir.dialects.edge." in caught.value.message
         assert "Give the ATen-dialect program" in caught.value.remedy

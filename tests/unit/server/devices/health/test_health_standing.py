@@ -14,7 +14,6 @@ from etfarm.server.devices.health.standing import (
     QUARANTINED,
     SUSPECT,
     UNKNOWN,
-    BadHealthPolicy,
     HealthPolicy,
     Standing,
     policy_of,
@@ -22,6 +21,7 @@ from etfarm.server.devices.health.standing import (
 from etfarm.server.devices.health.weights import weight_of
 from etfarm.wire.errors import DeviceError, FarmError, UserError, error_of
 from etfarm.wire.errors import Fault as Party
+from tests.support.refusals import refuses
 
 NOON = datetime(2026, 6, 1, 12, tzinfo=UTC)
 POLICY = HealthPolicy()
@@ -252,5 +252,5 @@ def test_whatever_happens_the_states_mean_what_they_say(steps: list[tuple[str, i
     ],
 )
 def test_settings_that_make_no_sense_are_refused(values: dict[str, object], why: str) -> None:
-    with pytest.raises(BadHealthPolicy, match=why):
+    with refuses("BAD_HEALTH_POLICY", match=why):
         policy_of(values)

@@ -18,7 +18,6 @@ from etfarm.server.devices.health import power, standing
 from etfarm.server.devices.health.book import HealthBook
 from etfarm.server.devices.health.file import read_settings
 from etfarm.server.devices.health.power import PowerCycles, PowerRule, rules_of
-from etfarm.server.devices.health.standing import BadHealthPolicy
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import AgentSession
@@ -28,6 +27,7 @@ from etfarm.v1.device_pb2 import Device, HealthEvent, HealthEventKind, HealthRun
 from etfarm.wire.errors import DeviceError
 from tests.support.databases import new_database, sqlite_only
 from tests.support.farm import wait_until
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -252,7 +252,7 @@ async def test_a_command_that_is_missing_is_reported(tmp_path: Path) -> None:
 )
 def test_a_file_that_makes_no_sense_is_refused(tmp_path: Path, text: str, why: str) -> None:
     (tmp_path / "health.toml").write_text(text)
-    with pytest.raises(BadHealthPolicy, match=why):
+    with refuses("BAD_HEALTH_POLICY", match=why):
         read_settings(tmp_path / "health.toml")
 
 
@@ -263,7 +263,7 @@ def test_a_file_sets_rules_and_commands_and_an_option_wins(tmp_path: Path) -> No
     settings = read_settings(tmp_path / "health.toml", 0.0)
     assert (settings.policy.interval_s, settings.policy.probe_s) == (0.0, 5)
     assert settings.power == (PowerRule(("/pdu", "{label.pdu}"), after_s=30),)
-    with pytest.raises(BadHealthPolicy, match="cannot be read"):
+    with refuses("BAD_HEALTH_POLICY", match="cannot be read"):
         read_settings(tmp_path / "missing.toml")
     assert rules_of([]) == ()
 

@@ -12,7 +12,6 @@ from etfarm.server.access.scope import FARM_HOLDER, Scope, agent_holder
 from etfarm.server.devices.health.book import HealthBook
 from etfarm.server.devices.health.standing import GOOD, QUARANTINED, SUSPECT, UNKNOWN
 from etfarm.server.jobs.health import program
-from etfarm.server.jobs.health.probing import HealthRunImpossible
 from etfarm.server.jobs.health.run import HealthRunAborted
 from etfarm.server.sessions.leasing import Leasing
 from etfarm.server.sessions.session import Session, lost_error
@@ -36,6 +35,7 @@ from tests.support.health_runs import (
     probed,
     state,
 )
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -296,7 +296,7 @@ async def test_drained_and_reserved_devices_are_left_alone_unless_they_are_quara
     async with probed(world) as health:
         await asyncio.sleep(0.1)
         assert not world.runs.busy()
-        with pytest.raises(HealthRunImpossible, match="pi is drained"):
+        with refuses("HEALTH_RUN_IMPOSSIBLE", match="pi is drained"):
             await health.check(world.registry.get("pi"), caller="ann", is_admin=False)
         asked = asyncio.create_task(health.check(world.registry.get("pi"), caller="ann", is_admin=True))
         start = await agent.started()
@@ -405,7 +405,7 @@ async def test_a_runner_without_the_kernels_gets_no_health_run(bare_world: World
     agent.device.CopyFrom(own)
     await agent.connect()
     async with probed(world) as health:
-        with pytest.raises(HealthRunImpossible, match="lacks what the health program needs"):
+        with refuses("HEALTH_RUN_IMPOSSIBLE", match="lacks what the health program needs"):
             await health.check(world.registry.get("pi"), caller="ann", is_admin=True)
         await asyncio.sleep(0.05)
         assert not world.runs.busy()

@@ -11,7 +11,6 @@ from sqlalchemy import select
 
 from etfarm.server.jobs import model
 from etfarm.server.jobs.health import probing
-from etfarm.server.jobs.health.probing import HealthRunImpossible
 from etfarm.server.jobs.health.run import HealthRunAborted
 from etfarm.server.state import schema
 from etfarm.server.workers.measurement_lock import MeasurementLock
@@ -19,6 +18,7 @@ from etfarm.v1.device_pb2 import Device, HealthEvent, HealthRunTrigger
 from etfarm.wire.names import boot_id
 from tests.support.cells import WAIT_S, Agent, World
 from tests.support.health_runs import PROMPT, answer, becomes, events, probed
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -32,7 +32,7 @@ async def test_a_requested_run_waits_for_the_device_and_precedes_other_jobs(worl
         asked = asyncio.create_task(health.check(world.registry.get("pi"), caller="ann", is_admin=False))
         await asyncio.sleep(0)
         assert world.registry.get("pi").attempt_id == users.attempt_id
-        with pytest.raises(HealthRunImpossible, match="in a health run already"):
+        with refuses("HEALTH_RUN_IMPOSSIBLE", match="in a health run already"):
             await health.check(world.registry.get("pi"), caller="ann", is_admin=True)
         assert agent.answer(users)
         await agent.expect_message("ack", users.attempt_id)
@@ -108,7 +108,7 @@ async def test_a_reserved_device_is_checked_for_its_holder_only(world: World) ->
         reserved = Device()
         reserved.CopyFrom(world.registry.get("pi"))
         reserved.reservation.owner = "bob"
-        with pytest.raises(HealthRunImpossible, match="pi is reserved by bob"):
+        with refuses("HEALTH_RUN_IMPOSSIBLE", match="pi is reserved by bob"):
             await health.check(reserved, caller="ann", is_admin=False)
         asked = asyncio.create_task(health.check(reserved, caller="bob", is_admin=False))
         answer(agent, await agent.started())

@@ -12,7 +12,7 @@ from sqlalchemy.event import listen
 
 from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.jobs import model
-from etfarm.server.jobs.records.history import History, NoHistory, Wanted
+from etfarm.server.jobs.records.history import History, Wanted
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.watch import Announcer
@@ -22,6 +22,7 @@ from etfarm.v1.job_pb2 import Job
 from etfarm.v1.report_pb2 import Report
 from etfarm.wire import selectors
 from tests.support.databases import new_database, sqlite_only
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -68,10 +69,10 @@ async def test_a_history_is_limited_to_the_scope_by_name_digest_and_device(datab
 
 async def test_known_models_are_those_of_the_scope(database: Database) -> None:
     history = History(database, no_devices)
-    with pytest.raises(NoHistory) as refused:
+    with refuses("NO_HISTORY") as refused:
         await report_ids(history, "secret", VISION)
     assert (refused.value.metadata["known"], "secret" in refused.value.remedy) == ("net", False)
-    with pytest.raises(NoHistory, match="There are no reports yet"):
+    with refuses("NO_HISTORY", match="There are no reports yet"):
         await report_ids(history, "net", Scope(frozenset({"default"})))
 
 

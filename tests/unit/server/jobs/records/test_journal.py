@@ -14,12 +14,11 @@ from sqlalchemy.event import listen
 from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records import selection
-from etfarm.server.jobs.records.journal import Journal, SequenceUnknown, StaleVersion
-from etfarm.server.jobs.records.reports import ReportNotFound
+from etfarm.server.jobs.records.journal import Journal, StaleVersion
 from etfarm.server.jobs.records.requests import Request
-from etfarm.server.jobs.records.rows import JobNotFound, resolve_job
+from etfarm.server.jobs.records.rows import resolve_job
 from etfarm.server.jobs.records.selection import JobFilter
-from etfarm.server.jobs.records.tags import TagAmbiguous, Tags
+from etfarm.server.jobs.records.tags import Tags
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
@@ -30,6 +29,7 @@ from etfarm.v1.report_pb2 import Report
 from etfarm.wire.errors import Kind
 from tests.support.databases import new_database, sqlite_only
 from tests.support.golden import Golden
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -113,7 +113,7 @@ async def test_a_request_id_is_one_job_for_its_owner_and_another_for_others(worl
     assert (await world.submit("job-b", request="r1", cells=5)) == first
     assert (await world.submit("job-c", request="r1", owner="bob")).id == "job-c"
     assert (await world.submit("job-d", request="r2")).id == "job-d"
-    with pytest.raises(JobNotFound):
+    with refuses("JOB_NOT_FOUND"):
         await world.journal.get("job-b", EVERYTHING)
     await world.step(first.cells[0], model.CANCELLED)
     assert sequences(await world.events("job-a")) == [1, 2, 3]
@@ -184,7 +184,7 @@ async def test_watching_after_a_sequence_gives_exactly_the_rest(world: World, af
 
 async def test_watching_after_what_has_not_happened_is_refused(golden: Golden, world: World) -> None:
     job = await world.submit()
-    with pytest.raises(SequenceUnknown) as refused:
+    with refuses("SEQUENCE_UNKNOWN") as refused:
         await world.events(job.id, 2)
     golden.check(refused.value)
     assert refused.value.kind is Kind.OUT_OF_RANGE
@@ -298,14 +298,14 @@ async def test_a_job_is_found_by_id_prefix_and_latest(world: World, key: str) ->
 async def test_what_is_no_job_is_refused(golden: Golden, world: World, key: str) -> None:
     await world.submit("abcdef01")
     await world.submit("abcdef02")
-    with pytest.raises(JobNotFound) as refused:
+    with refuses("JOB_NOT_FOUND") as refused:
         await world.journal.get(key, EVERYTHING)
     golden.check(refused.value)
     assert refused.value.kind is Kind.NOT_FOUND
 
 
 async def test_latest_of_no_job_is_refused(world: World) -> None:
-    with pytest.raises(JobNotFound):
+    with refuses("JOB_NOT_FOUND"):
         await world.journal.get("latest", EVERYTHING)
 
 
@@ -374,12 +374,12 @@ async def test_a_job_is_known_by_its_name_if_no_other_has_it(world: World, golde
     assert (await world.journal.get("abcdef01", EVERYTHING)).id == "abcdef01", "an id comes first"
     for number in range(8):
         await world.submit(f"beef000{number}", title="nightly")
-    with pytest.raises(JobNotFound) as several:
+    with refuses("JOB_NOT_FOUND") as several:
         await world.journal.get("nightly", EVERYTHING)
     golden.check(several.value)
     await world.submit("fade0001", title="beef0003")
     await world.submit("fade0002", title="fade000")
-    with pytest.raises(JobNotFound, match="fade0002, fade0001"):
+    with refuses("JOB_NOT_FOUND", match="fade0002, fade0001"):
         await world.journal.get("fade000", EVERYTHING)
     await world.submit("dada0001")
     await world.submit("cafe0003", title="dada")
@@ -503,13 +503,13 @@ async def test_a_job_of_another_project_is_one_that_does_not_exist(world: World)
     await Tags(world.database, world.now).put("base", job.id, project="vision", caller="ann", is_admin=False)
     for key in ("abcdef01", "abcd", "base", "latest"):
         assert (await world.journal.get(key, VISION)).project == "vision"
-        with pytest.raises(JobNotFound) as refused:
+        with refuses("JOB_NOT_FOUND") as refused:
             await world.journal.get(key, AUDIO)
         assert str(refused.value) == f"There is no job {key!r}. See `etfarm jobs list`."
     assert (await world.journal.reports.get("r1", VISION)).id == "r1"
-    with pytest.raises(ReportNotFound) as missing:
+    with refuses("REPORT_NOT_FOUND") as missing:
         await world.journal.reports.get("r1", AUDIO)
-    with pytest.raises(ReportNotFound) as absent:
+    with refuses("REPORT_NOT_FOUND") as absent:
         await world.journal.reports.get("r2", AUDIO)
     assert str(missing.value) == str(absent.value).replace("r2", "r1")
 
@@ -518,7 +518,7 @@ async def test_a_prefix_is_unique_among_the_jobs_that_one_sees(world: World) -> 
     await world.submit("abcdef01", project="vision")
     await world.submit("abcdef02", project="audio")
     assert (await world.journal.get("abcd", VISION)).id == "abcdef01"
-    with pytest.raises(JobNotFound, match="Several jobs"):
+    with refuses("JOB_NOT_FOUND", match="Several jobs"):
         await world.journal.get("abcd", EVERYTHING)
 
 
@@ -551,7 +551,7 @@ async def test_a_tag_of_several_projects_is_the_active_ones_else_ambiguous(world
         assert await tags.put("base", name, project=project, caller=f"owner-of-{project}", is_admin=False) == ""
     assert (await world.journal.get("base", Scope(both, "audio"))).id == "job-2"
     assert (await world.journal.get("base", VISION)).id == "job-1"
-    with pytest.raises(TagAmbiguous, match="audio, vision"):
+    with refuses("TAG_AMBIGUOUS", match="audio, vision"):
         await world.journal.get("base", Scope(both))
     assert await tags.remove("base", "", scope=AUDIO, caller="owner-of-audio", is_admin=False) == "job-2"
     assert (await world.journal.get("base", Scope(both))).id == "job-1"

@@ -13,12 +13,13 @@ from sqlalchemy import Connection
 from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records.journal import Journal
-from etfarm.server.jobs.records.quotas import Counted, QuotaExceeded, Quotas, UnknownQuota
+from etfarm.server.jobs.records.quotas import Counted, QuotaExceeded, Quotas
 from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.v1.job_pb2 import Job
 from etfarm.wire.errors import Kind
 from tests.support.databases import new_database, sqlite_only
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -89,7 +90,7 @@ def test_what_is_held_open_is_counted_for_each_principal_and_given_back() -> Non
 def test_quotas_are_set_by_name() -> None:
     assert Quotas.of(["sessions_per_user=3"]) == Quotas(sessions_per_user=3)
     for wrong in ("sessions", "sessions=3", "sessions_per_user=", "sessions_per_user=-1", "sessions_per_user=²"):
-        with pytest.raises(UnknownQuota, match="live_jobs_per_user"):
+        with refuses("UNKNOWN_QUOTA", match="live_jobs_per_user"):
             Quotas.of([wrong])
 
 

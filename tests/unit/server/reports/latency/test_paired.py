@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from etfarm.server.reports.latency import interleaved
-from etfarm.server.reports.latency.interleaved import BadBlocks, Rounds, compare, interval, medians, rounds_of
+from etfarm.server.reports.latency.interleaved import Rounds, compare, interval, medians, rounds_of
 from etfarm.server.reports.latency.samples import Block
+from tests.support.refusals import refuses
 
 STARTS, OF_START = 8, 5
 
@@ -52,7 +53,7 @@ def test_rounds_that_one_of_them_lacks_do_not_count() -> None:
     ],
 )
 def test_blocks_that_do_not_make_up_the_samples_are_refused(blocks: list[Block]) -> None:
-    with pytest.raises(BadBlocks):
+    with refuses("BAD_BLOCKS"):
         medians(samples(1, 2, 3), blocks)
 
 

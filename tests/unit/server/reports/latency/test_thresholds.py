@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from etfarm.server.reports.latency import thresholds
-from etfarm.server.reports.latency.thresholds import BadThresholds, Thresholds
+from etfarm.server.reports.latency.thresholds import Thresholds
 from tests.support.golden import Golden
+from tests.support.refusals import refuses
 
 
 def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
@@ -38,13 +39,13 @@ def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, expected: str) -> None:
     file = tmp_path / "thresholds.toml"
     file.write_text(text)
-    with pytest.raises(BadThresholds) as raised:
+    with refuses("BAD_THRESHOLDS") as raised:
         thresholds.read(file)
     assert expected in f"{raised.value} {raised.value.remedy}"
 
 
 def test_a_file_that_is_not_there_is_named(golden: Golden, tmp_path: Path) -> None:
-    with pytest.raises(BadThresholds) as refused:
+    with refuses("BAD_THRESHOLDS") as refused:
         thresholds.read(tmp_path / "none.toml")
     golden.check(refused.value)
 

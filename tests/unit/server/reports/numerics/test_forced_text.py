@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from etfarm.server.reports.numerics.forced_text import ScoresDoNotMatch, compare, fill_perplexity
+from etfarm.server.reports.numerics.forced_text import compare, fill_perplexity
 from etfarm.server.reports.request import Scores, TokenInputs
 from etfarm.v1 import report_pb2
 from etfarm.wire.generation import draw_tokens
+from tests.support.refusals import refuses
 
 VOCABULARY = 7
 TEXT = (3, 1, 4, 1, 5, 2, 6, 0)
@@ -199,5 +200,5 @@ def test_what_there_is_no_time_for_is_not_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("logits", [np.zeros((8, VOCABULARY, 5)), np.full((8, VOCABULARY, VOCABULARY), np.nan)])
 def test_a_reference_with_other_logits_is_refused(tmp_path: Path, logits: Any) -> None:
-    with pytest.raises(ScoresDoNotMatch):
+    with refuses("SCORES_DO_NOT_MATCH"):
         compared(scores(tmp_path, table()), logits)

@@ -9,15 +9,15 @@ import pytest
 import trustme
 
 from etfarm.server.access.tokens import Unauthenticated
-from etfarm.server.config import Config, Exposed
+from etfarm.server.config import Config
 from etfarm.server.rpc.door import caller
-from etfarm.server.rpc.door.caller import PermissionDenied
 from etfarm.server.rpc.door.roles import ADMIN, AGENT, ROLES, USER, VIEWER
 from etfarm.server.rpc.door.token_file import LOCAL, BadTokenFile, Tokens
 from etfarm.v1.common_pb2 import Principal
 from etfarm.wire.channel import parse_address
 from etfarm.wire.errors import Kind, UserError
 from tests.support.golden import Golden
+from tests.support.refusals import refuses
 
 ANN, BOARD = "a" * 24, "b" * 24
 
@@ -97,7 +97,7 @@ def test_every_row_of_the_table_admits_its_roles_only(role: Any) -> None:
             caller.authorize(principal, method)
             assert caller.caller() is principal
         else:
-            with pytest.raises(PermissionDenied) as refused:
+            with refuses("PERMISSION_DENIED") as refused:
                 caller.authorize(principal, method)
             assert refused.value.metadata["rpc"] == method.rpartition(".")[2].replace("/", ".")
 
@@ -113,13 +113,13 @@ def test_users_see_the_default_project_admins_everything_and_agents_nothing() ->
     assert seen(ADMIN, "vision") == ("vision", caller.EVERYTHING)
     assert seen(AGENT) == ("", caller.Scope(frozenset()))
     assert seen(USER) == seen(VIEWER) == seen(USER, "default") == ("default", caller.Scope(frozenset({"default"})))
-    with pytest.raises(caller.ProjectNotFound) as refused:
+    with refuses("PROJECT_NOT_FOUND") as refused:
         seen(USER, "vision")
     assert refused.value.kind is Kind.NOT_FOUND
 
 
 def test_a_method_without_a_row_is_allowed_to_no_role(golden: Golden) -> None:
-    with pytest.raises(PermissionDenied) as refused:
+    with refuses("PERMISSION_DENIED") as refused:
         caller.authorize(LOCAL, "/etfarm.v1.Nothing/Do")
     golden.check(refused.value)
 
@@ -150,15 +150,15 @@ def test_an_address_that_others_reach_needs_tls_and_tokens(golden: Golden, liste
     identity.private_key_pem.write_to_path(files["tls_key"])
     files["tls_key"].chmod(0o600)
     config(listen, **files, tokens=Path("t")).check()
-    with pytest.raises(Exposed) as refused:
+    with refuses("EXPOSED") as refused:
         config(listen).check()
     golden.check(refused.value)
     assert refused.value.kind is Kind.INVALID_ARGUMENT
     assert "--insecure" in refused.value.remedy
-    with pytest.raises(Exposed) as refused:
+    with refuses("EXPOSED") as refused:
         config(listen, **files).check()
     golden.check(refused.value)
-    with pytest.raises(Exposed) as refused:
+    with refuses("EXPOSED") as refused:
         config(listen, tokens=Path("t")).check()
     golden.check(refused.value)
     config(listen, insecure=True).check()

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from etfarm.server.rpc.door.interceptor import PROOFS, AuthErrorInterceptor
-from etfarm.server.rpc.door.proving import BadProofRequest, Prover, TokensNotRead
+from etfarm.server.rpc.door.proving import Prover
 from etfarm.server.rpc.door.roles import PROOF
 from etfarm.server.rpc.door.token_file import Tokens as TokenFile
 from etfarm.v1.farm_pb2 import FarmProof, GetProofRequest
 from etfarm.wire.farm_proof import METADATA, hint_of, is_proof, key_of
 from tests.support.golden import Golden
+from tests.support.refusals import refuses
 
 TOKEN, FARM, CERTIFICATE, NONCE = "etf_of-an-agent", "the-farm", b"c" * 32, b"n" * 32
 
@@ -67,7 +68,7 @@ async def test_an_unknown_token_gets_an_answer_that_looks_the_same_and_convinces
 async def test_a_token_that_was_created_a_moment_ago_is_waited_for() -> None:
     hints = {hint_of(key_of(TOKEN)): key_of(TOKEN)}
     assert convinces(await Prover(Tokens(hints={}, later=hints), lambda: CERTIFICATE).prove(metadata()))
-    with pytest.raises(TokensNotRead):  # an agent that is told that its token is unknown ends for good
+    with refuses("TOKENS_NOT_READ"):  # an agent that is told that its token is unknown ends for good
         await Prover(Tokens(hints={}, later=None), lambda: CERTIFICATE).prove(metadata())
 
 
@@ -76,13 +77,13 @@ async def test_a_token_that_was_created_a_moment_ago_is_waited_for() -> None:
              metadata(nonce=b"n" * 1000)],
 )  # fmt: skip
 async def test_other_metadata_are_refused(sent: tuple[tuple[str, bytes], ...], golden: Golden) -> None:
-    with pytest.raises(BadProofRequest) as refused:
+    with refuses("BAD_PROOF_REQUEST") as refused:
         await Prover(Tokens(), lambda: CERTIFICATE).prove(sent)
     golden.check(refused.value)
 
 
 async def test_a_server_that_has_not_read_the_tokens_says_so(golden: Golden) -> None:
-    with pytest.raises(TokensNotRead) as refused:
+    with refuses("TOKENS_NOT_READ") as refused:
         await Prover(Tokens(farm_id=""), lambda: b"").prove(metadata())
     golden.check(refused.value)
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from etfarm.server.workers.cluster.file_cache import FileCache, FileDiffers
-from etfarm.server.workers.errors import ChildDiskFull, is_disk_full
+from etfarm.server.workers.errors import is_disk_full
 from etfarm.wire import digest as digests
+from tests.support.refusals import refuses
 
 
 def bytes_read() -> int:
@@ -141,5 +142,5 @@ def test_files_that_nothing_uses_make_room_the_one_used_longest_ago_first(tmp_pa
 
 def test_a_full_disk_is_an_error_before_a_file_is_written(tmp_path: Path) -> None:
     cache = FileCache(tmp_path, reserve_bytes=1 << 60)
-    with pytest.raises(ChildDiskFull):
+    with refuses("DISK_FULL"):
         store(cache, "one", b"some bytes")

@@ -11,7 +11,7 @@ import pytest
 from etfarm.server.workers.cluster import relay_frames
 from etfarm.server.workers.cluster.nodes import Node, NodeState
 from etfarm.server.workers.cluster.relay import NodeGone, RayNode
-from etfarm.server.workers.errors import ChildDiskFull, Defect
+from etfarm.server.workers.errors import Defect, child_disk_full
 from etfarm.wire.errors import EtfarmError
 
 DEAD = "The actor died unexpectedly before finishing this task.\n\tpid: 7\n\tip: 127.0.0.1\nIts node has died."
@@ -42,7 +42,7 @@ def ready_node(defects: list[EtfarmError], reported: list[Node]) -> RayNode:
 
 @pytest.mark.parametrize(
     ("error", "is_defect"),
-    [(Defect("It", KeyError("x")), True), (ChildDiskFull("t", "full"), False)],
+    [(Defect("It", KeyError("x")), True), (child_disk_full("t", "full"), False)],
     ids=["defect", "full disk"],
 )
 async def test_an_error_of_the_service_is_raised_and_the_node_stays(error: EtfarmError, is_defect: bool) -> None:

@@ -14,6 +14,7 @@ from etfarm.server.workers.jail import isolation
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
 from etfarm.wire.sandbox import namespaces
+from tests.support.refusals import refuses
 
 ROOT = Path(__file__).resolve().parents[5]
 
@@ -36,13 +37,13 @@ print(status.partition("CapEff:")[2].split()[0], os.geteuid())
 
 
 def test_a_process_in_the_daemons_network_is_refused() -> None:
-    with pytest.raises(isolation.NetworkNotRemoved, match="daemon's network namespace"):
+    with refuses("NETWORK_NOT_REMOVED", match="daemon's network namespace"):
         isolation.check_network(namespaces.network_inode())
 
 
 def test_another_namespace_with_a_network_is_refused() -> None:
     # This test's own namespace has a loopback that is up: like a namespace that somebody else set up.
-    with pytest.raises(isolation.NetworkNotRemoved, match="interface"):
+    with refuses("NETWORK_NOT_REMOVED", match="interface"):
         isolation.check_network(0)
 
 

@@ -1,0 +1,54 @@
+"""The errors that have no class of their own: what the table says of them, and that each is raised with what it may have."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from etfarm.wire.error_table import ROWS
+from etfarm.wire.errors import ANY_KEYS, DeviceError, FarmError, Fault, Kind, UserError, error_for
+
+ROOT = Path(__file__).resolve().parents[3]
+
+PACKAGES = ("proto", "client", "server", "device_agents")
+
+
+def calls() -> Iterator[tuple[str, ast.Call]]:
+    """Yield the calls of `error_for` in the packages, each with its place."""
+    for package in PACKAGES:
+        for file in sorted((ROOT / package / "etfarm").rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "error_for":
+                    yield f"{file.relative_to(ROOT)}:{node.lineno}", node
+
+
+def test_each_reason_is_raised_and_has_the_metadata_that_the_table_names() -> None:
+    keys: dict[str, set[str]] = {reason: set() for reason in ROWS}
+    for place, call in calls():
+        reason = call.args[0]
+        assert isinstance(reason, ast.Constant) and reason.value in ROWS, place
+        keys[reason.value] |= {"*" if each.arg is None else each.arg for each in call.keywords} - {"stage", "remedy", "message"}
+    named = {reason: row.partition(": ")[2] for reason, row in ROWS.items()}
+    for reason, used in keys.items():
+        assert set(named[reason].split()) == ({ANY_KEYS} if ANY_KEYS in used else used), reason
+    raised = {call.args[0].value for _, call in calls() if isinstance(call.args[0], ast.Constant)}
+    assert raised == ROWS.keys()
+
+
+def test_an_error_has_the_fault_and_the_kind_of_its_row() -> None:
+    types = {Fault.USER: UserError, Fault.DEVICE: DeviceError, Fault.FARM: FarmError}
+    for reason, row in ROWS.items():
+        error = error_for(reason, "It is so", "Do this.", stage="LOAD")
+        fault, kind = row.partition(": ")[0].split()
+        assert (type(error), error.fault, error.kind, error.reason) == (types[Fault(fault)], fault, Kind(kind), reason)
+        assert (str(error), error.remedy, error.stage) == ("It is so. Do this.", "Do this.", "LOAD")
+
+
+def test_a_reason_or_a_key_that_is_in_no_row_is_a_mistake() -> None:
+    with pytest.raises(KeyError):
+        error_for("NO_SUCH_REASON", "It is so.")
+    with pytest.raises(KeyError, match="MODEL_NOT_FOUND has no"):
+        error_for("MODEL_NOT_FOUND", "It is so.", colour="red")
