@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from etfarm.server.artifacts.limits import StoreLimits
-from etfarm.server.artifacts.store import QuotaExceeded, Store
+from etfarm.server.artifacts.store import Store
 from etfarm.server.compile import answers
 from etfarm.server.state.engine import Database
 from etfarm.server.state.sqlite import SqliteDatabase
 from etfarm.server.workers.errors import BadAnswer
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.slow(reason="each test holds up a server or its workers")
 
@@ -133,7 +134,7 @@ async def test_a_childs_files_count_against_its_projects_quota(tmp_path: Path, d
         (folder / name).write_bytes(name.encode().ljust(size))
     files = answers.Files(store, folder, "alice", "default")
     await files.adopt("small")
-    with pytest.raises(QuotaExceeded):
+    with refuses("QUOTA_EXCEEDED"):
         await files.adopt("large")
     store.close()
 

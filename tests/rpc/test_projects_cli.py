@@ -10,7 +10,6 @@ import pytest
 from etfarm.client import Farm
 from etfarm.client.cli.commands import devices, jobs, projects
 from etfarm.client.cli.commands.projects import size_of
-from etfarm.client.cli.usage import Usage
 from etfarm.client.models import CellState
 from etfarm.client.submit.bench_options import BenchOptions
 from etfarm.client.submit.run_options import RunOptions
@@ -182,5 +181,5 @@ def test_sizes_are_parsed(text: str, size: int | None) -> None:
 
 @pytest.mark.parametrize("text", ["-1", "1.5GiB", "GiB", "1GB", "0x10", "9" * 30])
 def test_an_invalid_size_is_refused(text: str) -> None:
-    with pytest.raises(Usage):
+    with refuses("USAGE"):
         size_of(text)

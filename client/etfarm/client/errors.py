@@ -14,6 +14,7 @@ from etfarm.wire.errors import (
     Fault,
     Kind,
     UserError,
+    error_for,
 )
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ __all__ = [
     "from_rpc_error",
 ]
 
-DONE, FAILED, USAGE, GATE, UNREACHABLE, INCONCLUSIVE = 0, 1, 2, 3, 4, 5
+DONE, FAILED, Usage, GATE, UNREACHABLE, INCONCLUSIVE = 0, 1, 2, 3, 4, 5
 """Exit codes: done; the job or a cell failed; wrong usage; a gate failed; no server answers; the measurement decides nothing."""
 
 _MODEL_REASONS = frozenset(
@@ -87,24 +88,20 @@ class EmbeddedFarmFailed(FarmError):
     kind = Kind.UNAVAILABLE
 
 
-class ExtraMissing(UserError):
-    """Error of a command that needs a library which is not installed here, or not in a form that can be used.
+def extra_missing(what: str, extra: str, missing: str, *, why: str = "", instead: str = "", **metadata: str) -> EtfarmError:
+    """Return the error of a command that needs a library which is not installed here, or not in a form that can be used.
 
     Args:
         why: what is wrong with the library that is installed; empty if there is none.
     """
-
-    reason = "EXTRA_MISSING"
-    kind = Kind.FAILED_PRECONDITION
-
-    def __init__(self, what: str, extra: str, missing: str, *, why: str = "", instead: str = "", **metadata: str) -> None:
-        super().__init__(
-            f"{what} needs etfarm[{extra}] ({why or f'{missing} is not installed'}).",
-            f"Run pip install 'etfarm[{extra}]'{instead}.",
-            extra=extra,
-            missing=missing,
-            **metadata,
-        )
+    return error_for(
+        "EXTRA_MISSING",
+        f"{what} needs etfarm[{extra}] ({why or f'{missing} is not installed'}).",
+        f"Run pip install 'etfarm[{extra}]'{instead}.",
+        extra=extra,
+        missing=missing,
+        **metadata,
+    )
 
 
 class OutputUnwritable(UserError):
@@ -129,7 +126,7 @@ def exit_code(error: EtfarmError) -> int:
     if error.reason in _UNREACHABLE_REASONS:
         return UNREACHABLE
     if error.fault is Fault.USER and not error.stage and error.reason not in _MODEL_REASONS:
-        return USAGE
+        return Usage
     return FAILED
 
 

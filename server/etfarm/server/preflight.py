@@ -25,10 +25,10 @@ from etfarm.server.workers.cluster.nodes import Node
 from etfarm.server.workers.cluster.pool import ClusterPool, log_node
 from etfarm.server.workers.cluster.tenure import Tenure
 from etfarm.server.workers.jail.isolation import JailOptions
-from etfarm.server.workers.jail.measures import NETWORK, JailIncomplete, JailReport
+from etfarm.server.workers.jail.measures import NETWORK, JailReport, jail_incomplete
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
-from etfarm.wire.errors import EtfarmError, UserError
+from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.private import make_private
 
 log = structlog.get_logger()
@@ -114,11 +114,11 @@ async def require_jail(config: Config) -> JailReport:
     """Return `find_jail`'s report if it meets the configuration.
 
     Raises:
-        JailIncomplete: a measure is missing and the configuration requires all of them.
+        JAIL_INCOMPLETE: a measure is missing and the configuration requires all of them.
     """
     report = await find_jail(config)
     if config.is_jail_required and report.missing:
-        raise JailIncomplete(report.missing)
+        raise jail_incomplete(report.missing)
     return report
 
 
@@ -181,10 +181,11 @@ async def _require_blobs(config: Config) -> None:
         log.warning("starting without the artifacts' S3 server", error=error.message, remedy=error.remedy)
 
 
-class FolderUnusable(UserError):
-    """A data folder that cannot be created or written."""
-
-    reason = "DATA_FOLDER_UNUSABLE"
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(f"The data folder cannot be used: {folder} cannot be written.", "Choose another --data.", path=folder)
+def folder_unusable(folder: Path) -> EtfarmError:
+    """Return the error of a data folder that cannot be created or written."""
+    return error_for(
+        "DATA_FOLDER_UNUSABLE",
+        f"The data folder cannot be used: {folder} cannot be written.",
+        "Choose another --data.",
+        path=folder,
+    )

@@ -14,11 +14,11 @@ from etfarm.client.cli import options
 from etfarm.client.cli.help_texts import make_readable
 from etfarm.client.cli.outcome import Outcome
 from etfarm.client.cli.terminal.capabilities import printable, tell
-from etfarm.client.cli.usage import Usage, describe_bad_value
+from etfarm.client.cli.usage import describe_bad_value
 from etfarm.client.errors import Interrupted, OutputUnwritable, exit_code
 from etfarm.client.transport.daemon_thread import leave_busy_threads
 from etfarm.client.transport.server_wait import SAY_AWAY
-from etfarm.wire.errors import EtfarmError, FarmError
+from etfarm.wire.errors import EtfarmError, FarmError, error_for
 
 Command = Callable[..., int | None]
 
@@ -50,7 +50,7 @@ def execute(command: Command | Mapping[str, Command], argv: list[str], name: str
         # The parser's context names the subcommand, which an option without its argument lacks.
         subcommand = [argv[0]] if argv and isinstance(command, Mapping) and argv[0] in command else []
         words = str(getattr(getattr(raised, "ctx", None), "command_path", "")) or " ".join(["etfarm", name, *subcommand])
-        error, code = Usage(message if message[-1:] in ".?" else f"{message}.", f"See `{words} --help`."), 2
+        error, code = error_for("USAGE", message if message[-1:] in ".?" else f"{message}.", f"See `{words} --help`."), 2
         outcome.json_file = outcome.json_file or _json_file(argv)
     except SystemExit as left:
         # The parser ends a command whose output nobody reads any more; `etfarm.wire.command` has the exit code of that.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etfarm.client.cli.terminal.capabilities import tell
-from etfarm.client.cli.usage import Usage
+from etfarm.wire.errors import error_for
 
 if TYPE_CHECKING:
     from etfarm.client.export.spec import ModelSpec
@@ -22,9 +22,11 @@ def require_file(path: Path) -> None:
         Usage: there is no such file, or it is a folder.
     """
     if path.is_dir():
-        raise Usage(f"{path} is a folder.", "Name a file. `etfarm run --inputs` takes a folder, as a data set.", path=path)
+        raise error_for(
+            "USAGE", f"{path} is a folder.", "Name a file. `etfarm run --inputs` takes a folder, as a data set.", path=path
+        )
     if not path.is_file():
-        raise Usage(f"There is no file {path}.", f"Paths start at the working folder, {Path.cwd()}.", path=path)
+        raise error_for("USAGE", f"There is no file {path}.", f"Paths start at the working folder, {Path.cwd()}.", path=path)
 
 
 def require_data_program(data: Sequence[Path], specs: Sequence[ModelSpec]) -> None:
@@ -40,14 +42,14 @@ def require_data_program(data: Sequence[Path], specs: Sequence[ModelSpec]) -> No
     programs = [spec for spec in specs if isinstance(spec, PteFile)]
     if data and len(programs) != 1:
         count = len(programs) or "none"
-        raise Usage(f"--data requires exactly one .pte, got {count}.", "Run a separate command for each program.")
+        raise error_for("USAGE", f"--data requires exactly one .pte, got {count}.", "Run a separate command for each program.")
 
 
 def prepare_archives(specs: Sequence[ModelSpec], recipes: Sequence[Recipe]) -> list[ModelSpec | PreparedModel]:
     """Return the models with each archive prepared; what takes longer stays as it is until the farm is being started.
 
     Raises:
-        RecipeNeedsEagerModule: a recipe needs the module of an archive.
+        RECIPE_NEEDS_EAGER_MODULE: a recipe needs the module of an archive.
     """
     from etfarm.client.export.spec import Pt2File
     from etfarm.client.submit.preparation import prepare

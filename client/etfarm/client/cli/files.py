@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from etfarm.client.cli.usage import Usage
 from etfarm.client.errors import OutputUnwritable
 from etfarm.wire.atomic_write import write_atomically
+from etfarm.wire.errors import error_for
 
 
 def require_writable(path: Path) -> None:
@@ -18,9 +18,9 @@ def require_writable(path: Path) -> None:
         OutputUnwritable: this user may not write there.
     """
     if not path.parent.is_dir():
-        raise Usage(f"There is no folder {path.parent} for {path}.", "Create it first.", path=path)
+        raise error_for("USAGE", f"There is no folder {path.parent} for {path}.", "Create it first.", path=path)
     if path.is_dir():
-        raise Usage(f"{path} is a folder.", "Name a file.", path=path)
+        raise error_for("USAGE", f"{path} is a folder.", "Name a file.", path=path)
     # A file is replaced, which its folder must allow; a pipe or a device is written to.
     if not os.access(path if path.exists() and not path.is_file() else path.parent, os.W_OK):
         raise OutputUnwritable(f"{path} cannot be written: Permission denied.", "Give another path.", path=path)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from etfarm.client.cli.usage import Usage
+from etfarm.wire.errors import error_for
 
 if TYPE_CHECKING:
     from etfarm.client.submit.generate import Generate
@@ -38,7 +38,7 @@ def options_of(
     }  # fmt: skip
     if tokens is None:
         if chosen := next((name for name, value in belonging.items() if _is_set(value)), None):
-            raise Usage(f"{chosen} requires --generate.", "Give --generate too, for example --generate 128.")
+            raise error_for("USAGE", f"{chosen} requires --generate.", "Give --generate too, for example --generate 128.")
         return None
     from etfarm.client.submit.generate import Generate
 
@@ -61,8 +61,10 @@ def refuse_others(options: Mapping[str, object]) -> None:
         Usage: one of them is set.
     """
     if chosen := next((name for name, value in options.items() if _is_set(value)), None):
-        raise Usage(
-            f"{chosen} cannot be combined with --generate, which has its own inputs and repetitions.", "Leave one of them out."
+        raise error_for(
+            "USAGE",
+            f"{chosen} cannot be combined with --generate, which has its own inputs and repetitions.",
+            "Leave one of them out.",
         )
 
 
@@ -72,7 +74,9 @@ def _is_set(value: object) -> bool:
 
 def _length(text: str) -> int:
     if not text.strip().isdecimal() or len(text) > _MAX_DIGITS:
-        raise Usage(
-            f"--prompt-tokens {text.strip()[:40]!r} is not a number of tokens.", "Give for example --prompt-tokens 128,512."
+        raise error_for(
+            "USAGE",
+            f"--prompt-tokens {text.strip()[:40]!r} is not a number of tokens.",
+            "Give for example --prompt-tokens 128,512.",
         )
     return int(text)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from etfarm.client.cli.terminal.capabilities import tell
-from etfarm.client.cli.usage import Usage
 from etfarm.wire.durations import read_period_s
+from etfarm.wire.errors import error_for
 from etfarm.wire.names import SERVER_WAIT_VARIABLE
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _choose_project(name: str | None) -> None:
     if name is None:
         return
     if not name or name.startswith("-"):
-        raise Usage("--project requires a project's name.", "`etfarm projects list` shows yours.")
+        raise error_for("USAGE", "--project requires a project's name.", "`etfarm projects list` shows yours.")
     from etfarm.client.transport.connection import CHOSEN_PROJECT
 
     CHOSEN_PROJECT.set(name)
@@ -174,7 +174,9 @@ def seconds_of(option: str, text: str) -> float:
     """
     value_s = read_period_s(text)
     if not value_s:
-        raise Usage(f"{option} requires a duration, got {text!r}.", f"Give for example {option} 30m (s, m, h or d).", value=text)
+        raise error_for(
+            "USAGE", f"{option} requires a duration, got {text!r}.", f"Give for example {option} 30m (s, m, h or d).", value=text
+        )
     return value_s
 
 
@@ -191,7 +193,8 @@ def deadline_of(text: str | None) -> datetime | timedelta | None:
     try:
         return datetime.fromisoformat(text.strip()).astimezone()
     except (ValueError, OverflowError):
-        raise Usage(
+        raise error_for(
+            "USAGE",
             f"--deadline requires a duration or a time, got {text!r}.",
             "Give for example --deadline 2h or --deadline 2026-11-23T18:00.", value=text,
         ) from None  # fmt: skip
@@ -220,7 +223,8 @@ def keeping_mutations(specs: Sequence[ModelSpec]) -> list[ModelSpec]:
     kept: list[ModelSpec] = []
     for spec in specs:
         if not isinstance(spec, FileFactory | ModuleFactory):
-            raise Usage(
+            raise error_for(
+                "USAGE",
                 f"--keep-mutations requires a factory, and {spec.label} is exported already or changes no inputs.",
                 "Give file.py:factory or package.module:factory.",
             )
@@ -238,13 +242,16 @@ def calibration_of(path: Path | None, batched: bool, recipes: Sequence[Recipe]) 
 
     if path is None:
         if batched:
-            raise Usage("--batched requires --calibration.", "Give --calibration PATH too.")
+            raise error_for("USAGE", "--batched requires --calibration.", "Give --calibration PATH too.")
         return None
     if not path.exists():
-        raise Usage(f"There is no file or folder {path}.", f"Paths start at the working folder, {Path.cwd()}.", path=path)
+        raise error_for(
+            "USAGE", f"There is no file or folder {path}.", f"Paths start at the working folder, {Path.cwd()}.", path=path
+        )
     if not any(reads_values(recipe) for recipe in recipes):
         texts = ", ".join(recipe.text for recipe in recipes)
-        raise Usage(
+        raise error_for(
+            "USAGE",
             f"No recipe of this job calibrates ({texts}), so --calibration has no effect.",
             "Leave it out, or use a static int8 recipe such as xnnpack_pt2e_int8_static_per_channel.",
         )
@@ -260,7 +267,9 @@ def threads_of(texts: Sequence[str]) -> list[int]:
     counts: list[int] = []
     for part in (part.strip() for text in texts for part in text.split(",")):
         if not (part.isascii() and part.isdigit() and 0 < int(part) <= 1024):
-            raise Usage(f"--threads {part!r} is not a number of threads.", "Give for example --threads 1,4.", value=part)
+            raise error_for(
+                "USAGE", f"--threads {part!r} is not a number of threads.", "Give for example --threads 1,4.", value=part
+            )
         counts.append(int(part))
     return once("--threads", counts)
 
@@ -296,7 +305,8 @@ def instant_of(option: str, text: str) -> datetime:
         if read_period_s(text) is not None:
             return datetime.now(UTC) - timedelta(seconds=seconds_of(option, text))
         return datetime.fromisoformat(text).astimezone(UTC)
-    raise Usage(
+    raise error_for(
+        "USAGE",
         f"{option} requires a duration or a time, got {text!r}.",
         f"Give for example {option} 2d or {option} 2026-06-01.",
         value=text,
@@ -314,7 +324,9 @@ def duration_of(option: str, text: str | None) -> float | None:
     match = _DURATION.fullmatch(text.strip())
     value_ns = float(match[1]) * _UNITS_NS[match[2]] if match else 0.0
     if not 0 < value_ns < math.inf:
-        raise Usage(f"{option} {text!r} is not a duration.", f"Give a number and ns, us, ms or s: {option} 5ms.", value=text)
+        raise error_for(
+            "USAGE", f"{option} {text!r} is not a duration.", f"Give a number and ns, us, ms or s: {option} 5ms.", value=text
+        )
     return value_ns
 
 
@@ -325,7 +337,7 @@ def size_of(option: str, text: str) -> int:
         Usage: the text is not a size.
     """
     if (match := _SIZE.fullmatch(text)) is None:
-        raise Usage(f"{option} must be a size, got {text!r}.", "Write 500MiB, 200GiB or 2TiB; 0MiB keeps nothing.")
+        raise error_for("USAGE", f"{option} must be a size, got {text!r}.", "Write 500MiB, 200GiB or 2TiB; 0MiB keeps nothing.")
     return int(match[1]) << {"MiB": 20, "GiB": 30, "TiB": 40}[match[2]]
 
 
@@ -340,7 +352,7 @@ def share_of(option: str, text: str | None) -> float | None:
     match = _SHARE.fullmatch(text.strip())
     share = float(match[1]) / (100 if match[2] else 1) if match else -1.0
     if not 0 <= share <= 1:
-        raise Usage(f"{option} {text[:40]!r} is not a share.", f"Give for example {option} 95%.", value=text[:40])
+        raise error_for("USAGE", f"{option} {text[:40]!r} is not a share.", f"Give for example {option} 95%.", value=text[:40])
     return share
 
 
@@ -352,7 +364,7 @@ def cores_of(text: str) -> str:
     """
     ranges = [_CPUS.fullmatch(part.strip()) for part in text.split(",")]
     if text and text not in ("big", "little") and not all(part and int(part[1]) <= int(part[2] or part[1]) for part in ranges):
-        raise Usage(f"--cores {text!r} names no cores.", "Give big, little, or cpus as 0-3 or 0,2.", value=text)
+        raise error_for("USAGE", f"--cores {text!r} names no cores.", "Give big, little, or cpus as 0-3 or 0,2.", value=text)
     return text
 
 
@@ -366,8 +378,8 @@ def labels_of(texts: Sequence[str]) -> dict[str, str]:
     for text in texts:
         key, equals, value = text.partition("=")
         if not (key.strip() and equals):
-            raise Usage(f"--label {text!r} is not K=V.", "Give for example --label team=vision.", value=text)
+            raise error_for("USAGE", f"--label {text!r} is not K=V.", "Give for example --label team=vision.", value=text)
         key, value = key.strip(), value.strip()
         if labels.setdefault(key, value) != value:
-            raise Usage(f"--label {key} is set twice, to {labels[key]!r} and to {value!r}.", "Give one.", key=key)
+            raise error_for("USAGE", f"--label {key} is set twice, to {labels[key]!r} and to {value!r}.", "Give one.", key=key)
     return labels

@@ -12,8 +12,7 @@ from typing import Any
 
 from etfarm.client.cli.files import require_writable, write_whole
 from etfarm.client.cli.terminal.capabilities import printable, put, tell
-from etfarm.client.cli.usage import Usage
-from etfarm.wire.errors import EtfarmError
+from etfarm.wire.errors import EtfarmError, error_for
 
 STDOUT = "-"
 """`--json -` writes to stdout."""
@@ -77,7 +76,7 @@ class Outcome:
             Usage, OutputUnwritable: as `goes_to`.
         """
         if file == STDOUT:
-            raise Usage("--html cannot write to stdout.", "Name a file.")
+            raise error_for("USAGE", "--html cannot write to stdout.", "Name a file.")
         if file is not None:
             require_writable(Path(file))
         self.html_file = file
@@ -92,7 +91,7 @@ class Outcome:
         if file is not None and file != STDOUT:
             require_writable(Path(file))
         if file == STDOUT == self.json_file:
-            raise Usage("--json and --junit cannot both be on stdout.", "Give one of them a file.")
+            raise error_for("USAGE", "--json and --junit cannot both be on stdout.", "Give one of them a file.")
         self.junit_file = file
 
     def write(self, error: EtfarmError | None) -> None:

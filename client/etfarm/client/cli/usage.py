@@ -6,8 +6,6 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from etfarm.wire.errors import UserError
-
 _WORDS: Final = (
     (r"Input should be a valid integer\b.*", "must be an integer"),
     (r"Input should be a valid number\b.*", "must be a number"),
@@ -17,12 +15,6 @@ _WORDS: Final = (
 )
 """What pydantic, which typer checks values with, says, and what etfarm says."""
 _VALUE: Final = re.compile(r"Invalid value for (?P<options>'-[^:]*'): (?P<what>must .*)")
-
-
-class Usage(UserError):
-    """The command line is wrong."""
-
-    reason = "USAGE"
 
 
 def describe_bad_value(message: str, argv: Sequence[str]) -> str:

@@ -20,10 +20,10 @@ from etfarm.client.export.construction import add_lines
 from etfarm.client.export.differences import difference_for_examples, differing_sizes
 from etfarm.client.export.errors import (
     STAGE,
-    DataDependentBranch,
-    TrainingMode,
     UnsupportedInput,
+    data_dependent_branch,
     export_failed,
+    training_mode,
     unsupported_output,
 )
 from etfarm.client.export.exportable import must_be_exportable
@@ -159,13 +159,13 @@ def export_source(
         say: called with a sentence if a method is exported in another mode than `strict` says, or with a copy of an input.
 
     Raises:
-        TrainingMode: `.eval()` was not called.
+        TRAINING_MODE: `.eval()` was not called.
         MODEL_NOT_ON_CPU: a weight or input is elsewhere.
         UnsupportedInput: an input's dtype or type cannot be sent, or it is a dynamic number.
-        CalibrationMismatch: a calibration sample does not match the example inputs.
-        DYNAMIC_SHAPES_FORM, DimWithoutMaximum: dynamic shapes that would fail only on the device.
+        CALIBRATION_MISMATCH: a calibration sample does not match the example inputs.
+        DYNAMIC_SHAPES_FORM, DIM_WITHOUT_MAXIMUM: dynamic shapes that would fail only on the device.
         NOTHING_TO_TRANSFORM, SOURCE_TRANSFORM_FAILED, CLIENT_TOOLS_MISSING: see etfarm.client.export.transform.
-        DataDependentBranch: forward branches on a tensor's value.
+        DATA_DEPENDENT_BRANCH: forward branches on a tensor's value.
         DimSpecialized: a dynamic dim can only have one size, or other sizes.
         UNSUPPORTED_OUTPUT: forward returns an object of a class that torch.export does not know.
         EXPORT_FAILED: any other refusal of torch.export.
@@ -440,7 +440,7 @@ def _must_be_eval(method: str, module: nn.Module) -> None:
         # A captured graph has a fixed mode; its `training` flag is True in any case.
         captured = isinstance(part, torch.fx.GraphModule) or type(part).__module__.startswith("torch.export")
         if part.training and not captured and type(part) is not torch.nn.Module and not is_unwrapping(part):
-            raise TrainingMode(method, name)
+            raise training_mode(method, name)
 
 
 def _constants(source: ModelSource) -> dict[str, bytes]:
@@ -490,7 +490,7 @@ def _refusals(method: str, base: Path, what: str = "torch.export", graph: Graph 
             raise unsupported_output(method, (match[1] or match[2]).rpartition(".")[2], str(place or "")) from error
         branch = "Could not guard on data-dependent expression" in text or text.startswith("Data-dependent branching")
         if branch:
-            raise DataDependentBranch(method, str(place or ""), place.code if place else "") from error
+            raise data_dependent_branch(method, str(place or ""), place.code if place else "") from error
         dim = specialized(method, text, str(place or ""), partial(find_split, error, base))
         if dim is not None:
             raise dim from error

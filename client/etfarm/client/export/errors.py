@@ -51,18 +51,6 @@ def unknown_demo(demo: str, nearest: Sequence[str], known: Sequence[str]) -> Etf
     )
 
 
-class NotAPt2(UserError):
-    """A .pt2 file is not an archive of torch.export.save, or is truncated."""
-
-    reason = "NOT_A_PT2"
-
-
-class NotAPte(UserError):
-    """A .pte file is not an ExecuTorch program."""
-
-    reason = "NOT_A_PTE"
-
-
 class TruncatedProgram(UserError):
     """A .pte file ends before the end that its header gives."""
 
@@ -80,7 +68,7 @@ class TruncatedProgram(UserError):
 
 
 def factory_not_found(where: str, factory: str, functions: Sequence[str]) -> EtfarmError:
-    """Return the error of the file or module has no such function."""
+    """Return the error that the file or module has no such function."""
     remedy = f"It has {', '.join(functions)}." if functions else "It has no functions of its own."
     return error_for(
         "FACTORY_NOT_FOUND",
@@ -114,7 +102,7 @@ class FactoryFailed(UserError):
 
 
 def factory_returned_something_else(where: str, returned: str) -> EtfarmError:
-    """Return the error of a factory returned neither (module, example_inputs) nor a ModelSource."""
+    """Return the error that a factory returned neither (module, example_inputs) nor a ModelSource."""
     return error_for(
         "FACTORY_RETURNED_SOMETHING_ELSE",
         f"{where} returned {returned}.",
@@ -126,7 +114,7 @@ def factory_returned_something_else(where: str, returned: str) -> EtfarmError:
 
 
 def example_inputs_not_a_tuple(method: str, got: str) -> EtfarmError:
-    """Return the error of example or calibration inputs are not a tuple of positional arguments."""
+    """Return the error that example or calibration inputs are not a tuple of positional arguments."""
     return error_for(
         "EXAMPLE_INPUTS_NOT_A_TUPLE",
         f"{method}: the example inputs are {with_article(got)}, not a tuple of arguments.",
@@ -136,41 +124,35 @@ def example_inputs_not_a_tuple(method: str, got: str) -> EtfarmError:
     )
 
 
-class DimWithoutMaximum(UserError):
-    """A dynamic dimension has no finite maximum; ExecuTorch plans memory for the largest input."""
-
-    reason = "DIM_WITHOUT_MAXIMUM"
-
-    def __init__(self, method: str, argument: str, dim: str) -> None:
-        name = dim if dim.isidentifier() else "n"
-        super().__init__(
-            f"{method}: dim {dim} of {argument!r} has no maximum, and ExecuTorch plans memory for the largest input.",
-            f'Give one, for example Dim("{name}", max=64).',
-            stage=STAGE,
-            method=method,
-            argument=argument,
-            dim=dim,
-        )
+def dim_without_maximum(method: str, argument: str, dim: str) -> EtfarmError:
+    """Return the error that a dynamic dimension has no finite maximum; ExecuTorch plans memory for the largest input."""
+    name = dim if dim.isidentifier() else "n"
+    return error_for(
+        "DIM_WITHOUT_MAXIMUM",
+        f"{method}: dim {dim} of {argument!r} has no maximum, and ExecuTorch plans memory for the largest input.",
+        f'Give one, for example Dim("{name}", max=64).',
+        stage=STAGE,
+        method=method,
+        argument=argument,
+        dim=dim,
+    )
 
 
-class TrainingMode(UserError):
-    """The module, or a part of it, is in train mode, which no program supports."""
-
-    reason = "TRAINING_MODE"
-
-    def __init__(self, method: str, module: str) -> None:
-        part = f"its submodule {module!r}" if module else "the module"
-        super().__init__(
-            f"{method}: {part} is in train mode.",
-            "Call .eval() on the module before returning it.",
-            stage=STAGE,
-            method=method,
-            module=module,
-        )
+def training_mode(method: str, module: str) -> EtfarmError:
+    """Return the error that the module, or a part of it, is in train mode, which no program supports."""
+    part = f"its submodule {module!r}" if module else "the module"
+    return error_for(
+        "TRAINING_MODE",
+        f"{method}: {part} is in train mode.",
+        "Call .eval() on the module before returning it.",
+        stage=STAGE,
+        method=method,
+        module=module,
+    )
 
 
 def model_not_on_cpu(method: str, tensor: str, device: str) -> EtfarmError:
-    """Return the error of a weight or an input is on a device other than the CPU, or on none (meta)."""
+    """Return the error that a weight or an input is on a device other than the CPU, or on none (meta)."""
     return error_for(
         "MODEL_NOT_ON_CPU",
         f"{method}: {tensor} is on {device!r}; programs are exported on the CPU.",
@@ -194,7 +176,7 @@ class UnsupportedInput(UserError):
 
 
 def unsupported_output(method: str, kind: str, place: str, output: str = "") -> EtfarmError:
-    """Return the error of forward returns an object that torch.export cannot take apart.
+    """Return the error that forward returns an object that torch.export cannot take apart.
 
     Args:
         kind: the name of the object's class.
@@ -220,27 +202,24 @@ def unsupported_output(method: str, kind: str, place: str, output: str = "") -> 
     )
 
 
-class CalibrationMismatch(UserError):
-    """A calibration sample has another structure, dtype or rank than the example inputs.
+def calibration_mismatch(method: str, sample: int | str, what: str, *, stage: str = STAGE) -> EtfarmError:
+    """Return the error that a calibration sample has another structure, dtype or rank than the example inputs.
 
     Args:
         stage: empty if the samples were passed beside the model, which is then not at fault.
     """
-
-    reason = "CALIBRATION_MISMATCH"
-
-    def __init__(self, method: str, sample: int | str, what: str, *, stage: str = STAGE) -> None:
-        super().__init__(
-            f"{method}: calibration sample {sample} differs from the example inputs: {what}.",
-            "Give every sample the same arguments as the example inputs.",
-            stage=stage,
-            method=method,
-            sample=sample,
-        )
+    return error_for(
+        "CALIBRATION_MISMATCH",
+        f"{method}: calibration sample {sample} differs from the example inputs: {what}.",
+        "Give every sample the same arguments as the example inputs.",
+        stage=stage,
+        method=method,
+        sample=sample,
+    )
 
 
 def no_calibration_samples(model: str) -> EtfarmError:
-    """Return the error of a calibration set is empty.
+    """Return the error that a calibration set is empty.
 
     Without this error, the model's own samples would be used silently.
     """
@@ -256,25 +235,22 @@ _ASSERTS: Final = re.compile(r"^\s*assert\b|torch\._(assert|check)\w*\(")
 """In a line that checks a value, and so has no second branch."""
 
 
-class DataDependentBranch(UserError):
-    """A Python branch depends on a tensor's value, which a program cannot express."""
-
-    reason = "DATA_DEPENDENT_BRANCH"
-
-    def __init__(self, method: str, place: str, code: str) -> None:
-        at = f" at {place}" if place else ""
-        quote = f": `{code}`" if code else ""
-        is_assertion = _ASSERTS.search(code) is not None
-        super().__init__(
-            f"{method}: {'an assertion' if is_assertion else 'a branch'}{at} depends on a tensor's value{quote}.",
-            "Put it under `if not torch.compiler.is_exporting():`, and check the values where the program is called."
-            if is_assertion
-            else "Write it with torch.cond(predicate, true_fn, false_fn, operands), or with torch.where.",
-            stage=STAGE,
-            method=method,
-            place=place,
-            code=code,
-        )
+def data_dependent_branch(method: str, place: str, code: str) -> EtfarmError:
+    """Return the error that a Python branch depends on a tensor's value, which a program cannot express."""
+    at = f" at {place}" if place else ""
+    quote = f": `{code}`" if code else ""
+    is_assertion = _ASSERTS.search(code) is not None
+    return error_for(
+        "DATA_DEPENDENT_BRANCH",
+        f"{method}: {'an assertion' if is_assertion else 'a branch'}{at} depends on a tensor's value{quote}.",
+        "Put it under `if not torch.compiler.is_exporting():`, and check the values where the program is called."
+        if is_assertion
+        else "Write it with torch.cond(predicate, true_fn, false_fn, operands), or with torch.where.",
+        stage=STAGE,
+        method=method,
+        place=place,
+        code=code,
+    )
 
 
 class DimSpecialized(UserError):
@@ -302,7 +278,7 @@ class DimSpecialized(UserError):
 def export_failed(
     method: str, exception: str, line: str, place: str, what: str = "torch.export", remedy: str = ""
 ) -> EtfarmError:
-    """Return the error of torch.export refused the module.
+    """Return the error that torch.export refused the module.
 
     torch's exception is the `__cause__`.
 
@@ -322,26 +298,23 @@ def export_failed(
     )
 
 
-class RecipeNeedsEagerModule(UserError):
-    """The recipe replaces modules before the export, and an exported program has no modules.
+def recipe_needs_eager_module(recipe: str, model: str) -> EtfarmError:
+    """Return the error that the recipe replaces modules before the export, and an exported program has no modules.
 
     Without this error, the program would silently stay fp32.
     """
-
-    reason = "RECIPE_NEEDS_EAGER_MODULE"
-
-    def __init__(self, recipe: str, model: str) -> None:
-        super().__init__(
-            f"Recipe {recipe} quantizes an eager module before the export, but {model} is already exported: nothing of it "
-            "would be quantized.",
-            "Give the module itself, or file.py:factory; or use a pt2e recipe, such as xnnpack_pt2e_int8_static_per_channel.",
-            recipe=recipe,
-            model=model,
-        )
+    return error_for(
+        "RECIPE_NEEDS_EAGER_MODULE",
+        f"Recipe {recipe} quantizes an eager module before the export, but {model} is already exported: nothing of it "
+        "would be quantized.",
+        "Give the module itself, or file.py:factory; or use a pt2e recipe, such as xnnpack_pt2e_int8_static_per_channel.",
+        recipe=recipe,
+        model=model,
+    )
 
 
 def nothing_to_transform(model: str, recipe: str, kinds: str, there: str) -> EtfarmError:
-    """Return the error of the recipe's source transform matches nothing in the module, so that it would stay fp32."""
+    """Return the error that the recipe's source transform matches nothing in the module, so that it would stay fp32."""
     return error_for(
         "NOTHING_TO_TRANSFORM",
         f"{model} has no {kinds} that {recipe} could quantize; it has {there or 'no submodules with weights'}.",
@@ -353,7 +326,7 @@ def nothing_to_transform(model: str, recipe: str, kinds: str, there: str) -> Etf
 
 
 def source_transform_failed(method: str, message: str, remedy: str = "", **metadata: object) -> EtfarmError:
-    """Return the error of a source transform raised, or did not return a module.
+    """Return the error that a source transform raised, or did not return a module.
 
     Its exception is the `__cause__`.
     """

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-from etfarm.client.errors import ExtraMissing
+from etfarm.client.errors import extra_missing
 from etfarm.client.export import construction, usercode
 from etfarm.client.export.errors import (
     FactoryFailed,
@@ -51,7 +51,7 @@ def opened(
         say: called with a sentence about the seed.
 
     Raises:
-        ExtraMissing: torch is not installed.
+        EXTRA_MISSING: torch is not installed.
         MODEL_NOT_FOUND: the module of a ModuleFactory does not exist.
         FACTORY_NOT_FOUND: the function does not exist.
         FactoryFailed: the user's code raised.
@@ -114,7 +114,7 @@ def _require_torch(model: str) -> None:
     try:
         import torch  # noqa: F401
     except ImportError:
-        raise ExtraMissing(
+        raise extra_missing(
             f"{model} is an eager model and", "export", "torch", instead=", or give a .pt2 or .pte file", model=model
         ) from None
 

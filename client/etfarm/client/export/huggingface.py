@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from etfarm.client.errors import ExtraMissing
+from etfarm.client.errors import extra_missing
 from etfarm.client.export.huggingface_folder import (
     DTYPES,
     MAX_MODULES,
@@ -25,10 +25,10 @@ from etfarm.client.export.huggingface_folder import (
     OPTIONS,
     BadCheckpoint,
     Folder,
-    UnsupportedArchitecture,
     read_folder,
     remote_code_refused,
     too_many_random_weights,
+    unsupported_architecture,
 )
 from etfarm.client.export.noise import quiet, quiet_natively
 from etfarm.wire.errors import error_for
@@ -114,7 +114,7 @@ def _importing(folder: Path) -> Iterator[None]:
     transformers imports it if it is installed, and one built for another torch raises.
 
     Raises:
-        ExtraMissing: transformers is not installed, or too old.
+        EXTRA_MISSING: transformers is not installed, or too old.
     """
     _require_transformers(f"hf:{folder}")
     hidden = False
@@ -135,18 +135,18 @@ def _importing(folder: Path) -> Iterator[None]:
 
 def _require_transformers(model: str) -> None:
     if importlib.util.find_spec("transformers") is None:
-        raise ExtraMissing(model, "huggingface", "transformers", model=model)
+        raise extra_missing(model, "huggingface", "transformers", model=model)
     installed = importlib.metadata.version("transformers")
     if int(installed.partition(".")[0]) < _MIN_TRANSFORMERS:
         why = f"transformers {_MIN_TRANSFORMERS}.0 or later; {installed} is installed"
-        raise ExtraMissing(model, "huggingface", "transformers", why=why, model=model)
+        raise extra_missing(model, "huggingface", "transformers", why=why, model=model)
 
 
 def _import_transformers(model: str) -> Any:
     """Return the package transformers with what models are created by.
 
     Raises:
-        ExtraMissing: the libraries that it needs are missing, or are there in other versions.
+        EXTRA_MISSING: the libraries that it needs are missing, or are there in other versions.
     """
     try:
         with quiet():
@@ -154,7 +154,7 @@ def _import_transformers(model: str) -> Any:
             importlib.import_module("transformers.modeling_utils")
     except ImportError as error:
         why = f"transformers cannot be imported: {_line(error)}"
-        raise ExtraMissing(model, "huggingface", "transformers", why=why, model=model) from error
+        raise extra_missing(model, "huggingface", "transformers", why=why, model=model) from error
     return transformers
 
 
@@ -222,7 +222,7 @@ def _config(transformers: Any, folder: Folder, say: Say) -> Any:
         with quiet():
             return transformers.AutoConfig.from_pretrained(str(folder.path), local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise UnsupportedArchitecture(
+        raise unsupported_architecture(
             str(folder.path),
             folder.model_type,
             f"transformers {transformers.__version__} cannot read its configuration: {_line(error)}",
@@ -235,7 +235,7 @@ def _architecture(transformers: Any, folder: Folder, config: Any) -> str:
     causal = mapping.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     named = folder.architectures[0] if folder.architectures else ""
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedArchitecture(
+        raise unsupported_architecture(
             str(folder.path), named or folder.model_type, "it has an encoder and a decoder, which are two methods of a program"
         )
     if folder.model_type in causal and (named in causal.values() or (not named and not _is_masked(mapping, folder))):
@@ -244,7 +244,7 @@ def _architecture(transformers: Any, folder: Folder, config: Any) -> str:
         named = mapping.MODEL_MAPPING_NAMES.get(folder.model_type, "")
     if not isinstance(named, str) or not _is_model_of(transformers, named, config):
         why = f"transformers {transformers.__version__} has no such class of {folder.model_type!r} models"
-        raise UnsupportedArchitecture(str(folder.path), str(named), why)
+        raise unsupported_architecture(str(folder.path), str(named), why)
     return named
 
 
@@ -297,7 +297,7 @@ def _create(transformers: Any, folder: Folder, kind: str, config: Any, dtype: st
         raise
     except Exception as error:
         what = "its checkpoint cannot be loaded" if checkpoint else "it cannot be created"
-        raise UnsupportedArchitecture(str(folder.path), folder.model_type, f"{what}: {_line(error)}") from error
+        raise unsupported_architecture(str(folder.path), folder.model_type, f"{what}: {_line(error)}") from error
     if loaded is not None:
         _must_be_whole(folder, loaded)
         if unused := sorted(loaded["unexpected_keys"]):
@@ -376,7 +376,7 @@ def _decoder(
     positions = getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT_TOKENS
     if not isinstance(positions, int):  # transformers 5.0 takes anything
         why = f"'max_position_embeddings' in config.json must be a number, got {positions!r:.40}"
-        raise UnsupportedArchitecture(str(folder.path), type(model).__name__, why)
+        raise unsupported_architecture(str(folder.path), type(model).__name__, why)
     if context is not None and not 8 <= context <= positions:
         raise error_for(
             "BAD_MODEL_SOURCE",
@@ -391,9 +391,9 @@ def _decoder(
                 model, max_context_tokens=context, all_logits=logits == "all", custom_operators=attention == "custom"
             ).eval()
     except UnsupportedCache as error:
-        raise UnsupportedArchitecture(str(folder.path), type(model).__name__, f"it {error}") from error
+        raise unsupported_architecture(str(folder.path), type(model).__name__, f"it {error}") from error
     except Exception as error:
-        raise UnsupportedArchitecture(
+        raise unsupported_architecture(
             str(folder.path), type(model).__name__, f"it cannot run with a static cache: {_line(error)}"
         ) from error
     longest = context - 1 if max_prompt_tokens is None else max_prompt_tokens
@@ -431,7 +431,7 @@ def _plain(folder: Folder, model: Any) -> Loaded:
         shape = (1, getattr(config, "num_channels", 3), height, width)
         samples = [torch.randn(shape, generator=generator).to(model.dtype) for _ in range(_SAMPLES)]
     if not samples:
-        raise UnsupportedArchitecture(
+        raise unsupported_architecture(
             str(folder.path),
             type(model).__name__,
             f"its input {main!r} cannot be made up from the configuration",

@@ -35,7 +35,7 @@ OPTIONS: Final[dict[str, tuple[str, ...] | None]] = {
 
 
 def remote_code_refused(folder: str, model_type: str) -> EtfarmError:
-    """Return the error of a folder's model can only be created by Python code in the folder, which is not executed."""
+    """Return the error that a folder's model can only be created by Python code in the folder, which is not executed."""
     return error_for(
         "REMOTE_CODE_REFUSED",
         f"The model {model_type!r} in {folder} needs the folder's own Python code (auto_map in config.json), which etfarm "
@@ -46,23 +46,20 @@ def remote_code_refused(folder: str, model_type: str) -> EtfarmError:
     )
 
 
-class UnsupportedArchitecture(UserError):
-    """A model of transformers that etfarm cannot make a program of by itself.
+def unsupported_architecture(folder: str, architecture: str, why: str) -> EtfarmError:
+    """Return the error of a model of transformers that etfarm cannot make a program of by itself.
 
     Args:
         why: the rest of a sentence that names the model.
     """
-
-    reason = "UNSUPPORTED_ARCHITECTURE"
-
-    def __init__(self, folder: str, architecture: str, why: str) -> None:
-        super().__init__(
-            f"{architecture} in {folder} cannot be exported: {why}.",
-            "Write a file.py:factory that returns the module with example inputs.",
-            folder=folder,
-            architecture=architecture,
-            why=why,
-        )
+    return error_for(
+        "UNSUPPORTED_ARCHITECTURE",
+        f"{architecture} in {folder} cannot be exported: {why}.",
+        "Write a file.py:factory that returns the module with example inputs.",
+        folder=folder,
+        architecture=architecture,
+        why=why,
+    )
 
 
 class BadCheckpoint(UserError):

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from etfarm.client.export.errors import CalibrationMismatch, UnsupportedInput, with_article
+from etfarm.client.export.errors import UnsupportedInput, calibration_mismatch, with_article
 from etfarm.client.export.structures import to_plain
 from etfarm.wire.tensors import ITEM_BYTES, Scalar, Tensor, Value
 
@@ -86,10 +86,10 @@ def must_match(method: str, sample: int, example: tuple[Any, ...], inputs: tuple
     Sizes of dims may differ, for dynamic shapes.
 
     Raises:
-        CalibrationMismatch: the structure, dtype, rank or a constant differs.
+        CALIBRATION_MISMATCH: the structure, dtype, rank or a constant differs.
     """
     if difference := find_mismatch(example, inputs, names):
-        raise CalibrationMismatch(method, sample, difference)
+        raise calibration_mismatch(method, sample, difference)
 
 
 def ordered_like(example: Any, inputs: Any) -> Any:

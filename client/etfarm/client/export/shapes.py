@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 from etfarm.client.export.errors import (
     STAGE,
     DimSpecialized,
-    DimWithoutMaximum,
     UnsupportedInput,
+    dim_without_maximum,
     with_article,
 )
 from etfarm.wire.dim_guards import WHOLE_NUMBERS, computes_in_floats, how_to_exclude, why_floats
@@ -44,7 +44,7 @@ def normal_shapes(method: str, module: nn.Module, args: tuple[Any, ...], kwargs:
 
     Raises:
         DYNAMIC_SHAPES_FORM: it names an argument that forward lacks, or is a tuple of another length.
-        DimWithoutMaximum: a Dim in it has no finite maximum.
+        DIM_WITHOUT_MAXIMUM: a Dim in it has no finite maximum.
         UnsupportedInput: it makes a Python number dynamic.
     """
     if shapes is None:
@@ -89,7 +89,7 @@ def must_be_bounded(method: str, program: ExportedProgram) -> None:
 
     Raises:
         UnsupportedInput: an input is a number that Dim.AUTO made dynamic.
-        DimWithoutMaximum: a dim is not bounded.
+        DIM_WITHOUT_MAXIMUM: a dim is not bounded.
     """
     import torch
 
@@ -106,7 +106,7 @@ def must_be_bounded(method: str, program: ExportedProgram) -> None:
                 continue
             for symbol in size.node.expr.free_symbols:
                 if symbol in ranges and _is_unbounded(ranges[symbol].upper):
-                    raise DimWithoutMaximum(method, node.name, str(index))
+                    raise dim_without_maximum(method, node.name, str(index))
 
 
 def specialized(method: str, text: str, place: str, find: Callable[[], Split | None]) -> DimSpecialized | None:
@@ -186,7 +186,7 @@ def _must_be_supported(method: str, values: Mapping[str, Any], shapes: Mapping[s
             raise _dynamic_number(method, name, "int" if isinstance(number, int) else "double")
         for dim in _dims(spec):
             if _is_unbounded(dim.max):
-                raise DimWithoutMaximum(method, argument, dim.__name__)
+                raise dim_without_maximum(method, argument, dim.__name__)
 
 
 def _dynamic_numbers(name: str, value: Any, spec: Any) -> Iterator[tuple[str, int | float]]:

@@ -326,7 +326,7 @@ class ModelSource:
             say: called with a sentence about random weights and code that is not executed.
 
         Raises:
-            ExtraMissing: transformers is not installed.
+            EXTRA_MISSING: transformers is not installed.
             MODEL_NOT_FOUND: there is no such folder, or it has no config.json.
             REMOTE_CODE_REFUSED: only Python code in the folder could create the model.
             UnsupportedArchitecture: transformers does not have it, or it has inputs or a cache that etfarm cannot make up.

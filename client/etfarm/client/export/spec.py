@@ -17,8 +17,6 @@ from typing import Final
 from etfarm.client.export.errors import (
     FORMS,
     BadModelArgument,
-    NotAPt2,
-    NotAPte,
     TruncatedProgram,
     unknown_demo,
 )
@@ -136,7 +134,7 @@ def resolve(text: str) -> ModelSpec:
         MODEL_NOT_FOUND: its file does not exist.
         UNKNOWN_DEMO: no demo has the name.
         BadCheckpoint: the configuration or the weights of a folder cannot be used.
-        NotAPt2, NotAPte, TruncatedProgram: the file does not have the format of its suffix.
+        NOT_A_PT2, NOT_A_PTE, TruncatedProgram: the file does not have the format of its suffix.
     """
     if text.startswith("demo:"):
         return Demo(_known_demo(text.removeprefix("demo:")))
@@ -184,11 +182,11 @@ def check_pt2(path: Path) -> None:
     """Check that `path` can be an archive of torch.export.save: a zip whose directory lists an exported program.
 
     Raises:
-        NotAPt2: it is not; the message says what it seems to be.
+        NOT_A_PT2: it is not; the message says what it seems to be.
     """
     again = "Save it with torch.export.save(torch.export.export(module, example_inputs), path)."
     shown = str(path)
-    damaged = NotAPt2(f"{shown} is a cut-off or damaged .pt2 archive.", "Copy or download it again.", path=shown)
+    damaged = error_for("NOT_A_PT2", f"{shown} is a cut-off or damaged .pt2 archive.", "Copy or download it again.", path=shown)
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
@@ -196,7 +194,9 @@ def check_pt2(path: Path) -> None:
         with path.open("rb") as file:
             if file.read(4) == b"PK\x03\x04":
                 raise damaged from None
-        raise NotAPt2(f"{shown} is not a .pt2 archive: {str(error)[:1].lower()}{str(error)[1:]}.", again, path=shown) from None
+        raise error_for(
+            "NOT_A_PT2", f"{shown} is not a .pt2 archive: {str(error)[:1].lower()}{str(error)[1:]}.", again, path=shown
+        ) from None
     # The example inputs are a zip within the zip: zipfile lists that one if the archive is truncated after it.
     if entries and min(entry.header_offset for entry in entries) > 0:
         raise damaged
@@ -214,7 +214,7 @@ def check_pt2(path: Path) -> None:
         what = "is an archive without an exported program (a package of AOTInductor?)"
     else:
         what = "is a zip file, but not an archive of torch.export.save"
-    raise NotAPt2(f"{shown} {what}.", again, path=shown)
+    raise error_for("NOT_A_PT2", f"{shown} {what}.", again, path=shown)
 
 
 def check_pte(path: Path) -> None:
@@ -224,7 +224,7 @@ def check_pte(path: Path) -> None:
     detected when the server or a device loads it.
 
     Raises:
-        NotAPte: the flatbuffer's identifier is not ET12, or its root lies outside.
+        NOT_A_PTE: the flatbuffer's identifier is not ET12, or its root lies outside.
         TruncatedProgram: the file is shorter than its extended header's program and segments.
     """
     shown = str(path)
@@ -234,10 +234,11 @@ def check_pte(path: Path) -> None:
     identifier = pte.identifier_of(head)
     again = "Give the file that ExecuTorch's write_to_file or `etfarm compile -o` wrote."
     if not re.match(pte.FAMILY + rb"\d\d", identifier):
-        raise NotAPte(f"{shown} is not an ExecuTorch program.", again, path=shown)
+        raise error_for("NOT_A_PTE", f"{shown} is not an ExecuTorch program.", again, path=shown)
     if identifier != pte.IDENTIFIER:
         version = identifier.decode()
-        raise NotAPte(
+        raise error_for(
+            "NOT_A_PTE",
             f"{shown} is a program of the format {version}; devices load {pte.IDENTIFIER.decode()}.",
             "Export it again with ExecuTorch 1.x.",
             path=shown,

@@ -9,7 +9,7 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
-from etfarm.client.errors import ExtraMissing
+from etfarm.client.errors import extra_missing
 from etfarm.client.formats import tables
 from etfarm.wire.report import SCHEMA
 
@@ -25,7 +25,7 @@ def write(document: Json, what: str = "operators") -> bytes:
         what: a name in `tables.WHAT`.
 
     Raises:
-        ExtraMissing: pyarrow is not installed.
+        EXTRA_MISSING: pyarrow is not installed.
     """
     must_be_there()
     import pyarrow
@@ -52,9 +52,9 @@ def must_be_there() -> None:
     """Check that Parquet can be written here.
 
     Raises:
-        ExtraMissing: pyarrow is not installed.
+        EXTRA_MISSING: pyarrow is not installed.
     """
     try:
         import pyarrow  # noqa: F401
     except ImportError:
-        raise ExtraMissing("Parquet", "parquet", "pyarrow") from None
+        raise extra_missing("Parquet", "parquet", "pyarrow") from None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from etfarm.client.errors import ExtraMissing
+from etfarm.client.errors import extra_missing
 from etfarm.client.formats import tables
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def operators_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Return a row for each operator of REPORT.operators.
 
     Raises:
-        ExtraMissing: pandas is not installed.
+        EXTRA_MISSING: pandas is not installed.
     """
     nameless = {**dict.fromkeys(["id", "cell", "model", "recipe", "method", "device", "threads"])}
     document = {"job": None, "reports": [{**nameless, "operators": rows}]}
@@ -36,7 +36,7 @@ def samples_series(samples_ns: NDArray[np.int64]) -> pd.Series[int]:
     """Return the samples as int64 in nanoseconds, indexed by iteration.
 
     Raises:
-        ExtraMissing: pandas is not installed.
+        EXTRA_MISSING: pandas is not installed.
     """
     pandas = _pandas()
     index = pandas.RangeIndex(len(samples_ns), name="iteration")
@@ -52,7 +52,7 @@ def document_frame(document: Mapping[str, Any], what: str) -> pd.DataFrame:
 
     Raises:
         ValueError: there is no such table.
-        ExtraMissing: pandas is not installed.
+        EXTRA_MISSING: pandas is not installed.
     """
     if what not in tables.WHAT:
         raise ValueError(f"table must be {' or '.join(map(repr, tables.WHAT))}, got {what!r}.")
@@ -91,6 +91,6 @@ def _pandas() -> ModuleType:
     try:
         import pandas
     except ImportError:
-        raise ExtraMissing("to_pandas", "pandas", "pandas") from None
+        raise extra_missing("to_pandas", "pandas", "pandas") from None
     module: ModuleType = pandas
     return module

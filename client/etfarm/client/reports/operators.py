@@ -133,7 +133,7 @@ class Operators(tuple[Operator, ...]):
         `op_types`, `debug_handles` and `times_ns` have a list in each row.
 
         Raises:
-            ExtraMissing: pandas is not installed.
+            EXTRA_MISSING: pandas is not installed.
         """
         from etfarm.client.reports.frames import operators_frame
 

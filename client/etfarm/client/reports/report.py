@@ -209,7 +209,7 @@ class Report(JsonObject):
 
         Raises:
             ValueError: there is no such table.
-            ExtraMissing: pandas is not installed.
+            EXTRA_MISSING: pandas is not installed.
         """
         from etfarm.client.reports.frames import document_frame
 

@@ -110,7 +110,7 @@ class JobResult(JsonObject):
 
         Raises:
             ValueError: there is no such table.
-            ExtraMissing: pandas is not installed.
+            EXTRA_MISSING: pandas is not installed.
         """
         from etfarm.client.reports.frames import document_frame
 

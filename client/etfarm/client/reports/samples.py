@@ -80,7 +80,7 @@ class Samples(Sequence[int]):
         """Return a pandas Series named `latency_ns`, with the number of the iteration, from 0, as its index.
 
         Raises:
-            ExtraMissing: pandas is not installed.
+            EXTRA_MISSING: pandas is not installed.
         """
         from etfarm.client.reports.frames import samples_series
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from etfarm.client.export.errors import CalibrationMismatch, no_calibration_samples
+from etfarm.client.export.errors import calibration_mismatch, no_calibration_samples
 from etfarm.client.submit import input_names, npz
 from etfarm.client.submit.input_types import find_mismatches
 from etfarm.client.submit.inputs import Arrays, in_order, named_arrays
@@ -36,7 +36,7 @@ def calibrated(
 
     Raises:
         NO_CALIBRATION_SAMPLES: the set is empty.
-        CalibrationMismatch: a sample's dtype or shape does not fit the method.
+        CALIBRATION_MISMATCH: a sample's dtype or shape does not fit the method.
         UnknownInput, InputMissing, DuplicateInput: a sample's keys do not fit.
         INPUT_FILE_UNREADABLE, UNSUPPORTED_INPUT: see `npz.read_named`.
     """
@@ -85,7 +85,7 @@ def _in_order(
 
 def _must_match(method: str, label: str, values: list[tensors.Value], types: tuple[InputType | None, ...]) -> None:
     for value, got, wanted in find_mismatches(values, types):
-        raise CalibrationMismatch(method, label, f"{value.name!r} is {got}, not {wanted}", stage="")
+        raise calibration_mismatch(method, label, f"{value.name!r} is {got}, not {wanted}", stage="")
 
 
 def _kept(data: bytes, folder: Path | None) -> bytes | Path:

@@ -83,8 +83,8 @@ def prepare(
 
     Raises:
         UserError: it is not a model, or it cannot be exported; see etfarm.client.export.
-        RecipeNeedsEagerModule: a recipe rewrites modules, and the model was exported before.
-        CalibrationMismatch: a sample does not match the example inputs.
+        RECIPE_NEEDS_EAGER_MODULE: a recipe rewrites modules, and the model was exported before.
+        CALIBRATION_MISMATCH: a sample does not match the example inputs.
     """
     wanted = [read_recipe(recipe) for recipe in recipes]
     if example_inputs is not None and isinstance(model, str | Path | PreparedModel | ModelSource | Pt2File | PteFile | EagerSpec):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etfarm.client.export.errors import RecipeNeedsEagerModule
+from etfarm.client.export.errors import recipe_needs_eager_module
 from etfarm.client.export.transform import torchao_parts
 from etfarm.client.submit.value_names import ValueNames
 from etfarm.wire import digest, pte
@@ -150,14 +150,14 @@ class PreparedModel:
         """Return the export to compile with `recipe`.
 
         Raises:
-            RecipeNeedsEagerModule: the recipe rewrites modules, and the model was exported before.
+            RECIPE_NEEDS_EAGER_MODULE: the recipe rewrites modules, and the model was exported before.
             NOT_PREPARED_FOR_RECIPE: the modules were exported for other recipes.
         """
         if not self.eager:
             (export,) = self.exports.values()
             transformed = any(method.transformed for method in export.methods.values())
             if torchao_parts(recipe) and not transformed:
-                raise RecipeNeedsEagerModule(recipe.text, self.name)
+                raise recipe_needs_eager_module(recipe.text, self.name)
             return export
         match = self.exports.get(export_key(recipe))
         if match is None:

@@ -63,7 +63,7 @@ class Submission:
         Models with the same name get distinct names, so that reports can distinguish them.
 
         Raises:
-            RecipeNeedsEagerModule, NOT_PREPARED_FOR_RECIPE: a model lacks the export that a recipe needs.
+            RECIPE_NEEDS_EAGER_MODULE, NOT_PREPARED_FOR_RECIPE: a model lacks the export that a recipe needs.
         """
         for name, model in zip(distinct_names(models), models, strict=True):
             if model.program is not None:

@@ -34,12 +34,6 @@ MAX_NAME_CHARACTERS: Final = 120
 _BUFFER_BYTES: Final = 1 << 20
 
 
-class BadUpload(UserError):
-    """Error of a file that the page does not take."""
-
-    reason = "MODEL_FILE_REFUSED"
-
-
 class UploadGone(UserError):
     """Error of a submission whose file is not there any more."""
 
@@ -105,7 +99,7 @@ class Uploads:
 
         Raises:
             EtfarmError: the farm refuses the file.
-            BadUpload: it is not a .pt2 or .pte, or it is empty.
+            BAD_UPLOAD: it is not a .pt2 or .pte, or it is empty.
             MODEL_FILE_STALLED: the browser stops sending.
             MODEL_FILE_NOT_STORED: there is no room for it.
         """
@@ -122,7 +116,7 @@ class Uploads:
                     size_bytes += len(part)
                     await _write(file, part)
             if not size_bytes:
-                raise BadUpload("The file is empty.", "Choose another one.", name=name)
+                raise error_for("MODEL_FILE_REFUSED", "The file is empty.", "Choose another one.", name=name)
             model = await _inspected(inspect, path, name)
         except BaseException:
             path.unlink(missing_ok=True)
@@ -216,17 +210,20 @@ def _checked_name(name: str) -> str:
     """Return a file's name without folders.
 
     Raises:
-        BadUpload: it does not end with a known suffix.
+        BAD_UPLOAD: it does not end with a known suffix.
     """
     name = name.replace("\\", "/").rpartition("/")[2].strip()
     if not name.lower().endswith(SUFFIXES) or name.startswith(".") or not name.isprintable():
-        raise BadUpload(
+        raise error_for(
+            "MODEL_FILE_REFUSED",
             f"The file must be a .pt2 or a .pte, got {name[:80]!r}.",
             "Write a .pt2 with `torch.export.save(torch.export.export(model, inputs), \"model.pt2\")`.", name=name[:80],
         )  # fmt: skip
     if len(name) > MAX_NAME_CHARACTERS:
-        raise BadUpload(
-            f"The file's name must have at most {MAX_NAME_CHARACTERS} characters, got {len(name)}.", "Rename the file."
+        raise error_for(
+            "MODEL_FILE_REFUSED",
+            f"The file's name must have at most {MAX_NAME_CHARACTERS} characters, got {len(name)}.",
+            "Rename the file.",
         )
     return name
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
-from etfarm.server.artifacts.errors import BadUpload
 from etfarm.server.workers.pacing import Pace
 from etfarm.wire import digest as digests
+from etfarm.wire.errors import error_for
 
 SLICE: Final = 20
 """Number of digests that are checked between two looks at the clock."""
@@ -25,9 +25,9 @@ def require_digest(digest: str) -> None:
     """Raise an error if `digest` is not a digest.
 
     Raises:
-        BadUpload: with the reason DIGEST_MALFORMED.
+        BAD_UPLOAD: with the reason DIGEST_MALFORMED.
     """
     if not digests.is_digest(digest):
-        error = BadUpload(f"A digest must be a sha256 in lower-case hex, got {digest!r}.")
+        error = error_for("BAD_UPLOAD", f"A digest must be a sha256 in lower-case hex, got {digest!r}.")
         error.reason = "DIGEST_MALFORMED"
         raise error

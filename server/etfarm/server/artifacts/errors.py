@@ -44,12 +44,6 @@ class ArtifactDamaged(FarmError):
         )
 
 
-class BadUpload(UserError):
-    """An upload stream that violates the contract."""
-
-    reason = "BAD_UPLOAD"
-
-
 def upload_idle(digest: str, idle_s: float, committed_bytes: int) -> EtfarmError:
     """Return the error of an upload whose stream sent nothing for too long."""
     return error_for(
@@ -79,25 +73,21 @@ def too_many_uploads(limit: int) -> EtfarmError:
     )
 
 
-class QuotaExceeded(UserError):
-    """A project or agent that would exceed its storage limit."""
-
-    reason = "QUOTA_EXCEEDED"
-    kind = Kind.RESOURCE_EXHAUSTED
-
-    def __init__(self, holder: str, limit_bytes: int, used_bytes: int, needed_bytes: int = 0) -> None:
-        agent = holder.removeprefix("agent:") if holder.startswith("agent:") else ""
-        what = f"The agent {agent!r}" if agent else f"The project {holder!r}"
-        more = f" and needs {needed_bytes} more" if needed_bytes else ""
-        remedy = (
-            "Wait for running attempts: a result stops counting once the server has accepted it."
-            if agent
-            else "Ask the farm's admin for a larger storage limit of the project, or use another project."
-        )
-        super().__init__(
-            f"{what} holds {used_bytes} bytes of artifacts{more}; its limit is {limit_bytes}.", remedy,
-            limit_bytes=limit_bytes, used_bytes=used_bytes, needed_bytes=needed_bytes,
-        )  # fmt: skip
+def quota_exceeded(holder: str, limit_bytes: int, used_bytes: int, needed_bytes: int = 0) -> EtfarmError:
+    """Return the error of a project or agent that would exceed its storage limit."""
+    agent = holder.removeprefix("agent:") if holder.startswith("agent:") else ""
+    what = f"The agent {agent!r}" if agent else f"The project {holder!r}"
+    more = f" and needs {needed_bytes} more" if needed_bytes else ""
+    remedy = (
+        "Wait for running attempts: a result stops counting once the server has accepted it."
+        if agent
+        else "Ask the farm's admin for a larger storage limit of the project, or use another project."
+    )
+    return error_for(
+        "QUOTA_EXCEEDED",
+        f"{what} holds {used_bytes} bytes of artifacts{more}; its limit is {limit_bytes}.", remedy,
+        limit_bytes=limit_bytes, used_bytes=used_bytes, needed_bytes=needed_bytes,
+    )  # fmt: skip
 
 
 class DiskFull(FarmError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from etfarm.server.access.scope import agent_holder
-from etfarm.server.artifacts.errors import QuotaExceeded
+from etfarm.server.artifacts.errors import quota_exceeded
 from etfarm.server.artifacts.holdings import Holdings
 from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.staging import Staging
@@ -37,7 +37,7 @@ class Quotas:
             return
         used = await self._holdings.used_bytes(holder) + self._staging.staged_bytes(holder, without=without)
         if used + needed_bytes > limit or (not needed_bytes and used >= limit):
-            raise QuotaExceeded(holder, limit, used, needed_bytes)
+            raise quota_exceeded(holder, limit, used, needed_bytes)
 
     def _limit_bytes(self, holder: str) -> int | None:
         if holder.startswith(agent_holder("")):

@@ -15,7 +15,6 @@ from typing import TypeVar
 import structlog
 
 from etfarm.server.artifacts.errors import (
-    BadUpload,
     DiskFull,
     too_many_uploads,
     upload_idle,
@@ -25,7 +24,7 @@ from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.room import Room
 from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.wire.chunks import append
-from etfarm.wire.errors import error_for
+from etfarm.wire.errors import EtfarmError, error_for
 
 log = structlog.get_logger()
 
@@ -86,10 +85,10 @@ class Staging:
         """Raise an error if a stream cannot start now.
 
         Raises:
-            BadUpload, LIMIT_EXCEEDED, UPLOAD_IN_PROGRESS, LIMIT_EXCEEDED: see ArtifactService.Upload.
+            BAD_UPLOAD, LIMIT_EXCEEDED, UPLOAD_IN_PROGRESS, LIMIT_EXCEEDED: see ArtifactService.Upload.
         """
         if artifact.size_bytes < 0:
-            raise BadUpload(f"`size_bytes` must be 0 or more, got {artifact.size_bytes}.")
+            raise error_for("BAD_UPLOAD", f"`size_bytes` must be 0 or more, got {artifact.size_bytes}.")
         if artifact.size_bytes > self._limits.artifact_bytes:
             raise upload_too_large(artifact.size_bytes, self._limits.artifact_bytes)
         digest = artifact.digest
@@ -116,7 +115,7 @@ class Staging:
             is_result: whether the uploader is an agent; see `Room.reserve`.
 
         Raises:
-            BadUpload, LIMIT_EXCEEDED, UPLOAD_IN_PROGRESS, UPLOAD_IDLE, CHUNK_OUT_OF_PLACE, DIGEST_MISMATCH, DiskFull:
+            BAD_UPLOAD, LIMIT_EXCEEDED, UPLOAD_IN_PROGRESS, UPLOAD_IDLE, CHUNK_OUT_OF_PLACE, DIGEST_MISMATCH, DiskFull:
                 see ArtifactService.Upload.
         """
         self.require_free(artifact, holder)
@@ -218,8 +217,8 @@ def _check_chunk(chunk: artifact_pb2.Chunk, received: int, size_bytes: int) -> N
         raise _too_many_bytes(f"More bytes arrived than the {size_bytes} announced.")
 
 
-def _too_many_bytes(message: str) -> BadUpload:
-    error = BadUpload(message)
+def _too_many_bytes(message: str) -> EtfarmError:
+    error = error_for("BAD_UPLOAD", message)
     error.reason = "TOO_MANY_BYTES"
     return error
 

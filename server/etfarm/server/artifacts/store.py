@@ -22,10 +22,9 @@ from etfarm.server.artifacts.digests import require_digest, slices
 from etfarm.server.artifacts.errors import (
     ArtifactDamaged,
     ArtifactNotFound,
-    BadUpload,
     DiskFull,
-    QuotaExceeded,
     artifact_missing,
+    quota_exceeded,
 )  # fmt: skip
 from etfarm.server.artifacts.file_blobs import FileBlobs
 from etfarm.server.artifacts.holdings import Holdings
@@ -43,17 +42,16 @@ from etfarm.server.state.steady_clock import SteadyClock
 from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.wire import digest as digests
 from etfarm.wire.chunks import CHUNK_BYTES, spans
-from etfarm.wire.errors import Kind
+from etfarm.wire.errors import Kind, error_for
 
 __all__ = [
     "MAX_CHUNK_BYTES",
     "ArtifactDamaged",
     "ArtifactNotFound",
-    "BadUpload",
     "DiskFull",
-    "QuotaExceeded",
     "Store",
     "artifact_missing",
+    "quota_exceeded",
 ]  # fmt: skip
 
 log = structlog.get_logger()
@@ -391,7 +389,7 @@ class Store:
         Raises:
             ArtifactNotFound: the store does not hold the artifact.
             ArtifactDamaged: its bytes changed on the disk.
-            BadUpload: `offset` is beyond the end (reason OFFSET_PAST_END).
+            BAD_UPLOAD: `offset` is beyond the end (reason OFFSET_PAST_END).
         """
         require_digest(digest)
         reading = await self.blobs.read(digest)
@@ -402,7 +400,7 @@ class Store:
             size, verified = reading.size_bytes, asyncio.ensure_future(reading.verified)
             try:
                 if not 0 <= offset <= size:
-                    error = BadUpload(f"offset must be 0 to {size}, the size of {digest[:12]}, got {offset}.")
+                    error = error_for("BAD_UPLOAD", f"offset must be 0 to {size}, the size of {digest[:12]}, got {offset}.")
                     error.reason, error.kind = "OFFSET_PAST_END", Kind.OUT_OF_RANGE
                     raise error
                 for start, length in spans(offset, size, CHUNK_BYTES):

@@ -15,22 +15,19 @@ from etfarm.wire.errors import EtfarmError, FarmError, Kind, UserError, error_fo
 from etfarm.wire.fixed_numbers import how_to_vary
 
 
-class RecipeNeedsEagerModule(UserError):
-    """The recipe replaces modules, which an exported program does not have; the result would silently be fp32.
+def recipe_needs_eager_module(recipe: str, model: str) -> EtfarmError:
+    """Return the error of a recipe that replaces modules, which an exported program lacks: the result would silently be fp32.
 
     Args:
         model: the candidate's name.
     """
-
-    reason = "RECIPE_NEEDS_EAGER_MODULE"
-
-    def __init__(self, recipe: str, model: str) -> None:
-        super().__init__(
-            f"Recipe {recipe} quantizes an eager module before the export, but {model} is an exported program: nothing "
-            "of it would be quantized.",
-            "Use a pt2e recipe, such as xnnpack_pt2e_int8_static_per_channel.",
-            recipe=recipe, model=model,
-        )  # fmt: skip
+    return error_for(
+        "RECIPE_NEEDS_EAGER_MODULE",
+        f"Recipe {recipe} quantizes an eager module before the export, but {model} is an exported program: nothing "
+        "of it would be quantized.",
+        "Use a pt2e recipe, such as xnnpack_pt2e_int8_static_per_channel.",
+        recipe=recipe, model=model,
+    )  # fmt: skip
 
 
 class QuantizedNothing(UserError):
@@ -60,7 +57,7 @@ def name_not_found(argument: str, name: str, methods: str, why: str, nearest: Se
 
 
 def already_quantized(recipe: str, method: str) -> EtfarmError:
-    """Return the error of the program already has quantized operators and cannot be quantized again."""
+    """Return the error that the program already has quantized operators and cannot be quantized again."""
     return error_for(
         "ALREADY_QUANTIZED",
         f"{method} is already quantized, and recipe {recipe} would quantize it again.",
@@ -69,21 +66,18 @@ def already_quantized(recipe: str, method: str) -> EtfarmError:
     )  # fmt: skip
 
 
-class DimWithoutMaximum(UserError):
-    """A dynamic dimension has no finite maximum; ExecuTorch plans memory for the largest input."""
-
-    reason = "DIM_WITHOUT_MAXIMUM"
-
-    def __init__(self, method: str, argument: str, dim: int, symbol: str) -> None:
-        super().__init__(
-            f"{method}: dim {dim} of {argument!r} has no maximum, and ExecuTorch plans memory for the largest input.",
-            f'Give one, for example dynamic_shapes={{"{argument}": {{{dim}: Dim("{symbol}", max=64)}}}}.',
-            stage="TORCH_EXPORT", method=method, argument=argument, dim=dim, symbol=symbol,
-        )  # fmt: skip
+def dim_without_maximum(method: str, argument: str, dim: int, symbol: str) -> EtfarmError:
+    """Return the error that a dynamic dimension has no finite maximum; ExecuTorch plans memory for the largest input."""
+    return error_for(
+        "DIM_WITHOUT_MAXIMUM",
+        f"{method}: dim {dim} of {argument!r} has no maximum, and ExecuTorch plans memory for the largest input.",
+        f'Give one, for example dynamic_shapes={{"{argument}": {{{dim}: Dim("{symbol}", max=64)}}}}.',
+        stage="TORCH_EXPORT", method=method, argument=argument, dim=dim, symbol=symbol,
+    )  # fmt: skip
 
 
 def dynamic_number(method: str, argument: str, kind: str) -> EtfarmError:
-    """Return the error of an input is a Python number that was declared dynamic.
+    """Return the error that an input is a Python number that was declared dynamic.
 
     Args:
         kind: `int` or `double`.
@@ -97,24 +91,21 @@ def dynamic_number(method: str, argument: str, kind: str) -> EtfarmError:
     )  # fmt: skip
 
 
-class TrainingMode(UserError):
-    """The program computes an operator in training mode.
+def training_mode(method: str, operator: str, stage: str = "TORCH_EXPORT", where: str = "") -> EtfarmError:
+    """Return the error that the program computes an operator in training mode.
 
     Args:
         where: the operator's source line, like `models/net.py:31 (F.dropout(x, 0.5))`; may be empty.
     """
-
-    reason = "TRAINING_MODE"
-
-    def __init__(self, method: str, operator: str, stage: str = "TORCH_EXPORT", where: str = "") -> None:
-        super().__init__(
-            f"{method} computes {operator} in training mode{f' at {where}' if where else ''}, which would change results at "
-            "inference.",
-            "Call .eval() on the module before the export. Functions take the mode from their caller: F.dropout(x, p, "
-            "training=self.training), and dropout_p=0.0 of scaled_dot_product_attention. A batch norm without running statistics "
-            "always computes those of the batch: use nn.GroupNorm or nn.InstanceNorm2d instead.",
-            stage=stage, method=method, operator=operator, source=where,
-        )  # fmt: skip
+    return error_for(
+        "TRAINING_MODE",
+        f"{method} computes {operator} in training mode{f' at {where}' if where else ''}, which would change results at "
+        "inference.",
+        "Call .eval() on the module before the export. Functions take the mode from their caller: F.dropout(x, p, "
+        "training=self.training), and dropout_p=0.0 of scaled_dot_product_attention. A batch norm without running statistics "
+        "always computes those of the batch: use nn.GroupNorm or nn.InstanceNorm2d instead.",
+        stage=stage, method=method, operator=operator, source=where,
+    )  # fmt: skip
 
 
 _NEGATIVE: Final = re.compile(r"u\d+ < 0")
@@ -123,55 +114,49 @@ _BELOW: Final = re.compile(r"<= -u\d+ - 1$")
 """At the end of a condition that torch puts on a negative index."""
 
 
-class DataDependentBranch(UserError):
-    """The model branches on a tensor's value, which an exported program cannot do.
+def data_dependent_branch(stage: str, expression: str, where: str) -> EtfarmError:
+    """Return the error that the model branches on a tensor's value, which an exported program cannot do.
 
     Args:
         expression: the condition in torch's notation, like `u0 > 3`; may be empty.
         where: the source line, like `models/net.py:31 (if x.sum() > 0:)`; may be empty.
     """
-
-    reason = "DATA_DEPENDENT_BRANCH"
-
-    def __init__(self, stage: str, expression: str, where: str) -> None:
-        super().__init__(
-            f"The model branches on a tensor's value{f' at {where}' if where else ''}, but an exported program has a single path"
-            f"{f' ({expression})' if expression else ''}.",
-            "Use torch.where or torch.cond, remove the branch from the model, or bound a size with torch._check."
-            + (" Index with one dim: x[i.reshape(1)].squeeze(0) instead of x[i]." if _BELOW.search(expression) else "")
-            + (
-                " Before a slice that starts at a number, say that it is not negative and fits: torch._check(i >= 0) and "
-                "torch._check(i + n <= x.shape[0]) for x[i : i + n]." if _NEGATIVE.fullmatch(expression) else ""
-            ),
-            stage=stage, expression=expression, source=where,
-        )  # fmt: skip
+    return error_for(
+        "DATA_DEPENDENT_BRANCH",
+        f"The model branches on a tensor's value{f' at {where}' if where else ''}, but an exported program has a single path"
+        f"{f' ({expression})' if expression else ''}.",
+        "Use torch.where or torch.cond, remove the branch from the model, or bound a size with torch._check."
+        + (" Index with one dim: x[i.reshape(1)].squeeze(0) instead of x[i]." if _BELOW.search(expression) else "")
+        + (
+            " Before a slice that starts at a number, say that it is not negative and fits: torch._check(i >= 0) and "
+            "torch._check(i + n <= x.shape[0]) for x[i : i + n]." if _NEGATIVE.fullmatch(expression) else ""
+        ),
+        stage=stage, expression=expression, source=where,
+    )  # fmt: skip
 
 
-class DimSpecialized(UserError):
-    """A dim that was declared dynamic can only have one size or a narrower range.
+def dim_specialized(stage: str, dims: str, why: str, where: str) -> EtfarmError:
+    """Return the error that a dim that was declared dynamic can only have one size or a narrower range.
 
     Args:
         dims: names of the dims.
         why: torch's explanation.
     """
-
-    reason = "DIM_SPECIALIZED"
-
-    def __init__(self, stage: str, dims: str, why: str, where: str) -> None:
-        bounds = how_to_exclude(why)
-        super().__init__(
-            f"Dim {dims} cannot be dynamic as requested{f' at {where}' if where else ''}: {why}.",
-            WHOLE_NUMBERS
-            if computes_in_floats(why)
-            else f"Give the dim {bounds}, or export it as static."
-            if bounds
-            else "Remove what fixes the size (a number in a reshape, an assert) from the model, or export the dim as static.",
-            stage=stage, dims=dims, why=why, source=where,
-        )  # fmt: skip
+    bounds = how_to_exclude(why)
+    return error_for(
+        "DIM_SPECIALIZED",
+        f"Dim {dims} cannot be dynamic as requested{f' at {where}' if where else ''}: {why}.",
+        WHOLE_NUMBERS
+        if computes_in_floats(why)
+        else f"Give the dim {bounds}, or export it as static."
+        if bounds
+        else "Remove what fixes the size (a number in a reshape, an assert) from the model, or export the dim as static.",
+        stage=stage, dims=dims, why=why, source=where,
+    )  # fmt: skip
 
 
 def unbounded_size(stage: str, symbol: str, operators: str) -> EtfarmError:
-    """Return the error of a tensor's size depends on values and has no bound."""
+    """Return the error that a tensor's size depends on values and has no bound."""
     return error_for(
         "UNBOUNDED_SIZE",
         f"The size {symbol} depends on values and has no maximum{f' (produced by {operators})' if operators else ''}, but "
@@ -228,7 +213,7 @@ class UnsupportedQuantizedOp(UserError):
 
 
 def operator_not_core_aten(stage: str, operators: str, names: str, *, has_kernel: bool = True) -> EtfarmError:
-    """Return the error of the edge dialect's verifier refuses an operator outside of Core ATen.
+    """Return the error that the edge dialect's verifier refuses an operator outside of Core ATen.
 
     Args:
         has_kernel: whether ExecuTorch has a kernel for it all the same.
@@ -249,7 +234,7 @@ def operator_not_core_aten(stage: str, operators: str, names: str, *, has_kernel
 
 
 def unsupported_dtypes(stage: str, operators: str, names: str, dtypes: str) -> EtfarmError:
-    """Return the error of the edge dialect's verifier refuses complex dtypes or mixed dtypes, which no kernel accepts."""
+    """Return the error that the edge dialect's verifier refuses complex dtypes or mixed dtypes, which no kernel accepts."""
     is_complex = "complex" in dtypes
     return error_for(
         "UNSUPPORTED_DTYPES",
@@ -261,7 +246,7 @@ def unsupported_dtypes(stage: str, operators: str, names: str, dtypes: str) -> E
 
 
 def operator_with_effects(stage: str, operators: str, names: str) -> EtfarmError:
-    """Return the error of the model has an operator with a side effect, which ExecuTorch's passes cannot order."""
+    """Return the error that the model has an operator with a side effect, which ExecuTorch's passes cannot order."""
     return error_for(
         "OPERATOR_WITH_EFFECTS",
         f"The model has operators with side effects{f': {operators}' if operators else ''}, which ExecuTorch cannot lower.",
@@ -272,7 +257,7 @@ def operator_with_effects(stage: str, operators: str, names: str) -> EtfarmError
 
 
 def calibration_failed(method: str, sample: str, why: str) -> EtfarmError:
-    """Return the error of the model fails on a calibration sample, although its shapes and dtypes fit.
+    """Return the error that the model fails on a calibration sample, although its shapes and dtypes fit.
 
     Args:
         sample: the sample's name in the message.
@@ -304,7 +289,7 @@ class QuantizerFailed(UserError):
 
 
 def no_example_inputs(method: str) -> EtfarmError:
-    """Return the error of the program carries no example inputs to calibrate with."""
+    """Return the error that the program carries no example inputs to calibrate with."""
     return error_for(
         "NO_EXAMPLE_INPUTS",
         f"The .pt2 has no example inputs for {method}, which calibration needs.",
@@ -313,21 +298,18 @@ def no_example_inputs(method: str) -> EtfarmError:
     )  # fmt: skip
 
 
-class CalibrationMismatch(UserError):
-    """A calibration sample does not fit the model."""
-
-    reason = "CALIBRATION_MISMATCH"
-
-    def __init__(self, method: str, sample: int, why: str) -> None:
-        super().__init__(
-            f"Calibration sample {sample} does not fit {method}: {why}.",
-            "Give each sample the model's inputs in their order, with their dtypes and shapes.",
-            stage="QUANTIZE", method=method, sample=sample, why=why,
-        )  # fmt: skip
+def calibration_mismatch(method: str, sample: int, why: str) -> EtfarmError:
+    """Return the error that a calibration sample does not fit the model."""
+    return error_for(
+        "CALIBRATION_MISMATCH",
+        f"Calibration sample {sample} does not fit {method}: {why}.",
+        "Give each sample the model's inputs in their order, with their dtypes and shapes.",
+        stage="QUANTIZE", method=method, sample=sample, why=why,
+    )  # fmt: skip
 
 
 def calibration_not_finite(method: str, sample: str, inputs: str, line: str) -> EtfarmError:
-    """Return the error of a sample contains or produces NaN or infinity, and quantization takes its ranges from samples.
+    """Return the error that a sample contains or produces NaN or infinity, and quantization takes its ranges from samples.
 
     Args:
         sample: the sample's name in the message, like "calibration sample 3" or "the example inputs"; empty if unknown.
@@ -418,7 +400,7 @@ def program_cannot_run(
     formats: str = "",
     advice: str = "",
 ) -> EtfarmError:
-    """Return the error of the program compiled, but ExecuTorch's runtime on this host cannot execute it.
+    """Return the error that the program compiled, but ExecuTorch's runtime on this host cannot execute it.
 
     Args:
         why: the runtime's reason, as returned by `smoke.explain`.

@@ -87,7 +87,7 @@ class Screening:
         """Screen a .pte, unless it has passed already: compare the file's size with its header, which has a fixed size.
 
         Raises:
-            NotAPte, TruncatedProgram: as `screen.screen_pte`.
+            NOT_A_PTE, TruncatedProgram: as `screen.screen_pte`.
         """
         if ("pte", digest) not in self._passed:
             await self._once("pte", digest, "", partial(asyncio.to_thread, screen.screen_pte, self._path(digest)))

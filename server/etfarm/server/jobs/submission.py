@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import datetime
 
 from etfarm.server.artifacts.store import Store, artifact_missing
-from etfarm.server.compile.errors import RecipeNeedsEagerModule
+from etfarm.server.compile.errors import recipe_needs_eager_module
 from etfarm.server.compile.parsed_recipes import parse_recipe
 from etfarm.server.compile.upload_screening import Screening
 from etfarm.server.devices.errors import ReservationEnded, ReservationNotFound
@@ -204,7 +204,7 @@ class Submission:
             recipes.check_methods(recipe, sorted(candidate.model.methods))
         recipe = await self._check_recipe(recipe)
         if not is_sourceless and recipe.quantization is recipes.Quantization.TORCHAO_SOURCE and "SOURCE_TRANSFORM" not in done:
-            raise RecipeNeedsEagerModule(recipe.name, candidate.name)
+            raise recipe_needs_eager_module(recipe.name, candidate.name)
         if spec.stop_after:
             stages.check_stop_after(recipe, spec.stop_after)
         return recipe.text

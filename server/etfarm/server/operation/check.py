@@ -21,7 +21,7 @@ from etfarm.server.operation.page_confinement import PageConfinement
 from etfarm.server.operation.settings import Setting, plain
 from etfarm.server.rpc.door.token_file import Tokens
 from etfarm.server.workers.cluster.nodes import NodeState, no_compile_node
-from etfarm.server.workers.jail.measures import NETWORK, JailIncomplete, JailReport, Measure
+from etfarm.server.workers.jail.measures import NETWORK, JailReport, Measure, jail_incomplete
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.private import FolderNotPrivate, find_openness
 from etfarm.wire.tls import expiry_of
@@ -122,7 +122,7 @@ def _check(result: Result, config: Config) -> None:
     report: JailReport = asyncio.run(preflight.find_jail(config))
     result.measures = report.measures
     if report.missing:
-        missing = JailIncomplete(report.missing)
+        missing = jail_incomplete(report.missing)
         if config.is_jail_required or any(measure.name == NETWORK for measure in report.missing):
             result.problems.append(missing)
         else:
@@ -161,7 +161,7 @@ def _check_nodes(result: Result, config: Config) -> None:
 def _check_folder(result: Result, config: Config) -> None:
     existing = next(path for path in (config.data, *config.data.parents) if path.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-        result.problems.append(preflight.FolderUnusable(existing))
+        result.problems.append(preflight.folder_unusable(existing))
         return
     for folder in (config.data, config.data / ARTIFACTS):
         try:

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from etfarm.server.access.ownership import NotYours
 from etfarm.v1.device_pb2 import Device
-from etfarm.wire.errors import DeviceError, EtfarmError, Kind, UserError, error_for
-
-
-class TooManyCalls(UserError):
-    """More open calls than a session may have."""
-
-    reason = "TOO_MANY_CALLS"
-    kind = Kind.RESOURCE_EXHAUSTED
+from etfarm.wire.errors import DeviceError, EtfarmError, Kind, error_for
 
 
 def agent_cannot_generate_in_sessions(device: Device) -> EtfarmError:
@@ -33,10 +26,3 @@ class SessionLost(DeviceError):
 
     reason = "SESSION_LOST"
     kind = Kind.UNAVAILABLE
-
-
-class BadAnswer(DeviceError):
-    """An answer from a device that exceeds the limits of a message, or that contradicts what it has uploaded."""
-
-    reason = "BAD_ANSWER"
-    kind = Kind.INVALID_ARGUMENT

@@ -8,9 +8,7 @@ from typing import Final
 
 from etfarm.server.devices.scheduling.waiting import MAX_PRIORITY, MIN_PRIORITY
 from etfarm.server.sessions.errors import (
-    BadAnswer,
     SessionLost,
-    TooManyCalls,
 )
 from etfarm.v1 import agent_pb2, session_pb2
 from etfarm.v1.device_pb2 import Device
@@ -117,14 +115,16 @@ class Session:
         if not call_id or call_id in self.calls:
             raise error_for("CALL_KNOWN", f"A call with the id {call_id!r} is already in progress.", "Give each call its own id.")
         if len(self.calls) >= MAX_CALLS:
-            raise TooManyCalls(
+            raise error_for(
+                "TOO_MANY_CALLS",
                 f"The session {self.id} has {MAX_CALLS} calls in progress, which is the limit.",
                 "Wait for an answer before the next one.",
                 session=self.id,
                 limit=MAX_CALLS,
             )
         if self.calls and sum(self.calls.values()) + size_bytes > MAX_WAITING_BYTES:
-            raise TooManyCalls(
+            raise error_for(
+                "TOO_MANY_CALLS",
                 f"The session {self.id} has {MAX_WAITING_BYTES >> 20} MiB of tensors in calls in progress, which is the limit.",
                 "Wait for an answer before the next one.",
                 session=self.id,
@@ -223,4 +223,4 @@ def limit_answer(answer: SessionAnswer) -> SessionAnswer:
 
 def bad_answer(what: str) -> SessionAnswer:
     """Return the error for an answer with something that no device sends."""
-    return SessionAnswer(error=to_proto(BadAnswer(f"The device answered with {what}.", "Update its etfarm.")))
+    return SessionAnswer(error=to_proto(error_for("BAD_ANSWER", f"The device answered with {what}.", "Update its etfarm.")))

@@ -170,7 +170,7 @@ class ChildPool(ABC):
             DISK_FULL: the disk of the child's folder is full, whatever filled it.
             CHILD_TOO_MANY_PROCESSES: the child started more processes and threads than the limits allow.
             TOO_MANY_FILES: `request` names more files than can be mounted for a child.
-            JailIncomplete: the host does not allow a measure, and the options require all.
+            JAIL_INCOMPLETE: the host does not allow a measure, and the options require all.
             ChildTimedOut: the child or one of its stages exceeded its deadline.
             WorkersDown: the forkserver is not running, and cannot be started.
             NodeLost: the child's node was lost, and so were the nodes of further tries.
@@ -230,7 +230,7 @@ class ChildPool(ABC):
         """Return the measures that isolate a child on this host, as a child reports them.
 
         Raises:
-            JailIncomplete, NETWORK_NOT_REMOVED: as `run`.
+            JAIL_INCOMPLETE, NETWORK_NOT_REMOVED: as `run`.
         """
         async with await self.run("etfarm.server.workers.child.task:describe_jail", None, deadline_s=_DESCRIBE_S) as finished:
             return JailReport.from_json(finished.result)

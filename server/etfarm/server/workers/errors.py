@@ -106,7 +106,7 @@ class ChildOutOfMemory(UserError):
 
 
 def child_too_many_processes(task: str, processes: int, stage: str = "") -> EtfarmError:
-    """Return the error of a child and its processes started more processes or threads than a job may have."""
+    """Return the error that a child and its processes started more processes or threads than a job may have."""
     where = f" in {stage}" if stage else ""
     return error_for(
         "CHILD_TOO_MANY_PROCESSES",
@@ -117,7 +117,7 @@ def child_too_many_processes(task: str, processes: int, stage: str = "") -> Etfa
 
 
 def child_disk_full(task: str, why: str) -> EtfarmError:
-    """Return the error of a child could not write its files; the model is not at fault."""
+    """Return the error that a child could not write its files; the model is not at fault."""
     return error_for("DISK_FULL", f"The job's files cannot be written: {why}.", "Free disk on the server.", task=task, why=why)
 
 

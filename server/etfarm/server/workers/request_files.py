@@ -16,7 +16,7 @@ from etfarm.wire.errors import EtfarmError, error_for
 
 
 def too_many_files(count: int) -> EtfarmError:
-    """Return the error of a job needs more files at a time than can be mounted for a child."""
+    """Return the error that a job needs more files at a time than can be mounted for a child."""
     return error_for(
         "TOO_MANY_FILES",
         f"A job may use at most {MAX_READABLE} files at a time, got {count}.",

@@ -26,7 +26,6 @@ from etfarm.client.cli.commands.report import main as report
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.files import write_whole
 from etfarm.client.cli.outcome import Outcome
-from etfarm.client.cli.usage import Usage
 from etfarm.client.cli.workflows import job as flow
 from etfarm.client.errors import EmbeddedFarmFailed, Interrupted, exit_code
 from etfarm.client.export import spec
@@ -35,6 +34,7 @@ from etfarm.client.transport.daemon_thread import in_thread
 from etfarm.wire import recipes
 from etfarm.wire.errors import EtfarmError, Fault, Kind, error_of
 from tests.support.golden import Golden
+from tests.support.refusals import refuses
 
 UNREACHABLE = "127.0.0.1:1"
 INT8 = "xnnpack_pt2e_int8_static_per_channel"
@@ -185,7 +185,7 @@ def test_json_is_written_for_wrong_usage_too(
 def test_a_date_without_dashes_is_a_date_instead_of_seconds() -> None:
     assert options.instant_of("--since", "20260601") == options.instant_of("--since", "2026-06-01")
     assert options.deadline_of("20260601T1800") == options.deadline_of("2026-06-01T18:00")
-    with pytest.raises(Usage, match="requires a duration, got '30'"):
+    with refuses("USAGE", match="requires a duration, got '30'"):
         options.seconds_of("--max-wait", "30")
 
 
@@ -296,7 +296,7 @@ def test_a_pte_without_inputs_says_that_they_are_made_up(tmp_path: Path, capsys:
 
 def test_threads_are_read_from_lists_and_repetitions() -> None:
     assert options.threads_of(["1, 2", "4", "2"]) == [1, 2, 4]
-    with pytest.raises(Usage):
+    with refuses("USAGE"):
         options.threads_of(["1,,2"])
 
 

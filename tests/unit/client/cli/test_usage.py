@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from etfarm.client.cli.arguments import require_file
-from etfarm.client.cli.usage import Usage, describe_bad_value
+from etfarm.client.cli.usage import describe_bad_value
+from tests.support.refusals import refuses
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def test_a_bad_value_is_named_with_what_it_must_be(message: str, argv: list[str]
 
 
 def test_a_folder_in_the_place_of_a_file_is_named_as_one(tmp_path: Path) -> None:
-    with pytest.raises(Usage, match="is a folder"):
+    with refuses("USAGE", match="is a folder"):
         require_file(tmp_path)
-    with pytest.raises(Usage, match="There is no file"):
+    with refuses("USAGE", match="There is no file"):
         require_file(tmp_path / "in.npz")

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etfarm.client import formats
-from etfarm.client.errors import ExtraMissing
 from etfarm.client.formats import (
     answers,
     csv,
@@ -31,6 +30,7 @@ from etfarm.client.formats import (
 from etfarm.client.formats.html import charts, facts
 from etfarm.wire import views
 from tests.support.documents import HOSTILE, document, numerics, report, row
+from tests.support.refusals import refuses
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\r\x00"), min_size=1, max_size=12)
 TIMES = st.none() | st.floats(1, 1e9)
@@ -485,7 +485,7 @@ def test_parquet_without_its_library_is_one_sentence(monkeypatch: pytest.MonkeyP
     import sys
 
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ExtraMissing, match=r"Parquet needs etfarm\[parquet\] \(pyarrow is not installed\)\. Run pip"):
+    with refuses("EXTRA_MISSING", match=r"Parquet needs etfarm\[parquet\] \(pyarrow is not installed\)\. Run pip"):
         parquet.write(document(report()))
 
 

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 import etfarm.client
 from etfarm.client import reports
-from etfarm.client.errors import ExtraMissing
 from etfarm.client.reports import (
     Actor,
     CellState,
@@ -42,6 +41,7 @@ from etfarm.wire.report import BadDocument
 from tests.support import documents
 from tests.support.documents import HOSTILE
 from tests.support.messages import TEXTS, filled
+from tests.support.refusals import refuses
 
 REQUIRED = {"id": "r", "cell": "c", "state": "SUCCEEDED"}
 
@@ -238,7 +238,7 @@ def test_a_table_that_does_not_exist_is_refused(document: JobResult | Report) ->
 
 def test_without_pandas_a_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ExtraMissing, match=r"pandas is not installed.* Run pip install 'etfarm\[pandas\]'"):
+    with refuses("EXTRA_MISSING", match=r"pandas is not installed.* Run pip install 'etfarm\[pandas\]'"):
         Operators().to_pandas()
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from etfarm.client import Generate
 from etfarm.client.cli import generation
-from etfarm.client.cli.usage import Usage
 from etfarm.client.submit.bench_options import BenchOptions
 from tests.support.refusals import refuses
 
@@ -57,11 +56,11 @@ def test_the_commands_options_are_those_of_the_library() -> None:
 
 
 def test_options_without_generate_are_refused() -> None:
-    with pytest.raises(Usage, match="--depth requires --generate"):
+    with refuses("USAGE", match="--depth requires --generate"):
         chosen(tokens=None, depth="0")
-    with pytest.raises(Usage, match="--prompt-tokens 'many'"):
+    with refuses("USAGE", match="--prompt-tokens 'many'"):
         chosen(prompt_tokens="many")
-    with pytest.raises(Usage, match="--prompt-tokens '999"):
+    with refuses("USAGE", match="--prompt-tokens '999"):
         chosen(prompt_tokens="9" * 5000)
     with refuses("BAD_OPTION", match="prompt_tokens"):
         chosen(prompt_tokens="99999999999")
@@ -69,5 +68,5 @@ def test_options_without_generate_are_refused() -> None:
 
 def test_options_of_other_measurements_are_refused() -> None:
     generation.refuse_others({"--iterations": None, "--method": [], "--numerics": False})
-    with pytest.raises(Usage, match="--warmup cannot be combined with --generate"):
+    with refuses("USAGE", match="--warmup cannot be combined with --generate"):
         generation.refuse_others({"--warmup": 0})

@@ -9,13 +9,13 @@ import torch
 
 from etfarm.client.cli import options
 from etfarm.client.cli.arguments import prepare_archives
-from etfarm.client.export.errors import RecipeNeedsEagerModule
 from etfarm.client.export.spec import Demo, Pt2File
 from etfarm.client.submit.preparation import prepare
 from etfarm.client.submit.prepared import PreparedModel
 from etfarm.client.submit.recipes import DEFAULT_RECIPE, read_recipe
 from etfarm.client.submit.submission import SubmissionRequest
 from etfarm.v1 import job_pb2
+from tests.support.refusals import refuses
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_a_command_reads_an_archive_before_anything_starts_and_never_again(archi
 
 
 def test_a_recipe_that_rewrites_modules_is_refused_with_the_archive(archive: Path) -> None:
-    with pytest.raises(RecipeNeedsEagerModule):
+    with refuses("RECIPE_NEEDS_EAGER_MODULE"):
         prepare_archives([Pt2File(archive)], options.recipes_of(["xnnpack_torchao_int8da_int4w_per_channel"]))
 
 

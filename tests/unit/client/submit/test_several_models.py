@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
-from etfarm.client.export.errors import TrainingMode
 from etfarm.client.export.source import ModelSource
 from etfarm.client.submit.recipes import read_recipe
 from etfarm.client.submit.submission import SubmissionRequest
 from etfarm.v1 import job_pb2
+from etfarm.wire.errors import EtfarmError
+from tests.support.refusals import refuses
 
 
 class Trained(torch.nn.ReLU):
     """A module that is left in train mode."""
 
 
-def refusal(folder: Path, *modules: torch.nn.Module) -> TrainingMode:
+def refusal(folder: Path, *modules: torch.nn.Module) -> EtfarmError:
     """Return the error of a submission of these modules."""
     models = [ModelSource.of(module, (torch.ones(2),)) for module in modules]
     recipes = [read_recipe("portable")]
-    with pytest.raises(TrainingMode) as refused:
+    with refuses("TRAINING_MODE") as refused:
         SubmissionRequest(models, recipes).gather(job_pb2.JobSpec(), recipes, folder)
     return refused.value
 

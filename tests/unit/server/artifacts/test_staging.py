@@ -18,7 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from sqlalchemy import Connection, text, update
 
-from etfarm.server.artifacts.errors import ArtifactDamaged, ArtifactNotFound, QuotaExceeded
+from etfarm.server.artifacts.errors import ArtifactDamaged, ArtifactNotFound, quota_exceeded
 from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.room import Room
 from etfarm.server.artifacts.store import DiskFull, Store
@@ -202,7 +202,7 @@ class TestRoom:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         free = [1000]
-        monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": free[0]}))
+        monkeypatch.setattr("shutil.disk_usage", lambda _: type("USAGE", (), {"free": free[0]}))
         room = Room(tmp_path, reserve_bytes=100)
         room.reserve("a", 500)
         with pytest.raises(DiskFull) as refused:
@@ -217,7 +217,7 @@ class TestRoom:
         room.reserve("c", 400)
 
     def test_results_use_what_attempts_set_aside_and_others_do_not(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+        monkeypatch.setattr("shutil.disk_usage", lambda _: type("USAGE", (), {"free": 1000}))
         room = Room(tmp_path, reserve_bytes=100)
         room.reserve_results("attempt", 600)
         with pytest.raises(DiskFull):
@@ -234,12 +234,12 @@ class TestQuotas:
     async def test_a_project_holds_what_its_limit_allows(self, golden: Golden, tmp_path: Path, opened: Opened) -> None:
         async with opened(tmp_path, StoreLimits(project_bytes=1000)) as store:
             await send(store, os.urandom(600))
-            with pytest.raises(QuotaExceeded) as refused:
+            with refuses("QUOTA_EXCEEDED") as refused:
                 await send(store, os.urandom(401))
             golden.check(refused.value)
             assert (refused.value.metadata["limit_bytes"], refused.value.metadata["used_bytes"]) == ("1000", "600")
             assert await send(store, os.urandom(400))
-            with pytest.raises(QuotaExceeded):
+            with refuses("QUOTA_EXCEEDED"):
                 await store.quotas.require("vision")
             assert await send(store, os.urandom(1000), "audio"), "each project has its own"
 
@@ -250,20 +250,20 @@ class TestQuotas:
             await store.hold("audio", [created.digest], "bob")
             await store.hold("audio", [created.digest], "bob")
             assert await store.holdings.used_bytes("audio") == 1500
-            with pytest.raises(QuotaExceeded):
+            with refuses("QUOTA_EXCEEDED"):
                 await send(store, b"x", "audio")
 
     async def test_a_project_s_own_limit_goes_before_the_server_s(self, tmp_path: Path, opened: Opened) -> None:
         async with opened(tmp_path, StoreLimits(project_bytes=1000)) as store:
             store.quotas.own_limit_bytes = {"default": 10}.get
-            with pytest.raises(QuotaExceeded):
+            with refuses("QUOTA_EXCEEDED"):
                 await send(store, os.urandom(11), "default")
 
     async def test_unfinished_uploads_count_but_not_twice(self, tmp_path: Path, opened: Opened) -> None:
         async with opened(tmp_path, StoreLimits(project_bytes=1000)) as store:
             data = os.urandom(900)
             await send(store, data[:500], announced=artifact_of(data))
-            with pytest.raises(QuotaExceeded):
+            with refuses("QUOTA_EXCEEDED"):
                 await send(store, os.urandom(501))
             assert (await store.receive(artifact_of(data), chunked(data[500:], 500), "vision", "ann")).complete
             assert await store.holdings.used_bytes("vision") == 900
@@ -272,7 +272,7 @@ class TestQuotas:
         async with opened(tmp_path, StoreLimits(agent_bytes=1000)) as store:
             data = os.urandom(800)
             await send(store, data, "agent:pi")
-            with pytest.raises(QuotaExceeded) as refused:
+            with refuses("QUOTA_EXCEEDED") as refused:
                 await send(store, os.urandom(300), "agent:pi")
             golden.check(refused.value)
             await store.take_results("vision", [artifact_of(data).digest], "ann")
@@ -286,11 +286,11 @@ class TestQuotas:
             busy = {"pi"}
             store.quotas.has_attempt = busy.__contains__
             assert await send(store, os.urandom(800), "agent:pi")
-            with pytest.raises(QuotaExceeded):
+            with refuses("QUOTA_EXCEEDED"):
                 await send(store, os.urandom(101), "agent:other")
             assert await send(store, os.urandom(100), "agent:other")
             busy.clear()
-            with pytest.raises(QuotaExceeded):
+            with refuses("QUOTA_EXCEEDED"):
                 await send(store, os.urandom(1), "agent:pi")
 
     async def test_uploads_without_a_result_expire_once_their_agent_has_been_without_an_attempt_for_long(
@@ -472,7 +472,7 @@ async def test_holdings_outlive_the_server(tmp_path: Path, opened: Opened) -> No
 
 
 @pytest.mark.parametrize(
-    "error", [ArtifactDamaged("a" * 64), QuotaExceeded("vision", 10, 20, 5), QuotaExceeded("agent:pi", 1, 2)]
+    "error", [ArtifactDamaged("a" * 64), quota_exceeded("vision", 10, 20, 5), quota_exceeded("agent:pi", 1, 2)]
 )
 def test_errors_name_the_remedy(error: EtfarmError) -> None:
     assert error.remedy and error.message.endswith(".")

@@ -18,7 +18,6 @@ from sqlalchemy import select
 from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.store import (
     ArtifactNotFound,
-    BadUpload,
     DiskFull,
     Store,
 )  # fmt: skip
@@ -140,7 +139,7 @@ async def test_a_part_that_rotted_on_the_disk_is_found_out(store: Store, tmp_pat
 
 
 async def test_more_bytes_than_announced_are_refused(store: Store) -> None:
-    with pytest.raises(BadUpload) as refused:
+    with refuses("BAD_UPLOAD") as refused:
         await send(store, DATA + b"x", cuts=[5000])
     assert (refused.value.reason, refused.value.kind) == ("TOO_MANY_BYTES", Kind.INVALID_ARGUMENT)
 
@@ -267,12 +266,12 @@ async def test_what_is_no_digest_reaches_no_file(store: Store, digest: str) -> N
         store.missing([digest], "vision"),
         store.is_held(digest, ["vision"]),
     ):
-        with pytest.raises(BadUpload) as malformed:
+        with refuses("BAD_UPLOAD") as malformed:
             await asked
         assert malformed.value.reason == "DIGEST_MALFORMED"
-    with pytest.raises(BadUpload):
+    with refuses("BAD_UPLOAD"):
         await send(store, artifact=Artifact(digest=digest, size_bytes=len(DATA)))
-    with pytest.raises(BadUpload):
+    with refuses("BAD_UPLOAD"):
         await read(store, digest)
 
 
@@ -300,7 +299,7 @@ async def test_large_artifacts_come_in_chunks_of_at_most_1_mib(store: Store) -> 
 @pytest.mark.parametrize("offset", [len(DATA) + 1, -1])
 async def test_an_offset_past_the_end_is_refused(store: Store, offset: int) -> None:
     await send(store)
-    with pytest.raises(BadUpload) as refused:
+    with refuses("BAD_UPLOAD") as refused:
         await read(store, artifact_of(DATA).digest, offset)
     assert (refused.value.reason, refused.value.kind) == ("OFFSET_PAST_END", Kind.OUT_OF_RANGE)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from etfarm.server.jobs.candidates import MAX_SAMPLES
-from etfarm.server.jobs.submission import BadJob, RecipeNeedsEagerModule
+from etfarm.server.jobs.submission import BadJob
 from etfarm.v1.common_pb2 import ACTOR_CLIENT, ACTOR_SERVER
 from etfarm.v1.job_pb2 import Candidate, DeviceChoice, JobSpec, Measurement
 from etfarm.wire import digest, recipes
@@ -146,7 +146,7 @@ async def test_bytes_that_passed_as_a_program_are_screened_again_as_a_model(worl
 
 async def test_a_recipe_that_needs_modules_is_refused_before_it_compiles_to_fp32(golden: Golden, world: World) -> None:
     recipe = recipes.parse("xnnpack_torchao_int8da_int4w_per_channel").json
-    with pytest.raises(RecipeNeedsEagerModule) as refused:
+    with refuses("RECIPE_NEEDS_EAGER_MODULE") as refused:
         await world.make(JobSpec(candidates=[await world.model("net", recipe)]))
     golden.check(refused.value)
     assert refused.value.reason == "RECIPE_NEEDS_EAGER_MODULE"

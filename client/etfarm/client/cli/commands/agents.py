@@ -15,9 +15,8 @@ from etfarm.client.cli.app import Command, execute
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.terminal.capabilities import tell
-from etfarm.client.cli.usage import Usage
 from etfarm.client.errors import DONE, FAILED
-from etfarm.wire.errors import EtfarmError
+from etfarm.wire.errors import EtfarmError, error_for
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -177,9 +176,9 @@ def upgrade(
 
     listing = JsonListing(context.obj, json, "agents")
     if bool(selector) == all_:
-        raise Usage("Give a SELECTOR, or --all.", "For example: etfarm agents upgrade label.rack=3 --wheel FILE.")
+        raise error_for("USAGE", "Give a SELECTOR, or --all.", "For example: etfarm agents upgrade label.rack=3 --wheel FILE.")
     if wheel is not None and not wheel.is_file():
-        raise Usage(f"There is no file {wheel}.", "Build the wheel with `pip wheel --no-deps .`.", path=wheel)
+        raise error_for("USAGE", f"There is no file {wheel}.", "Build the wheel with `pip wheel --no-deps .`.", path=wheel)
 
     async def upgrade_chosen() -> int:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
@@ -220,7 +219,8 @@ async def _choose(farm: AsyncFarm, selector: str) -> list[Agent]:
     agents = [agent for agent in await farm.agents() if wanted is None or wanted.intersection(agent.device_ids)]
     chosen = [agent for agent in agents if agent.connected or selector]
     if not chosen:
-        raise Usage(
+        raise error_for(
+            "USAGE",
             f"No agent serves a device that matches {selector!r}." if selector else "No agent is connected.",
             "`etfarm agents list` shows them.",
         )
@@ -237,7 +237,8 @@ async def _wheel_of(farm: AsyncFarm, path: Path | None) -> tuple[str, str]:
         return path.name, await farm.upload_wheel(path)
     wheel = (await farm.info()).agent_wheel
     if wheel is None:
-        raise Usage(
+        raise error_for(
+            "USAGE",
             "This server has no wheel for its agents, so --wheel FILE is required.",
             "Build one with `pip wheel --no-deps .` in a checkout of the new version; `etfarm serve --agent-wheel FILE` makes it "
             "the default.",

@@ -23,8 +23,7 @@ from etfarm.client.cli.arguments import (
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.client.cli.terminal.capabilities import tell
-from etfarm.client.cli.usage import Usage
-from etfarm.wire.errors import EtfarmError, Kind
+from etfarm.wire.errors import EtfarmError, Kind, error_for
 
 if TYPE_CHECKING:
     from etfarm.client.export.spec import ModelSpec
@@ -196,11 +195,15 @@ def bench(
     least_top1 = options.share_of("--min-top1", min_top1)
     due, longest_wait_s = options.deadline_of(deadline), None if max_wait is None else options.seconds_of("--max-wait", max_wait)
     if interleave and (repeat or 1) > 1:
-        raise Usage(
-            "--repeat cannot be combined with --interleave, which starts each program several times itself.", "Leave one out."
+        raise error_for(
+            "USAGE",
+            "--repeat cannot be combined with --interleave, which starts each program several times itself.",
+            "Leave one out.",
         )
     if interleave and retry_invalid:
-        raise Usage("--retry-invalid cannot be combined with --interleave, whose cells belong together.", "Leave one out.")
+        raise error_for(
+            "USAGE", "--retry-invalid cannot be combined with --interleave, whose cells belong together.", "Leave one out."
+        )
     generated = generation.options_of(
         generate, prompt_tokens=prompt_tokens, depth=depth, repetitions=repetitions, prefill_method=prefill_method,
         decode_method=decode_method, tokens_file=tokens, accuracy_tokens=accuracy_tokens,
@@ -215,7 +218,9 @@ def bench(
     if detach and (
         require_valid or retry_invalid or strict_quantization or any(each is not None for each in (min_sqnr, min_top1, max_p50))
     ):
-        raise Usage("--detach cannot be combined with a requirement, which needs the job's result.", "Leave one of them out.")
+        raise error_for(
+            "USAGE", "--detach cannot be combined with a requirement, which needs the job's result.", "Leave one of them out."
+        )
 
     # Cheap checks come before anything starts.
     from etfarm.client.export.spec import PteFile, resolve
@@ -227,9 +232,9 @@ def bench(
     # A program that alternates with itself shows the difference that occurs by chance.
     specs = [resolve(model) for model in (models if interleave else options.once("MODEL", models, resolve))]
     if recipe and all(isinstance(spec, PteFile) for spec in specs):
-        raise Usage("--recipe cannot be combined with a .pte, which is already compiled.", "Leave --recipe out.")
+        raise error_for("USAGE", "--recipe cannot be combined with a .pte, which is already compiled.", "Leave --recipe out.")
     if trace_iterations is not None and no_profile:
-        raise Usage("--trace-iterations cannot be combined with --no-profile.", "Leave one of them out.")
+        raise error_for("USAGE", "--trace-iterations cannot be combined with --no-profile.", "Leave one of them out.")
     if interleave:
         require_several_candidates(specs, recipes)
     if inputs is not None and not inputs.is_dir():
@@ -349,7 +354,7 @@ def require_several_candidates(specs: Sequence[ModelSpec], recipes: Sequence[Rec
     from etfarm.client.export.spec import PteFile
 
     if len(specs) == 1 and (len(recipes) < 2 or isinstance(specs[0], PteFile)):
-        raise Usage("--interleave requires two or more candidates, got one.", "Give a second MODEL or --recipe.")
+        raise error_for("USAGE", "--interleave requires two or more candidates, got one.", "Give a second MODEL or --recipe.")
 
 
 def require_graphs(option: str, specs: Sequence[ModelSpec]) -> None:
@@ -362,7 +367,8 @@ def require_graphs(option: str, specs: Sequence[ModelSpec]) -> None:
 
     for spec in specs:
         if isinstance(spec, PteFile):
-            raise Usage(
+            raise error_for(
+                "USAGE",
                 f"{option} requires a model's graph, which the compiled program {spec.path.name} lacks.",
                 f"Give the .pt2 or the model itself, or leave {option} out.",
             )

@@ -14,8 +14,8 @@ from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.files import require_writable, write_whole
 from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.client.cli.terminal.capabilities import put, tell
-from etfarm.client.cli.usage import Usage
 from etfarm.client.errors import DONE, FAILED, GATE, INCONCLUSIVE
+from etfarm.wire.errors import error_for
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -105,15 +105,15 @@ def compare(
     outcome: Outcome = context.obj
     outcome.document = comparison.failed
     if markdown == json == STDOUT:
-        raise Usage("--json and --markdown cannot both be on stdout.", "Give one of them a file.")
+        raise error_for("USAGE", "--json and --markdown cannot both be on stdout.", "Give one of them a file.")
     if markdown is not None and markdown != STDOUT:
         require_writable(Path(markdown))
     outcome.goes_to(json)
     outcome.goes_to_junit(junit)
     if markdown == junit == STDOUT:
-        raise Usage("--junit and --markdown cannot both be on stdout.", "Give one of them a file.")
+        raise error_for("USAGE", "--junit and --markdown cannot both be on stdout.", "Give one of them a file.")
     if notify and (not gate or report_file.is_named(comparison.split_choice(candidate)[0])):
-        raise Usage("--notify requires --gate, and a job as the candidate.", "Leave it out.")
+        raise error_for("USAGE", "--notify requires --gate, and a job as the candidate.", "Leave it out.")
     limits = comparisons.gate_of(gate or (), strict=strict, accept_invalid=accept_invalid)
 
     async def ask() -> Comparison:

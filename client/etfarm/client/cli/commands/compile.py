@@ -15,7 +15,6 @@ from etfarm.client.cli.arguments import needs_export, prepare_archives, report_r
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.files import require_writable
 from etfarm.client.cli.outcome import STDOUT, Outcome
-from etfarm.client.cli.usage import Usage
 from etfarm.wire.errors import error_for
 
 if TYPE_CHECKING:
@@ -93,10 +92,12 @@ def compile_(
     read = read_recipe(recipe)
     stage = _stage(stop_after, read)
     if output is None and json is None:
-        raise Usage("-o is missing.", "Give -o FILE.pte.")
+        raise error_for("USAGE", "-o is missing.", "Give -o FILE.pte.")
     spec = resolve(model)
     if isinstance(spec, PteFile):
-        raise Usage(f"{model} is already compiled.", "Run it with `etfarm run` or measure it with `etfarm bench`.", path=model)
+        raise error_for(
+            "USAGE", f"{model} is already compiled.", "Run it with `etfarm run` or measure it with `etfarm bench`.", path=model
+        )
     _must_fit(stage, output, etrecord)
     if keep_mutations:
         (spec,) = options.keeping_mutations([spec])
@@ -171,25 +172,32 @@ def _must_fit(stage: str, output: Path | None, etrecord: Path | None) -> None:
     """
     kind = output.suffix.lower() if output is not None else ""
     if stage and etrecord is not None:
-        raise Usage(
-            f"There is no ETRecord after {stage}: it belongs to a complete program.", "Leave --stop-after or --etrecord out."
+        raise error_for(
+            "USAGE",
+            f"There is no ETRecord after {stage}: it belongs to a complete program.",
+            "Leave --stop-after or --etrecord out.",
         )
     if stage and kind == ".pte":
-        raise Usage(
+        raise error_for(
+            "USAGE",
             f"{stage} produces no .pte; {LAST}, the last stage, does.",
             "Give -o x.pt2 for the program, x.txt for the printed program, or a folder; or leave --stop-after out.",
         )
     if not stage and kind in _OF_STAGES:
-        raise Usage(
+        raise error_for(
+            "USAGE",
             f"A {kind} is the output of one stage; all stages together produce a .pte.",
             "Give -o x.pte, or --stop-after STAGE as well.",
             path=output,
         )
     if not stage and kind not in ("", ".pte"):
         assert output is not None  # it has an ending
-        raise Usage(f"-o writes a .pte, and {output} has another ending.", f"Name it {output.with_suffix('.pte')}.", path=output)
+        raise error_for(
+            "USAGE", f"-o writes a .pte, and {output} has another ending.", f"Name it {output.with_suffix('.pte')}.", path=output
+        )
     if kind == ".csv" and stage not in _DELEGATING:
-        raise Usage(
+        raise error_for(
+            "USAGE",
             f"The delegation is not known after {stage}.",
             f"Give -o x.pt2 or x.txt, or stop after {' or '.join(_DELEGATING)}.",
         )
@@ -202,11 +210,14 @@ def _must_fit(stage: str, output: Path | None, etrecord: Path | None) -> None:
 
 def _must_be_folder(path: Path) -> None:
     if path.exists() and not path.is_dir():
-        raise Usage(
-            f"{path} is a file, but a stage's files need a folder.", "Give -o x.pt2, x.txt, x.csv, or another name.", path=path
+        raise error_for(
+            "USAGE",
+            f"{path} is a file, but a stage's files need a folder.",
+            "Give -o x.pt2, x.txt, x.csv, or another name.",
+            path=path,
         )
     if not path.parent.is_dir():
-        raise Usage(f"There is no folder {path.parent} for {path}.", "Create it first.", path=path)
+        raise error_for("USAGE", f"There is no folder {path.parent} for {path}.", "Create it first.", path=path)
 
 
 async def _save_stage(job: AsyncJob, output: Path) -> list[Path]:

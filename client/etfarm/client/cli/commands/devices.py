@@ -12,7 +12,6 @@ from etfarm.client.cli.app import Command, execute
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.terminal.capabilities import tell
-from etfarm.client.cli.usage import Usage
 from etfarm.client.cli.views.devices import (
     build_table,
     describe,
@@ -24,7 +23,7 @@ from etfarm.client.cli.views.devices import (
 from etfarm.client.cli.views.retirement import describe_retirement
 from etfarm.client.cli.workflows import reserving, telemetry, watching
 from etfarm.client.fleet.runners import describe_runner
-from etfarm.wire.errors import EtfarmError
+from etfarm.wire.errors import EtfarmError, error_for
 
 if TYPE_CHECKING:
     from etfarm.client.models import Device, HealthEvent, RetiredDevice
@@ -59,7 +58,7 @@ def list_(
 
     if watch:
         if json is not None:
-            raise Usage("--watch cannot be combined with --json.", "Leave one of them out.")
+            raise error_for("USAGE", "--watch cannot be combined with --json.", "Leave one of them out.")
         run_async(lambda: watching.watch_devices(device, server, tls_ca, build_table=build_table, describe=describe))
         return
     listing = JsonListing(context.obj, json, "devices")
@@ -214,10 +213,10 @@ def label(
     pairs: dict[str, str] = {}
     for key, value in map(_pair, labels or ()):
         if key in pairs:
-            raise Usage(f"Label {key} is set twice, to {pairs[key]!r} and to {value!r}.", "Give one.")
+            raise error_for("USAGE", f"Label {key} is set twice, to {pairs[key]!r} and to {value!r}.", "Give one.")
         pairs[key] = value
     if not pairs and not remove:
-        raise Usage("Give at least one K=V or --remove.", "For example `etfarm devices label board-7 rack=3`.")
+        raise error_for("USAGE", "Give at least one K=V or --remove.", "For example `etfarm devices label board-7 rack=3`.")
 
     async def change() -> Device:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
@@ -336,7 +335,9 @@ def restrict(
     from etfarm.client.aio import AsyncFarm
 
     if bool(project) == all_:
-        raise Usage("Give either --project or --all.", "For example `etfarm devices restrict board-7 --project vision`.")
+        raise error_for(
+            "USAGE", "Give either --project or --all.", "For example `etfarm devices restrict board-7 --project vision`."
+        )
 
     async def change() -> Device:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
@@ -349,7 +350,7 @@ def restrict(
 def _pair(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not key or not equals:
-        raise Usage(f"A label must be K=V, got {text!r}.", "To remove one, give its key with --remove.")
+        raise error_for("USAGE", f"A label must be K=V, got {text!r}.", "To remove one, give its key with --remove.")
     return key, value
 
 

@@ -14,7 +14,7 @@ from etfarm.client.cli.arguments import needs_export, prepare_archives, report_r
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.outcome import Outcome
-from etfarm.client.cli.usage import Usage
+from etfarm.wire.errors import error_for
 
 if TYPE_CHECKING:
     from etfarm.client.submit.tokenizer import Tokenizer
@@ -108,7 +108,7 @@ def generate(
     )  # fmt: skip
     spec = resolve(model)
     if recipe is not None and isinstance(spec, PteFile):
-        raise Usage("--recipe cannot be combined with a .pte, which is already compiled.", "Leave --recipe out.")
+        raise error_for("USAGE", "--recipe cannot be combined with a .pte, which is already compiled.", "Leave --recipe out.")
     require_data_program(data or (), [spec])
     (source,) = prepare_archives([spec], [read])
     report_random_weights([spec])
@@ -137,19 +137,23 @@ def prompt_of(ids: str | None, file: Path | None, text: str | None, tokenizer: T
     names = [name for name, value in options_set.items() if value is not None]
     if len(names) != 1:
         what = f"got {' and '.join(names)}" if names else "got none"
-        raise Usage(f"One prompt is required, {what}.", "Give --prompt-ids 1,15,27, --tokens FILE or --prompt TEXT.")
+        raise error_for("USAGE", f"One prompt is required, {what}.", "Give --prompt-ids 1,15,27, --tokens FILE or --prompt TEXT.")
     if ids is not None:
         return _ids("--prompt-ids", ids)
     if file is not None:
         if not file.exists() and _IDS.fullmatch(str(file)):
-            raise Usage(f"--tokens takes a file, got the token ids {str(file)[:40]}.", "Give token ids with --prompt-ids.")
+            raise error_for(
+                "USAGE", f"--tokens takes a file, got the token ids {str(file)[:40]}.", "Give token ids with --prompt-ids."
+            )
         from etfarm.client.submit.token_files import read_tokens
 
         return read_tokens(file, least=1)
     if tokenizer is None:
-        raise Usage("--prompt requires --tokenizer.", "Give --tokenizer tokenizer.json, or token ids with --prompt-ids.")
+        raise error_for(
+            "USAGE", "--prompt requires --tokenizer.", "Give --tokenizer tokenizer.json, or token ids with --prompt-ids."
+        )
     if not (encoded := tokenizer.encode(text or "")):
-        raise Usage("The text of --prompt has no tokens.", "Give a longer text.")
+        raise error_for("USAGE", "The text of --prompt has no tokens.", "Give a longer text.")
     return encoded
 
 
@@ -176,7 +180,9 @@ def _ids(option: str, text: str) -> list[int]:
     parts = [part.strip() for part in text.replace(",", " ").split()]
     for part in parts:
         if not (part.isascii() and part.isdecimal() and len(part) <= _MAX_DIGITS):
-            raise Usage(f"{option} {part[:40]!r} is not a token id.", f"Give for example {option} 1,15,27.", value=part[:40])
+            raise error_for(
+                "USAGE", f"{option} {part[:40]!r} is not a token id.", f"Give for example {option} 1,15,27.", value=part[:40]
+            )
     if not parts:
-        raise Usage(f"{option} has no token id.", f"Give for example {option} 1,15,27.")
+        raise error_for("USAGE", f"{option} has no token id.", f"Give for example {option} 1,15,27.")
     return [int(part) for part in parts]

@@ -15,9 +15,9 @@ from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.client.cli.terminal.capabilities import tell
-from etfarm.client.cli.usage import Usage
 from etfarm.client.cli.workflows import watching
 from etfarm.client.errors import Interrupted
+from etfarm.wire.errors import error_for
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,7 +73,7 @@ def list_(
     for wanted in states:
         if wanted not in JobState.__members__:
             known = ", ".join(JobState.__members__)
-            raise Usage(f"Values of --state must be job states, got {wanted!r}.", f"Use {known}.")
+            raise error_for("USAGE", f"Values of --state must be job states, got {wanted!r}.", f"Use {known}.")
 
     async def fetch() -> list[JobInfo]:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
@@ -191,13 +191,15 @@ def watch(
 ) -> int:
     """Wait for a job and show its reports; for several or --all jobs, show their states. Ctrl-C leaves the jobs alone."""
     if all_ == bool(jobs):
-        raise Usage("Give either jobs or --all.", "For example `etfarm jobs watch latest`.")
+        raise error_for("USAGE", "Give either jobs or --all.", "For example `etfarm jobs watch latest`.")
     if owner and not all_:
-        raise Usage("--owner requires --all.", "Leave it out.")
+        raise error_for("USAGE", "--owner requires --all.", "Leave it out.")
     if jobs is not None and len(jobs) == 1:
         return _watch_one(context, jobs[0], json, verbose, server, tls_ca)
     if json is not None or verbose:
-        raise Usage("--json and --verbose require exactly one job.", "Leave them out; `etfarm report export` writes reports.")
+        raise error_for(
+            "USAGE", "--json and --verbose require exactly one job.", "Leave them out; `etfarm report export` writes reports."
+        )
     if jobs:
         return run_async(lambda: watching.watch_jobs(jobs, server, tls_ca, build_table=_live_table, describe=_progress))
     run_async(lambda: watching.watch_all_jobs(owner, server, tls_ca, build_table=_live_table, describe=_progress))

@@ -13,7 +13,7 @@ from etfarm.client.cli.app import Command, execute
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.terminal.capabilities import tell
-from etfarm.client.cli.usage import Usage
+from etfarm.wire.errors import error_for
 
 if TYPE_CHECKING:
     from etfarm.client.admin.projects import AsyncProjects
@@ -120,7 +120,9 @@ def size_of(text: str) -> int | None:
         return None
     match = _SIZE.match(text.strip())
     if match is None or match[2].upper() not in _UNITS:
-        raise Usage(f"--storage must be a size or default, got {text!r}.", "Give for example --storage 20GiB.", value=text)
+        raise error_for(
+            "USAGE", f"--storage must be a size or default, got {text!r}.", "Give for example --storage 20GiB.", value=text
+        )
     return int(match[1]) * _UNITS[match[2].upper()]
 
 

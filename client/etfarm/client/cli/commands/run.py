@@ -23,7 +23,7 @@ from etfarm.client.cli.arguments import (
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.files import require_writable
 from etfarm.client.cli.outcome import STDOUT, Outcome
-from etfarm.client.cli.usage import Usage
+from etfarm.wire.errors import error_for
 from etfarm.wire.tensors import Scalar, Tensor, Value
 
 
@@ -101,7 +101,7 @@ def run(
     selectors.parse(device)
     spec = resolve(model)
     if recipe is not None and isinstance(spec, PteFile):
-        raise Usage("--recipe cannot be combined with a .pte, which is already compiled.", "Leave --recipe out.")
+        raise error_for("USAGE", "--recipe cannot be combined with a .pte, which is already compiled.", "Leave --recipe out.")
     require_data_program(data or (), [spec])
     if keep_mutations:
         (spec,) = options.keeping_mutations([spec])
@@ -113,13 +113,13 @@ def run(
     ):  # fmt: skip
         assert inputs is not None
         if name:
-            raise Usage("--name applies to a job, and a data set is not a job.", "Leave it out.")
+            raise error_for("USAGE", "--name applies to a job, and a data set is not a job.", "Leave it out.")
         if notify:
-            raise Usage("--notify applies to a job, and a data set is not a job.", "Leave it out.")
+            raise error_for("USAGE", "--notify applies to a job, and a data set is not a job.", "Leave it out.")
         if deadline is not None or max_wait is not None:
-            raise Usage("--deadline and --max-wait apply to a job, and a data set is not a job.", "Leave them out.")
+            raise error_for("USAGE", "--deadline and --max-wait apply to a job, and a data set is not a job.", "Leave them out.")
         if devices is not None and all_devices:
-            raise Usage("--devices and --all-devices cannot be combined.", "Give one of them.")
+            raise error_for("USAGE", "--devices and --all-devices cannot be combined.", "Give one of them.")
         from etfarm.client.cli.workflows import dataset
         from etfarm.client.datasets.dataset import Options
 
@@ -197,7 +197,9 @@ def require_npz(path: Path) -> None:
         Usage: its name has another ending.
     """
     if path.suffix.lower() not in ("", ".npz"):
-        raise Usage(f"-o writes an .npz, and {path} has another ending.", f"Name it {path.with_suffix('.npz')}.", path=path)
+        raise error_for(
+            "USAGE", f"-o writes an .npz, and {path} has another ending.", f"Name it {path.with_suffix('.npz')}.", path=path
+        )
 
 
 def is_dataset(inputs: Path | None, batched: bool, options_of_one: Mapping[str, object]) -> bool:
@@ -207,12 +209,14 @@ def is_dataset(inputs: Path | None, batched: bool, options_of_one: Mapping[str, 
         Usage: `--batched` without `--inputs`, or a set option of `options_of_one` without a data set.
     """
     if inputs is None and batched:
-        raise Usage("--batched requires --inputs.", "Give --inputs X.npz too.")
+        raise error_for("USAGE", "--batched requires --inputs.", "Give --inputs X.npz too.")
     if batched or (inputs is not None and inputs.is_dir()):
         return True
     for option, value in options_of_one.items():
         if value:
-            raise Usage(f"{option} requires a data set.", "Give --inputs FOLDER, or --inputs X.npz --batched.", option=option)
+            raise error_for(
+                "USAGE", f"{option} requires a data set.", "Give --inputs FOLDER, or --inputs X.npz --batched.", option=option
+            )
     return False
 
 

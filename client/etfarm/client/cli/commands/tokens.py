@@ -16,7 +16,7 @@ from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.outcome import STDOUT
 from etfarm.client.cli.terminal.capabilities import in_a_line, put, tell
-from etfarm.client.cli.usage import Usage
+from etfarm.wire.errors import error_for
 
 if TYPE_CHECKING:
     from etfarm.client.admin.access import Token
@@ -61,9 +61,9 @@ def create(
     from etfarm.client.admin.access import open_access
 
     if role not in ("", "admin", "user", "viewer", "agent"):
-        raise Usage(f"--role must be admin, user, viewer or agent, got {role!r}.", value=role)
+        raise error_for("USAGE", f"--role must be admin, user, viewer or agent, got {role!r}.", value=role)
     if agent and role not in ("", "agent"):
-        raise Usage(f"--agent requires the role agent, got --role {role}.", "Leave one of the two out.")
+        raise error_for("USAGE", f"--agent requires the role agent, got --role {role}.", "Leave one of the two out.")
     _check(json)
     lifetime = expires or (_ENROLMENT_LIFETIME if agent else "")
     lifetime_s = options.seconds_of("--expires", lifetime) if lifetime else None

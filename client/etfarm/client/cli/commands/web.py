@@ -16,10 +16,10 @@ from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.terminal.capabilities import tell
-from etfarm.client.cli.usage import Usage
-from etfarm.client.errors import EtfarmError, ExtraMissing, Interrupted, Kind
+from etfarm.client.errors import EtfarmError, Interrupted, Kind, extra_missing
 from etfarm.wire.authority import host_of
 from etfarm.wire.channel import Access, Address, parse_address, parse_addresses
+from etfarm.wire.errors import error_for
 from etfarm.wire.names import SERVER_VARIABLE
 from etfarm.wire.owner import at_end_of_stdin, line_of_stdin
 from etfarm.wire.private import close_umask
@@ -90,7 +90,7 @@ def web(
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("etfarm"):
             raise
-        raise ExtraMissing("`etfarm web`", "web", error.name or "a library") from None
+        raise extra_missing("`etfarm web`", "web", error.name or "a library") from None
     from etfarm.client.web.options import LOOPBACK_HOSTS, WebOptions
 
     close_umask()  # files of visitors
@@ -169,16 +169,19 @@ def _checked(listen: str, tls_cert: Path | None, tls_key: Path | None, *, is_pub
     """
     address = parse_address(listen)
     if address.text.startswith("unix:"):
-        raise Usage("--listen must be HOST:PORT, got a unix socket.", "Browsers connect to a port, for example 127.0.0.1:8080.")
+        raise error_for(
+            "USAGE", "--listen must be HOST:PORT, got a unix socket.", "Browsers connect to a port, for example 127.0.0.1:8080."
+        )
     if (tls_cert is None) != (tls_key is None):
-        raise Usage("--tls-cert and --tls-key need each other.", "Give both, or neither.")
+        raise error_for("USAGE", "--tls-cert and --tls-key need each other.", "Give both, or neither.")
     for option, file in (("--tls-cert", tls_cert), ("--tls-key", tls_key)):
         if file is not None and not file.is_file():
-            raise Usage(f"There is no file {file}, which {option} names.", "Check the path.")
+            raise error_for("USAGE", f"There is no file {file}, which {option} names.", "Check the path.")
     if tls_cert is not None and tls_key is not None:
         read_identity(tls_cert, tls_key)
     if not address.is_local and tls_cert is None and not is_public_https and not insecure:
-        raise Usage(
+        raise error_for(
+            "USAGE",
             f"{listen} is open to other machines, and without TLS tokens would cross the network in clear text.",
             "Give --tls-cert and --tls-key, or --public-url https://... behind a reverse proxy, or --insecure.",
         )
@@ -193,7 +196,9 @@ def _host(name: str) -> str:
     """
     host = host_of(name)
     if not host:
-        raise Usage(f"--allow-host must be a host name, got {name[:80]!r}.", "Give the name alone, for example farm.example.")
+        raise error_for(
+            "USAGE", f"--allow-host must be a host name, got {name[:80]!r}.", "Give the name alone, for example farm.example."
+        )
     return host
 
 
@@ -206,7 +211,8 @@ def _network(text: str) -> Network:
     try:
         return ipaddress.ip_network(text)
     except ValueError:
-        raise Usage(
+        raise error_for(
+            "USAGE",
             f"--trusted-proxy must be an IP address or a network, got {text[:80]!r}.",
             "Give for example 127.0.0.1 or 10.0.0.0/24.",
         ) from None

@@ -16,7 +16,6 @@ from etfarm.client.cli.files import require_writable
 from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.client.cli.terminal import output
 from etfarm.client.cli.terminal.progress import Progress, open_progress
-from etfarm.client.cli.usage import Usage
 from etfarm.client.cli.workflows.job import import_torch
 from etfarm.client.datasets import devices as dataset_devices
 from etfarm.client.datasets.dataset import Dataset, Options, Result, named
@@ -96,10 +95,14 @@ def source_of(inputs: Path, batched: bool) -> Source:
     """
     if inputs.is_dir():
         if batched:
-            raise Usage("--batched requires one .npz; a folder has one file per sample.", "Leave it out.", path=inputs)
+            raise error_for(
+                "USAGE", "--batched requires one .npz; a folder has one file per sample.", "Leave it out.", path=inputs
+            )
         return of_folder(inputs)
     if not inputs.is_file():
-        raise Usage(f"There is no file or folder {inputs}.", f"Paths start at the working folder, {Path.cwd()}.", path=inputs)
+        raise error_for(
+            "USAGE", f"There is no file or folder {inputs}.", f"Paths start at the working folder, {Path.cwd()}.", path=inputs
+        )
     return of_batch(inputs)
 
 
@@ -120,11 +123,13 @@ def sink_of(path: Path, inputs: Path) -> Sink:
         Usage: it cannot be created, or is the folder of the inputs.
     """
     if path.exists() and path.resolve() == inputs.resolve():
-        raise Usage(f"-o {path} would replace the inputs.", "Name another.", path=path)
+        raise error_for("USAGE", f"-o {path} would replace the inputs.", "Name another.", path=path)
     if path.is_dir():
         return open_sink(path)
     if path.exists() and path.suffix.lower() != ".npz":
-        raise Usage(f"{path} is a file.", "Name a folder for one file per sample, or X.npz for all in one.", path=path)
+        raise error_for(
+            "USAGE", f"{path} is a file.", "Name a folder for one file per sample, or X.npz for all in one.", path=path
+        )
     require_writable(path)
     return open_sink(path)
 

@@ -17,7 +17,6 @@ from etfarm.client.cli import options
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.terminal.capabilities import tell
-from etfarm.client.cli.usage import Usage
 from etfarm.wire.errors import error_for
 from etfarm.wire.names import RESERVATION_VARIABLE, SERVER_VARIABLE
 
@@ -60,7 +59,7 @@ def reserve(
     listing = JsonListing(context.obj, json, "reservation", is_list=False)
     if command:
         if listing.is_on_stdout:
-            raise Usage("--json - cannot be combined with COMMAND, which writes to stdout.", "Name a file.")
+            raise error_for("USAGE", "--json - cannot be combined with COMMAND, which writes to stdout.", "Name a file.")
         return run_async(lambda: _hold(command, selector, count, minutes, reason, server, tls_ca, listing))
 
     async def create() -> ReservationInfo:

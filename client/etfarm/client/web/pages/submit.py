@@ -23,7 +23,7 @@ from etfarm.client.web.forms import Fields, form
 from etfarm.client.web.pages.job_actions import job_address
 from etfarm.client.web.security import UPLOAD_TYPE
 from etfarm.client.web.templating import STATUSES, render
-from etfarm.client.web.uploads import BadUpload, Upload, Uploads
+from etfarm.client.web.uploads import Upload, Uploads
 from etfarm.client.web.visitors import farm, visitor_of
 from etfarm.wire import recipes as wire_recipes
 from etfarm.wire.errors import Fault, Kind, error_for, error_of
@@ -71,7 +71,9 @@ async def upload(request: Request) -> Response:
     try:
         _require_submitter(request)
         if request.headers.get("content-type", "").partition(";")[0] != UPLOAD_TYPE:
-            raise BadUpload(f"The request's type must be {UPLOAD_TYPE}.", "Send the file itself as the body.")
+            raise error_for(
+                "MODEL_FILE_REFUSED", f"The request's type must be {UPLOAD_TYPE}.", "Send the file itself as the body."
+            )
         name = request.query_params.get("name", "")
         client = await farm(request)
         stored = await _uploads(request).store(visitor.cookie, visitor.account.digest, name, _chunks(request), client.inspect)

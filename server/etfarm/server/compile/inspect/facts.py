@@ -25,7 +25,7 @@ def inspect_pte(request: InspectRequest, folder: Path, emit: Callable[[bytes], N
     """Task: describe an uploaded .pte. Return a CompileResult with facts and sizes.
 
     Raises:
-        NotAPte, TruncatedProgram: as `screen_pte`.
+        NOT_A_PTE, TruncatedProgram: as `screen_pte`.
         UNSUPPORTED_PROGRAM: its flatbuffer cannot be read.
     """
     screen.screen_pte(request.pte)

@@ -24,7 +24,7 @@ def inspect_upload(request: UploadRequest, folder: Path, emit: Callable[[bytes],
 
     Raises:
         NotAPt2, UnsafeModel, UNKNOWN_OPERATOR: as `screen.screen_upload`.
-        NotAPte, TruncatedProgram: as `screen.screen_pte`.
+        NOT_A_PTE, TruncatedProgram: as `screen.screen_pte`.
         UNSUPPORTED_PROGRAM: the flatbuffer of a .pte cannot be read.
     """
     is_program = _begins_as_pte(request.file) if request.is_program is None else request.is_program

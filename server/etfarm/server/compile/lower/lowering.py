@@ -26,7 +26,7 @@ from etfarm.wire.errors import EtfarmError, error_for
 
 
 def external_constants_clash(constant: str, first: str, second: str) -> EtfarmError:
-    """Return the error of constants of two methods have the same name in a data file."""
+    """Return the error that constants of two methods have the same name in a data file."""
     return error_for(
         "EXTERNAL_CONSTANTS_CLASH",
         f"The constant {constant} differs between {first} and {second}, but a data file identifies constants by name only: "

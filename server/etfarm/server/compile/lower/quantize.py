@@ -26,12 +26,12 @@ from torchao.quantization.pt2e.constant_fold import ConstantFolder
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 from etfarm.server.compile.errors import (
-    CalibrationMismatch,
     QuantizedNothing,
     QuantizerFailed,
     StageFailed,
     already_quantized,
     calibration_failed,
+    calibration_mismatch,
     calibration_not_finite,
     no_example_inputs,
 )
@@ -104,7 +104,7 @@ def quantize(
         kept: gets what stays in fp32 for its values; see `far_values`.
 
     Raises:
-        CalibrationMismatch: a sample does not fit the program.
+        CALIBRATION_MISMATCH: a sample does not fit the program.
         CALIBRATION_FAILED: the model fails on a sample that fits.
         QuantizerFailed: only the model with observers fails on a sample.
         CALIBRATION_NOT_FINITE: a sample contains or produces NaN or infinity.
@@ -374,7 +374,7 @@ def _samples(
             sample = tensors.decode(path.read_bytes())
             check_inputs(method, expected, sample)
         except (InputMismatch, tensors.BadTensorFile) as error:
-            raise CalibrationMismatch(method, index, error.message.rstrip(".")) from None
+            raise calibration_mismatch(method, index, error.message.rstrip(".")) from None
         yield values.to_arguments(program, [values.to_leaf(value) for value in sample])
 
 

@@ -21,7 +21,7 @@ SharedBuffers = Mapping[str, frozenset[str]]
 
 
 def state_not_shared(buffer: str, methods: str, why: str, remedy: str) -> EtfarmError:
-    """Return the error of a buffer of several methods cannot be in one memory, so that each method would keep a state of its own.
+    """Return the error that a buffer of several methods cannot be in one memory, so that each method would keep its own state.
 
     Args:
         why: the reason in the message.

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from etfarm.server.compile.errors import QuantizedNothing, QuantizerFailed, RecipeNeedsEagerModule, StageFailed
+from etfarm.server.compile.errors import QuantizedNothing, QuantizerFailed, StageFailed, recipe_needs_eager_module
 from etfarm.server.compile.inspect import facts, footprint, signature, sizes
 from etfarm.server.compile.lower import (
     batch_norms,
@@ -456,7 +456,7 @@ def _check_quantized(recipe: Recipe, built: Any, request: LowerRequest, programs
     """Return the methods that have quantized operators.
 
     Raises:
-        RecipeNeedsEagerModule: the recipe replaces modules, but no method has quantized operators.
+        RECIPE_NEEDS_EAGER_MODULE: the recipe replaces modules, but no method has quantized operators.
         QuantizedNothing: the recipe quantizes and the client has done that, but no method has quantized operators.
     """
     quantized = {method for method, program in programs.items() if is_quantized(program)}
@@ -465,7 +465,7 @@ def _check_quantized(recipe: Recipe, built: Any, request: LowerRequest, programs
     if quantized or (request.stop_after == "SOURCE_TRANSFORM" and "QUANTIZE" in recipe.stages):
         return quantized
     if recipe.quantization is Quantization.TORCHAO_SOURCE:
-        raise RecipeNeedsEagerModule(recipe.name, "the model")
+        raise recipe_needs_eager_module(recipe.name, "the model")
     has_recipe_quantizers = recipe.options.quantizers is None and built.quantization_recipe is not None
     if recipe.quantization is not Quantization.NONE or (has_recipe_quantizers and built.quantization_recipe.quantizers):
         raise QuantizedNothing(recipe.name, " or ".join(programs))

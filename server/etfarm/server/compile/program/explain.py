@@ -12,15 +12,15 @@ from typing import Any, Final
 
 from etfarm.server.compile.alternatives import use_instead
 from etfarm.server.compile.errors import (
-    DataDependentBranch,
-    DimSpecialized,
     MissingOutVariants,
     RecipeUnavailable,
     StageFailed,
-    TrainingMode,
     UnsupportedQuantizedOp,
+    data_dependent_branch,
+    dim_specialized,
     operator_not_core_aten,
     operator_with_effects,
+    training_mode,
     unbounded_size,
     unsupported_dtypes,
 )
@@ -151,12 +151,12 @@ def _nested_control_flow(stage: str, match: re.Match[str], text: str, programs: 
 
 def _branch(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     expression = re.search(r"data-dependent expression (.+?) \(unhinted", text)
-    return DataDependentBranch(stage, expression[1] if expression else "", find_line(text))
+    return data_dependent_branch(stage, expression[1] if expression else "", find_line(text))
 
 
 def _specialized(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     why = re.search(r"^\s*- (.+?)(?:\. If you're using|$)", text, re.MULTILINE)
-    return DimSpecialized(stage, match[1], (why[1] if why else "its constraints are violated").rstrip("."), find_line(text))
+    return dim_specialized(stage, match[1], (why[1] if why else "its constraints are violated").rstrip("."), find_line(text))
 
 
 def _unbounded(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
@@ -274,8 +274,8 @@ def _training_mode(stage: str, name: str, programs: Programs) -> EtfarmError:
     for method, program in programs.items():
         nodes = [node for node in all_nodes(program) if operator in (schema_name(node) or "")]
         if nodes:
-            return TrainingMode(method, operator, stage, describe_place(places(nodes)))
-    return TrainingMode("The model", operator, stage)
+            return training_mode(method, operator, stage, describe_place(places(nodes)))
+    return training_mode("The model", operator, stage)
 
 
 def _channels_last_weight(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch._export.serde import schema
 
-from etfarm.server.compile.errors import DimWithoutMaximum, TrainingMode, dynamic_number
+from etfarm.server.compile.errors import dim_without_maximum, dynamic_number, training_mode
 from etfarm.server.compile.program.descriptions import describe_place, first_line
 from etfarm.server.compile.program.places import all_nodes, places
 from etfarm.server.compile.screening import archives, screen
@@ -150,14 +150,14 @@ def check(program: Any, method: str) -> None:
     """Refuse programs that would compile without an error, and then fail or compute something else on a device.
 
     Raises:
-        TrainingMode: batch norm or dropout in training mode.
+        TRAINING_MODE: batch norm or dropout in training mode.
         UNSUPPORTED_INPUT: an input is a number that was declared dynamic.
-        DimWithoutMaximum: a dynamic dim of an input has no finite maximum.
+        DIM_WITHOUT_MAXIMUM: a dynamic dim of an input has no finite maximum.
     """
     for node in all_nodes(program):
         if node.op == "call_function" and _is_training(node):
             operator = str(node.target).rpartition(".")[0].removeprefix("aten.")
-            raise TrainingMode(method, operator, where=describe_place(places([node])))
+            raise training_mode(method, operator, where=describe_place(places([node])))
     inputs = {s.arg.name for s in program.graph_signature.input_specs if s.kind.name == "USER_INPUT"}
     for node in program.graph.nodes:
         value = node.meta.get("val") if node.op == "placeholder" and node.name in inputs else None
@@ -166,7 +166,7 @@ def check(program: Any, method: str) -> None:
         if isinstance(value, torch.Tensor):
             for index, size in enumerate(value.shape):
                 if isinstance(size, torch.SymInt) and bounds(program, size)[1] is None:
-                    raise DimWithoutMaximum(method, node.name, index, str(size))
+                    raise dim_without_maximum(method, node.name, index, str(size))
 
 
 def _is_training(node: Any) -> bool:

@@ -19,7 +19,7 @@ class NotAPt2(UserError):
 
 
 def unknown_structure(kind: str) -> EtfarmError:
-    """Return the error of the exported program takes or returns objects of a class that the server does not have.
+    """Return the error that the exported program takes or returns objects of a class that the server does not have.
 
     Args:
         kind: the class as the file names it.
@@ -33,7 +33,7 @@ def unknown_structure(kind: str) -> EtfarmError:
 
 
 def pt2_of_another_torch(written: str, ours: str, why: str) -> EtfarmError:
-    """Return the error of the exported program is from a version of torch whose programs the server's torch cannot read.
+    """Return the error that the exported program is from a version of torch whose programs the server's torch cannot read.
 
     Args:
         written: the version that the file states; empty if it states no valid version.
@@ -48,13 +48,9 @@ def pt2_of_another_torch(written: str, ours: str, why: str) -> EtfarmError:
     )  # fmt: skip
 
 
-class NotAPte(UserError):
-    """The bytes are not an ExecuTorch program that this version can read."""
-
-    reason = "NOT_A_PTE"
-
-    def __init__(self, why: str) -> None:
-        super().__init__(f"The program is not a valid .pte: {why}.", "Export it again with ExecuTorch 1.x.", why=why)
+def not_a_pte(why: str) -> EtfarmError:
+    """Return the error that the bytes are not an ExecuTorch program that this version can read."""
+    return error_for("NOT_A_PTE", f"The program is not a valid .pte: {why}.", "Export it again with ExecuTorch 1.x.", why=why)
 
 
 class TruncatedProgram(UserError):
@@ -125,7 +121,7 @@ class OperatorNotAllowed(UnsafeModel):
 
 
 def unknown_operator(operator: str) -> EtfarmError:
-    """Return the error of the model uses an operator of a library that the server does not load."""
+    """Return the error that the model uses an operator of a library that the server does not load."""
     return error_for(
         "UNKNOWN_OPERATOR",
         f"The model uses the operator {operator}, which this server does not know.",

@@ -14,7 +14,7 @@ import re
 import unicodedata
 from typing import Final
 
-from etfarm.server.compile.errors import DimSpecialized
+from etfarm.server.compile.errors import dim_specialized
 from etfarm.server.compile.screening import operators
 from etfarm.server.compile.screening.errors import OperatorNotAllowed, UnsafeModel, unknown_operator
 from etfarm.wire.dim_guards import why_floats
@@ -45,7 +45,7 @@ _NUMBER: Final = re.compile(r"-?[0-9]{1,20}(\.[0-9]{0,40})?(e[+-]?[0-9]{1,3})?")
 
 
 def edge_dialect_program(what: str) -> EtfarmError:
-    """Return the error of the .pt2 is already lowered, so its operators are ExecuTorch's, which could be code.
+    """Return the error that the .pt2 is already lowered, so its operators are ExecuTorch's, which could be code.
 
     Args:
         what: the evidence in the message.
@@ -219,14 +219,14 @@ def check_guard(text: str, where: str) -> None:
     The keys of dicts may have letters of any script, as in `check_tree`; all other texts are refused.
 
     Raises:
-        DimSpecialized: it compares what torch.export fixes, above all floats that are computed of sizes.
+        DIM_SPECIALIZED: it compares what torch.export fixes, above all floats that are computed of sizes.
         UnsafeModel: it is anything else.
     """
     tree = _parse(text, where, "guards_code", ascii_only=False)
     nodes = _list_nodes(tree, text, where, "guards_code")
     keys = {id(node.slice) for node in nodes if isinstance(node, ast.Subscript)}
     if _is_of_floats(nodes) and (size := _SIZE.search(text)) is not None:
-        raise DimSpecialized("TORCH_EXPORT", f"{size[2]} of {size[1]!r}", why_floats(_SIZE.sub(r"dim \2 of '\1'", text)), "")
+        raise dim_specialized("TORCH_EXPORT", f"{size[2]} of {size[1]!r}", why_floats(_SIZE.sub(r"dim \2 of '\1'", text)), "")
     for node in nodes:
         is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
         if not _is_guard_node(node) or (is_text and id(node) not in keys):

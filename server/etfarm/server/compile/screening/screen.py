@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from etfarm.server.compile.screening import expressions, operators, payloads, pickles
 from etfarm.server.compile.screening.archives import Opened, Records, pt2_records, tensor_records
-from etfarm.server.compile.screening.errors import NotAPt2, NotAPte, OperatorNotAllowed, TruncatedProgram, UnsafeModel
+from etfarm.server.compile.screening.errors import NotAPt2, OperatorNotAllowed, TruncatedProgram, UnsafeModel, not_a_pte
 from etfarm.server.graphs.sources import source_of
 from etfarm.wire import pte
 
@@ -127,7 +127,7 @@ def screen_pte(path: Path) -> None:
     """Refuse a file that is not a .pte, or is truncated.
 
     Raises:
-        NotAPte: the flatbuffer identifier is not ExecuTorch's.
+        NOT_A_PTE: the flatbuffer identifier is not ExecuTorch's.
         TruncatedProgram: the file is shorter than its extended header says.
     """
     size = path.stat().st_size
@@ -135,10 +135,10 @@ def screen_pte(path: Path) -> None:
         head = file.read(pte.HEAD_BYTES)
     identifier = pte.identifier_of(head)
     if len(identifier) < 4 or not identifier.startswith(pte.FAMILY):
-        raise NotAPte("its identifier is not ExecuTorch's")
+        raise not_a_pte("its identifier is not ExecuTorch's")
     if identifier != pte.IDENTIFIER:
         version = identifier.decode(errors="replace")
-        raise NotAPte(f"its format is {version}, and this version reads {pte.IDENTIFIER.decode()}")
+        raise not_a_pte(f"its format is {version}, and this version reads {pte.IDENTIFIER.decode()}")
     try:
         header = pte.read_extended_header(head)
     except pte.HeaderCutOff:
@@ -147,7 +147,7 @@ def screen_pte(path: Path) -> None:
         # The whole file is the flatbuffer, whose verifier checks its end.
         return
     if header.length < pte.MIN_HEADER_BYTES:
-        raise NotAPte(f"its extended header of {header.length} bytes is too short")
+        raise not_a_pte(f"its extended header of {header.length} bytes is too short")
     if header.file_bytes > size:
         raise TruncatedProgram(header.file_bytes, size)
 

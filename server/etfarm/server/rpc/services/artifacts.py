@@ -14,7 +14,7 @@ import structlog
 
 from etfarm.server.access.projects import require_active
 from etfarm.server.access.scope import FARM_HOLDER, agent_holder
-from etfarm.server.artifacts.errors import ArtifactNotFound, BadUpload, artifact_not_of_attempt
+from etfarm.server.artifacts.errors import ArtifactNotFound, artifact_not_of_attempt
 from etfarm.server.artifacts.holdings import Holding
 from etfarm.server.artifacts.store import Store
 from etfarm.server.retention.collection import ArtifactCollection
@@ -76,7 +76,8 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
         self, request: artifact_pb2.FindMissingArtifactsRequest, context: object
     ) -> artifact_pb2.FindMissingArtifactsResponse:
         if len(request.digests) > _MAX_DIGESTS:
-            error = BadUpload(
+            error = error_for(
+                "BAD_UPLOAD",
                 f"A request must have at most {_MAX_DIGESTS} digests, got {len(request.digests)}.",
                 f"Ask for {_MAX_DIGESTS} at a time.",
             )
@@ -97,7 +98,9 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
             async with asyncio.timeout(self._store.limits.upload_idle_s):
                 first = await anext(aiter(request_iterator), None)
         if first is None or first.WhichOneof("message") != "header":
-            error = BadUpload("The first message of an upload must be its header.", "Send UploadArtifactRequest.header first.")
+            error = error_for(
+                "BAD_UPLOAD", "The first message of an upload must be its header.", "Send UploadArtifactRequest.header first."
+            )
             error.reason = "NO_HEADER"
             raise error
         principal = caller()
@@ -224,5 +227,5 @@ def _read_token(token: str) -> tuple[datetime, str, str]:
 async def _chunks(requests: AsyncIterator[artifact_pb2.UploadArtifactRequest]) -> AsyncIterator[artifact_pb2.Chunk]:
     async for request in requests:
         if request.WhichOneof("message") != "chunk":
-            raise BadUpload("The messages after an upload's header must be chunks.")
+            raise error_for("BAD_UPLOAD", "The messages after an upload's header must be chunks.")
         yield request.chunk

@@ -76,7 +76,7 @@ class Node:
 
 
 def no_compile_node(address: str, nodes: Iterable[Node]) -> EtfarmError:
-    """Return the error of no node of the cluster takes work."""
+    """Return the error that no node of the cluster takes work."""
     states = " ".join(f"{node.text.rstrip('.')}." for node in nodes) or "It has no node with cpus."
     return error_for(
         "NO_COMPILE_NODE",

@@ -26,7 +26,7 @@ from typing import Final
 
 from etfarm.server.workers.jail import measures
 from etfarm.server.workers.jail.file_view import Action, Step, View
-from etfarm.server.workers.jail.measures import JailIncomplete, JailReport, Progress
+from etfarm.server.workers.jail.measures import JailReport, Progress, jail_incomplete
 from etfarm.server.workers.limits import Limits
 from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.sandbox import cgroups, namespaces, seccomp, syscalls
@@ -50,7 +50,7 @@ _OWN_MEMORY_BYTES: Final = 256 << 20
 
 
 def network_not_removed(why: str) -> EtfarmError:
-    """Return the error of the child still had a network, so it loaded nothing."""
+    """Return the error that the child still had a network, so it loaded nothing."""
     return error_for(
         "NETWORK_NOT_REMOVED",
         f"The network of a compile process could not be taken away: {why}. No user's model is loaded like this.",
@@ -154,7 +154,7 @@ def enter(
 
     Raises:
         NETWORK_NOT_REMOVED: the kernel refused to remove the network, or the check afterwards failed.
-        JailIncomplete: a measure is missing and the jail is required.
+        JAIL_INCOMPLETE: a measure is missing and the jail is required.
     """
     _detach(folder, log, channel)
     progress = Progress()
@@ -172,7 +172,7 @@ def enter(
     _drop(progress, user)
     report = progress.report()
     if jail.required and report.missing:
-        raise JailIncomplete(report.missing)
+        raise jail_incomplete(report.missing)
     return report
 
 

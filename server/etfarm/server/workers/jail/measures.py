@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
-from etfarm.wire.errors import FarmError, Kind
+from etfarm.wire.errors import EtfarmError, error_for
 
 NETWORK: Final = "network"
 USER: Final = "user"
@@ -69,21 +69,17 @@ class JailReport:
         )
 
 
-class JailIncomplete(FarmError):
-    """The host does not allow measures that the server requires."""
-
-    reason = "JAIL_INCOMPLETE"
-    kind = Kind.FAILED_PRECONDITION
-
-    def __init__(self, missing: Sequence[Measure]) -> None:
-        names = ", ".join(measure.name for measure in missing)
-        why = "; ".join(f"{measure.name}: {measure.detail}" for measure in missing)
-        super().__init__(
-            f"This host does not allow the whole jail of compile processes. Missing: {why}.",
-            "Run the server as root or where unprivileged user namespaces are allowed, on Linux 5.12 or newer; `etfarm serve "
-            "--check` lists every measure. With --no-require-jail the server starts without the missing ones.",
-            measures=names,
-        )  # fmt: skip
+def jail_incomplete(missing: Sequence[Measure]) -> EtfarmError:
+    """Return the error that the host does not allow measures that the server requires."""
+    names = ", ".join(measure.name for measure in missing)
+    why = "; ".join(f"{measure.name}: {measure.detail}" for measure in missing)
+    return error_for(
+        "JAIL_INCOMPLETE",
+        f"This host does not allow the whole jail of compile processes. Missing: {why}.",
+        "Run the server as root or where unprivileged user namespaces are allowed, on Linux 5.12 or newer; `etfarm serve "
+        "--check` lists every measure. With --no-require-jail the server starts without the missing ones.",
+        measures=names,
+    )  # fmt: skip
 
 
 @dataclass

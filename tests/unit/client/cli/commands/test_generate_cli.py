@@ -11,7 +11,6 @@ import pytest
 
 from etfarm.client.cli.commands import generate
 from etfarm.client.cli.commands.generate import prompt_of, stop_tokens_of
-from etfarm.client.cli.usage import Usage
 from etfarm.client.submit.tokenizer import Tokenizer
 from tests.support.refusals import refuses
 
@@ -81,7 +80,7 @@ def test_a_tokenizer_decodes_what_it_encoded_token_by_token(tokenizer_file: Path
     assert pieces[0] and prompt_of(None, None, text, tokenizer) == ids
     parts = [tokenizer.decode_next(token) for token in ids]
     assert "".join(parts) == text and "" in parts, "a character of several tokens comes with its last one"
-    with pytest.raises(Usage, match="has no tokens"):
+    with refuses("USAGE", match="has no tokens"):
         prompt_of(None, None, "", tokenizer)
     with refuses("BAD_TOKENIZER", match="characters"):
         tokenizer.encode("x" * 2_000_000)

@@ -10,13 +10,13 @@ import pytest
 from rich.console import Console
 
 from etfarm.client.cli.options import duration_of, share_of
-from etfarm.client.cli.usage import Usage
 from etfarm.client.cli.views import render
 from etfarm.client.cli.workflows.requirements import INCONCLUSIVE, WORSE, Requirements, exit_code
 from etfarm.client.formats import html, markdown
 from etfarm.wire.report import loads
 from tests.support.documents import completed, report
 from tests.support.golden import Golden
+from tests.support.refusals import refuses
 
 
 def measured(low: float, high: float, source: str = "REPEATS", **changes: Any) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def test_a_share_is_a_fraction_or_a_percentage(text: str | None, expected: float
 
 @pytest.mark.parametrize("text", ["95", "101%", "-1%", "nan", "", "1e-1", "9" * 80])
 def test_what_is_no_share_is_refused(text: str) -> None:
-    with pytest.raises(Usage, match="is not a share"):
+    with refuses("USAGE", match="is not a share"):
         share_of("--min-top1", text)
 
 
@@ -181,5 +181,5 @@ def test_a_duration_has_a_unit(text: str | None, expected_ns: float | None) -> N
 
 @pytest.mark.parametrize("text", ["5", "ms", "-5ms", "0ms", "5min", "nan s", "1e3ms", ""])
 def test_what_is_no_duration_is_refused(text: str) -> None:
-    with pytest.raises(Usage, match="is not a duration"):
+    with refuses("USAGE", match="is not a duration"):
         duration_of("--max-p50", text)

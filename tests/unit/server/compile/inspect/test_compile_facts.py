@@ -23,7 +23,6 @@ from torch import nn  # noqa: E402
 from etfarm.server.compile.inspect import facts, signature, sizes  # noqa: E402
 from etfarm.server.compile.program import places  # noqa: E402
 from etfarm.server.compile.request import InspectRequest  # noqa: E402
-from etfarm.server.compile.screening.errors import NotAPte  # noqa: E402
 from etfarm.v1 import child_pb2  # noqa: E402
 from tests.support import models  # noqa: E402
 from tests.support.compiling import plain  # noqa: E402
@@ -247,7 +246,7 @@ def test_a_dim_that_lowering_fixes_is_named(tmp_path: Path) -> None:
 
 def test_what_is_no_program_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.pte").write_bytes(b"no program at all")
-    with pytest.raises(NotAPte):
+    with refuses("NOT_A_PTE"):
         facts.inspect_pte(InspectRequest(tmp_path / "model.pte", "model"), tmp_path, lambda _: None)
 
 

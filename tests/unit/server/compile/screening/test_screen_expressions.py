@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etfarm.server.compile.errors import DimSpecialized
 from etfarm.server.compile.screening import expressions, pickles
 from etfarm.server.compile.screening.errors import UnsafeModel
+from tests.support.refusals import refuses
 
 
 @given(st.text(max_size=200))
@@ -186,7 +186,7 @@ def test_a_guard_that_multiplies_a_text_is_refused(guard: str) -> None:
     ],
 )
 def test_conditions_on_floats_of_a_size_are_no_attack(guard: str, size: str) -> None:
-    with pytest.raises(DimSpecialized, match=f"^Dim {size} cannot be dynamic as requested: the export fixes") as caught:
+    with refuses("DIM_SPECIALIZED", match=f"^Dim {size} cannot be dynamic as requested: the export fixes") as caught:
         expressions.check_guard(guard, "here")
     assert caught.value.remedy.startswith("Compute sizes with whole numbers")
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from etfarm.server.compile.screening import screen
-from etfarm.server.compile.screening.errors import NotAPte, TruncatedProgram
+from etfarm.server.compile.screening.errors import TruncatedProgram
+from tests.support.refusals import refuses
 
 
 def pte(program: int = 100, base: int = 128, segments: int = 64, size: int = 192) -> bytes:
@@ -26,7 +27,7 @@ def test_a_whole_pte_passes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("data", [b"", b"\0" * 64, b"\x40\0\0\0ET99" + b"\0" * 64, b"\x40\0\0\0FB12" + b"\0" * 64])
 def test_other_bytes_are_no_pte(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "p").write_bytes(data)
-    with pytest.raises(NotAPte):
+    with refuses("NOT_A_PTE"):
         screen.screen_pte(tmp_path / "p")
 
 

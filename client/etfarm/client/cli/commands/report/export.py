@@ -17,11 +17,11 @@ from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.files import require_writable, write_whole
 from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.client.cli.terminal.capabilities import put, tell
-from etfarm.client.cli.usage import Usage
 from etfarm.client.errors import OutputUnwritable
 from etfarm.client.formats import tables, units
 from etfarm.client.jobs.file_names import safe_name
 from etfarm.wire import comparison
+from etfarm.wire.errors import error_for
 
 _SUFFIXES = {
     "json": ".json", "csv": ".csv", "parquet": ".parquet", "html": ".html", "markdown": ".md", "junit": ".junit.xml",
@@ -65,11 +65,13 @@ def export(
     outcome: Outcome = context.obj
     must_be_format(format_)
     if what is not None and format_ not in ("csv", "parquet"):
-        raise Usage(f"--what requires csv or parquet, got {format_}.", "Leave it out.")
+        raise error_for("USAGE", f"--what requires csv or parquet, got {format_}.", "Leave it out.")
     if what is not None and what not in tables.WHAT:
-        raise Usage(f"--what {what!r} is not a table.", f"Give {', '.join(tables.WHAT[:-1])} or {tables.WHAT[-1]}.", what=what)
+        raise error_for(
+            "USAGE", f"--what {what!r} is not a table.", f"Give {', '.join(tables.WHAT[:-1])} or {tables.WHAT[-1]}.", what=what
+        )
     if against is not None and format_ != "html":
-        raise Usage(f"--against requires html, got {format_}.", "Use `etfarm compare` with --markdown or --json.")
+        raise error_for("USAGE", f"--against requires html, got {format_}.", "Use `etfarm compare` with --markdown or --json.")
     if format_ == "parquet":
         from etfarm.client.formats import parquet
 
@@ -82,7 +84,7 @@ def export(
         (must_be_folder if in_folder else require_writable)(target)
     if output == STDOUT or (output is None and format_ in _TO_STDOUT):
         if format_ in _BINARY and sys.stdout.isatty():
-            raise Usage(f"A terminal cannot show {format_}.", "Give -o FILE.")
+            raise error_for("USAGE", f"A terminal cannot show {format_}.", "Give -o FILE.")
         target = Path(STDOUT)
     source = documents.find(job, outcome, server=server, tls_ca=tls_ca, with_series=format_ not in _WITHOUT_SERIES)
     document = formats.only(source.document, report or [])
@@ -135,14 +137,14 @@ def must_be_format(name: str) -> None:
     """
     if name not in formats.NAMES:
         message = f"--format {name!r} is not a known format." if name else "--format is missing."
-        raise Usage(message, f"Give one of {', '.join(formats.NAMES)}.", format=name)
+        raise error_for("USAGE", message, f"Give one of {', '.join(formats.NAMES)}.", format=name)
 
 
 def written(document: dict[str, Any], format_: str, what: str | None, *, folder: bool) -> dict[str, bytes]:
     """Return the files of a format by name: one, or both if they go to a folder: tables, or the graph and its nodes' times.
 
     Raises:
-        ExtraMissing: the format needs a library that is not installed.
+        EXTRA_MISSING: the format needs a library that is not installed.
     """
     stem = stem_of(document)
     suffix = _SUFFIXES[format_]
@@ -201,12 +203,13 @@ def save_raw_files(
 
     job, choice = comparison.split_choice(job)
     if report_file.is_named(job):
-        raise Usage(
+        raise error_for(
+            "USAGE",
             "ExecuTorch's files are in a farm's store, not in a report file.",
             "Name the job: etfarm report export JOB --format executorch.",
         )
     if output == STDOUT:
-        raise Usage("--format executorch writes several files.", "Name a folder: -o FOLDER.")
+        raise error_for("USAGE", "--format executorch writes several files.", "Name a folder: -o FOLDER.")
     if output is not None:
         must_be_folder(Path(output))
 
@@ -218,7 +221,7 @@ def save_raw_files(
             cells = {cell.id: cell.index for cell in handle.info.cells}
             chosen = [(cells[entry["cell"]], entry) for entry in document["reports"]]
             if not chosen:
-                raise Usage(f"Job {handle.id} has no report yet.", f"Wait for it: etfarm jobs watch {handle.id}.")
+                raise error_for("USAGE", f"Job {handle.id} has no report yet.", f"Wait for it: etfarm jobs watch {handle.id}.")
             folders = []
             for index, entry in chosen:
                 parts = (str(index), (entry["model"] or {}).get("name"), entry["recipe"], entry["method"])
@@ -254,8 +257,8 @@ def must_be_folder(path: Path) -> None:
         OutputUnwritable: this user may not write there.
     """
     if path.exists() and not path.is_dir():
-        raise Usage(f"{path} is not a folder.", "Name a folder.", path=path)
+        raise error_for("USAGE", f"{path} is not a folder.", "Name a folder.", path=path)
     if not path.exists() and not path.parent.is_dir():
-        raise Usage(f"There is no folder {path.parent} for {path}.", "Create it first.", path=path)
+        raise error_for("USAGE", f"There is no folder {path.parent} for {path}.", "Create it first.", path=path)
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise OutputUnwritable(f"{path} cannot be written: Permission denied.", "Give another path.", path=path)

@@ -13,8 +13,8 @@ from etfarm.client.cli.commands.report import documents
 from etfarm.client.cli.commands.report.export import export
 from etfarm.client.cli.commands.report.tag import analyze, tag
 from etfarm.client.cli.outcome import STDOUT, Outcome
-from etfarm.client.cli.usage import Usage
 from etfarm.wire import views
+from etfarm.wire.errors import error_for
 
 
 def main(argv: list[str]) -> int:
@@ -52,7 +52,7 @@ def show(
     outcome: Outcome = context.obj
     outcome.goes_to(json)
     if by is None and sort is not None:
-        raise Usage("--sort requires --by.", f"Give --by {', '.join(views.BY)} too.")
+        raise error_for("USAGE", "--sort requires --by.", f"Give --by {', '.join(views.BY)} too.")
     if by is not None:
         views.check(by, sort or "total")
     source = documents.find(job, outcome, server=server, tls_ca=tls_ca, with_series=json is not None)

@@ -11,8 +11,8 @@ from etfarm.client.cli import options
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.client.cli.terminal.capabilities import tell
-from etfarm.client.cli.usage import Usage
 from etfarm.client.formats import units
+from etfarm.wire.errors import error_for
 
 if TYPE_CHECKING:
     from etfarm.client.models import JobResult
@@ -31,7 +31,7 @@ def tag(
     from etfarm.client.aio import AsyncFarm
 
     if not name and not remove:
-        raise Usage("A tag's name is missing.", "Give for example `etfarm report tag latest baseline`.")
+        raise error_for("USAGE", "A tag's name is missing.", "Give for example `etfarm report tag latest baseline`.")
 
     async def change() -> str:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
