@@ -16,9 +16,10 @@ from etfarm.server.artifacts.blobs import write_blob
 from etfarm.server.backup import manifest as manifests
 from etfarm.server.backup.backup import back_up
 from etfarm.server.config import DATABASE
-from etfarm.server.state.folder import LOCK, RestoreUnfinished, require_restored
+from etfarm.server.state.folder import LOCK, require_restored
 from etfarm.server.state.sqlite import SqliteDatabase
 from etfarm.wire import digest as digests
+from etfarm.wire.errors import UserError
 from tests.support.deaths import Deaths
 
 pytestmark = pytest.mark.slow(reason="kills a backup and a restore at each of their steps")
@@ -61,8 +62,8 @@ def is_restored(data: Path) -> bool:
     """Return whether a server starts on a data folder with a database."""
     try:
         require_restored(data)
-    except RestoreUnfinished as error:
-        assert "etfarm restore" in error.remedy
+    except UserError as error:
+        assert error.reason == "RESTORE_UNFINISHED" and "etfarm restore" in error.remedy
         return False
     return (data / DATABASE).exists()
 

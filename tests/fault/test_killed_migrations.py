@@ -18,10 +18,10 @@ from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.backup.backup import back_up
 from etfarm.server.migrate.migration import Migration, Place
 from etfarm.server.state import schema
-from etfarm.server.state.copies import CopyUnfinished, FarmMoved
 from etfarm.server.state.database_url import DatabaseUrl
-from etfarm.server.state.folder import RestoreUnfinished, require_restored
+from etfarm.server.state.folder import require_restored
 from etfarm.server.transfer.database import FarmDatabase
+from etfarm.wire.errors import EtfarmError, UserError
 from tests.support.databases import PostgresDatabases
 from tests.support.deaths import Deaths
 from tests.support.full_farm import blobs_of, contents, new_farm
@@ -69,8 +69,8 @@ def is_farm(database: FarmDatabase) -> bool:
         return False
     try:
         database.open()
-    except (CopyUnfinished, FarmMoved) as error:
-        assert error.remedy
+    except EtfarmError as error:
+        assert error.reason in ("COPY_UNFINISHED", "FARM_MOVED") and error.remedy
         return False
     with database.connected() as connection, connection.begin():
         return connection.execute(select(schema.jobs.c.id).limit(1)).first() is not None
@@ -160,7 +160,8 @@ def test_a_killed_restore_to_postgresql_is_repeated(
 def is_restored(data: Path) -> bool:
     try:
         require_restored(data)
-    except RestoreUnfinished:
+    except UserError as error:
+        assert error.reason == "RESTORE_UNFINISHED"
         return False
     return True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from etfarm.server.reports.trace import etdump
+from etfarm.wire.errors import DeviceError
 from tests.fuzz import flatbuffers
 
 TOKENS = (b"ED00", b"Method::execute", b"DELEGATE_CALL", b"native_call_cumsum.out")
@@ -21,10 +22,10 @@ def attacks() -> list[bytes]:
 
 
 def fuzz(data: bytes) -> None:
-    """A dump is a trace whose times fit its iterations, or a BadTrace."""
+    """A dump is a trace whose times fit its iterations, or a BAD_TRACE."""
     try:
         trace = etdump.read(data)
-    except etdump.BadTrace as error:
+    except DeviceError as error:
         assert str(error)
         return
     assert all(call.times_ns.shape == trace.method_ns.shape for call in trace.calls)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from etfarm.wire.errors import UserError, error_for
+from etfarm.wire.errors import error_for
 
 if TYPE_CHECKING:
     from etfarm.v1.device_pb2 import Device
@@ -33,12 +33,6 @@ MAX_CHARACTERS: Final = 4096
 
 MAX_TERMS: Final = 64
 """Maximum number of terms of a selector."""
-
-
-class UnknownSelectorKey(UserError):
-    """A selector with a key that devices do not have."""
-
-    reason = "UNKNOWN_SELECTOR_KEY"
 
 
 _MAX_LABELS: Final = 1_000
@@ -69,7 +63,7 @@ def parse(text: str) -> Selector:
     """Return the selector in `text`, ignoring blanks around terms.
 
     Raises:
-        UnknownSelectorKey: a key is not in `KEYS`.
+        UNKNOWN_SELECTOR_KEY: a key is not in `KEYS`.
         BAD_SELECTOR: the text is too long or has too many terms, a term is not KEY OP VALUE, or its value has the wrong type.
     """
     if len(text) > MAX_CHARACTERS:
@@ -118,7 +112,9 @@ def _term(text: str) -> Term:
     if key not in KEYS and not (key.startswith("label.") and len(key) > len("label.")):
         near = _nearest(key)
         hint = f" Did you mean {near!r}?" if near else ""
-        raise UnknownSelectorKey(f"Devices have no {key!r} to select by.{hint}", f"Keys: {', '.join(KEYS)}.", key=key)
+        raise error_for(
+            "UNKNOWN_SELECTOR_KEY", f"Devices have no {key!r} to select by.{hint}", f"Keys: {', '.join(KEYS)}.", key=key
+        )
     if not value:
         raise error_for("BAD_SELECTOR", f"The selector {bare!r} has no value.", "Give KEY=VALUE.", term=text)
     if key in _NUMERIC:

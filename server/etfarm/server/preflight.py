@@ -130,7 +130,7 @@ async def require_ready(config: Config) -> JailReport | None:
 
     Raises:
         BlobsUnusable: the artifacts are elsewhere, the S3 server refuses requests, or the bucket's folder is another farm's.
-        FarmMoved: the farm was moved to another database.
+        FARM_MOVED: the farm was moved to another database.
         DATABASE_LOST: the database is empty, and there are artifacts of a farm.
         EtfarmError: another part of the configuration cannot be used.
     """

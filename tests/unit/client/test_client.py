@@ -211,7 +211,7 @@ def test_a_recipe_file_is_the_recipe_that_it_names(golden: Golden, tmp_path: Pat
     path = tmp_path / "mine.toml"
     path.write_text('recipe = "xnnpack_fp32"\n')
     assert read_recipe(str(path)).digest == recipes.parse("xnnpack_fp32").digest
-    with pytest.raises(recipes.BadRecipeText) as refused:
+    with refuses("BAD_RECIPE_TEXT") as refused:
         read_recipe(str(tmp_path / "none.toml"))
     golden.check(refused.value)
     path.write_text('recipe = "xnnpack_fp32"\nstrikt = true\n')

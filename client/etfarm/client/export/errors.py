@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from etfarm.wire.errors import EtfarmError, Kind, UserError, error_for
+from etfarm.wire.errors import EtfarmError, UserError, error_for
 
 STAGE = "TORCH_EXPORT"
 """Stage in errors of exporting."""
@@ -51,20 +51,16 @@ def unknown_demo(demo: str, nearest: Sequence[str], known: Sequence[str]) -> Etf
     )
 
 
-class TruncatedProgram(UserError):
-    """A .pte file ends before the end that its header gives."""
-
-    reason = "TRUNCATED_PROGRAM"
-    kind = Kind.DATA_LOSS
-
-    def __init__(self, path: str, size_bytes: int, expected_bytes: int) -> None:
-        super().__init__(
-            f"{path} is cut off: it has {size_bytes} bytes, but its header says {expected_bytes}.",
-            "Copy or download it again.",
-            path=path,
-            size_bytes=size_bytes,
-            expected_bytes=expected_bytes,
-        )
+def truncated_program(path: str, size_bytes: int, expected_bytes: int) -> EtfarmError:
+    """Return the error of a .pte file ends before the end that its header gives."""
+    return error_for(
+        "TRUNCATED_PROGRAM",
+        f"{path} is cut off: it has {size_bytes} bytes, but its header says {expected_bytes}.",
+        "Copy or download it again.",
+        path=path,
+        size_bytes=size_bytes,
+        expected_bytes=expected_bytes,
+    )
 
 
 def factory_not_found(where: str, factory: str, functions: Sequence[str]) -> EtfarmError:

@@ -17,7 +17,7 @@ from typing import Final
 from etfarm.client.export.errors import (
     FORMS,
     BadModelArgument,
-    TruncatedProgram,
+    truncated_program,
     unknown_demo,
 )
 from etfarm.client.export.huggingface_folder import parse_options, read_folder
@@ -248,11 +248,11 @@ def check_pte(path: Path) -> None:
     try:
         header = pte.read_extended_header(head)
     except pte.HeaderCutOff:
-        raise TruncatedProgram(shown, size, max(expected, pte.HEAD_BYTES)) from None
+        raise truncated_program(shown, size, max(expected, pte.HEAD_BYTES)) from None
     if header is not None:
         expected = max(expected, header.file_bytes)
     if size < expected:
-        raise TruncatedProgram(shown, size, expected)
+        raise truncated_program(shown, size, expected)
 
 
 def _folder(text: str) -> HuggingFaceFolder:

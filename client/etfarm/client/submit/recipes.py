@@ -38,7 +38,7 @@ def read_recipe(text: str | Recipe) -> Recipe:
         content = Path(text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise recipes.BadRecipeText(f"The recipe file {text} cannot be read: {why}.", path=text) from None
+        raise error_for("BAD_RECIPE_TEXT", f"The recipe file {text} cannot be read: {why}.", path=text) from None
     try:
         return recipes.from_toml(content, name=Path(text).stem)
     except UserError as error:

@@ -11,7 +11,6 @@ from etfarm.device_agents.adb.commands import Completed
 from etfarm.device_agents.adb.errors import (
     AdbRefused,
     AdbServerMissing,
-    PhoneAnswerTooLong,
     PhoneFileMissing,
     PhoneFileRefused,
     PhoneFull,
@@ -19,6 +18,7 @@ from etfarm.device_agents.adb.errors import (
     PhoneSilent,
     adb_address_malformed,
     adb_missing,
+    phone_answer_too_long,
 )
 from etfarm.device_agents.adb.phones import Phone, State
 from etfarm.device_agents.adb.server import AdbServer
@@ -33,7 +33,6 @@ __all__ = [
     "Completed",
     "OnProgress",
     "Phone",
-    "PhoneAnswerTooLong",
     "PhoneFileMissing",
     "PhoneFileRefused",
     "PhoneFull",
@@ -45,5 +44,6 @@ __all__ = [
     "State",
     "adb_address_malformed",
     "adb_missing",
+    "phone_answer_too_long",
     "server_address",
 ]

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Final
 
-from etfarm.device_agents.adb.errors import PhoneAnswerTooLong
+from etfarm.device_agents.adb.errors import phone_answer_too_long
 from etfarm.device_agents.adb.shell import ShellProcess
 
 READ_BYTES: Final = 1 << 16
@@ -31,7 +31,7 @@ async def complete(process: ShellProcess, input: bytes, during: str, max_bytes: 
         max_bytes: limit for stdout and stderr together.
 
     Raises:
-        PhoneAnswerTooLong: it wrote more than `max_bytes`.
+        PHONE_ANSWER_TOO_LONG: it wrote more than `max_bytes`.
     """
     left = max_bytes
 
@@ -41,7 +41,7 @@ async def complete(process: ShellProcess, input: bytes, during: str, max_bytes: 
         while part := await stream.read(READ_BYTES):
             left -= len(part)
             if left < 0:
-                raise PhoneAnswerTooLong(process.serial, during, max_bytes)
+                raise phone_answer_too_long(process.serial, during, max_bytes)
             parts.append(part)
         return b"".join(parts)
 

@@ -101,17 +101,15 @@ class PhoneSilent(DeviceError):
         )
 
 
-class PhoneAnswerTooLong(DeviceError):
-    """A command's output or a file that is larger than the caller accepts."""
-
-    reason = "PHONE_ANSWER_TOO_LONG"
-    kind = Kind.RESOURCE_EXHAUSTED
-
-    def __init__(self, serial: str, during: str, max_bytes: int) -> None:
-        self.serial = serial
-        super().__init__(
-            f"The phone {serial} sent more than {max_bytes} bytes ({during}).", serial=serial, during=during, max_bytes=max_bytes
-        )
+def phone_answer_too_long(serial: str, during: str, max_bytes: int) -> EtfarmError:
+    """Return the error of a command's output or a file that is larger than the caller accepts."""
+    return error_for(
+        "PHONE_ANSWER_TOO_LONG",
+        f"The phone {serial} sent more than {max_bytes} bytes ({during}).",
+        serial=serial,
+        during=during,
+        max_bytes=max_bytes,
+    )
 
 
 class PhoneFileRefused(DeviceError):

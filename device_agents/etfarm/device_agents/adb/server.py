@@ -176,7 +176,7 @@ class AdbServer:
 
         Raises:
             PhoneSilent: the command did not end within the deadline.
-            PhoneAnswerTooLong: it wrote more than `max_bytes`.
+            PHONE_ANSWER_TOO_LONG: it wrote more than `max_bytes`.
             AdbRefused, PhoneGone: it could not be started, or its end is not known.
         """
         during = f"running {command[:40]!r}"
@@ -252,7 +252,7 @@ class AdbServer:
         Raises:
             PhoneFileMissing: the phone has no such file.
             PhoneFileRefused: the phone refuses to read it.
-            PhoneAnswerTooLong: the file has more than `max_bytes`.
+            PHONE_ANSWER_TOO_LONG: the file has more than `max_bytes`.
             OSError: `path` cannot be written.
         """
         partial = path.with_name(f".{path.name}.{os.urandom(4).hex()}.partial")

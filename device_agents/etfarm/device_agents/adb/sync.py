@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from etfarm.device_agents.adb.errors import PhoneAnswerTooLong, PhoneFileRefused, PhoneGone, PhoneSilent, file_refusal
+from etfarm.device_agents.adb.errors import PhoneFileRefused, PhoneGone, PhoneSilent, file_refusal, phone_answer_too_long
 from etfarm.device_agents.adb.link import Link
 
 _CHUNK_BYTES: Final = 64 << 10
@@ -130,7 +130,7 @@ class Sync:
         Raises:
             PhoneFileMissing: the file does not exist.
             PhoneFileRefused: the phone refuses to read it.
-            PhoneAnswerTooLong: the file has more than `max_bytes`.
+            PHONE_ANSWER_TOO_LONG: the file has more than `max_bytes`.
             PhoneGone, PhoneSilent: the connection failed.
         """
         during = f"reading {remote}"
@@ -146,7 +146,7 @@ class Sync:
                 raise self._unexpected_answer(remote, kind)
             done += size
             if max_bytes is not None and done > max_bytes:
-                raise PhoneAnswerTooLong(self._serial, during, max_bytes)
+                raise phone_answer_too_long(self._serial, during, max_bytes)
             file.write(await self._receive(size, during))
             if on_progress is not None:
                 on_progress(done, max(done, total))

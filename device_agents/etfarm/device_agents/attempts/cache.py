@@ -20,7 +20,7 @@ from etfarm.v1 import common_pb2
 from etfarm.wire import digest
 from etfarm.wire.bundles import NotABundle
 from etfarm.wire.chunks import Progressed
-from etfarm.wire.errors import DeviceError, error_for
+from etfarm.wire.errors import EtfarmError, error_for
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +30,6 @@ DOWNLOADS: Final = 16
 """Number of downloads at a time. Servers close connections that read many responses slowly, as the phones of an agent would that
 share a narrow line."""
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
-
-
-class BundleUnusable(DeviceError):
-    """A runner bundle that this device cannot unpack or keep intact."""
-
-    reason = "DEVICE_BUNDLE_UNUSABLE"
 
 
 class Cache:
@@ -182,7 +176,7 @@ class Lease:
         """Return the runner bundle that the artifact is, unpacked and verified.
 
         Raises:
-            BundleUnusable: the bundle cannot be unpacked here, although its archive was verified or fetched once more.
+            DEVICE_BUNDLE_UNUSABLE: the bundle cannot be unpacked here, although its archive was verified or fetched once more.
             As `fetch`.
         """
         self.digests.add(artifact.digest)
@@ -196,10 +190,11 @@ def _checked(name: str) -> str:
     return name
 
 
-def _bundle_failed(artifact: common_pb2.Artifact, archive: Path, error: NotABundle | OSError) -> DeviceError:
+def _bundle_failed(artifact: common_pb2.Artifact, archive: Path, error: NotABundle | OSError) -> EtfarmError:
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         return _disk_full(artifact, archive)
-    return BundleUnusable(
+    return error_for(
+        "DEVICE_BUNDLE_UNUSABLE",
         f"The runner bundle {artifact.digest[:12]} cannot be unpacked on this device: "
         f"{error.metadata['why'] if isinstance(error, NotABundle) else error}.",
         "Check the device's disk; `etfarm bundle build` builds another bundle.",

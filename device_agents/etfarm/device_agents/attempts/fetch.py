@@ -36,7 +36,7 @@ async def fetch_program(
         on_progress: takes the transferred bytes and the total.
 
     Raises:
-        DIGEST_MISMATCH, NO_RUNNER, BundleUnusable, DEVICE_RUNNER_UNUSABLE: the server sent something that cannot be run.
+        DIGEST_MISMATCH, NO_RUNNER, DEVICE_BUNDLE_UNUSABLE, DEVICE_RUNNER_UNUSABLE: the server sent something that cannot be run.
         As `Lease.fetch` and `Target.install`.
     """
     program, arch = candidate.program, target.device.arch

@@ -115,55 +115,40 @@ class InputMismatch(UserError):
         )
 
 
-class OperatorMissing(UserError):
-    """Operators of the program for which the runner has no kernel."""
-
-    reason = "OPERATOR_MISSING"
-    kind = Kind.FAILED_PRECONDITION
-
-    def __init__(self, stage: str, operators: Sequence[str]) -> None:
-        super().__init__(
-            f"The runner has no kernel for {', '.join(operators) or 'an operator of the program'}.",
-            "Use a recipe that decomposes or delegates it.",
-            stage=stage,
-            operators=",".join(operators),
-        )
-        self.operators = tuple(operators)
+def operator_missing(stage: str, operators: Sequence[str]) -> EtfarmError:
+    """Return the error of operators of the program for which the runner has no kernel."""
+    return error_for(
+        "OPERATOR_MISSING",
+        f"The runner has no kernel for {', '.join(operators) or 'an operator of the program'}.",
+        "Use a recipe that decomposes or delegates it.",
+        stage=stage,
+        operators=",".join(operators),
+    )
 
 
-class BackendMissing(UserError):
-    """A delegate that the program needs and the runner does not have."""
-
-    reason = "BACKEND_MISSING"
-    kind = Kind.FAILED_PRECONDITION
-
-    def __init__(self, stage: str, backends: Sequence[str]) -> None:
-        super().__init__(
-            f"The runner has no backend {', '.join(backends)}, which the program was lowered for.",
-            "Use a recipe of a backend that the device has.",
-            stage=stage,
-            backends=",".join(backends),
-        )
-        self.backends = tuple(backends)
+def backend_missing(stage: str, backends: Sequence[str]) -> EtfarmError:
+    """Return the error of a delegate that the program needs and the runner does not have."""
+    return error_for(
+        "BACKEND_MISSING",
+        f"The runner has no backend {', '.join(backends)}, which the program was lowered for.",
+        "Use a recipe of a backend that the device has.",
+        stage=stage,
+        backends=",".join(backends),
+    )
 
 
-class DataMissing(UserError):
-    """Weights of the program that are in none of the .ptd files supplied with it."""
-
-    reason = "PROGRAM_DATA_MISSING"
-    kind = Kind.FAILED_PRECONDITION
-
-    def __init__(self, stage: str, keys: Sequence[str]) -> None:
-        # A delegate's keys are hashes.
-        shown = ", ".join(key if len(key) <= 40 else f"{key[:12]}..." for key in keys[:5])
-        shown += f" and {len(keys) - 5} more" if len(keys) > 5 else ""
-        super().__init__(
-            f"The program needs data that none of its .ptd files contains: {shown}.",
-            "Give the .ptd files that were written with the .pte.",
-            stage=stage,
-            keys=",".join(keys),
-        )
-        self.keys = tuple(keys)
+def data_missing(stage: str, keys: Sequence[str]) -> EtfarmError:
+    # A delegate's keys are hashes.
+    """Return the error of weights of the program that are in none of the .ptd files supplied with it."""
+    shown = ", ".join(key if len(key) <= 40 else f"{key[:12]}..." for key in keys[:5])
+    shown += f" and {len(keys) - 5} more" if len(keys) > 5 else ""
+    return error_for(
+        "PROGRAM_DATA_MISSING",
+        f"The program needs data that none of its .ptd files contains: {shown}.",
+        "Give the .ptd files that were written with the .pte.",
+        stage=stage,
+        keys=",".join(keys),
+    )
 
 
 def runner_lacks(stage: str, message: str) -> EtfarmError:

@@ -155,7 +155,7 @@ class RunnerProcess:
             ProgramCrashed, ProgramHung, ProgramOutOfMemory: the process has ended.
             RunnerBroken, DEVICE_RUNNER_KILLED: the process has ended, and the program is not to blame.
             RUNNER_CLOSED: the process had ended before.
-            InputMismatch, OperatorMissing, BackendMissing, ProgramFailed and others: the command was refused; the process is
+            InputMismatch, OPERATOR_MISSING, BACKEND_MISSING, ProgramFailed and others: the command was refused; the process is
                 usable.
         """
         async with self._lock:
@@ -342,11 +342,11 @@ class RunnerProcess:
             case "INPUT_MISMATCH":
                 return errors.InputMismatch(stage, message)
             case "OPERATOR_MISSING":
-                return errors.OperatorMissing(stage, names)
+                return errors.operator_missing(stage, names)
             case "BACKEND_MISSING":
-                return errors.BackendMissing(stage, names)
+                return errors.backend_missing(stage, names)
             case "DATA_MISSING":
-                return errors.DataMissing(stage, names)
+                return errors.data_missing(stage, names)
             case "UNSUPPORTED":
                 return errors.runner_lacks(stage, message)
             case "OUT_OF_MEMORY":

@@ -165,7 +165,7 @@ class RemoteRunner:
             )
 
     async def load_method(self, name: str, *, trace: bool = False, debug: bool = False, keep: bool = False) -> MethodLoaded:
-        """Load `name` and make it the current method; OperatorMissing and BackendMissing name what the runner lacks."""
+        """Load `name` and make it the current method; OPERATOR_MISSING and BACKEND_MISSING name what the runner lacks."""
         self._method = None
         arguments: list[tuple[str, Argument]] = [("name", name), ("trace", int(trace)), ("debug", int(debug))]
         if keep:

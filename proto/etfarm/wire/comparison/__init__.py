@@ -50,7 +50,7 @@ from etfarm.wire.comparison.accuracy_gate import EXACT_DB
 from etfarm.wire.comparison.document import SCHEMA, compare, failed
 from etfarm.wire.comparison.gate import UNDECIDED, Gate, Limit, judge
 from etfarm.wire.comparison.message import from_message, to_message
-from etfarm.wire.comparison.sides import NoSuchReport, NothingToCompare, Side, label, split_choice, traits
+from etfarm.wire.comparison.sides import Side, label, split_choice, traits
 
 __all__ = [
     "EXACT_DB",
@@ -58,8 +58,6 @@ __all__ = [
     "UNDECIDED",
     "Gate",
     "Limit",
-    "NoSuchReport",
-    "NothingToCompare",
     "Side",
     "compare",
     "failed",

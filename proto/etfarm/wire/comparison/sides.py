@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from etfarm.wire.changes import encoder_inputs
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import Kind, UserError, error_for
 from etfarm.wire.report import Json
 
 CHOICE = "#"
@@ -21,13 +21,6 @@ class NothingToCompare(UserError):
 
     reason = "NOTHING_TO_COMPARE"
     kind = Kind.FAILED_PRECONDITION
-
-
-class NoSuchReport(UserError):
-    """A choice after `#` that matches no report."""
-
-    reason = "REPORT_NOT_FOUND"
-    kind = Kind.NOT_FOUND
 
 
 @dataclass(frozen=True)
@@ -68,7 +61,8 @@ class Side:
             if not matches and len(self.choice) >= _LEAST_PREFIX:
                 matches = [report for report in reports if str(report["cell"]).startswith(self.choice)]
         if not matches:
-            raise NoSuchReport(
+            raise error_for(
+                "REPORT_NOT_FOUND",
                 f"{self._begin()} has no report {self.choice!r}: it has {self.listed}.",
                 "Give a number, a recipe, a model, or the first characters of a cell's id.",
                 choice=self.choice,

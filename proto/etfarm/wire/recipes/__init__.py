@@ -6,9 +6,7 @@ to the same digest. Stdlib only. Each server reports whether a recipe's tools ar
 
 from etfarm.wire.recipes.components import EDGE, EXECUTORCH, PARTITIONERS, QUANTIZERS, ComponentSpecification
 from etfarm.wire.recipes.errors import (
-    BadCombination,
     BadRecipeArgument,
-    BadRecipeText,
     bad_recipe_field,
     literal,
     unknown_recipe,
@@ -28,9 +26,7 @@ __all__ = [
     "QUANTIZERS",
     "RECIPES",
     "Argument",
-    "BadCombination",
     "BadRecipeArgument",
-    "BadRecipeText",
     "Component",
     "ComponentSpecification",
     "MethodOptions",

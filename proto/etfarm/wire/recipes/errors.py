@@ -50,12 +50,6 @@ class BadRecipeArgument(UserError):
         )
 
 
-class BadRecipeText(UserError):
-    """A text that is not a recipe: `name`, `name:key=value,...`, several joined by `+`, or the TOML or JSON of one."""
-
-    reason = "BAD_RECIPE_TEXT"
-
-
 def bad_recipe_field(field: str, value: object, allowed: str, near: str = "") -> EtfarmError:
     """Return the error of a field of a recipe file that is unknown, or whose value is not allowed.
 
@@ -70,12 +64,6 @@ def bad_recipe_field(field: str, value: object, allowed: str, near: str = "") ->
         f"{field} {what}.", f"Allowed: {allowed}.{near}",
         field=field, value="" if value is None else shown(value), allowed=allowed,
     )  # fmt: skip
-
-
-class BadCombination(UserError):
-    """Recipes, partitioners and quantizers that cannot be combined."""
-
-    reason = "BAD_RECIPE_COMBINATION"
 
 
 def _find_near(name: str, known: Sequence[str]) -> list[str]:

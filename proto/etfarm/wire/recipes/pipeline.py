@@ -7,7 +7,7 @@ from typing import Final
 
 from etfarm.wire import stages as export_stages
 from etfarm.wire.errors import error_for
-from etfarm.wire.recipes.errors import BadCombination, bad_recipe_field, did_you_mean
+from etfarm.wire.recipes.errors import bad_recipe_field, did_you_mean
 from etfarm.wire.recipes.recipe import Recipe
 from etfarm.wire.recipes.table import Quantization
 
@@ -20,7 +20,7 @@ def check(recipe: Recipe) -> None:
     The quantization of an unknown plug-in's recipe is not checked; see `Recipe.resolved`.
 
     Raises:
-        BAD_STAGES, BadCombination: the recipe is not valid.
+        BAD_STAGES, BAD_RECIPE_COMBINATION: the recipe is not valid.
     """
     check_combination(recipe)
     check_pipeline(recipe)
@@ -35,20 +35,25 @@ def check_combination(recipe: Recipe) -> None:
     all modules of the same backend, which leaves nothing.
 
     Raises:
-        BadCombination: the parts cannot be combined; the error names them.
+        BAD_RECIPE_COMBINATION: the parts cannot be combined; the error names them.
     """
     names = [part.name for part in recipe.parts]
     if len(names) > 1 and "portable" in names:
-        raise BadCombination(
-            "portable cannot be combined: it delegates nothing, so it adds nothing.", "Leave it out.", recipes=",".join(names)
+        raise error_for(
+            "BAD_RECIPE_COMBINATION",
+            "portable cannot be combined: it delegates nothing, so it adds nothing.",
+            "Leave it out.",
+            recipes=",".join(names),
         )
     if recipe.options.per_op and not recipe.takes_xnnpack:
-        raise BadCombination(
+        raise error_for(
+            "BAD_RECIPE_COMBINATION",
             f"per_op gives each operator a delegate of XNNPACK, which {recipe.name} does not use.", "Leave per_op out.",
             recipes=",".join(names),
         )  # fmt: skip
     if recipe.options.fuse_activations and not recipe.takes_xnnpack:
-        raise BadCombination(
+        raise error_for(
+            "BAD_RECIPE_COMBINATION",
             f"fuse_activations quantizes as one what XNNPACK fuses, which {recipe.name} does not use.",
             "Leave fuse_activations out.", recipes=",".join(names),
         )  # fmt: skip
@@ -59,14 +64,16 @@ def check_combination(recipe: Recipe) -> None:
     quantizing = [part.name for part in recipe.parts if part.specification.quantization is not Quantization.NONE]
     others = quantizing if len(quantizing) > 1 else []
     if others:
-        raise BadCombination(
+        raise error_for(
+            "BAD_RECIPE_COMBINATION",
             f"{' and '.join(others)} cannot be combined: {source[0].name} replaces modules before the export, "
             "and what is quantized already cannot be quantized again.",
             "Keep one of them.", recipes=",".join(others),
         )  # fmt: skip
     options = recipe.options
     if options.quantizers or any(method.quantizers for method in options.methods.values()):
-        raise BadCombination(
+        raise error_for(
+            "BAD_RECIPE_COMBINATION",
             f"{source[0].name} cannot be combined with quantizers: it replaces modules before the export, "
             "and what is quantized already cannot be quantized again.",
             "Leave the quantizers or that recipe out.", recipes=source[0].name,
@@ -81,7 +88,8 @@ def _check_quantizers(recipe: Recipe) -> None:
             continue
         first = by_backend.setdefault(part.specification.backend, part.name)
         if first != part.name:
-            raise BadCombination(
+            raise error_for(
+                "BAD_RECIPE_COMBINATION",
                 f"{first} and {part.name} cannot be combined: both quantize the whole model for {part.specification.backend}, "
                 f"and {part.name} would only get what {first} leaves.",
                 "Keep one of them, or write a recipe file: [methods.NAME] quantizers gives a method its own, and [[quantizers]] "
@@ -92,7 +100,8 @@ def _check_quantizers(recipe: Recipe) -> None:
         taken: set[str] = set()
         for entry in quantizers or ():
             if entry.name in taken:
-                raise BadCombination(
+                raise error_for(
+                    "BAD_RECIPE_COMBINATION",
                     f"Two quantizers {entry.name} cannot be combined: the first one takes the whole model, and leaves the second "
                     "nothing.",
                     "Put the one with only_modules, only_operators or dynamic = true first, or leave one out.",
@@ -128,7 +137,8 @@ def check_pipeline(recipe: Recipe) -> None:
             "Write SOURCE_TRANSFORM before TORCH_EXPORT.", stages=order, stage_name="SOURCE_TRANSFORM",
         )  # fmt: skip
     if quantization not in _PT2E and recipe.resolved and (changes := recipe.options.before_quantization()):
-        raise BadCombination(
+        raise error_for(
+            "BAD_RECIPE_COMBINATION",
             f"{' and '.join(changes)} changes what the stage QUANTIZE quantizes, which recipe {name} does not have.",
             f"Leave {' and '.join(changes)} out, or name a recipe or quantizers of pt2e.", recipes=name,
         )  # fmt: skip

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from etfarm.wire.errors import error_for
 from etfarm.wire.recipes import fields, pipeline
 from etfarm.wire.recipes.errors import (
-    BadCombination,
     BadRecipeArgument,
-    BadRecipeText,
     bad_recipe_field,
     unknown_recipe,
     unknown_recipe_argument,
@@ -41,8 +40,8 @@ def parse(text: str) -> Recipe:
     """Return the recipe of `name`, `name:key=value,...`, or several of these joined by `+`. For a TOML file see `from_toml`.
 
     Raises:
-        BadRecipeText: the text has another form.
-        UNKNOWN_RECIPE, UNKNOWN_RECIPE_ARGUMENT, BadRecipeArgument, BadCombination: the recipe is not valid.
+        BAD_RECIPE_TEXT: the text has another form.
+        UNKNOWN_RECIPE, UNKNOWN_RECIPE_ARGUMENT, BadRecipeArgument, BAD_RECIPE_COMBINATION: the recipe is not valid.
     """
     _require_short(text)
     return _checked(Recipe(_merged([_part(part, text) for part in _bounded_parts(text.split("+"))])))
@@ -66,15 +65,15 @@ def from_toml(text: str, name: str = "") -> Recipe:
             ignored.
 
     Raises:
-        BadRecipeText: the text is not TOML, or names neither recipes nor partitioners.
+        BAD_RECIPE_TEXT: the text is not TOML, or names neither recipes nor partitioners.
         BAD_RECIPE_FIELD: a field is unknown, or its value is not allowed.
-        BAD_STAGES, BadCombination, UNKNOWN_RECIPE, UNKNOWN_RECIPE_ARGUMENT, BadRecipeArgument: the recipe is not valid.
+        BAD_STAGES, BAD_RECIPE_COMBINATION, UNKNOWN_RECIPE, UNKNOWN_RECIPE_ARGUMENT, BadRecipeArgument: the recipe is not valid.
     """
     _require_short(text)
     try:
         table = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise BadRecipeText(f"The recipe file is not TOML: {error}.") from None
+        raise error_for("BAD_RECIPE_TEXT", f"The recipe file is not TOML: {error}.") from None
     parts, rest = _parts(table, fields.TOP)
     return _checked(Recipe(parts, fields.options(rest), "" if name in RECIPES else name))
 
@@ -83,20 +82,20 @@ def from_json(text: str) -> Recipe:
     """Return the recipe with this `json`.
 
     Raises:
-        BadRecipeText: the text is not a JSON object of that form.
-        BAD_RECIPE_FIELD, BAD_STAGES, BadCombination, UNKNOWN_RECIPE, UNKNOWN_RECIPE_ARGUMENT, BadRecipeArgument: the recipe is
-            not valid.
+        BAD_RECIPE_TEXT: the text is not a JSON object of that form.
+        BAD_RECIPE_FIELD, BAD_STAGES, BAD_RECIPE_COMBINATION, UNKNOWN_RECIPE, UNKNOWN_RECIPE_ARGUMENT, BadRecipeArgument: the
+            recipe is not valid.
     """
     _require_short(text)
     try:
         table = json.loads(text, object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
-        raise BadRecipeText(f"The recipe is not JSON: {error}.") from None
+        raise error_for("BAD_RECIPE_TEXT", f"The recipe is not JSON: {error}.") from None
     if not isinstance(table, dict):
-        raise BadRecipeText("The recipe is not a JSON object of `recipe`, `arguments` and `options`.")
+        raise error_for("BAD_RECIPE_TEXT", "The recipe is not a JSON object of `recipe`, `arguments` and `options`.")
     options = table.pop("options", {})
     if not isinstance(options, dict):
-        raise BadRecipeText("The recipe's `options` are not a JSON object.")
+        raise error_for("BAD_RECIPE_TEXT", "The recipe's `options` are not a JSON object.")
     parts, rest = _parts(table, ("recipe", "arguments", "combine", "options"))
     for key in rest:
         raise fields.unknown("", key, ("recipe", "arguments", "combine", "options"))
@@ -112,7 +111,7 @@ def with_plugins(recipe: Recipe, known: Mapping[str, Specification]) -> Recipe:
             arguments are validated if the specification has any.
 
     Raises:
-        UNKNOWN_RECIPE_ARGUMENT, BadRecipeArgument, BAD_STAGES, BadCombination: the recipe is not valid.
+        UNKNOWN_RECIPE_ARGUMENT, BadRecipeArgument, BAD_STAGES, BAD_RECIPE_COMBINATION: the recipe is not valid.
     """
     parts = []
     for part in recipe.parts:
@@ -135,7 +134,8 @@ def with_plugins(recipe: Recipe, known: Mapping[str, Specification]) -> Recipe:
 
 def _require_short(text: str) -> None:
     if len(text) > MAX_CHARACTERS:
-        raise BadRecipeText(
+        raise error_for(
+            "BAD_RECIPE_TEXT",
             f"A recipe must have at most {MAX_CHARACTERS} characters, got {len(text)}.", "Name modules by a common parent.",
             limit=MAX_CHARACTERS, got=len(text),
         )  # fmt: skip
@@ -143,8 +143,12 @@ def _require_short(text: str) -> None:
 
 def _bounded_parts(parts: list[Any]) -> list[Any]:
     if len(parts) > MAX_PARTS:
-        raise BadRecipeText(
-            f"At most {MAX_PARTS} recipes can be combined, got {len(parts)}.", "Leave some out.", limit=MAX_PARTS, got=len(parts)
+        raise error_for(
+            "BAD_RECIPE_TEXT",
+            f"At most {MAX_PARTS} recipes can be combined, got {len(parts)}.",
+            "Leave some out.",
+            limit=MAX_PARTS,
+            got=len(parts),
         )
     return parts
 
@@ -153,12 +157,14 @@ def _checked(recipe: Recipe) -> Recipe:
     options = recipe.options
     methods = (method.partitioners for method in options.methods.values())
     if not recipe.parts and all(partitioners is None for partitioners in (options.partitioners, *methods)):
-        raise BadRecipeText(
+        raise error_for(
+            "BAD_RECIPE_TEXT",
             "The recipe names neither recipes nor partitioners.",
             'Write recipe = "name", combine = ["name", "name"] or partitioners = ["name"].',
         )
     if options.executorch.get("share_mutable_buffers") and options.executorch.get("alloc_mutable_buffers") is False:
-        raise BadCombination(
+        raise error_for(
+            "BAD_RECIPE_COMBINATION",
             "[executorch] has share_mutable_buffers = true and alloc_mutable_buffers = false, but only planned memory is shared.",
             "Leave one of them out.", recipes=recipe.name,
         )  # fmt: skip
@@ -180,20 +186,28 @@ def _part(text: str, whole: str) -> Part:
     for piece in rest.split(",") if rest else []:
         key, equals, value = piece.partition("=")
         if not equals or not key.strip() or key.strip() in arguments:
-            raise BadRecipeText(
-                f"{whole!r} is not a recipe: {piece!r} is not one key=value.", "Write name:key=value,key=value.", text=whole
+            raise error_for(
+                "BAD_RECIPE_TEXT",
+                f"{whole!r} is not a recipe: {piece!r} is not one key=value.",
+                "Write name:key=value,key=value.",
+                text=whole,
             )
         arguments[key.strip()] = spoken(value.strip()) if PLUGIN.fullmatch(name) else value.strip()
     if colon and not arguments:
-        raise BadRecipeText(f"{whole!r} is not a recipe: nothing follows the colon.", "Write name:key=value.", text=whole)
+        raise error_for(
+            "BAD_RECIPE_TEXT", f"{whole!r} is not a recipe: nothing follows the colon.", "Write name:key=value.", text=whole
+        )
     if not name and "+" in whole:
-        raise BadRecipeText(f"{whole!r} is not a recipe: nothing is on one side of a +.", "Write name+name.", text=whole)
+        raise error_for(
+            "BAD_RECIPE_TEXT", f"{whole!r} is not a recipe: nothing is on one side of a +.", "Write name+name.", text=whole
+        )
     return _named(name, arguments)
 
 
 def _named(name: str, arguments: Mapping[str, object]) -> Part:
     if len(arguments) > MAX_ARGUMENTS:
-        raise BadRecipeText(
+        raise error_for(
+            "BAD_RECIPE_TEXT",
             f"A recipe must have at most {MAX_ARGUMENTS} arguments, got {len(arguments)}.",
             limit=MAX_ARGUMENTS,
             got=len(arguments),
@@ -243,11 +257,13 @@ def _parts(table: Mapping[str, object], known: tuple[str, ...]) -> tuple[tuple[P
             raise fields.unknown("", key, known)
     if "combine" in table:
         if "recipe" in table or "arguments" in table:
-            raise BadRecipeText("A recipe has either `recipe` with `arguments` or `combine`, not both.", "Leave one out.")
+            raise error_for(
+                "BAD_RECIPE_TEXT", "A recipe has either `recipe` with `arguments` or `combine`, not both.", "Leave one out."
+            )
         return _combined(table["combine"]), rest
     if "recipe" not in table:
         if "arguments" in table:
-            raise BadRecipeText("The recipe has arguments but no name.", 'Write recipe = "name".')
+            raise error_for("BAD_RECIPE_TEXT", "The recipe has arguments but no name.", 'Write recipe = "name".')
         return (), rest
     name, arguments = table["recipe"], table.get("arguments", {})
     if not isinstance(name, str):

@@ -14,20 +14,13 @@ from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.server.state.sql import insert
 from etfarm.v1.common_pb2 import Principal, Role
-from etfarm.wire.errors import EtfarmError, Kind, UserError, error_for
+from etfarm.wire.errors import EtfarmError, error_for
 
 MAX_REFUSED: Final = 1000
 """Number of refused identities that are kept for an admin to see; the oldest are dropped first."""
 
 MAX_IDENTITIES: Final = 1_000
 """Maximum number of identities of one principal. A token that is not bound to an agent may connect as any new agent."""
-
-
-class AgentNotYours(UserError):
-    """An agent identity that is bound to another principal's token."""
-
-    reason = "AGENT_NOT_YOURS"
-    kind = Kind.PERMISSION_DENIED
 
 
 @dataclass(frozen=True)
@@ -76,7 +69,7 @@ class Identities:
 
         Raises:
             AGENT_RETIRED: the agent's last device was retired.
-            AgentNotYours: the identity is bound to another principal, or the caller's token to another identity.
+            AGENT_NOT_YOURS: the identity is bound to another principal, or the caller's token to another identity.
             AGENT_UNBOUND: the identity has devices from before it was bound.
             TOO_MANY_AGENTS: the caller has the maximum number of identities.
         """
@@ -84,7 +77,8 @@ class Identities:
         if caller.role == Role.ROLE_ADMIN:
             return
         if caller.agent_id not in ("", agent_id):
-            raise AgentNotYours(
+            raise error_for(
+                "AGENT_NOT_YOURS",
                 f"The token belongs to agent {caller.agent_id} and cannot be used by agent {agent_id}.",
                 "Give each agent a token of its own: `etfarm tokens create NAME --agent`.", agent_id=agent_id,
             )  # fmt: skip
@@ -198,7 +192,7 @@ class Identities:
         """Bind an unbound identity. An identity that was bound in the meantime keeps its principal.
 
         Raises:
-            AgentNotYours: the identity is bound to another principal.
+            AGENT_NOT_YOURS: the identity is bound to another principal.
             TOO_MANY_AGENTS: the principal has the maximum number of identities.
         """
         table = schema.agents
@@ -240,8 +234,9 @@ def _not_found(key: str) -> EtfarmError:
     return error_for("AGENT_NOT_FOUND", f"There is no agent {key[:80]!r}.", "See `etfarm agents list`.", agent_id=key[:80])
 
 
-def _bound_to_another(agent_id: str) -> AgentNotYours:
-    return AgentNotYours(
+def _bound_to_another(agent_id: str) -> EtfarmError:
+    return error_for(
+        "AGENT_NOT_YOURS",
         f"Agent {agent_id} is bound to another token.",
         "Connect with the token that it enrolled with, or ask an admin to run `etfarm agents bind`.", agent_id=agent_id,
     )  # fmt: skip

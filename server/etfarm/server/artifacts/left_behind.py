@@ -47,7 +47,7 @@ def require_known(
         DATABASE_LOST: there are artifacts.
         BlobsUnusable: the bucket's folder is another farm's, or its server refuses requests. One that is away has no say: a farm
             begins without it.
-        DatabaseUnusable, DatabaseUnavailable: the PostgreSQL server refuses the connection, or cannot be reached.
+        DATABASE_UNUSABLE, DatabaseUnavailable: the PostgreSQL server refuses the connection, or cannot be reached.
     """
     may_begin = begin_empty or not is_new(path, url, wait_s)
     if not may_begin and next((folder := data / ARTIFACTS / BLOBS).glob("??/*"), None) is not None:

@@ -30,7 +30,7 @@ class Quotas:
             without: digest of the upload to which `needed_bytes` belongs.
 
         Raises:
-            QuotaExceeded: with `limit_bytes` and `used_bytes`.
+            QUOTA_EXCEEDED: with `limit_bytes` and `used_bytes`.
         """
         limit = self._limit_bytes(holder)
         if limit is None:

@@ -104,7 +104,7 @@ def back_up(
         BackupRunning: another backup of the data folder is running.
         BackupFailed: a file cannot be written.
         FolderNotPrivate: `folder` belongs to another user, or cannot be closed to others.
-        DatabaseDamaged, DatabaseTooNew: the database cannot be backed up.
+        DatabaseDamaged, DATABASE_TOO_NEW: the database cannot be backed up.
         EtfarmError: PostgreSQL or the bucket cannot be used.
     """
     source = FarmDatabase(data / DATABASE, database)

@@ -64,8 +64,8 @@ def restore(
         without_tokens: whether to revoke all tokens of the backup.
 
     Raises:
-        TARGET_NOT_EMPTY, CopyUnfinished: the PostgreSQL database has something else.
-        ServersRunning: a server of the PostgreSQL database runs.
+        TARGET_NOT_EMPTY, COPY_UNFINISHED: the PostgreSQL database has something else.
+        SERVERS_RUNNING: a server of the PostgreSQL database runs.
         BACKUP_REFUSED: the backup is incomplete or of a newer etfarm, or the data folder has other files.
         BackupDamaged: a file of the backup is missing or has other contents.
         BackupFailed: a file cannot be written.

@@ -32,11 +32,6 @@ def bad_metadata(name: str) -> EtfarmError:
     )
 
 
-class ServersRunning(FarmError):
-    """A farm with a server that runs, for a command that needs all of them stopped."""
-
-    reason = "SERVERS_RUNNING"
-    kind = Kind.FAILED_PRECONDITION
-
-    def __init__(self, what: str) -> None:
-        super().__init__(what, "Stop all servers of the farm, and run it again.")
+def servers_running(what: str) -> EtfarmError:
+    """Return the error of a farm with a server that runs, for a command that needs all of them stopped."""
+    return error_for("SERVERS_RUNNING", what, "Stop all servers of the farm, and run it again.")

@@ -109,7 +109,7 @@ class Member:
 
         Raises:
             BadDatabaseUrl: the driver cannot read the database's URL.
-            DatabaseUnusable: the database refuses this server.
+            DATABASE_UNUSABLE: the database refuses this server.
             OTHER_BLOBS: this server's blobs are not those of the farm.
         """
         read_url(self._url)

@@ -9,14 +9,14 @@ from typing import Any, Final
 import psycopg
 
 from etfarm.server.cluster import lease
-from etfarm.server.cluster.errors import ServersRunning
+from etfarm.server.cluster.errors import servers_running
 from etfarm.server.cluster.lease import PRESENT_S
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.engine import DatabaseUnavailable
 from etfarm.server.state.postgres.bounded import BoundedConnection
 from etfarm.server.state.postgres.connections import read_url
 from etfarm.server.state.postgres.failures import one_line, refused
-from etfarm.wire.errors import FarmError
+from etfarm.wire.errors import EtfarmError
 
 _CONNECT: Final[dict[str, Any]] = {
     "connect_timeout": 5,
@@ -51,7 +51,7 @@ class StoppedFarm:
         """Check that the lease was held until now.
 
         Raises:
-            ServersRunning: the connection broke, so that a server may have taken it.
+            SERVERS_RUNNING: the connection broke, so that a server may have taken it.
         """
         with _held():
             self._session.execute("SELECT 1")
@@ -60,12 +60,12 @@ class StoppedFarm:
         """Check that the lease was held until now, and that no server waits for it, which has the former configuration.
 
         Raises:
-            ServersRunning: one does; or the connection broke, so that one may have taken the lease.
+            SERVERS_RUNNING: one does; or the connection broke, so that one may have taken the lease.
         """
         with _held():
             running = self._session.execute(_RUNNING, {"present_s": PRESENT_S}).fetchone()
         if running is not None:
-            raise ServersRunning(f"A server of the farm was started meanwhile, at {running[0]}.")
+            raise servers_running(f"A server of the farm was started meanwhile, at {running[0]}.")
 
     def name_blobs(self, blobs: str) -> None:
         """Record where the farm's blobs are from now on, so that a server with another configuration is refused.
@@ -74,7 +74,7 @@ class StoppedFarm:
             blobs: what its servers claim, see `Member`; empty for what the next server claims.
 
         Raises:
-            ServersRunning: the connection broke, or a server has taken the lease.
+            SERVERS_RUNNING: the connection broke, or a server has taken the lease.
         """
         with _held():
             self._session.execute("UPDATE etfarm_cluster.lease SET blobs = %s WHERE id = 1", [blobs])
@@ -88,7 +88,7 @@ def _held() -> Iterator[None]:
     try:
         yield
     except psycopg.Error as error:
-        raise ServersRunning(f"The connection that kept servers from starting was lost: {one_line(error)}.") from error
+        raise servers_running(f"The connection that kept servers from starting was lost: {one_line(error)}.") from error
 
 
 @contextmanager
@@ -99,9 +99,9 @@ def stopped(url: DatabaseUrl, answer_s: float = ANSWER_S) -> Iterator[StoppedFar
         answer_s: time after which an answer of the database is overdue.
 
     Raises:
-        ServersRunning: a server runs, or one that was killed was seen a few seconds ago.
+        SERVERS_RUNNING: a server runs, or one that was killed was seen a few seconds ago.
         BadDatabaseUrl: the driver cannot read the URL.
-        DatabaseUnusable, DatabaseUnavailable: the database refuses the connection, or cannot be reached.
+        DATABASE_UNUSABLE, DatabaseUnavailable: the database refuses the connection, or cannot be reached.
     """
     read_url(url)
     try:
@@ -123,7 +123,7 @@ def stopped(url: DatabaseUrl, answer_s: float = ANSWER_S) -> Iterator[StoppedFar
         session.close()
 
 
-def _failure(url: DatabaseUrl, error: psycopg.Error) -> FarmError:
+def _failure(url: DatabaseUrl, error: psycopg.Error) -> EtfarmError:
     what = f"The database {url} cannot be reached: {one_line(error)}."
     return refused(url, error) or DatabaseUnavailable(what, "Check its server and the URL.", url=url)
 
@@ -133,7 +133,7 @@ def _hold(session: psycopg.Connection[Any]) -> None:
     try:
         session.execute(_LOCK)
     except psycopg.errors.LockNotAvailable:
-        raise ServersRunning("A server of the farm is writing to its database, or another command works on it.") from None
+        raise servers_running("A server of the farm is writing to its database, or another command works on it.") from None
     running = session.execute(_RUNNING, {"present_s": PRESENT_S}).fetchone()
     if running is not None:
-        raise ServersRunning(f"A server of the farm runs at {running[0]}, or did so within the last {PRESENT_S:g} s.")
+        raise servers_running(f"A server of the farm runs at {running[0]}, or did so within the last {PRESENT_S:g} s.")

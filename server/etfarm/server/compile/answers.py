@@ -89,7 +89,7 @@ class Files:
 
         Raises:
             BadWorkerAnswer: the file is refused, or the child has named too many files.
-            QuotaExceeded: the project's storage quota has no room for the file.
+            QUOTA_EXCEEDED: the project's storage quota has no room for the file.
         """
         if self._remaining == 0:
             raise BadWorkerAnswer(f"A compile child names more than {MAX_FILES} files.")

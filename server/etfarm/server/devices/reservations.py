@@ -133,7 +133,7 @@ class Reservations:
 
         Raises:
             BAD_RESERVATION: the duration or the number is out of range.
-            NoSuchDevice: no known device matches.
+            NO_SUCH_DEVICE: no known device matches.
             DEVICES_UNAVAILABLE: fewer devices can be reserved now.
             QUOTA_EXCEEDED: the owner has the maximum number.
         """

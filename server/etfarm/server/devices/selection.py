@@ -5,33 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from etfarm.v1.device_pb2 import Device, DeviceState
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import error_for
 from etfarm.wire.selectors import Selector, hint_label
-
-
-class NoSuchDevice(UserError):
-    """A selector that matches no known device, including offline ones."""
-
-    reason = "NO_SUCH_DEVICE"
-    kind = Kind.FAILED_PRECONDITION
 
 
 def select_devices(selector: Selector, text: str, devices: Sequence[Device]) -> list[Device]:
     """Return the known devices that a selector matches, real ones first.
 
     Raises:
-        NoSuchDevice: no device matches; the message lists the known ones.
+        NO_SUCH_DEVICE: no device matches; the message lists the known ones.
     """
     selected = [device for device in devices if selector.matches(device)]
     if selected:
         return sorted(selected, key=lambda device: (device.emulated, device.id))
     if not devices:
-        raise NoSuchDevice(
-            "No device has ever connected to this farm.", "Start `etfarm agent --server ADDRESS` on one.", known=""
+        raise error_for(
+            "NO_SUCH_DEVICE",
+            "No device has ever connected to this farm.",
+            "Start `etfarm agent --server ADDRESS` on one.",
+            known="",
         )
     known = "; ".join(describe(device) for device in devices[:10])
     remedy = f"{hint_label(selector, devices)}Known devices: {known}."
-    raise NoSuchDevice(f"No known device matches {text!r}.", remedy, selector=text, known=known)
+    raise error_for("NO_SUCH_DEVICE", f"No known device matches {text!r}.", remedy, selector=text, known=known)
 
 
 def describe(device: Device) -> str:

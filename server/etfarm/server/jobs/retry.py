@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells import groups
-from etfarm.server.jobs.records.rows import JobLive
 from etfarm.v1.job_pb2 import Cell, Job, JobSpec
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import error_for
 from etfarm.wire.names import RETRY_LABEL
-
-
-class NothingToRetry(UserError):
-    """A job without a failed cell."""
-
-    reason = "NOTHING_TO_RETRY"
-    kind = Kind.FAILED_PRECONDITION
 
 
 def spec_of_retry(job: Job) -> JobSpec:
@@ -32,16 +24,18 @@ def cells_to_retry(job: Job) -> list[Cell]:
     """Return the cells of a terminal job that failed, and those that are interleaved with them, without their results.
 
     Raises:
-        JobLive: a cell is live.
-        NothingToRetry: no cell failed.
+        JOB_LIVE: a cell is live.
+        NOTHING_TO_RETRY: no cell failed.
     """
     if not model.is_terminal(job.state):
-        raise JobLive(f"Job {job.id} is still live.", f"Wait: `etfarm jobs watch {job.id}`.", job=job.id)
+        raise error_for("JOB_LIVE", f"Job {job.id} is still live.", f"Wait: `etfarm jobs watch {job.id}`.", job=job.id)
     again = [
         cell for cells in groups.together(job, job.cells) if any(cell.state == model.FAILED for cell in cells) for cell in cells
     ]
     if not again:
-        raise NothingToRetry(f"No cell of job {job.id} failed.", "Submit the models again to repeat the others.", job=job.id)
+        raise error_for(
+            "NOTHING_TO_RETRY", f"No cell of job {job.id} failed.", "Submit the models again to repeat the others.", job=job.id
+        )
     return [_without_results(cell) for cell in sorted(again, key=lambda cell: cell.index)]
 
 

@@ -17,7 +17,6 @@ from etfarm.server.jobs.cells.dispatch import Dispatch
 from etfarm.server.jobs.cells.numerics import NumericsPrograms
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.log import JobLog
-from etfarm.server.jobs.records.rows import JobLive
 from etfarm.server.reports.analysis_parts import FILE_MISSING, is_of_analysis
 from etfarm.server.reports.request import CALLS_DIFFER, LOW_ACCURACY
 from etfarm.server.reports.runs import LEFT_OUT, NOT_REPEATED
@@ -79,12 +78,12 @@ class Revision:
         Reports of incomplete measurements stay unchanged, as do parts whose files are no longer stored.
 
         Raises:
-            JobLive: the job has live cells.
+            JOB_LIVE: the job has live cells.
             REPORT_NOT_FOUND: the job has no reports.
             EtfarmError: no analysis is possible; nothing is changed.
         """
         if not model.is_terminal(job.state):
-            raise JobLive(f"Job {job.id} is still live.", "Wait until it is done: `etfarm jobs watch`.", job=job.id)
+            raise error_for("JOB_LIVE", f"Job {job.id} is still live.", "Wait until it is done: `etfarm jobs watch`.", job=job.id)
         async with self._turns[job.project]:
             reports = await self._journal.reports.of_job(job.id)
             if not reports:

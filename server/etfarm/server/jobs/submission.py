@@ -90,7 +90,7 @@ class Submission:
         """Refuse jobs of a project that has reached its storage limit, since their results would take more.
 
         Raises:
-            QuotaExceeded: the limit is reached; the error has the limit and the use.
+            QUOTA_EXCEEDED: the limit is reached; the error has the limit and the use.
         """
         await self._store.quotas.require(project)
 
@@ -287,7 +287,7 @@ def _require_devices(cells: Sequence[job_pb2.Cell], devices: Sequence[Device]) -
     """Check that the cells of an earlier job still have devices, also where its spec has chosen all that matched.
 
     Raises:
-        NoSuchDevice: a cell's device is no longer known, or restricted to other projects.
+        NO_SUCH_DEVICE: a cell's device is no longer known, or restricted to other projects.
     """
     for selector in sorted({cell.selector for cell in cells if cell.HasField("device_index")}):
         select_devices(selectors.parse(selector), selector, devices)

@@ -87,8 +87,8 @@ class Migration:
 
         Raises:
             NOTHING_TO_MOVE: source and target are the same, or the source has no farm.
-            TARGET_NOT_EMPTY, CopyUnfinished: the target has something else.
-            ServersRunning: a server of the farm runs.
+            TARGET_NOT_EMPTY, COPY_UNFINISHED: the target has something else.
+            SERVERS_RUNNING: a server of the farm runs.
             ARTIFACTS_LOST: artifacts are missing or damaged.
             CopyDiffers, RowRefused: a copy failed.
             MOVE_FAILED: a file cannot be read or written.

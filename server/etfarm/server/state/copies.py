@@ -6,7 +6,7 @@ from typing import Final
 
 from sqlalchemy import Column, Connection, MetaData, String, Table, inspect, select
 
-from etfarm.wire.errors import FarmError, Kind, UserError
+from etfarm.wire.errors import EtfarmError, error_for
 
 MARKS: Final = MetaData()
 """The tables of the marks, which a database has only while it is marked."""
@@ -24,32 +24,24 @@ copying: Final = Table(
 moved: Final = Table("moved", MARKS, Column("place", String, primary_key=True))
 
 
-class CopyUnfinished(FarmError):
-    """A database or a bucket to which a farm is being copied."""
-
-    reason = "COPY_UNFINISHED"
-    kind = Kind.FAILED_PRECONDITION
-
-    def __init__(self, target: object, source: str) -> None:
-        super().__init__(
-            f"{target} has an unfinished copy of {source}.",
-            "Run the same `etfarm migrate` or `etfarm restore` again: it continues. Or empty what it copies to.",
-            target=target, source=source,
-        )  # fmt: skip
+def copy_unfinished(target: object, source: str) -> EtfarmError:
+    """Return the error of a database or a bucket to which a farm is being copied."""
+    return error_for(
+        "COPY_UNFINISHED",
+        f"{target} has an unfinished copy of {source}.",
+        "Run the same `etfarm migrate` or `etfarm restore` again: it continues. Or empty what it copies to.",
+        target=target, source=source,
+    )  # fmt: skip
 
 
-class FarmMoved(UserError):
-    """A farm that `etfarm migrate` moved elsewhere; what is here is its state before that."""
-
-    reason = "FARM_MOVED"
-    kind = Kind.FAILED_PRECONDITION
-
-    def __init__(self, former: object, place: str, way_back: str) -> None:
-        super().__init__(
-            f"The farm of {former} was moved to {place}.",
-            f"Start the server with the options of the new place. To return to the state before the move, {way_back}.",
-            former=former, place=place,
-        )  # fmt: skip
+def farm_moved(former: object, place: str, way_back: str) -> EtfarmError:
+    """Return the error of a farm that `etfarm migrate` moved elsewhere; what is here is its state before that."""
+    return error_for(
+        "FARM_MOVED",
+        f"The farm of {former} was moved to {place}.",
+        f"Start the server with the options of the new place. To return to the state before the move, {way_back}.",
+        former=former, place=place,
+    )  # fmt: skip
 
 
 def source_of(connection: Connection) -> str | None:
@@ -72,9 +64,9 @@ def require_current(connection: Connection, database: object) -> None:
     """Refuse a database without a complete farm, or whose farm is elsewhere.
 
     Raises:
-        CopyUnfinished, FarmMoved: it is not to be used.
+        COPY_UNFINISHED, FARM_MOVED: it is not to be used.
     """
     if (source := source_of(connection)) is not None:
-        raise CopyUnfinished(database, source)
+        raise copy_unfinished(database, source)
     if (place := moved_to(connection)) is not None:
-        raise FarmMoved(database, place, "drop the table `moved` in it")
+        raise farm_moved(database, place, "drop the table `moved` in it")

@@ -29,13 +29,6 @@ _STEPS: Final = 100_000
 _DAMAGED_CODES: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
-class DatabaseUnusable(FarmError):
-    """A database file that cannot be opened or written."""
-
-    reason = "DATABASE_UNUSABLE"
-    kind = Kind.FAILED_PRECONDITION
-
-
 class DatabaseDamaged(FarmError):
     """A corrupt database file."""
 
@@ -91,11 +84,13 @@ def check(path: Path, head: str, known: Iterable[str], *, whole: bool = False) -
         whole: whether to check all pages and indexes, however long that takes.
 
     Raises:
-        DatabaseUnusable, DatabaseDamaged, DatabaseForeign, DatabaseTooNew, DATABASE_TOO_OLD: the file cannot be used; the error
-            has a remedy.
+        DATABASE_UNUSABLE, DatabaseDamaged, DatabaseForeign, DATABASE_TOO_NEW, DATABASE_TOO_OLD: the file cannot be used; the
+            error has a remedy.
     """
     if path.is_dir():
-        raise DatabaseUnusable(f"{path} is a directory, not a database.", "Move it aside, or choose another --data.", path=path)
+        raise error_for(
+            "DATABASE_UNUSABLE", f"{path} is a directory, not a database.", "Move it aside, or choose another --data.", path=path
+        )
     _check_access(path)
     wal = path.with_name(path.name + "-wal")
     if not path.exists() or path.stat().st_size == 0:
@@ -123,8 +118,9 @@ def _check_access(path: Path) -> None:
         raise _no_access(path.parent)
 
 
-def _no_access(path: Path) -> DatabaseUnusable:
-    return DatabaseUnusable(
+def _no_access(path: Path) -> EtfarmError:
+    return error_for(
+        "DATABASE_UNUSABLE",
         f"The server may not read and write {path}.",
         f"Give it to the user that runs `etfarm serve` (uid {os.geteuid()}), or choose another --data.", path=path,
     )  # fmt: skip
@@ -141,7 +137,7 @@ def _translated(path: Path) -> Iterator[None]:
         raise
 
 
-def error_of(path: Path, error: BaseException | None) -> FarmError | None:
+def error_of(path: Path, error: BaseException | None) -> EtfarmError | None:
     """Return etfarm's error for a SQLite error; None if the error does not concern the file."""
     if not isinstance(error, sqlite3.Error):
         return None
@@ -150,14 +146,22 @@ def error_of(path: Path, error: BaseException | None) -> FarmError | None:
     if primary in _DAMAGED_CODES:
         return DatabaseDamaged(path, str(error))
     if primary == sqlite3.SQLITE_IOERR:
-        return DatabaseUnusable(f"The disk of the database {path} fails: {error}.", "Have the server's disk checked.", path=path)
+        return error_for(
+            "DATABASE_UNUSABLE", f"The disk of the database {path} fails: {error}.", "Have the server's disk checked.", path=path
+        )
     if primary in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH):
-        return DatabaseUnusable(
-            f"The database {path} cannot be written: {error}.", "Check the folder's permissions and mount.", path=path
+        return error_for(
+            "DATABASE_UNUSABLE",
+            f"The database {path} cannot be written: {error}.",
+            "Check the folder's permissions and mount.",
+            path=path,
         )
     if primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        return DatabaseUnusable(
-            f"Another program holds the database {path}: {error}.", "End it, `sqlite3` for example.", path=path
+        return error_for(
+            "DATABASE_UNUSABLE",
+            f"Another program holds the database {path}: {error}.",
+            "End it, `sqlite3` for example.",
+            path=path,
         )
     return None
 

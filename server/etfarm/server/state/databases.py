@@ -42,7 +42,7 @@ def connected(path: Path, url: DatabaseUrl | None, wait_s: float = WAIT_S) -> Ab
 
     Raises:
         ExtraMissing: the driver of PostgreSQL is not installed.
-        DatabaseUnusable, DatabaseUnavailable: the PostgreSQL server refuses the connection, or cannot be reached.
+        DATABASE_UNUSABLE, DatabaseUnavailable: the PostgreSQL server refuses the connection, or cannot be reached.
     """
     if url is None:
         return sqlite.connected(path)
@@ -58,7 +58,7 @@ def backing_up(url: DatabaseUrl | None, wait_s: float = WAIT_S) -> AbstractConte
     Raises:
         BackupRunning: another backup is running, or a server deletes artifacts at this moment.
         ExtraMissing: the driver of PostgreSQL is not installed.
-        DatabaseUnusable, DatabaseUnavailable: the PostgreSQL server refuses the connection, or cannot be reached.
+        DATABASE_UNUSABLE, DatabaseUnavailable: the PostgreSQL server refuses the connection, or cannot be reached.
     """
     if url is None:
         return nullcontext()
@@ -73,7 +73,7 @@ def is_new(path: Path, url: DatabaseUrl | None, wait_s: float) -> bool:
 
     Raises:
         ExtraMissing: the driver of PostgreSQL is not installed.
-        DatabaseUnusable, DatabaseUnavailable: the PostgreSQL server refuses the connection, or cannot be reached.
+        DATABASE_UNUSABLE, DatabaseUnavailable: the PostgreSQL server refuses the connection, or cannot be reached.
     """
     if url is None:
         return sqlite.is_new(path)
@@ -88,7 +88,7 @@ def first_of(query: Select[tuple[str]], path: Path, url: DatabaseUrl | None, wai
 
     Raises:
         ExtraMissing: the driver of PostgreSQL is not installed.
-        DatabaseUnusable, DatabaseUnavailable: the PostgreSQL server refuses the connection, or cannot be reached.
+        DATABASE_UNUSABLE, DatabaseUnavailable: the PostgreSQL server refuses the connection, or cannot be reached.
     """
     if url is None:
         return sqlite.first_of(path, query)

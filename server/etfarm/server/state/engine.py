@@ -42,12 +42,6 @@ class QueryTooSlow(DatabaseUnavailable):
     """A query that the database server has cancelled for taking too long. Another attempt would end the same way."""
 
 
-class DatabaseTooNew(FarmError):
-    """A database that a newer etfarm has written."""
-
-    reason = "DATABASE_TOO_NEW"
-
-
 @dataclass(frozen=True)
 class Notification:
     """What another process notified, or, without a payload, that notifications may have been missed until now."""
@@ -112,7 +106,7 @@ class Database(ABC):
         """Check the database, then create or migrate the tables.
 
         Raises:
-            DatabaseUnusable, DatabaseDamaged, DatabaseForeign, DatabaseTooNew: the database cannot be used.
+            DATABASE_UNUSABLE, DatabaseDamaged, DatabaseForeign, DATABASE_TOO_NEW: the database cannot be used.
             DatabaseUnavailable: its server does not answer.
             DatabaseFull: the disk has no space for the tables. The database is unchanged.
         """

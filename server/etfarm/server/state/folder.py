@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import UserError, error_for
 from etfarm.wire.private import make_private
 
 LOCK: Final = "server.lock"
@@ -17,18 +17,6 @@ MARKS: Final = (LOCK, "farm.sqlite", "artifacts", "work")
 """Names by which a server's data folder is recognized."""
 RESTORING: Final = "restoring"
 """File name of the marker of an unfinished restore."""
-
-
-class FolderInUse(UserError):
-    """A data folder that another server uses."""
-
-    reason = "DATA_FOLDER_IN_USE"
-
-
-class RestoreUnfinished(UserError):
-    """A data folder whose restore was interrupted."""
-
-    reason = "RESTORE_UNFINISHED"
 
 
 @contextmanager
@@ -50,8 +38,10 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             lock.seek(0)
-            raise FolderInUse(
-                f"Another server (pid {lock.read().strip() or 'unknown'}) uses {folder}.", "Stop it, or choose another --data."
+            raise error_for(
+                "DATA_FOLDER_IN_USE",
+                f"Another server (pid {lock.read().strip() or 'unknown'}) uses {folder}.",
+                "Stop it, or choose another --data.",
             ) from None
         lock.truncate(0)
         lock.write(str(os.getpid()))
@@ -63,11 +53,12 @@ def require_restored(folder: Path) -> None:
     """Refuse a data folder whose restore was interrupted.
 
     Raises:
-        RestoreUnfinished: the restore has not ended.
+        RESTORE_UNFINISHED: the restore has not ended.
     """
     if (folder / RESTORING).exists():
         choices = [word for word in (folder / RESTORING).read_text(errors="replace").split() if word.startswith("--")]
-        raise RestoreUnfinished(
+        raise error_for(
+            "RESTORE_UNFINISHED",
             f"The restore of {folder} was interrupted.",
             f"Run it again: {' '.join(['etfarm restore FOLDER --data', str(folder), *choices])}",
         )

@@ -8,7 +8,6 @@ from typing import Final
 import structlog
 from sqlalchemy import Connection, inspect, text
 
-from etfarm.server.state.engine import DatabaseTooNew
 from etfarm.wire.errors import error_for
 
 log = structlog.get_logger()
@@ -31,12 +30,13 @@ def require_known(revision: str) -> None:
     """Check that this version opens a database whose revision is one of etfarm's; anything else passes.
 
     Raises:
-        DatabaseTooNew, DATABASE_TOO_OLD: a newer etfarm has written it, or one of before 0.3.0.
+        DATABASE_TOO_NEW, DATABASE_TOO_OLD: a newer etfarm has written it, or one of before 0.3.0.
     """
     if not (revision.isdigit() and len(revision) == len(HEAD)):
         return
     if revision > HEAD:
-        raise DatabaseTooNew(
+        raise error_for(
+            "DATABASE_TOO_NEW",
             f"The database has revision {revision}, this etfarm knows {HEAD} at most.",
             "Update etfarm, or choose another --data or --database.",
         )

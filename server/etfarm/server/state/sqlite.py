@@ -20,7 +20,7 @@ from sqlalchemy.exc import DatabaseError
 from sqlalchemy.pool import NullPool
 
 from etfarm.server.state import damage, revisions, sqlite_tables
-from etfarm.server.state.copies import FarmMoved
+from etfarm.server.state.copies import farm_moved
 from etfarm.server.state.engine import Database, DatabaseFull, Notification
 from etfarm.server.state.lane import SHARE_S, Lane, Outcome, Work
 from etfarm.wire.errors import FarmError
@@ -259,7 +259,7 @@ def merge_log(path: Path) -> None:
     """Merge the write-ahead log of a file into it, so that the file is the whole database.
 
     Raises:
-        DatabaseUnusable: another program uses the file.
+        DATABASE_UNUSABLE: another program uses the file.
     """
     with _translated(path), closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA journal_mode=DELETE")
@@ -269,11 +269,11 @@ def require_unmoved(path: Path) -> None:
     """Refuse to begin with an empty farm where `etfarm migrate` has moved one to PostgreSQL.
 
     Raises:
-        FarmMoved: the file is the former one.
+        FARM_MOVED: the file is the former one.
     """
     moved = path.with_name(path.name + MOVED)
     if moved.exists() and not path.exists():
-        raise FarmMoved(path.parent, "a PostgreSQL database", f"rename {moved.name} to {path.name}")
+        raise farm_moved(path.parent, "a PostgreSQL database", f"rename {moved.name} to {path.name}")
 
 
 def _configure(connection: object, _record: object) -> None:

@@ -17,7 +17,7 @@ from etfarm.server.artifacts.blobs import BLOBS, place_of
 from etfarm.server.artifacts.s3.blobs import key_of
 from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.location import BucketLocation
-from etfarm.server.state.copies import CopyUnfinished
+from etfarm.server.state.copies import copy_unfinished
 from etfarm.server.transfer.errors import CopyDiffers
 from etfarm.server.transfer.files import Differs, copy_verified, link_or_copy, open_plain, verified_file
 from etfarm.server.transfer.rows import OnProgress
@@ -140,13 +140,13 @@ class BucketArtifacts:
         """Return whether the bucket's folder is marked as the copy of a farm's artifacts.
 
         Raises:
-            CopyUnfinished: it has an unfinished copy of another farm.
+            COPY_UNFINISHED: it has an unfinished copy of another farm.
             BlobsUnavailable: the bucket's server failed.
         """
         if (former := await self.bucket.text(_MARK, _MARK_BYTES)) is None:
             return False
         if former != name:
-            raise CopyUnfinished(self.bucket.location.place, former)
+            raise copy_unfinished(self.bucket.location.place, former)
         return True
 
     async def begin(self, name: str) -> None:

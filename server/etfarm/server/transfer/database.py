@@ -86,7 +86,7 @@ def begin_copy(target: FarmDatabase, name: str) -> bool:
 
     Raises:
         TARGET_NOT_EMPTY: the target has a farm of its own.
-        CopyUnfinished: the target has an unfinished copy of another source.
+        COPY_UNFINISHED: the target has an unfinished copy of another source.
     """
     if target.source_of_copy() is None:
         target.open()
@@ -106,7 +106,7 @@ def copy_rows(source: Connection, target: FarmDatabase, name: str, on_progress: 
 
     Raises:
         TARGET_NOT_EMPTY: the target has a farm of its own.
-        CopyUnfinished: the target has an unfinished copy of another source.
+        COPY_UNFINISHED: the target has an unfinished copy of another source.
         CopyDiffers: what the target has is not what was copied.
         RowRefused: the target cannot store a row.
     """
@@ -139,9 +139,9 @@ def stopped(url: DatabaseUrl) -> AbstractContextManager[StoppedFarm]:
     """Require that no server of a farm in PostgreSQL runs, and let none lead until the end of the block.
 
     Raises:
-        ServersRunning: a server runs, or one that was killed was seen a few seconds ago.
+        SERVERS_RUNNING: a server runs, or one that was killed was seen a few seconds ago.
         ExtraMissing: the driver of PostgreSQL is not installed.
-        DatabaseUnusable, DatabaseUnavailable: the database refuses the connection, or cannot be reached.
+        DATABASE_UNUSABLE, DatabaseUnavailable: the database refuses the connection, or cannot be reached.
     """
     databases.require_driver()
     from etfarm.server.cluster import stopped as holds  # needs etfarm[scale]
@@ -153,7 +153,7 @@ def require_this_version(connection: Connection, database: FarmDatabase) -> None
     """Refuse a database without a complete farm of this version of etfarm.
 
     Raises:
-        CopyUnfinished, FarmMoved: the farm is not, or no longer, there.
+        COPY_UNFINISHED, FARM_MOVED: the farm is not, or no longer, there.
         OTHER_VERSION: another version of etfarm has written it.
     """
     revision = revisions.revision_of(connection)

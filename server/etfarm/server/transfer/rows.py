@@ -13,7 +13,7 @@ from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
 from etfarm.server.access.scope import DEFAULT_PROJECT
 from etfarm.server.state import schema
-from etfarm.server.state.copies import CopyUnfinished, copying, source_of
+from etfarm.server.state.copies import copy_unfinished, copying, source_of
 from etfarm.server.transfer.errors import CopyDiffers, RowRefused
 from etfarm.wire.errors import error_for
 
@@ -89,13 +89,13 @@ def begin(target: Connection, database: object, source: str) -> bool:
 
     Raises:
         TARGET_NOT_EMPTY: the database has a farm of its own.
-        CopyUnfinished: it has an unfinished copy of another farm.
+        COPY_UNFINISHED: it has an unfinished copy of another farm.
     """
     with target.begin():
         former = source_of(target)
         if former is not None:
             if former != source:
-                raise CopyUnfinished(database, former)
+                raise copy_unfinished(database, former)
             return True
         for table in TABLES:
             if table is schema.farm:  # each database has an id from the start; it gets that of the source

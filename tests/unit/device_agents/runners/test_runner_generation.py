@@ -13,6 +13,7 @@ from etfarm.device_agents.runners.generation import Generated, GenerateRequest
 from etfarm.device_agents.runners.protocol import Progress
 from etfarm.device_agents.runners.remote import RemoteRunner
 from etfarm.wire import tensors
+from etfarm.wire.errors import FarmError
 from etfarm.wire.tensors import Tensor
 from tests.support.programs import Program, program
 from tests.support.runner import (  # noqa: F401 - fixtures among them
@@ -161,7 +162,7 @@ async def test_a_wrong_request_leaves_the_runner_usable(runner: RemoteRunner, ch
     model = program("decoder_start")
     await runner.load(model.path)
     await runner.load_method("forward")
-    with pytest.raises((errors.RunnerBroken, errors.InputMismatch, errors.ProgramFailed), match=message):
+    with pytest.raises((FarmError, errors.InputMismatch, errors.ProgramFailed), match=message):
         await runner.generate(request_of(model, **changes), 60)
     assert list((await runner.generate(request_of(model), 60)).tokens[0]) == expected(model)
 

@@ -13,6 +13,7 @@ from etfarm.device_agents.runners import errors
 from etfarm.device_agents.runners.protocol import Progress
 from etfarm.device_agents.runners.remote import RemoteRunner
 from etfarm.device_agents.runners.score import Scored, ScoreRequest
+from etfarm.wire.errors import FarmError
 from tests.support.programs import Program, program
 from tests.support.runner import native_runner, runner, runner_bundle, start, start_native  # noqa: F401 - fixtures
 
@@ -108,7 +109,7 @@ async def test_wrong_requests_leave_the_runner_usable(runner: RemoteRunner) -> N
     await runner.load(program("decoder_start").path)
     await runner.load_method("forward")
     for changes, message in WRONG:
-        with pytest.raises((errors.RunnerBroken, errors.InputMismatch, errors.ProgramFailed), match=message):
+        with pytest.raises((FarmError, errors.InputMismatch, errors.ProgramFailed), match=message):
             await runner.score(replace(REQUEST, **changes), VOCABULARY, 60)
     assert (await runner.score(REQUEST, VOCABULARY, 60)).tokens == len(TEXT)
 

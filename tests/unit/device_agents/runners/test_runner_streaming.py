@@ -13,6 +13,7 @@ import pytest
 from etfarm.device_agents.runners import errors
 from etfarm.device_agents.runners.remote import RemoteRunner
 from etfarm.device_agents.runners.streaming import Streamed, StreamRequest, Tokens
+from etfarm.wire.errors import FarmError
 from tests.support.farm import descendants, frozen
 from tests.support.programs import Program, program
 from tests.support.runner import (  # noqa: F401 - fixtures among them
@@ -170,6 +171,6 @@ async def test_a_text_that_fails_has_sent_what_is_in_the_context(runner: RemoteR
 async def test_a_wrong_request_leaves_the_runner_usable(runner: RemoteRunner, changes: dict[str, Any], message: str) -> None:
     model = program("decoder_start")
     await load(runner, model)
-    with pytest.raises((errors.RunnerBroken, errors.InputMismatch), match=message):
+    with pytest.raises((FarmError, errors.InputMismatch), match=message):
         await streamed(runner, request_of(model, **changes))
     assert (await streamed(runner, request_of(model)))[0] == expected(model)

@@ -191,20 +191,20 @@ async def test_a_missing_method_is_named(runner: RemoteRunner) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "old", "new", "error", "named"),
+    ("name", "old", "new", "reason", "named"),
     [
-        ("add", b"aten::add", b"aten::zdd", errors.OperatorMissing, "aten::zdd.out"),
-        ("conv", b"XnnpackBackend", b"YnnpackBackend", errors.BackendMissing, "YnnpackBackend"),
+        ("add", b"aten::add", b"aten::zdd", "OPERATOR_MISSING", "aten::zdd.out"),
+        ("conv", b"XnnpackBackend", b"YnnpackBackend", "BACKEND_MISSING", "YnnpackBackend"),
     ],
 )
 async def test_what_the_runner_lacks_is_named(
-    runner: RemoteRunner, tmp_path: Path, name: str, old: bytes, new: bytes, error: type[Exception], named: str
+    runner: RemoteRunner, tmp_path: Path, name: str, old: bytes, new: bytes, reason: str, named: str
 ) -> None:
     altered = tmp_path / "altered.pte"
     assert old in program(name).bytes
     altered.write_bytes(program(name).bytes.replace(old, new))
     await runner.load(altered)
-    with pytest.raises(error, match=named):
+    with refuses(reason, match=named):
         await runner.load_method("forward")
 
 
@@ -212,7 +212,7 @@ async def test_what_the_runner_lacks_is_named(
 async def test_weights_that_did_not_come_are_named_and_crash_nothing(runner: RemoteRunner, name: str, key: str) -> None:
     model = program(name)
     await runner.load(model.path, [path for path in model.data if path.stem == "bias"])
-    with pytest.raises(errors.DataMissing, match=f"none of its .ptd files contains: (bias, )?{key}") as caught:
+    with refuses("PROGRAM_DATA_MISSING", match=f"none of its .ptd files contains: (bias, )?{key}") as caught:
         await runner.load_method("forward")
     assert caught.value.stage == "LOAD_METHOD"
     await runner.memory()  # XNNPACK alone would have ended the process with SIGSEGV
@@ -220,7 +220,7 @@ async def test_weights_that_did_not_come_are_named_and_crash_nothing(runner: Rem
 
 async def test_a_data_file_of_another_program_is_not_taken_for_the_right_one(runner: RemoteRunner) -> None:
     await runner.load(program("external_xnnpack").path, program("external").data)
-    with pytest.raises(errors.DataMissing):
+    with refuses("PROGRAM_DATA_MISSING"):
         await runner.load_method("forward")
 
 
@@ -266,7 +266,7 @@ async def test_what_the_python_binding_lacks_is_refused_by_name(tmp_path: Path) 
         with refuses("RUNNER_LACKS", match="takes one data file, and the program has 2"):
             await runner.load(split.path, split.data)
         await runner.load(int8.path)
-        with pytest.raises(errors.OperatorMissing, match=r"quantized_decomposed::quantize_per_tensor\.out"):
+        with refuses("OPERATOR_MISSING", match=r"quantized_decomposed::quantize_per_tensor\.out"):
             await runner.load_method("forward")
 
 

@@ -20,12 +20,10 @@ from etfarm.server.backup.backup import back_up
 from etfarm.server.backup.commands import restore_main
 from etfarm.server.backup.errors import BackupDamaged
 from etfarm.server.backup.restore import restore
-from etfarm.server.cluster.errors import ServersRunning
 from etfarm.server.migrate.migration import Migration, Place
 from etfarm.server.state import schema
-from etfarm.server.state.copies import CopyUnfinished
 from etfarm.server.state.database_url import DatabaseUrl
-from etfarm.server.state.folder import RESTORING, RestoreUnfinished, require_restored
+from etfarm.server.state.folder import RESTORING, require_restored
 from etfarm.server.state.identity import farm_id
 from etfarm.server.state.revisions import HEAD
 from etfarm.server.transfer.database import FarmDatabase
@@ -192,11 +190,11 @@ def test_an_interrupted_restore_to_postgresql_continues(
 
     with pytest.raises(KeyboardInterrupt):
         restore(backup, data, database=target.database, on_progress=interrupt, keep_identity=True)
-    with pytest.raises(RestoreUnfinished):
+    with refuses("RESTORE_UNFINISHED"):
         require_restored(data)
-    with pytest.raises(CopyUnfinished, match="unfinished copy of the backup"):
+    with refuses("COPY_UNFINISHED", match="unfinished copy of the backup"):
         FarmDatabase(data / "farm.sqlite", target.database).open()
-    with pytest.raises(CopyUnfinished):
+    with refuses("COPY_UNFINISHED"):
         back_up(farm.path.parent, tmp_path / "other", database=target.database)
     restore(backup, data, database=target.database, keep_identity=True)
     require_restored(data)
@@ -226,13 +224,13 @@ def test_no_server_leads_nor_opens_the_database_of_a_restore_from_its_beginning_
             keep_identity=True,
         )
     assert led == {"artifacts copied": False}, "before any row"
-    with pytest.raises(CopyUnfinished, match="unfinished copy of the backup") as refused:
+    with refuses("COPY_UNFINISHED", match="unfinished copy of the backup") as refused:
         restored.open()
     assert "etfarm restore" in refused.value.remedy
     assert claim(target.database, "folder 1") == target.blobs.url
 
     token = begin_to_lead(target.database)
-    with pytest.raises(ServersRunning, match="farm-a:7433"):
+    with refuses("SERVERS_RUNNING", match="farm-a:7433"):
         restore(tmp_path / "backup", tmp_path / "restored", database=target.database, blobs=target.blobs, keep_identity=True)
     end_in_order(target.database, token)
     restore(tmp_path / "backup", tmp_path / "restored", database=target.database, blobs=target.blobs, keep_identity=True)
@@ -275,7 +273,7 @@ def test_a_restore_that_was_killed_late_continues_at_its_own_database_only(
     (data / RESTORING).write_text(f"{done.manifest.database_sha256} copied to {target.database}")
     with refuses("TARGET_NOT_EMPTY", match="is not empty"):
         restore(tmp_path / "backup", data, database=other.database, keep_identity=True)
-    with pytest.raises(RestoreUnfinished):
+    with refuses("RESTORE_UNFINISHED"):
         require_restored(data)
     restore(tmp_path / "backup", data, database=target.database, keep_identity=True)
     require_restored(data)
@@ -338,7 +336,7 @@ def test_an_interrupted_restore_does_not_continue_with_other_options(
 
     with pytest.raises(KeyboardInterrupt):
         restore(backup, data, on_progress=interrupt, **options)
-    with pytest.raises(RestoreUnfinished) as unfinished:
+    with refuses("RESTORE_UNFINISHED") as unfinished:
         require_restored(data)
     assert [f"--{name.replace('_', '-')}" in unfinished.value.remedy for name in options] == [True] * len(options)
     other = options | {"keep_identity": not options.get("keep_identity", False)}

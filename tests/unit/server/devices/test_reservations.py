@@ -23,7 +23,6 @@ from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.reservations import Holder, Request, Reservations
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.scheduling.waiting import Waiting
-from etfarm.server.devices.selection import NoSuchDevice
 from etfarm.server.devices.session import AgentSession
 from etfarm.server.jobs.cells.device_attempts import DeviceAttempts
 from etfarm.server.jobs.cells.placement import Placement
@@ -112,7 +111,7 @@ async def test_devices_are_reserved_all_or_none(world: World) -> None:
         "board-a is reserved by ann until 2026-06-01 12:01 UTC; board-b is reserved by ann until 2026-06-01 12:01 UTC."
     )
     assert not world.registry.get("c").HasField("reservation")
-    with pytest.raises(NoSuchDevice):
+    with refuses("NO_SUCH_DEVICE"):
         await world.reserve("arch=riscv64")
 
 

@@ -16,12 +16,13 @@ from etfarm.server.devices.scheduling.ranking import AGEING_S, LEAD_S, LONGEST_O
 from etfarm.server.devices.scheduling.reasons import why_waiting
 from etfarm.server.devices.scheduling.usage import HALF_LIFE_S, MAX_SENT, Ledger, SentPrograms, Usage
 from etfarm.server.devices.scheduling.waiting import Waiting, open_to
-from etfarm.server.devices.selection import NoSuchDevice, select_devices
+from etfarm.server.devices.selection import select_devices
 from etfarm.v1.common_pb2 import Error
 from etfarm.v1.device_pb2 import Device, DeviceDrain, DeviceHealth, DeviceState, HealthState, Reservation
 from etfarm.wire import selectors
 from etfarm.wire.errors import Kind
 from tests.support.golden import Golden
+from tests.support.refusals import refuses
 from tests.support.scheduling import schedule
 
 IDLE, BUSY, OFFLINE, DRAINING, UNUSABLE = (
@@ -215,12 +216,12 @@ def test_a_device_that_cannot_be_used_matches_and_gets_nothing() -> None:
 
 def test_no_match_is_refused_with_what_there_is(golden: Golden) -> None:
     known = [device("pi", OFFLINE, arch="aarch64", soc="BCM", cores=4), device("emu", emulated=True)]
-    with pytest.raises(NoSuchDevice) as refused:
+    with refuses("NO_SUCH_DEVICE") as refused:
         select_devices(selectors.parse("arch=riscv"), "arch=riscv", known)
     golden.check(refused.value)
     assert refused.value.kind is Kind.FAILED_PRECONDITION
     assert "emu" in refused.value.metadata["known"] and "offline" in refused.value.metadata["known"]
-    with pytest.raises(NoSuchDevice) as refused:
+    with refuses("NO_SUCH_DEVICE") as refused:
         select_devices(selectors.parse(""), "", [])
     golden.check(refused.value)
 

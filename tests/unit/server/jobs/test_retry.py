@@ -6,13 +6,11 @@ import pytest
 from sqlalchemy import update
 
 from etfarm.server.access.scope import EVERYTHING
-from etfarm.server.devices.selection import NoSuchDevice
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records.deletion import JobDeletion
 from etfarm.server.jobs.records.journal import Journal
-from etfarm.server.jobs.records.rows import JobLive
 from etfarm.server.jobs.records.watch import Announcer
-from etfarm.server.jobs.retry import NothingToRetry, cells_to_retry, spec_of_retry
+from etfarm.server.jobs.retry import cells_to_retry, spec_of_retry
 from etfarm.server.rpc.door import caller
 from etfarm.server.rpc.door.token_file import LOCAL
 from etfarm.server.rpc.services.jobs import JobService
@@ -128,8 +126,8 @@ async def test_a_job_without_failed_cells_or_with_live_ones_is_refused(world: Wo
     service = Service(world)
     done = await service.ended(await spec_of(world), DONE, CANCELLED, DONE, DONE)
     live = await service.rpcs.Submit(SubmitJobRequest(request_id="live", spec=await spec_of(world)), None)
-    for job, error in ((done, NothingToRetry), (live, JobLive)):
-        with pytest.raises(error):
+    for job, reason in ((done, "NOTHING_TO_RETRY"), (live, "JOB_LIVE")):
+        with refuses(reason):
             await service.rpcs.Retry(RetryJobRequest(job_id=job.id, request_id=f"again {job.id}"), None)
     assert service.started == [done.id, live.id]
 
@@ -138,7 +136,7 @@ async def test_a_retry_of_a_device_that_the_farm_forgot_is_refused_as_a_submissi
     service = Service(world)
     job = await service.ended(await spec_of(world), FAILED, DONE, DONE, DONE)
     world.devices.clear()
-    with pytest.raises(NoSuchDevice):
+    with refuses("NO_SUCH_DEVICE"):
         await service.rpcs.Retry(RetryJobRequest(job_id=job.id, request_id="again"), None)
 
 
@@ -149,7 +147,7 @@ async def test_a_retry_of_one_of_several_devices_that_was_forgotten_is_refused(w
     again = await service.rpcs.Retry(RetryJobRequest(job_id=job.id, request_id="first"), None)
     assert len(again.cells) == len(world.devices)
     world.devices.pop()
-    with pytest.raises(NoSuchDevice):
+    with refuses("NO_SUCH_DEVICE"):
         await service.rpcs.Retry(RetryJobRequest(job_id=job.id, request_id="again"), None)
 
 

@@ -14,7 +14,6 @@ import pytest
 from sqlalchemy import Connection
 
 from etfarm.server.access.tokens import Credential
-from etfarm.server.devices.selection import NoSuchDevice
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells import groups
 from etfarm.server.jobs.cells.limits import DeadlinePassed
@@ -33,8 +32,6 @@ from etfarm.v1.job_pb2 import Candidate, DeviceChoice, Job, JobSpec, JobState, M
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.cores import CoresUnknown
 from etfarm.wire.errors import Kind, UserError
-from etfarm.wire.recipes import BadRecipeText
-from etfarm.wire.selectors import UnknownSelectorKey
 from tests.support.golden import Golden
 from tests.support.refusals import refuses
 from tests.support.submissions import AT, FP32, World, world
@@ -197,11 +194,11 @@ Change = Callable[[JobSpec], object]
     [
         (lambda s: s.ClearField("candidates"), BadJob, "NO_CANDIDATE"),
         (lambda s: setattr(s.candidates[0], "recipe", '{"recipe":"xnnpack_fp64"}'), UserError, "UNKNOWN_RECIPE"),
-        (lambda s: setattr(s.candidates[0], "recipe", "{"), BadRecipeText, "BAD_RECIPE_TEXT"),
+        (lambda s: setattr(s.candidates[0], "recipe", "{"), UserError, "BAD_RECIPE_TEXT"),
         (lambda s: setattr(s.candidates[0], "recipe", json.dumps(json.loads(FP32), indent=1)), BadJob, "BAD_JOB"),
         (lambda s: s.candidates.add(name="empty", recipe=FP32), BadJob, "NO_CANDIDATE"),
-        (lambda s: s.devices.add(selector="core>=4"), UnknownSelectorKey, "UNKNOWN_SELECTOR_KEY"),
-        (lambda s: s.devices.add(selector="arch=riscv"), NoSuchDevice, "NO_SUCH_DEVICE"),
+        (lambda s: s.devices.add(selector="core>=4"), UserError, "UNKNOWN_SELECTOR_KEY"),
+        (lambda s: s.devices.add(selector="arch=riscv"), UserError, "NO_SUCH_DEVICE"),
         (lambda s: s.ClearField("devices"), BadJob, "BAD_JOB"),
         (lambda s: s.threads.append(0), BadJob, "BAD_JOB"),
         (lambda s: setattr(s.candidates[0], "recipe_label", "a\nb"), BadJob, "BAD_JOB"),

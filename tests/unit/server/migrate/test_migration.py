@@ -16,14 +16,12 @@ from etfarm.server.artifacts.s3.blobs import key_of
 from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.claim import OWNER
 from etfarm.server.artifacts.s3.location import BadBlobs, BucketLocation
-from etfarm.server.cluster.errors import ServersRunning
 from etfarm.server.cluster.shared_blobs import identify_folder
 from etfarm.server.cluster.stopped import stopped
 from etfarm.server.migrate.commands import main
 from etfarm.server.migrate.migration import Migration, Moved, Place
-from etfarm.server.state.copies import CopyUnfinished, FarmMoved
 from etfarm.server.state.database_url import BadDatabaseUrl, DatabaseUrl
-from etfarm.server.state.engine import DatabaseTooNew, DatabaseUnavailable
+from etfarm.server.state.engine import DatabaseUnavailable
 from etfarm.server.transfer.artifacts import BucketArtifacts
 from etfarm.server.transfer.database import FarmDatabase
 from etfarm.server.transfer.rows import OnProgress
@@ -116,7 +114,7 @@ def test_a_farm_is_moved_to_postgresql_and_s3_and_back(
     assert names(farm.path.parent) == {"artifacts", "farm.sqlite"}
     assert names(farm.path.parent / "artifacts") == {"blobs", "blobs.moved", "uploads"}
     assert farm.path.stat().st_mode & 0o777 == 0o600
-    with pytest.raises(FarmMoved, match="was moved to"):
+    with refuses("FARM_MOVED", match="was moved to"):
         FarmDatabase(farm.path, database).open()
     farm.open()
 
@@ -153,7 +151,7 @@ def test_what_is_moved_cannot_be_mistaken_for_the_farm(
     farm: FarmDatabase, database: DatabaseUrl, location: BucketLocation
 ) -> None:
     move(farm, LOCAL, Place(database, location))
-    with pytest.raises(FarmMoved, match=r"rename farm\.sqlite\.moved to farm\.sqlite"):
+    with refuses("FARM_MOVED", match=r"rename farm\.sqlite\.moved to farm\.sqlite"):
         farm.open()
     assert not farm.path.exists()
 
@@ -239,7 +237,7 @@ def test_what_something_else_uses_is_no_target(
         move(farm, LOCAL, Place(database, None))
     with refuses("NOTHING_TO_MOVE", match="where it is"):
         move(farm, LOCAL, LOCAL)
-    with pytest.raises(FarmMoved):
+    with refuses("FARM_MOVED"):
         move(other, LOCAL, Place(None, s3_server.new_location()))
     move(farm, LOCAL, Place(None, s3_server.new_location()))
     with refuses("NOTHING_TO_MOVE", match="are in a bucket"):
@@ -263,7 +261,7 @@ def test_the_unfinished_copy_of_another_farm_is_no_target(farm: FarmDatabase, da
 
     with pytest.raises(Interrupted):
         move(other, LOCAL, Place(database, None), interrupt)
-    with pytest.raises(CopyUnfinished, match=str(other.path)):
+    with refuses("COPY_UNFINISHED", match=str(other.path)):
         move(farm, LOCAL, Place(database, None))
 
 
@@ -310,7 +308,7 @@ def test_a_folder_or_a_database_without_a_farm_is_refused(tmp_path: Path, new_po
 def test_a_farm_of_a_newer_etfarm_is_refused(farm: FarmDatabase, database: DatabaseUrl) -> None:
     with committed(farm) as connection:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
-    with pytest.raises(DatabaseTooNew, match="revision 9999"):
+    with refuses("DATABASE_TOO_NEW", match="revision 9999"):
         move(farm, LOCAL, Place(database, None))
 
 
@@ -318,7 +316,7 @@ def test_a_farm_with_a_server_is_not_moved_and_none_leads_meanwhile(farm: FarmDa
     before, scaled = contents(farm), Place(database, None)
     move(farm, LOCAL, scaled)
     token = begin_to_lead(database)
-    with pytest.raises(ServersRunning, match="farm-a:7433"):
+    with refuses("SERVERS_RUNNING", match="farm-a:7433"):
         move(farm, scaled, LOCAL)
     end_in_order(database, token)
     led = list[bool]()
@@ -353,7 +351,7 @@ def test_a_farm_is_not_moved_if_a_server_waits_for_the_end(farm: FarmDatabase, d
             wait_to_lead(database)
             announced.append(True)
 
-    with pytest.raises(ServersRunning, match="started meanwhile, at farm-c:7433"):
+    with refuses("SERVERS_RUNNING", match="started meanwhile, at farm-c:7433"):
         move(farm, scaled, LOCAL, begin_to_wait)
     FarmDatabase(farm.path, database).open()
     assert contents(FarmDatabase(farm.path, database)) == before and not farm.path.exists()

@@ -23,7 +23,6 @@ from etfarm.server.jobs import model
 from etfarm.server.jobs.records.deletion import JobDeletion
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.requests import Request
-from etfarm.server.jobs.records.rows import JobLive
 from etfarm.server.jobs.records.tags import Tags
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.retention.collection import ArtifactCollection
@@ -339,7 +338,7 @@ async def test_a_backup_whose_lock_was_lost_has_failed(world: World, postgres_da
 
 async def test_a_job_is_deleted_with_its_rows_and_a_live_or_tagged_one_is_not(world: World) -> None:
     job = await world.job()
-    with pytest.raises(JobLive):
+    with refuses("JOB_LIVE"):
         await world.deletion.delete(job.id)
     await world.end(job, Report(id="r"))
     tags = Tags(world.database, lambda: LONG_AGO)

@@ -13,10 +13,10 @@ import pytest
 from sqlalchemy import text
 
 from etfarm.server.state import damage as damage_module
-from etfarm.server.state.damage import DatabaseDamaged, DatabaseForeign, DatabaseUnusable
-from etfarm.server.state.engine import DatabaseTooNew
+from etfarm.server.state.damage import DatabaseDamaged
 from etfarm.server.state.sqlite import SqliteDatabase
 from etfarm.wire.errors import FarmError
+from tests.support.refusals import refuses
 
 PAGE = 4096
 
@@ -168,7 +168,7 @@ async def test_a_directory_in_its_place_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "farm.sqlite"
     path.mkdir()
     error = await refusal(path)
-    assert isinstance(error, DatabaseUnusable) and "is a directory" in error.message
+    assert error.reason == "DATABASE_UNUSABLE" and "is a directory" in error.message
 
 
 async def test_another_programs_database_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
@@ -176,18 +176,18 @@ async def test_another_programs_database_is_refused_and_left_as_it_is(tmp_path: 
     execute(path, "CREATE TABLE moz_places (id INTEGER)")
     before = path.read_bytes()
     error = await refusal(path)
-    assert isinstance(error, DatabaseForeign) and "moz_places" in error.message
+    assert error.reason == "DATABASE_FOREIGN" and "moz_places" in error.message
     assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize(
-    ("revision", "kind"), [("9999", DatabaseTooNew), ("1975ea83b712", DatabaseForeign), ("", DatabaseForeign)]
+    ("revision", "reason"), [("9999", "DATABASE_TOO_NEW"), ("1975ea83b712", "DATABASE_FOREIGN"), ("", "DATABASE_FOREIGN")]
 )
-async def test_a_revision_that_is_unknown_is_refused(tmp_path: Path, revision: str, kind: type[FarmError]) -> None:
+async def test_a_revision_that_is_unknown_is_refused(tmp_path: Path, revision: str, reason: str) -> None:
     path = await create_database(tmp_path)
     execute(path, f"UPDATE alembic_version SET version_num = '{revision}'")
     database = SqliteDatabase(path)
-    with pytest.raises(kind):
+    with refuses(reason):
         await database.open()
     database.close()
 
@@ -207,7 +207,7 @@ def test_a_file_that_the_server_may_not_write_is_refused(tmp_path: Path) -> None
         os.setuid(65534)
         try:
             damage_module.check(path, "0006", ["0006"])
-        except DatabaseUnusable as error:
+        except FarmError as error:
             os._exit(42 if "may not read and write" in error.message else 1)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 42

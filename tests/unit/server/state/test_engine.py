@@ -17,7 +17,7 @@ from sqlalchemy import Connection, Engine, create_engine, event, func, inspect, 
 from sqlalchemy.exc import OperationalError
 
 from etfarm.server.state import revisions, schema, sqlite_tables
-from etfarm.server.state.engine import Database, DatabaseFull, DatabaseTooNew
+from etfarm.server.state.engine import Database, DatabaseFull
 from etfarm.server.state.revisions import HEAD
 from etfarm.server.state.sqlite import SqliteDatabase
 from tests.support.refusals import refuses
@@ -159,7 +159,7 @@ async def test_it_opens_again_with_what_was_written(database: Database, tmp_path
 async def test_a_database_of_a_newer_etfarm_is_refused(database: Database, tmp_path: Path) -> None:
     await database.write(lambda connection: connection.execute(text("UPDATE alembic_version SET version_num = '9999'")))
     again = SqliteDatabase(tmp_path / "farm.sqlite")
-    with pytest.raises(DatabaseTooNew, match=f"9999.*{HEAD}") as refused:
+    with refuses("DATABASE_TOO_NEW", match=f"9999.*{HEAD}") as refused:
         await again.open()
     assert refused.value.remedy
     again.close()

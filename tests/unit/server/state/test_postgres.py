@@ -17,10 +17,9 @@ from sqlalchemy.exc import IntegrityError
 
 from etfarm.server.cluster.member import Member
 from etfarm.server.state import schema
-from etfarm.server.state.damage import DatabaseUnusable
 from etfarm.server.state.database_url import BadDatabaseUrl, DatabaseUrl
 from etfarm.server.state.databases import create_database, first_of
-from etfarm.server.state.engine import Database, DatabaseTooNew, DatabaseUnavailable, Notification
+from etfarm.server.state.engine import Database, DatabaseUnavailable, Notification
 from etfarm.server.state.postgres.connections import Connections, driver_of
 from etfarm.server.state.postgres.failures import WritesLost
 from etfarm.server.state.postgres.liveness import WhileAlive
@@ -368,7 +367,7 @@ async def test_a_refused_login_names_what_lets_it_in(tmp_path: Path) -> None:
         def refusal(passfile: Path) -> str:
             with psycopg.connect(own.url("postgres"), autocommit=True) as connection:
                 connection.execute("SELECT pg_reload_conf()")
-            with pytest.raises(DatabaseUnusable) as refused:
+            with refuses("DATABASE_UNUSABLE") as refused:
                 asyncio.run(login(passfile))
             return refused.value.remedy
 
@@ -390,13 +389,13 @@ async def test_a_database_of_another_program_or_a_newer_etfarm_is_refused(server
     server.execute("CREATE TABLE customers (id int)", database="foreign")
     server.execute("CREATE DATABASE {} TEMPLATE template0 ENCODING 'LATIN1' LC_COLLATE 'C' LC_CTYPE 'C'", "latin")
     for name, pattern in (("foreign", "tables customers"), ("latin", "LATIN1"), ("missing", "does not exist")):
-        with pytest.raises(DatabaseUnusable, match=pattern):
+        with refuses("DATABASE_UNUSABLE", match=pattern):
             async with opened(DatabaseUrl.parse(server.url(name))):
                 pass
     async with opened(DatabaseUrl.parse(server.url("etfarm"))) as database:
         await database.write(lambda c: c.execute(text("UPDATE alembic_version SET version_num = '9999'")) and None)
     try:
-        with pytest.raises(DatabaseTooNew, match="9999"):
+        with refuses("DATABASE_TOO_NEW", match="9999"):
             async with opened(DatabaseUrl.parse(server.url("etfarm"))):
                 pass
     finally:

@@ -11,7 +11,6 @@ import pytest
 from sqlalchemy import delete, func, insert, select, update
 
 from etfarm.server.state import schema
-from etfarm.server.state.copies import CopyUnfinished
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.databases import create_database
 from etfarm.server.transfer import rows
@@ -126,10 +125,10 @@ def test_no_server_opens_a_database_with_an_unfinished_copy(farm: FarmDatabase, 
         finally:
             database.close()
 
-    with pytest.raises(CopyUnfinished, match="unfinished copy of the farm"):
+    with refuses("COPY_UNFINISHED", match="unfinished copy of the farm"):
         asyncio.run(open_())
     copy(farm, empty)
-    with pytest.raises(CopyUnfinished):
+    with refuses("COPY_UNFINISHED"):
         asyncio.run(open_())
     take(empty)
     asyncio.run(open_())
@@ -158,7 +157,7 @@ def test_a_database_with_rows_and_one_with_another_copy_are_refused(farm: FarmDa
         connection.execute(delete(schema.trusted_times))
     with pytest.raises(Interrupted):
         copy(farm, empty, interrupt_at(1))
-    with farm.connected() as connection, connection.begin(), pytest.raises(CopyUnfinished, match="of the farm"):
+    with farm.connected() as connection, connection.begin(), refuses("COPY_UNFINISHED", match="of the farm"):
         copy_rows(connection, empty, "another farm", lambda what, done, total: None)
 
 

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 
 from etfarm.client.formats.compared import facts
-from etfarm.wire.comparison import NoSuchReport, NothingToCompare, Side, compare, failed, split_choice
+from etfarm.wire.comparison import NothingToCompare, Side, compare, failed, split_choice
 from tests.support.comparisons import against, observed, operator, repeated, report, reports, timed
 from tests.support.documents import completed
+from tests.support.refusals import refuses
 
 PAIR = [
     "base", "candidate", "differs", "latency", "operators", "size", "memory", "accuracy", "delegation", "changes", "generation",
@@ -253,8 +254,8 @@ def test_some_of_a_sides_reports_can_be_chosen(choice: str | None, cells: list[s
 
 @pytest.mark.parametrize("choice", ["3", "99999999999999999999", "xnnpack", "abc", "-1"])
 def test_what_cannot_be_chosen_is_answered_with_what_can(choice: str) -> None:
-    with pytest.raises(
-        NoSuchReport, match=r"a.json has no report '.*': it has 0 resnet8 · xnnpack_fp32 .*, 1 resnet8 · portable"
+    with refuses(
+        "REPORT_NOT_FOUND", match=r"a.json has no report '.*': it has 0 resnet8 · xnnpack_fp32 .*, 1 resnet8 · portable"
     ):
         _ = Side([report("abcd1"), report("abcd2", recipe="portable")], file="a.json", choice=choice).chosen
 

@@ -115,13 +115,13 @@ def test_a_bad_value_is_answered_with_the_allowed_ones(text: str, sentence: str)
     "text", ["x:", "xnnpack_fp32+", "+", "xnnpack_fp32:", "xnnpack_fp32:a", "xnnpack_fp32:=1", "coreml_fp16:a=1,a=2"]
 )
 def test_a_text_of_another_form_is_refused(text: str) -> None:
-    with pytest.raises(recipes.BadRecipeText):
+    with refuses("BAD_RECIPE_TEXT"):
         recipes.parse(text)
 
 
 @pytest.mark.parametrize("text", ["", "name = 'x'", "arguments = {a = 1}", "= =", "[["])
 def test_a_toml_of_another_form_is_refused(text: str) -> None:
-    with pytest.raises(recipes.BadRecipeText):
+    with refuses("BAD_RECIPE_TEXT"):
         recipes.from_toml(text)
 
 
@@ -171,7 +171,7 @@ def test_recipes_combine_in_their_order_each_with_its_arguments() -> None:
     ],
 )
 def test_recipes_that_do_not_go_together_are_named(text: str, sentence: str) -> None:
-    with pytest.raises(recipes.BadCombination) as caught:
+    with refuses("BAD_RECIPE_COMBINATION") as caught:
         recipes.parse(text)
     assert sentence in str(caught.value)
 

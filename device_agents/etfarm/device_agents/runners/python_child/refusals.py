@@ -11,7 +11,7 @@ T = TypeVar("T")
 _CODE: Final = re.compile(r"0x:?([0-9a-fA-F]{1,2})\b")
 _NAMES: Final = {
     0x01: "Internal", 0x02: "InvalidState", 0x03: "EndOfMethod", 0x10: "NotSupported", 0x11: "NotImplemented",
-    0x12: "InvalidArgument", 0x13: "InvalidType", 0x14: "OperatorMissing", 0x20: "NotFound", 0x21: "MemoryAllocationFailed",
+    0x12: "InvalidArgument", 0x13: "InvalidType", 0x14: "OPERATOR_MISSING", 0x20: "NotFound", 0x21: "MemoryAllocationFailed",
     0x22: "AccessFailed", 0x23: "InvalidProgram", 0x24: "InvalidExternalData", 0x25: "OutOfResources",
     0x30: "DelegateInvalidCompatibility", 0x31: "DelegateMemoryAllocationFailed", 0x32: "DelegateInvalidHandle",
 }  # fmt: skip

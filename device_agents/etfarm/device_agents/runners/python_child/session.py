@@ -185,7 +185,7 @@ class Session:
             raise Refusal("BACKEND_MISSING", f"this runner has no backend {', '.join(backends)}", names=backends)
         if operators := sorted(set(facts.operators) - set(self.operators())):
             what = f"this runner has no kernel for {', '.join(operators)}"
-            raise Refusal("OPERATOR_MISSING", what, "OperatorMissing", operators)
+            raise Refusal("OPERATOR_MISSING", what, "OPERATOR_MISSING", operators)
         if keys := sorted(facts.data_keys - self._keys - self._file.own_keys):
             raise Refusal("DATA_MISSING", f"no data file has {', '.join(keys)}", "NotFound", keys)
 

@@ -21,7 +21,8 @@ from etfarm.server.compile.lower import components, plugins
 from etfarm.server.compile.program.descriptions import first_line
 from etfarm.server.compile.program.explain import stage_failed
 from etfarm.wire import recipes
-from etfarm.wire.recipes import BadCombination, MethodOptions, Part, Plain, Quantization, Recipe, Specification, bad_recipe_field
+from etfarm.wire.errors import error_for
+from etfarm.wire.recipes import MethodOptions, Part, Plain, Quantization, Recipe, Specification, bad_recipe_field
 
 _RECIPE_MODULES: Final = {
     "xnnpack": "executorch.backends.xnnpack.recipes",
@@ -80,7 +81,7 @@ def export_recipe(recipe: Recipe, methods: Sequence[str]) -> ExportRecipe:
 
     Raises:
         RecipeUnavailable: a provider, its tools or a plug-in are not installed here.
-        BadCombination: the parts contradict each other.
+        BAD_RECIPE_COMBINATION: the parts contradict each other.
         BAD_RECIPE_FIELD: an operator of [edge] is unknown here.
         StageFailed: a provider refuses the arguments.
     """
@@ -95,7 +96,8 @@ def export_recipe(recipe: Recipe, methods: Sequence[str]) -> ExportRecipe:
     except ValueError as error:
         names = " and ".join(part.name for part in recipe.parts)
         why = first_line(error).removeprefix("Cannot combine recipes").removeprefix(":").strip()
-        raise BadCombination(
+        raise error_for(
+            "BAD_RECIPE_COMBINATION",
             f"{names} cannot be combined: ExecuTorch reports {why}.",
             "Leave one out, or set the option once in [edge].",
             recipes=names,
@@ -118,7 +120,7 @@ def quantization(recipe: Recipe, method: str) -> QuantizationRecipe | None:
     """Return a new QuantizationRecipe of one method; None if PT2E does not quantize it.
 
     Raises:
-        RecipeUnavailable, BadCombination, StageFailed: as `export_recipe`.
+        RecipeUnavailable, BAD_RECIPE_COMBINATION, StageFailed: as `export_recipe`.
     """
     method_quantizers = recipe.options.methods.get(method, MethodOptions()).quantizers
     configured = recipe.options.quantizers if method_quantizers is None else method_quantizers

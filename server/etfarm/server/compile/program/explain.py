@@ -44,8 +44,7 @@ from etfarm.server.compile.program.lowering_faults import find_fault, find_node_
 from etfarm.server.compile.program.places import all_nodes, places
 from etfarm.server.compile.program.suspects import SYMBOL, find_channels_last, owned_names
 from etfarm.server.graphs.sources import source_of
-from etfarm.wire.errors import EtfarmError
-from etfarm.wire.recipes import BadCombination
+from etfarm.wire.errors import EtfarmError, error_for
 
 _TRAINING = re.compile(r"batch_norm|dropout|rrelu_with_noise")
 _EFFECTS = re.compile(r"with_effects|_assert_|_print|linalg_")
@@ -188,8 +187,12 @@ def _effects(stage: str, match: re.Match[str], text: str, programs: Programs) ->
 
 def _combine(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     remedy = "Combine recipes with equal strict, stages and edge settings, or write them into one recipe file."
-    return BadCombination(
-        f"These recipes cannot be combined: {match[1].strip()[:MAX_CHARACTERS]}", remedy, stage=stage, why=match[1].strip()
+    return error_for(
+        "BAD_RECIPE_COMBINATION",
+        f"These recipes cannot be combined: {match[1].strip()[:MAX_CHARACTERS]}",
+        remedy,
+        stage=stage,
+        why=match[1].strip(),
     )
 
 

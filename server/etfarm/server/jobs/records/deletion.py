@@ -7,7 +7,7 @@ from typing import Final
 
 from sqlalchemy import ColumnElement, Connection, Table, delete, exists, select, tuple_
 
-from etfarm.server.jobs.records.rows import JobLive, job_not_found
+from etfarm.server.jobs.records.rows import job_not_found
 from etfarm.server.jobs.records.tags import tags_of
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
@@ -38,7 +38,7 @@ class JobDeletion:
 
         Raises:
             JOB_NOT_FOUND: the job does not exist.
-            JobLive: the job is not terminal.
+            JOB_LIVE: the job is not terminal.
             JOB_TAGGED: the job has tags, and `with_tags` is not set.
         """
         await self._database.write(lambda connection: _require_deletable(connection, job_id, with_tags=with_tags))
@@ -69,7 +69,9 @@ def _require_deletable(connection: Connection, job_id: str, *, with_tags: bool) 
     if row is None:
         raise job_not_found(job_id)
     if row.finished_at is None:
-        raise JobLive(f"Job {job_id} is still live.", f"Cancel it first: `etfarm jobs cancel {job_id}`.", job=job_id)
+        raise error_for(
+            "JOB_LIVE", f"Job {job_id} is still live.", f"Cancel it first: `etfarm jobs cancel {job_id}`.", job=job_id
+        )
     if not with_tags and (tags := tags_of(connection, job_id)):
         names = ", ".join(tags)
         remedy = "Remove them with `etfarm report tag NAME --remove`, or delete it with --force."

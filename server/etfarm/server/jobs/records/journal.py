@@ -100,7 +100,7 @@ class Journal:
 
         Raises:
             REQUEST_ID_USED: the owner has sent the request's id with something else.
-            QuotaExceeded: the owner or the project exceeds a quota of live jobs.
+            QUOTA_EXCEEDED: the owner or the project exceeds a quota of live jobs.
         """
         written, event = await self._database.write(lambda connection: self.write_new(connection, job, request), durable=True)
         if event is not None:

@@ -15,7 +15,7 @@ from etfarm.server.jobs import model
 from etfarm.server.state import schema
 from etfarm.v1.common_pb2 import CellState
 from etfarm.v1.job_pb2 import Job
-from etfarm.wire.errors import Kind, UserError, error_for
+from etfarm.wire.errors import EtfarmError, error_for
 
 _TERMINAL: Final = [CellState.Name(state).removeprefix("CELL_STATE_") for state in sorted(model.TERMINAL)]
 _IS_OF: Final = {"user": schema.jobs.c.owner == bindparam("owner"), "project": schema.jobs.c.project == bindparam("project")}
@@ -37,16 +37,16 @@ _LIVE: Final = union_all(
 )  # fmt: skip
 
 
-class QuotaExceeded(UserError):
-    """A user or project that would exceed a quota."""
-
-    reason = "QUOTA_EXCEEDED"
-    kind = Kind.RESOURCE_EXHAUSTED
-
-    def __init__(self, quota: str, whose: str, what: str, limit: int, got: int, remedy: str) -> None:
-        super().__init__(
-            f"{whose} may have at most {limit:,} {what}, and would have {got:,}.", remedy, quota=quota, limit=limit, got=got
-        )
+def quota_exceeded(quota: str, whose: str, what: str, limit: int, got: int, remedy: str) -> EtfarmError:
+    """Return the error of a user or project that would exceed a quota."""
+    return error_for(
+        "QUOTA_EXCEEDED",
+        f"{whose} may have at most {limit:,} {what}, and would have {got:,}.",
+        remedy,
+        quota=quota,
+        limit=limit,
+        got=got,
+    )
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Quotas:
         """Raise an error if a job would exceed a quota. Call it in the transaction that writes the job.
 
         Raises:
-            QuotaExceeded: the owner or the project would exceed a quota.
+            QUOTA_EXCEEDED: the owner or the project would exceed a quota.
         """
         holders = {"owner": job.owner, "project": job.project or DEFAULT_PROJECT}
         remedy = "Wait until some are done, or cancel them with `etfarm jobs cancel`."
@@ -104,7 +104,7 @@ class Quotas:
                 quota = f"live_{what}_per_{kind}"
                 if got > getattr(self, quota):
                     words = "bytes of live jobs' specs" if what == "spec_bytes" else f"live {what}"
-                    raise QuotaExceeded(quota, holder, words, getattr(self, quota), got, remedy)
+                    raise quota_exceeded(quota, holder, words, getattr(self, quota), got, remedy)
 
 
 class Counted:
@@ -121,12 +121,12 @@ class Counted:
         """Count one more resource while the context is active.
 
         Raises:
-            QuotaExceeded: the principal already holds the maximum number.
+            QUOTA_EXCEEDED: the principal already holds the maximum number.
         """
         got = self._open[principal] + 1
         if got > self._limit:
             remedy = "Close some of those that are open, or wait until they have ended."
-            raise QuotaExceeded(self._quota, f"The user {principal}", self._what, self._limit, got, remedy)
+            raise quota_exceeded(self._quota, f"The user {principal}", self._what, self._limit, got, remedy)
         self._open[principal] = got
         try:
             yield

@@ -17,17 +17,10 @@ from etfarm.server.state.bodies import seal, unseal
 from etfarm.server.state.sql import Insert, insert
 from etfarm.v1 import agent_pb2, common_pb2, job_pb2
 from etfarm.v1.job_pb2 import Cell, Job
-from etfarm.wire.errors import EtfarmError, Kind, UserError, error_for
+from etfarm.wire.errors import EtfarmError, error_for
 
 _LISTED_JOBS: Final = 5
 """Maximum number of jobs that an ambiguous name lists."""
-
-
-class JobLive(UserError):
-    """A job with live cells, where a terminal one is required."""
-
-    reason = "JOB_LIVE"
-    kind = Kind.FAILED_PRECONDITION
 
 
 def job_not_found(key: str, what: str = "There is no job") -> EtfarmError:

@@ -23,7 +23,7 @@ from etfarm.server.reports.trace.recording import NothingRecorded, Recording
 from etfarm.server.workers.limits import limit_parsing
 from etfarm.v1 import compile_pb2, report_pb2
 from etfarm.wire import tensors
-from etfarm.wire.errors import FarmError, error_for
+from etfarm.wire.errors import error_for
 
 EAGER: Final = report_pb2.REFERENCE_EAGER
 QUANTIZED: Final = report_pb2.REFERENCE_QUANTIZED
@@ -31,12 +31,6 @@ QUANTIZED: Final = report_pb2.REFERENCE_QUANTIZED
 _NO_BFLOAT16: Final = "ExecuTorch's ETDump records no bfloat16 values"
 
 Warn = Callable[[str, str], None]
-
-
-class NothingToCompare(FarmError):
-    """A recording without any value that has a counterpart on the host."""
-
-    reason = "NOTHING_TO_COMPARE"
 
 
 @dataclass
@@ -116,8 +110,11 @@ def fill(
                 warn("ANALYSIS_NUMERICS_REFERENCE_FAILED", failed[-1])
     if not any(slot.deviation for side in sides for slot in side.slots):
         if failed and (not sides or any(side.slots for side in sides)):
-            raise NothingToCompare(f"None of the {len(outputs)} values that the device recorded could be compared. {failed[0]}")
-        raise NothingToCompare(
+            raise error_for(
+                "NOTHING_TO_COMPARE", f"None of the {len(outputs)} values that the device recorded could be compared. {failed[0]}"
+            )
+        raise error_for(
+            "NOTHING_TO_COMPARE",
             f"None of the {len(outputs)} values that the device recorded has a counterpart in the model's graph: the ETRecord "
             "and the model are of different exports."
         )  # fmt: skip

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etfarm.server.reports.trace.flatbuffer import Columns, Positions
-from etfarm.wire.errors import DeviceError, Kind
+from etfarm.wire.errors import error_for
 from etfarm.wire.flatbuffer import Table
 
 EXECUTE: Final = "Method::execute"
@@ -32,13 +32,6 @@ _LONGEST_NS: Final = 1 << 53
 
 Times = NDArray[np.float64]
 """Times of shape [iterations], in ns."""
-
-
-class BadTrace(DeviceError):
-    """A trace that is not an ETDump, or that holds no execution of the method."""
-
-    reason = "BAD_TRACE"
-    kind = Kind.INVALID_ARGUMENT
 
 
 @dataclass(frozen=True)
@@ -108,20 +101,22 @@ def read(data: bytes) -> Trace:
     A kernel's time here is that of `native_call_...`, counted once; the runtime's overhead around it belongs to the method.
 
     Raises:
-        BadTrace: the bytes are not a complete ETDump, or no run in it executed a method.
+        BAD_TRACE: the bytes are not a complete ETDump, or no run in it executed a method.
     Source: executorch/devtools/etdump/etdump_schema_flatcc.fbs, after four bytes that hold its size.
     """
     if not data:
-        raise BadTrace("The trace is empty: its run wrote no events.", size_bytes=0)
+        raise error_for("BAD_TRACE", "The trace is empty: its run wrote no events.", size_bytes=0)
     if data[8:12] != _IDENTIFIER:
-        raise BadTrace(f"The trace of {len(data)} bytes is not an ETDump.", size_bytes=len(data))
+        raise error_for("BAD_TRACE", f"The trace of {len(data)} bytes is not an ETDump.", size_bytes=len(data))
     wanted = 4 + int.from_bytes(data[:4], "little")
     if wanted > len(data):
-        raise BadTrace(f"The trace is cut short: {len(data)} of its {wanted} bytes are present.", size_bytes=len(data))
+        raise error_for(
+            "BAD_TRACE", f"The trace is cut short: {len(data)} of its {wanted} bytes are present.", size_bytes=len(data)
+        )
     try:
         table, left_out, events = _table(data)
     except (IndexError, ValueError) as error:
-        raise BadTrace(f"The trace of {len(data)} bytes is damaged ({error}).", size_bytes=len(data)) from error
+        raise error_for("BAD_TRACE", f"The trace of {len(data)} bytes is damaged ({error}).", size_bytes=len(data)) from error
     method = next(timed.times_ns for key, timed in table.items() if key[2] == EXECUTE)
     return Trace(method, _calls(table), left_out, events)
 
@@ -135,7 +130,7 @@ def _table(data: bytes) -> tuple[dict[Key, Timed], int, int]:
     keys = {signature: events.keys(runs[0]) for signature, runs in runs_by_signature.items()}
     executed = {signature: run_keys for signature, run_keys in keys.items() if any(key[2] == EXECUTE for key in run_keys)}
     if not executed:
-        raise BadTrace("The trace holds no execution of a method.", size_bytes=len(data))
+        raise error_for("BAD_TRACE", "The trace holds no execution of a method.", size_bytes=len(data))
     counts: Counter[frozenset[Key]] = Counter()
     for signature, run_keys in executed.items():
         counts[frozenset(run_keys)] += len(runs_by_signature[signature])

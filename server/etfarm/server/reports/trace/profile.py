@@ -29,7 +29,7 @@ def fill(report: report_pb2.Report, request: AnalyzeRequest, warn: Warn, save_ti
     always reported.
 
     Raises:
-        BadTrace: the trace cannot be read; `profile` is set nevertheless.
+        BAD_TRACE: the trace cannot be read; `profile` is set nevertheless.
     """
     if request.traced_ns:
         _fill_times(report.profile, request)

@@ -33,7 +33,7 @@ def backing_up(url: DatabaseUrl, wait_s: float) -> Iterator[None]:
 
     Raises:
         BackupRunning: another backup is running, or a server looks for artifacts to delete at this moment.
-        DatabaseUnusable, DatabaseUnavailable: the database refuses the connection, cannot be reached, or the connection was lost
+        DATABASE_UNUSABLE, DatabaseUnavailable: the database refuses the connection, cannot be reached, or the connection was lost
             before the end of the block, so that servers may have deleted artifacts.
     """
     connections = Connections(url, wait_s)

@@ -90,7 +90,7 @@ class Connections:
             until_s: when to give up, by the monotonic clock; None to wait until the database closes.
 
         Raises:
-            DatabaseUnusable: the server refuses the role or the database.
+            DATABASE_UNUSABLE: the server refuses the role or the database.
             DatabaseUnavailable: the server was unavailable until then.
         """
         if until_s is not None and time.monotonic() > until_s:

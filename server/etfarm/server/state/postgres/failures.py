@@ -8,10 +8,9 @@ import psycopg
 from psycopg import errors
 from sqlalchemy.exc import DBAPIError
 
-from etfarm.server.state.damage import DatabaseUnusable
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.engine import DatabaseFull, DatabaseUnavailable, QueryTooSlow
-from etfarm.wire.errors import FarmError, Kind
+from etfarm.wire.errors import EtfarmError, FarmError, Kind, error_for
 
 _REPEATABLE: Final = (errors.SerializationFailure, errors.DeadlockDetected, errors.LockNotAvailable)
 _REFUSALS: Final = (
@@ -95,7 +94,7 @@ def translated(url: DatabaseUrl, error: Exception) -> Exception:
     return _known(url, error) or error
 
 
-def _known(url: DatabaseUrl, error: Exception) -> FarmError | None:
+def _known(url: DatabaseUrl, error: Exception) -> EtfarmError | None:
     original = driver_error(error)
     if isinstance(original, errors.DiskFull):
         return DatabaseFull("The disk of the database is full.", "Free space on its server; etfarm goes on by itself.")
@@ -106,7 +105,7 @@ def _known(url: DatabaseUrl, error: Exception) -> FarmError | None:
     return refused(url, error)
 
 
-def refused(url: DatabaseUrl, error: BaseException) -> FarmError | None:
+def refused(url: DatabaseUrl, error: BaseException) -> EtfarmError | None:
     """Return the error of a database that does not let the server in, which waiting does not change."""
     original = driver_error(error)
     if original is None:
@@ -117,7 +116,7 @@ def refused(url: DatabaseUrl, error: BaseException) -> FarmError | None:
         return None
     why = one_line(original)
     remedy = next((remedy for text, remedy in _REMEDIES if text in why), _REMEDY)
-    return DatabaseUnusable(f"The database {url} cannot be used: {why}.", remedy, url=url)
+    return error_for("DATABASE_UNUSABLE", f"The database {url} cannot be used: {why}.", remedy, url=url)
 
 
 _REMEDIES: Final = (

@@ -9,10 +9,10 @@ from typing import Final
 from sqlalchemy import Connection, Select, inspect, text
 
 from etfarm.server.state import copies, revisions, schema
-from etfarm.server.state.damage import DatabaseUnusable
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.postgres import tables
 from etfarm.server.state.postgres.connections import Connections, driver_of
+from etfarm.wire.errors import EtfarmError, error_for
 
 _OLDEST: Final = 14
 """The oldest major version of PostgreSQL."""
@@ -22,9 +22,9 @@ def open_tables(connection: Connection, url: DatabaseUrl, data: Path) -> None:
     """Create the tables, or migrate those of an older etfarm, in the transaction of the connection.
 
     Raises:
-        DatabaseUnusable: it is not the database of etfarm, or not one that can be.
-        DatabaseTooNew, DATABASE_TOO_OLD: a newer etfarm has written it, or one of before 0.3.0.
-        CopyUnfinished, FarmMoved: the farm is not, or no longer, there.
+        DATABASE_UNUSABLE: it is not the database of etfarm, or not one that can be.
+        DATABASE_TOO_NEW, DATABASE_TOO_OLD: a newer etfarm has written it, or one of before 0.3.0.
+        COPY_UNFINISHED, FARM_MOVED: the farm is not, or no longer, there.
     """
     _check_server(connection, url)
     present = set(inspect(connection).get_table_names())
@@ -46,18 +46,22 @@ def open_tables(connection: Connection, url: DatabaseUrl, data: Path) -> None:
 def _check_server(connection: Connection, url: DatabaseUrl) -> None:
     info = driver_of(connection).info
     if info.server_version < _OLDEST * 10_000:
-        raise DatabaseUnusable(
-            f"The database {url} has PostgreSQL {info.server_version // 10_000}.", f"Use version {_OLDEST} or later.", url=url
+        raise error_for(
+            "DATABASE_UNUSABLE",
+            f"The database {url} has PostgreSQL {info.server_version // 10_000}.",
+            f"Use version {_OLDEST} or later.",
+            url=url,
         )
     if (encoding := info.parameter_status("server_encoding")) != "UTF8":
-        raise DatabaseUnusable(
+        raise error_for(
+            "DATABASE_UNUSABLE",
             f"The database {url} has the encoding {encoding}.",
             "Create it with: CREATE DATABASE name TEMPLATE template0 ENCODING 'UTF8'.", url=url,
         )  # fmt: skip
 
 
-def _foreign(url: DatabaseUrl, why: str) -> DatabaseUnusable:
-    return DatabaseUnusable(f"{url} is not a database of etfarm: {why}.", "Choose another --database.", url=url)
+def _foreign(url: DatabaseUrl, why: str) -> EtfarmError:
+    return error_for("DATABASE_UNUSABLE", f"{url} is not a database of etfarm: {why}.", "Choose another --database.", url=url)
 
 
 def is_new(url: DatabaseUrl, wait_s: float) -> bool:

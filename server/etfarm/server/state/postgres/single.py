@@ -25,7 +25,7 @@ def connected(url: DatabaseUrl, wait_s: float) -> Iterator[Connection]:
     """Connect for the time of the context. Each transaction is one snapshot.
 
     Raises:
-        DatabaseUnusable, DatabaseUnavailable: the server refuses the connection, cannot be reached, or has gone away.
+        DATABASE_UNUSABLE, DatabaseUnavailable: the server refuses the connection, cannot be reached, or has gone away.
     """
     connections = Connections(url, wait_s)
     try:

@@ -13,11 +13,11 @@ from sqlalchemy import Connection
 from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records.journal import Journal
-from etfarm.server.jobs.records.quotas import Counted, QuotaExceeded, Quotas
+from etfarm.server.jobs.records.quotas import Counted, Quotas
 from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.v1.job_pb2 import Job
-from etfarm.wire.errors import Kind
+from etfarm.wire.errors import Kind, UserError
 from tests.support.databases import new_database, sqlite_only
 from tests.support.refusals import refuses
 
@@ -49,7 +49,7 @@ async def test_the_last_job_that_is_allowed_is_written_once_however_many_come_at
     refused = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     assert len(refused) == 6
     for error in refused:
-        assert isinstance(error, QuotaExceeded)
+        assert isinstance(error, UserError)
         assert (error.reason, error.kind) == ("QUOTA_EXCEEDED", Kind.RESOURCE_EXHAUSTED)
         assert (error.metadata["quota"], error.metadata["limit"]) == ("live_jobs_per_user", "2")
     assert len((await journal.list(50, None, EVERYTHING))[0]) == 2
@@ -64,7 +64,7 @@ async def test_a_job_that_is_over_makes_room_and_a_request_that_is_known_needs_n
 
 async def test_cells_are_counted_over_all_live_jobs_of_a_user(journal: Journal) -> None:
     job = await submit(journal, "job-0", cells=3)
-    with pytest.raises(QuotaExceeded, match="live cells"):
+    with refuses("QUOTA_EXCEEDED", match="live cells"):
         await submit(journal, "job-1", cells=3)
     await journal.change(model.advance(job.cells[0], model.CANCELLED, at=AT))
     await submit(journal, "job-1", cells=3)
@@ -73,14 +73,14 @@ async def test_cells_are_counted_over_all_live_jobs_of_a_user(journal: Journal) 
 async def test_the_users_of_a_project_share_its_quota(journal: Journal) -> None:
     for name, owner in (("job-0", "ann"), ("job-1", "ann"), ("job-2", "bob")):
         await submit(journal, name, owner=owner)
-    with pytest.raises(QuotaExceeded, match="The project default may have at most 3 live jobs"):
+    with refuses("QUOTA_EXCEEDED", match="The project default may have at most 3 live jobs"):
         await submit(journal, "job-3", owner="eve")
 
 
 def test_what_is_held_open_is_counted_for_each_principal_and_given_back() -> None:
     counted = Counted("streams_per_user", "streams", 2)
     with counted.hold("ann"), counted.hold("bob"):
-        with counted.hold("ann"), pytest.raises(QuotaExceeded, match="ann may have at most 2 streams"), counted.hold("ann"):
+        with counted.hold("ann"), refuses("QUOTA_EXCEEDED", match="ann may have at most 2 streams"), counted.hold("ann"):
             raise AssertionError("one too many was let in")
         with counted.hold("ann"):
             pass
@@ -105,7 +105,7 @@ async def test_the_specs_of_live_jobs_are_counted_in_bytes(tmp_path: Path) -> No
         await journal.submit(job, Request(name, b""))
     job.id = "job-2"
     job.cells[0].id = "c"
-    with pytest.raises(QuotaExceeded, match="bytes of live jobs' specs"):
+    with refuses("QUOTA_EXCEEDED", match="bytes of live jobs' specs"):
         await journal.submit(job, Request("job-2", b""))
     database.close()
 

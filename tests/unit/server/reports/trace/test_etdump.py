@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etfarm.server.reports.trace import etdump
-from etfarm.server.reports.trace.etdump import BadTrace, Trace
+from etfarm.server.reports.trace.etdump import Trace
+from etfarm.wire.errors import DeviceError
 from tests.support.etdumps import decoded, event, written
+from tests.support.refusals import refuses
 from tests.support.traces import traced
 
 NAMES = ["xnnpack", "portable", "int8", "methods"]
@@ -101,7 +103,7 @@ def test_a_kernel_without_its_own_event_takes_the_time_of_its_call() -> None:
 def test_a_clock_that_went_back_says_nothing_and_one_that_leapt_is_refused() -> None:
     trace = etdump.read(written(_execution((0, "native_call_sin.out", 120, 110))))
     assert trace.calls[0].times_ns.tolist() == [0]
-    with pytest.raises(BadTrace, match="months"):
+    with refuses("BAD_TRACE", match="months"):
         etdump.read(written(_execution((0, "native_call_sin.out", 120, 1 << 60))))
 
 
@@ -110,13 +112,13 @@ def test_a_clock_that_went_back_says_nothing_and_one_that_leapt_is_refused() -> 
     [(b"", "is empty"), (b"no etdump at all", "of 16 bytes is not an ETDump"), (bytes(200), "is not an ETDump")],
 )
 def test_bytes_that_are_no_trace_are_refused(data: bytes, expected: str) -> None:
-    with pytest.raises(BadTrace, match=expected):
+    with refuses("BAD_TRACE", match=expected):
         etdump.read(data)
 
 
 def test_a_trace_of_something_that_never_executed_is_refused() -> None:
     for data in (written(), written([]), written([event("Method::init", 0, 5, 0)])):
-        with pytest.raises(BadTrace, match="no execution of a method"):
+        with refuses("BAD_TRACE", match="no execution of a method"):
             etdump.read(data)
 
 
@@ -124,7 +126,7 @@ def test_a_trace_of_something_that_never_executed_is_refused() -> None:
 def test_a_trace_that_is_cut_short_says_by_how_much(name: str) -> None:
     whole = traced(name).etdump.read_bytes()
     for size in (12, 100, len(whole) // 2, len(whole) - 1):
-        with pytest.raises(BadTrace, match=f"cut short: {size} of its {len(whole)} bytes"):
+        with refuses("BAD_TRACE", match=f"cut short: {size} of its {len(whole)} bytes"):
             etdump.read(whole[:size])
 
 
@@ -156,7 +158,7 @@ def test_damaged_bytes_are_read_or_refused_and_nothing_else() -> None:
         try:
             _sound(etdump.read(bytes(data)))
             outcomes["read"] += 1
-        except BadTrace:
+        except DeviceError:
             outcomes["refused"] += 1
     assert outcomes["read"] > 50
     assert outcomes["refused"] > 50
@@ -167,7 +169,7 @@ def test_any_bytes_behind_the_identifier_are_read_or_refused(rest: bytes) -> Non
     data = (8 + len(rest)).to_bytes(4, "little") + rest[:4].ljust(4, b"\x04") + b"ED00" + rest[4:]
     try:
         _sound(etdump.read(data))
-    except BadTrace as error:
+    except DeviceError as error:
         assert str(error).startswith("The trace")
 
 
@@ -192,5 +194,5 @@ def test_the_same_events_over_and_over_are_refused_before_memory_is_taken_for_th
     slot = root + int.from_bytes(data[fields + 4 + 2 * etdump._RUNS : fields + 6 + 2 * etdump._RUNS], "little")
     data[slot : slot + 4] = (base - slot).to_bytes(4, "little")
     data[:4] = (len(data) - 4).to_bytes(4, "little")
-    with pytest.raises(BadTrace, match="more events than its bytes can hold"):
+    with refuses("BAD_TRACE", match="more events than its bytes can hold"):
         etdump.read(bytes(data))
