@@ -9,7 +9,7 @@ from typing import Any, Final
 MAY_RETURN_INPUT: Final = frozenset(
     {
         "atleast_1d", "atleast_2d", "atleast_3d", "alpha_dropout", "broadcast_tensors", "cartesian_prod", "conj_physical",
-        "dropout", "feature_alpha_dropout", "feature_dropout", "meshgrid", "sum_to_size", "type_as",
+        "dropout", "einsum", "feature_alpha_dropout", "feature_dropout", "meshgrid", "sum_to_size", "type_as",
     }
 )  # fmt: skip
 """Operators of ATen that may return an input itself, or a view of it, although their schemas do not say so."""
@@ -61,26 +61,38 @@ def is_mutation(spec: Any) -> bool:
     return bool(spec.kind.name == "USER_INPUT_MUTATION")
 
 
+def written_values(node: Any) -> list[Any]:
+    """Return the nodes whose values a node changes, itself or in the graphs that it calls."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None:
+        return list(_nodes_in(value for argument, value in _arguments(node, schema) if argument.is_write))
+    graphs, operands = _called(node)
+    written = []
+    for graph in graphs:
+        placeholders = [each for each in graph.nodes if each.op == "placeholder"]
+        inner = written_placeholders(graph)
+        written += [operand for each, operand in zip(placeholders, operands, strict=False) if each in inner]
+    return written
+
+
 def _effects(node: Any, origins: dict[Any, frozenset[Any]]) -> tuple[frozenset[Any], frozenset[Any]]:
     """Return the placeholders that a node writes to, and those that its result may be a view of."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return _effects_of_submodules(node, origins)
-    written: frozenset[Any] = frozenset()
-    viewed: frozenset[Any] = frozenset()
     aliases = any(each.alias_info is not None for each in schema.returns)
     name = schema.name.partition("::")[2]
     lies = not aliases and name in MAY_RETURN_INPUT
     if name in _CONVERT and _dtype_of(node) != _dtype_of(node.args[0]):
         return frozenset(), frozenset()
+    viewed = [value for argument, value in _arguments(node, schema) if lies or (aliases and argument.alias_info is not None)]
+    return _origins_of(written_values(node), origins), _origins_of(viewed, origins)
+
+
+def _arguments(node: Any, schema: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the arguments of an operator's schema with a node's values for them."""
     for place, argument in enumerate(schema.arguments):
-        value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-        own = _origins_of(value, origins)
-        if argument.is_write:
-            written |= own
-        if lies or (aliases and argument.alias_info is not None):
-            viewed |= own
-    return written, viewed
+        yield argument, node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
 
 
 def _dtype_of(node: Any) -> Any:
@@ -91,18 +103,13 @@ def _effects_of_submodules(node: Any, origins: dict[Any, frozenset[Any]]) -> tup
     """Return the effects of `getitem`, and of operators that call graphs, such as `cond`: with what follows the graphs."""
     if node.target is getitem:
         return frozenset(), _origins_of(node.args[0], origins)
+    return _origins_of(written_values(node), origins), _origins_of(_called(node)[1], origins)
+
+
+def _called(node: Any) -> tuple[list[Any], list[Any]]:
+    """Return the graphs that a node calls, and the nodes that it gives them."""
     graphs = [(place, graph) for place, value in enumerate(node.args) if (graph := _subgraph(value)) is not None]
-    if not graphs:
-        return frozenset(), frozenset()
-    operands = list(_nodes_in(node.args[graphs[-1][0] + 1 :]))
-    written: frozenset[Any] = frozenset()
-    for _, graph in graphs:
-        placeholders = [each for each in graph.nodes if each.op == "placeholder"]
-        inner = written_placeholders(graph)
-        for placeholder, operand in zip(placeholders, operands, strict=False):
-            if placeholder in inner:
-                written |= origins.get(operand, frozenset())
-    return written, _origins_of(operands, origins)
+    return [graph for _, graph in graphs], list(_nodes_in(node.args[graphs[-1][0] + 1 :])) if graphs else []
 
 
 def _subgraph(value: Any) -> Any:

@@ -32,7 +32,6 @@ from etfarm.client.export.mutation import (
     assignments_written,
     changes_constants,
     find_shared_buffers,
-    inline_regions,
     keep_mutations,
     written_parameters,
 )
@@ -61,6 +60,7 @@ from etfarm.client.export.transform import Transform
 from etfarm.wire import differences, digest
 from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.pt2 import InputType, read_archive
+from etfarm.wire.regions import inline_regions
 from etfarm.wire.samples import AccuracySamples
 from etfarm.wire.shared_state import keep_constants
 from etfarm.wire.tensors import encode

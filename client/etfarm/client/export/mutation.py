@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +89,7 @@ def find_shared_buffers(program: ExportedProgram) -> str:
         if tensor is not None:
             names.setdefault(id(tensor), []).append(name)
     shared = [group for group in names.values() if len(group) > 1]
-    changed = {buffers.get(placeholder) for placeholder in _written(program)} if shared else set()
+    changed = {buffers.get(node.name) for node in written_placeholders(program.graph)} if shared else set()
     return next((" and ".join(group) for group in shared if not changed.isdisjoint(group)), "")
 
 
@@ -106,9 +106,7 @@ def changes_constants(program: ExportedProgram) -> bool:
 def written_parameters(program: ExportedProgram) -> tuple[Tensor, ...]:
     """Return the parameters that an exported program writes to."""
     names = program.graph_signature.inputs_to_parameters
-    return tuple(
-        program.state_dict[names[placeholder]] for placeholder in dict.fromkeys(_written(program)) if placeholder in names
-    )
+    return tuple(program.state_dict[names[node.name]] for node in written_placeholders(program.graph) if node.name in names)
 
 
 def keep_mutations(program: ExportedProgram) -> tuple[str, ...]:
@@ -139,66 +137,3 @@ def keep_mutations(program: ExportedProgram) -> tuple[str, ...]:
     if signature.outputs:
         signature.outputs.extend(TensorArgument(name=spec.arg.name) for spec in specs[-len(names) :])
     return names
-
-
-def _written(program: ExportedProgram) -> Iterator[str]:
-    """Yield the placeholders that operators write to, themselves or what operators make of them."""
-    for node in program.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        for place, argument in enumerate(schema.arguments if schema is not None and schema.is_mutable else ()):
-            written = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            while argument.is_write and getattr(written, "op", "") == "call_function" and written.all_input_nodes:
-                written = written.all_input_nodes[0]
-            if argument.is_write and getattr(written, "op", "") == "placeholder":
-                yield written.name
-
-
-def inline_regions(program: ExportedProgram) -> list[Any]:
-    """Put the operators of `with torch.no_grad():` regions into the graph itself.
-
-    Quantizers look at no operator within a region, and torch 2.13 cannot load an archive with a region that returns nothing.
-
-    Returns:
-        The regions that return nothing and stay: those of torch.autocast, whose operators change outside of it, and those with
-        regions of their own.
-    """
-    graph, stay = program.graph, []
-    for region in [node for node in graph.nodes if str(node.target).startswith("wrap_with_")]:
-        inner = next(each for each in region.args if getattr(each, "op", "") == "get_attr")
-        body: Any = getattr(program.graph_module, inner.target)
-        if str(region.target) != "wrap_with_set_grad_enabled" or any(map(_stays_in_region, body.graph.nodes)):
-            if not region.users:
-                stay.append(region)
-            continue
-        values = iter(region.args[region.args.index(inner) + 1 :])
-        copies: dict[Any, Any] = {}
-        with graph.inserting_before(region):
-            for node in body.graph.nodes:
-                if node.op == "placeholder":
-                    copies[node] = next(values)
-                elif node.op != "output":
-                    copies[node] = graph.node_copy(node, copies.__getitem__)
-        _replace_outputs(program, region, [copies.get(node, node) for node in body.graph.output_node().args[0]])
-        graph.erase_node(region)
-        if not inner.users:
-            graph.erase_node(inner)
-            delattr(program.graph_module, inner.target)
-    program.graph_module.recompile()
-    return stay
-
-
-def _stays_in_region(node: Any) -> bool:
-    """Return whether a node cannot be put into the graph: a further region, or an assignment to `.data` in a strict export."""
-    return node.op == "get_attr" or "set_.source_Tensor" in str(node.target)
-
-
-def _replace_outputs(program: ExportedProgram, region: Any, values: Sequence[Any]) -> None:
-    """Let the users of a region's outputs use other values, and the program return these."""
-    for item in list(region.users):
-        value = values[item.args[1]]
-        returned = (spec.arg for spec in program.graph_signature.output_specs)
-        for argument in (*returned, *(program.module_call_graph[0].signature.outputs or ())):
-            if argument.name == item.name:
-                argument.name = value.name
-        item.replace_all_uses_with(value)
-        program.graph.erase_node(item)

@@ -7,8 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from etfarm.server.graphs import differences
-from etfarm.server.graphs.written_buffers import changed_buffers
-from etfarm.wire.shared_state import buffer_names
+from etfarm.wire.shared_state import buffer_names, written_buffers
 from etfarm.wire.tensors import Value
 
 
@@ -32,7 +31,7 @@ def run_calls(
     names = {method: set(shared) & set(buffer_names(program).values()) for method, program in programs.items()}
     with ExitStack() as stack:
         for method, program in programs.items():
-            stack.enter_context(unchanged(program, changed_buffers(program) | names[method]))
+            stack.enter_context(unchanged(program, written_buffers(program) | names[method]))
         for method, leaves in calls:
             program = programs[method]
             buffers = {name: buffer for name in names[method] if (buffer := _buffer(program, name)) is not None}
@@ -68,7 +67,7 @@ def find_wrong_call(
 def unchanged(program: Any, names: Collection[str] | None = None) -> Iterator[None]:
     """Restore the buffers that runs change afterwards: those in `names`, or those that the program writes to when None."""
     # ep.module() shares its buffers with the program, so a run would otherwise change the program that is lowered later.
-    buffers = [_buffer(program, name) for name in sorted(changed_buffers(program) if names is None else names)]
+    buffers = [_buffer(program, name) for name in sorted(written_buffers(program) if names is None else names)]
     copies = [(buffer, buffer.clone()) for buffer in buffers if buffer is not None]
     try:
         yield

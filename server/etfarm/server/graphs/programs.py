@@ -11,15 +11,21 @@ from typing import Any, BinaryIO
 from torch._export.serde import schema, serialize
 from torch.export.pt2_archive._package import load_pt2
 
+from etfarm.wire.regions import inline_regions
+
 
 def read_program(source: str | BinaryIO) -> Any:
-    """Return the exported program of a .pt2. Not torch.export.load, which falls back to the older, unscreened layout on failure.
+    """Return the exported program of a .pt2, without the regions of torch.no_grad and torch.autocast that change no operator.
+
+    Not torch.export.load, which falls back to the older, unscreened layout on failure.
 
     Args:
         source: a path that ends in .pt2, or an open file.
     """
     with _cache_type_hints(), _cache_expressions():
-        return load_pt2(source).exported_programs["model"]
+        program = load_pt2(source).exported_programs["model"]
+    inline_regions(program)
+    return program
 
 
 @contextmanager

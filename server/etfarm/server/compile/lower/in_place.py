@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from etfarm.wire.batch_norms import join_batch_norms
-from etfarm.wire.written_inputs import MAY_RETURN_INPUT
+from etfarm.wire.written_inputs import MAY_RETURN_INPUT, written_values
 
 _ATEN = torch.ops.aten
 
@@ -33,18 +33,11 @@ def without_writes(program: Any) -> Any:
 
 def _is_lost(node: Any) -> bool:
     """Return whether a node writes to the floats of a buffer, of a view, or of what other nodes use."""
-    schema = getattr(node.target, "_schema", None)
-    if node.op != "call_function" or schema is None or not schema.is_mutable:
-        return False
-    for place, argument in enumerate(schema.arguments):
-        target = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-        if argument.is_write and any(_is_shared(each) for each in (target if isinstance(target, list | tuple) else [target])):
-            return True
-    return False
+    return node.op == "call_function" and any(map(_is_shared, written_values(node)))
 
 
 def _is_shared(target: Any) -> bool:
-    if not isinstance(target, torch.fx.Node) or not target.meta["val"].is_floating_point():
+    if not target.meta["val"].is_floating_point():
         return False
     schema = getattr(target.target, "_schema", None)
     if target.op != "call_function" or len(target.users) > 1 or target.target is getitem or schema is None:

@@ -44,11 +44,10 @@ from etfarm.server.compile.program.descriptions import describe_place, find_line
 from etfarm.server.compile.program.places import places
 from etfarm.server.graphs.call_sequence import unchanged
 from etfarm.server.graphs.quantized_outputs import QUANTIZING, is_quantized
-from etfarm.server.graphs.written_buffers import changed_buffers
 from etfarm.server.workers.errors import is_out_of_memory
 from etfarm.wire import tensors
 from etfarm.wire.recipes import Options
-from etfarm.wire.shared_state import PREFIX, buffer_names
+from etfarm.wire.shared_state import PREFIX, buffer_names, written_buffers
 
 _LOG_INTERVAL_S: Final = 2.0
 """Interval of the log lines of a long calibration, in seconds."""
@@ -350,7 +349,7 @@ def settle_origins(program: Any) -> None:
 def _changed_buffers(program: Any) -> dict[str, torch.Tensor]:
     """Return copies of the buffers that a program changes, by name."""
     buffers = {**program.constants, **program.state_dict}
-    return {name: buffers[name].clone() for name in sorted(changed_buffers(program)) if name in buffers}
+    return {name: buffers[name].clone() for name in sorted(written_buffers(program)) if name in buffers}
 
 
 def _restore(module: torch.nn.Module, initial: Mapping[str, torch.Tensor]) -> None:

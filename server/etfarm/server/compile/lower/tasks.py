@@ -52,13 +52,12 @@ from etfarm.server.compile.screening.operators import Operators
 from etfarm.server.compile.verify import checks
 from etfarm.server.compile.verify.smoke import SmokeRunner
 from etfarm.server.graphs.quantized_outputs import is_quantized
-from etfarm.server.graphs.written_buffers import changed_buffers
 from etfarm.server.workers.errors import is_disk_full, is_out_of_memory
 from etfarm.wire import recipes, tensors
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.fixed_numbers import INPUT_FIXED
 from etfarm.wire.recipes import MethodOptions, Quantization, Recipe
-from etfarm.wire.shared_state import keep_constants
+from etfarm.wire.shared_state import keep_constants, written_buffers
 from etfarm.wire.stages import check_order, check_stop_after
 
 _EXPORTING: Final = ("SOURCE_TRANSFORM", "QUANTIZE", "TORCH_EXPORT")
@@ -299,7 +298,7 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
         "stages": [], "program": None, "etrecord": None, "stage_files": {}, "inputs": checks.example_files(programs, folder),
         "delegation": {}, "toolchain": toolchain(), "warnings": [], "facts": None, "sizes": None, "modules": [], "checks": [],
         "stayed_fp32": {}, "located": {}, "shared_buffers": [],
-        "stateful_methods": sorted(method for method, program in programs.items() if changed_buffers(program)),
+        "stateful_methods": sorted(method for method, program in programs.items() if written_buffers(program)),
     }  # fmt: skip
     for method in programs:
         _warn_of_copies(method, copies[method], result["warnings"])
@@ -393,7 +392,7 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     )  # fmt: skip
     calls = list(request.calls) or [(method, None) for method in sorted(originals) if shared]
     if not calls:  # a second call shows whether a program keeps its state
-        calls = [(method, None) for method in sorted(originals) if changed_buffers(originals[method]) for _ in range(2)]
+        calls = [(method, None) for method in sorted(originals) if written_buffers(originals[method]) for _ in range(2)]
     # In the host's runtime, methods overwrite each other's state unless the program shares it.
     methods = dict.fromkeys(method for method, _ in calls)
     for sequence in [calls] if shared else [[call for call in calls if call[0] == method] for method in methods]:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from etfarm.server.graphs import custom_operators
 from etfarm.server.graphs.rounding import placeholder_values
-from etfarm.server.graphs.written_buffers import changed_buffers
 from etfarm.server.workers.limits import limit_loading
 from etfarm.wire import tensors
 from etfarm.wire.errors import UserError
+from etfarm.wire.shared_state import written_buffers
 from etfarm.wire.tensors import Scalar, Tensor, Value
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def run(program: ExportedProgram, samples: Iterable[Sequence[Value]]) -> Iterato
     module = program.module()
     held = {**program.constants, **program.state_dict}
     # Only what runs change: the weights of quantized programs are buffers as well.
-    initial = [(held[name], held[name].clone()) for name in sorted(changed_buffers(program)) if name in held]
+    initial = [(held[name], held[name].clone()) for name in sorted(written_buffers(program)) if name in held]
     for inputs in samples:
         _check_count(program, inputs)
         args, kwargs = pytree.tree_unflatten([to_torch(value) for value in inputs], program.call_spec.in_spec)

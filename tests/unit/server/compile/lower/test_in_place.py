@@ -73,6 +73,22 @@ def viewed(m: Any, x: Tensor) -> Tensor:
     return m.line(y)  # type: ignore[no-any-return]
 
 
+def viewed_in_a_region(m: Any, x: Tensor) -> Tensor:
+    y = m.line(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y.view(2, 8)[0].mul_(-2)
+        mean = y.mean()
+    return m.line(y) + mean  # type: ignore[no-any-return]
+
+
+def averaged_in_a_region(m: Any, x: Tensor) -> Tensor:
+    y = m.line(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        m.state.mul_(0.9).add_(y, alpha=0.1)
+        z = y * 2
+    return z - m.state  # type: ignore[no-any-return]
+
+
 BODIES = {
     "a state": (accumulated, (1, 16), (1, 16)),
     "a mean": (averaged, (1, 16), (1, 16)),
@@ -80,6 +96,8 @@ BODIES = {
     "a row of a layer's output": (row, (1, 4, 8, 8), (1,)),
     "channels of a copy": (normalized, (1, 4, 8, 8), (1,)),
     "a view of a layer's output": (viewed, (1, 16), (1,)),
+    "a view in a region": (viewed_in_a_region, (1, 16), (1,)),
+    "a mean in a region": (averaged_in_a_region, (1, 16), (1, 16)),
 }
 RANDOM = torch.Generator().manual_seed(0)
 

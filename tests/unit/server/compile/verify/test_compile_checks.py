@@ -13,10 +13,10 @@ pytest.importorskip("executorch")
 
 from etfarm.server.compile.verify import checks, reference, trials  # noqa: E402 - needs torch
 from etfarm.server.graphs import differences  # noqa: E402
-from etfarm.server.graphs.written_buffers import changed_buffers  # noqa: E402
 from etfarm.server.workers.pool import Workers  # noqa: E402
 from etfarm.wire import tensors  # noqa: E402
 from etfarm.wire.errors import UserError  # noqa: E402
+from etfarm.wire.shared_state import written_buffers  # noqa: E402
 from etfarm.wire.tensors import Scalar, Tensor  # noqa: E402
 from tests.support import checking, models  # noqa: E402
 from tests.support.checking import CheckRequest  # noqa: E402
@@ -228,7 +228,7 @@ async def test_where_a_programs_bytes_are(workers: Workers) -> None:
 
 def test_the_reference_leaves_state_as_it_was() -> None:
     program = models.counter()
-    assert changed_buffers(program) == {"count"}
+    assert written_buffers(program) == {"count"}
     example = trials.example(program)
     assert example is not None
     first, second = (reference.run_program(program, example.values) for _ in range(2))
