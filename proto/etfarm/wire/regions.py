@@ -19,18 +19,18 @@ def inline_regions(program: Any) -> list[Any]:
     Returns:
         The regions that return nothing and stay.
     """
-    stay = _inline(program.graph_module, frozenset(), program)
+    stay = _inline(program.graph_module, frozenset())
     program.graph_module.recompile()
+    name_outputs(program)
     return stay
 
 
-def _inline(module: Any, on: frozenset[str], program: Any = None) -> list[Any]:
+def _inline(module: Any, on: frozenset[str]) -> list[Any]:
     """Put the regions of a graph into it, and the regions of the graphs that it calls into these.
 
     Args:
         module: the module of the graph.
         on: kinds of devices for which torch.autocast is on around the graph.
-        program: that of which it is the graph, which returns what the graph returns; None for the others.
     """
     graph, stay = module.graph, []
     for node in graph.nodes:
@@ -56,7 +56,7 @@ def _inline(module: Any, on: frozenset[str], program: Any = None) -> list[Any]:
             continue
         ((inner, body),) = called
         if not changes and not any("set_.source_Tensor" in str(each.target) for each in body.graph.nodes):
-            _put(module, node, inner, body, program)
+            _put(module, node, inner, body)
         elif not node.users:
             stay.append(node)
     return stay
@@ -77,7 +77,7 @@ def _attribute(module: Any, value: Any) -> Any:
     return getattr(module, value.target, None) if getattr(value, "op", "") == "get_attr" else None
 
 
-def _put(module: Any, region: Any, inner: Any, body: Any, program: Any) -> None:
+def _put(module: Any, region: Any, inner: Any, body: Any) -> None:
     """Put the operators of one region into the graph in place of it.
 
     Args:
@@ -95,7 +95,10 @@ def _put(module: Any, region: Any, inner: Any, body: Any, program: Any) -> None:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
                 if node.op == "get_attr":
                     copies[node].target = _take(module, node.target, getattr(body, node.target))
-    _replace_outputs(graph, region, [copies.get(node, node) for node in body.graph.output_node().args[0]], program)
+    for item in list(region.users):
+        value = body.graph.output_node().args[0][item.args[1]]
+        item.replace_all_uses_with(copies.get(value, value))
+        graph.erase_node(item)
     graph.erase_node(region)
     if not inner.users:
         graph.erase_node(inner)
@@ -110,17 +113,10 @@ def _take(module: Any, name: str, value: Any) -> str:
     return name
 
 
-def _replace_outputs(graph: Any, region: Any, values: Sequence[Any], program: Any) -> None:
-    """Let the users of a region's outputs use other values, and the program, if any, return these."""
-    for item in list(region.users):
-        value = values[item.args[1]]
-        for argument in _returned(program) if program is not None else ():
-            if argument.name == item.name:
-                argument.name = value.name
-        item.replace_all_uses_with(value)
-        graph.erase_node(item)
-
-
-def _returned(program: Any) -> list[Any]:
-    signature = program.module_call_graph[0].signature
-    return [*(spec.arg for spec in program.graph_signature.output_specs), *(signature.outputs or ())]
+def name_outputs(program: Any) -> None:
+    """Let the signature of a program name the nodes that its graph returns."""
+    specs = program.graph_signature.output_specs
+    nodes = program.graph.output_node().args[0]
+    names = {spec.arg.name: node.name for spec, node in zip(specs, nodes, strict=True) if hasattr(node, "op")}
+    for argument in (*(spec.arg for spec in specs), *(program.module_call_graph[0].signature.outputs or ())):
+        argument.name = names.get(argument.name, argument.name)

@@ -33,6 +33,7 @@ from etfarm.client.export.mutation import (
     changes_constants,
     find_shared_buffers,
     keep_mutations,
+    show_views,
     written_parameters,
 )
 from etfarm.client.export.noise import quiet
@@ -274,6 +275,7 @@ class _Export:
                 method, "SpecViolationError", "torch.export cannot save a region of torch.autocast that returns nothing.", "",
                 remedy="Compute within the region, and write to buffers after it.",
             )  # fmt: skip
+        show_views(program)
         must_be_savable(method, program, self.base)
         must_be_whole(method, program, self.base)
         keep_constants(program)

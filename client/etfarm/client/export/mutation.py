@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from etfarm.wire.written_inputs import is_mutation, written_inputs, written_placeholders
+from etfarm.wire.regions import name_outputs
+from etfarm.wire.written_inputs import is_mutation, written_inputs, written_placeholders, written_values
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.export import ExportedProgram
+
+_DROPOUTS: Final = frozenset({"alpha_dropout", "dropout", "feature_alpha_dropout", "feature_dropout"})
+"""Operators of ATen that return their input itself in evaluation."""
 
 
 @contextmanager
@@ -137,3 +141,59 @@ def keep_mutations(program: ExportedProgram) -> tuple[str, ...]:
     if signature.outputs:
         signature.outputs.extend(TensorArgument(name=spec.arg.name) for spec in specs[-len(names) :])
     return names
+
+
+def show_views(program: ExportedProgram) -> None:
+    """Write operators that return their tensor, or a view of it, with operators that say so, in a program that writes to tensors.
+
+    The schemas of einsum and dropout say that they return new tensors. run_decompositions believes it, and loses what is written
+    to the one tensor for those who read the other.
+    """
+    import torch
+
+    parts = [part for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    if not any(written_values(node) for part in parts for node in part.graph.nodes):
+        return
+    for part in parts:
+        for node in part.graph.nodes:
+            name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+            if name == "einsum" and len(node.args[1]) == 1:
+                view = _permuted(node)
+            else:
+                view = node.args[0] if name in _DROPOUTS and node.args[2] is False else None
+            if view is not None:
+                node.replace_all_uses_with(view)
+                part.graph.erase_node(node)
+        part.recompile()
+    name_outputs(program)
+
+
+def _permuted(node: Any) -> Any:
+    """Put the operators of an einsum of one tensor before it; return None if it sums, else the last of them."""
+    import torch
+
+    aten = torch.ops.aten
+    equation, (view,) = node.args[:2]
+    before, arrow, after = equation.replace(" ", "").partition("->")
+    count = view.meta["val"].dim() - len(before.replace("...", ""))
+
+    def names_in(text: str) -> list[Any]:
+        first, dots, last = text.partition("...")
+        return [*first, *(range(count) if dots else ()), *last]
+
+    names = names_in(before)
+    once = sorted(each for each in names if isinstance(each, str) and names.count(each) == 1)
+    returned = names_in(after) if arrow else [*(each for each in names if isinstance(each, int)), *once]
+    if set(names) != set(returned):
+        return None
+    with node.graph.inserting_before(node):
+        while twice := next((each for each in names if names.count(each) > 1), None):
+            first = names.index(twice)
+            second = names.index(twice, first + 1)
+            value = aten.diagonal.default(view.meta["val"], 0, first, second)
+            view = node.graph.call_function(aten.diagonal.default, (view, 0, first, second))
+            view.meta = {**node.meta, "val": value}
+            names = [*names[:first], *names[first + 1 : second], *names[second + 1 :], twice]
+        view = node.graph.call_function(aten.permute.default, (view, [names.index(each) for each in returned]))
+    view.meta = node.meta
+    return view

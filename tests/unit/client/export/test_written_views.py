@@ -1,0 +1,138 @@
+"""Writes to what operators return that view their tensor, though their schemas do not say so."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from etfarm.client.export import ModelSource, export_source
+from etfarm.wire.shared_state import written_buffers
+
+
+class Model(nn.Module):
+    """Has a state, and a body that writes to views."""
+
+    state: Tensor
+
+    def __init__(self, body: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.body = body
+        self.line, self.dropout = nn.Linear(4, 4), nn.Dropout()
+        self.register_buffer("state", torch.ones(4, 4))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(self, x)
+
+
+def to_the_view(m: Any, x: Tensor) -> Any:
+    y = m.line(x)
+    torch.einsum("bchw->bhwc", y)[..., :2] = 0.0
+    return m.line(y)
+
+
+def to_the_tensor(m: Any, x: Tensor) -> Any:
+    y = m.line(x)
+    last = torch.einsum("b ... -> ... b", y)
+    y.mul_(2)
+    return last, y
+
+
+def to_a_diagonal(m: Any, x: Tensor) -> Any:
+    y = m.line(x)
+    diagonal = torch.einsum("...iji->...ji", y)
+    diagonal *= 3
+    return y, diagonal
+
+
+def in_the_order_of_letters(m: Any, x: Tensor) -> Any:
+    y = m.line(x)
+    torch.einsum("d...cb", y)[0].mul_(3)
+    return y
+
+
+def to_a_sum(m: Any, x: Tensor) -> Any:
+    y = m.line(x)
+    total = torch.einsum("biji->j", y)
+    total += 2
+    return y, total
+
+
+def to_a_product(m: Any, x: Tensor) -> Any:
+    y = torch.einsum("bchw,wk->bchk", x, m.line.weight)
+    y[0] += 1
+    return y + x
+
+
+def after_a_dropout(m: Any, x: Tensor) -> Any:
+    y = m.line(x)
+    z = m.dropout(y)
+    z += 2
+    return y * z, nn.functional.alpha_dropout(z, training=False)
+
+
+def to_a_state(m: Any, x: Tensor) -> Any:
+    torch.einsum("ij->ji", m.state)[0].add_(1)
+    return x + m.state
+
+
+def without_writes(m: Any, x: Tensor) -> Any:
+    return torch.einsum("bchw->bhwc", m.dropout(x))
+
+
+BODIES = (
+    to_the_view, to_the_tensor, to_a_diagonal, in_the_order_of_letters, to_a_sum, to_a_product, after_a_dropout, to_a_state,
+    without_writes,
+)  # fmt: skip
+
+
+def saved(model: nn.Module, x: Tensor) -> Any:
+    method = export_source(ModelSource.of(copy.deepcopy(model), (x,)), name="m").methods["forward"]
+    assert isinstance(method.pt2, bytes) and not method.differs
+    return torch.export.load(io.BytesIO(method.pt2))
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_what_is_written_to_a_view_is_read_after_decomposition(body: Any) -> None:
+    model, x = Model(body).eval(), torch.randn(2, 4, 4, 4)
+    program = saved(model, x)
+    lowered = program.run_decompositions().module()
+    for _ in range(2):
+        expected, actual = pytree.tree_leaves(model(x)), pytree.tree_leaves(lowered(x))
+        assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(expected, actual, strict=True))
+
+
+@pytest.mark.parametrize(("body", "names"), [(to_a_state, {"state"}), (to_the_view, set())])
+def test_a_buffer_that_is_written_through_einsum_is_changed(body: Any, names: set[str]) -> None:
+    program = torch.export.export(Model(body).eval(), (torch.randn(2, 4, 4, 4),))
+    assert written_buffers(program) == names
+
+
+def test_a_program_that_writes_nothing_is_left_as_it_is() -> None:
+    targets = {str(node.target) for node in saved(Model(without_writes).eval(), torch.randn(2, 4, 4, 4)).graph.nodes}
+    assert targets >= {"aten.einsum.default", "aten.dropout.default"}
+
+
+class Normalized(nn.Module):
+    """Writes to the sums of its filters, not to these."""
+
+    filters: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("filters", torch.rand(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        sums = self.filters.sum(1)
+        sums.clamp_(min=1e-5)
+        return nn.functional.linear(x, self.filters) / sums
+
+
+def test_a_buffer_is_not_changed_by_writes_to_what_is_computed_from_it() -> None:
+    assert not written_buffers(torch.export.export(Normalized().eval(), (torch.rand(3, 4),)))
