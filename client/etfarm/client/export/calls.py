@@ -50,7 +50,10 @@ def values_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def outputs_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return copies of the values that a call returns in flattened order, without its warnings and with equal random numbers."""
+    """Return copies of the values that a call returns in flattened order, without its warnings and with equal random numbers.
+
+    Calls take the path that an export takes, which has gradients, as far as that changes values.
+    """
     import torch
     from torch.utils import _pytree as pytree
 
@@ -62,8 +65,21 @@ def outputs_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
     # One copy of all: what shares memory shares it there, too.
     own_args, own_kwargs = copy.deepcopy(pytree.tree_map(detached, (args, kwargs)))
-    with _equal_random_numbers(), torch.no_grad(), quiet():
+    with _equal_random_numbers(), torch.no_grad(), without_nested_tensors(), quiet():
         return [copied(leaf) for leaf in pytree.tree_leaves(function(*own_args, **own_kwargs))]
+
+
+@contextmanager
+def without_nested_tensors() -> Iterator[None]:
+    """Let encoders of torch compute padding like the rest, as with gradients; else they return zeros or fewer rows for it."""
+    import torch
+
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_enabled)
 
 
 @contextmanager

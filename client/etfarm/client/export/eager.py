@@ -14,8 +14,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from etfarm.client.export.calls import without_nested_tensors
 from etfarm.client.export.construction import add_lines
 from etfarm.client.export.differences import difference_for_examples, differing_sizes
 from etfarm.client.export.errors import (
@@ -81,10 +82,13 @@ _FOREIGN_OUTPUT = re.compile(
 """torch.export 2.13 on an object in the output, in its strict and in its other mode."""
 _NO_LEAVES = "not enough values to unpack (expected 2, got 0)"
 """torch.export 2.13 on a forward that returns an empty tuple, list or dict."""
+_FORBIDDEN_WRITE = re.compile(r"view .*is being modified inplace|leaf Variable that requires grad .*in-place operation")
+"""Autograd on writes that it does not support."""
 _INTS = 1 << 63
 """ExecuTorch's ints have 64 bits, with this limit."""
 
 
+_Exported = TypeVar("_Exported")
 Call: TypeAlias = "tuple[str, bytes | Path | None]"
 """A method with a tensor file of its inputs; None for the example inputs."""
 
@@ -245,10 +249,13 @@ class _Export:
                 self.say(f"The program forgets what the model assigns to its buffer {name}: {value}.")
             forgotten[name] = None
 
-        writes = nullcontext(set[str]()) if self.strict else assignments_written(module, forget)
-        attributes = attributes_kept(module, is_called=not self.strict)
-        with _refusals(method, self.base), quiet(), writes as assigned, attributes as kept:
-            program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=self.strict)
+        def exported() -> tuple[ExportedProgram, set[str], Any]:
+            writes = nullcontext(set[str]()) if self.strict else assignments_written(module, forget)
+            with quiet(), writes as assigned, attributes_kept(module, is_called=not self.strict) as kept:
+                return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=self.strict), assigned, kept
+
+        with _refusals(method, self.base):
+            program, assigned, kept = _with_gradients_if_they_allow(exported)
         why = ""
         if not self.strict and (shared := find_shared_buffers(program)):
             why = f"it changes {shared}, which are one buffer"
@@ -265,7 +272,9 @@ class _Export:
                 quiet(),
                 attributes_kept(module, is_called=False),
             ):
-                program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=True)
+                program = _with_gradients_if_they_allow(
+                    lambda: torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=True)
+                )
         others = self._calls_of_others(method)
         for name in kept.forgotten(args, kwargs, written_parameters(program), others) if kept.is_changed else ():
             forgotten[name] = None
@@ -412,6 +421,22 @@ def _users_samples(method: str, base: Path) -> Iterator[None]:
             part="calibration_inputs",
             method=method,
         ) from error
+
+
+def _with_gradients_if_they_allow(export: Callable[[], _Exported]) -> _Exported:
+    """Return the result of an export, which is repeated without gradients where only these forbid to write to a tensor.
+
+    Gradients forbid to write to one of several views, which chunk, split and unbind return, and to weights.
+    """
+    import torch
+
+    try:
+        return export()
+    except RuntimeError as error:
+        if _FORBIDDEN_WRITE.search(str(error)) is None:
+            raise
+    with torch.no_grad(), without_nested_tensors():
+        return export()
 
 
 def archive_of(program: ExportedProgram) -> bytes:

@@ -201,3 +201,24 @@ def test_tensors_outside_of_buffers_start_with_their_own_values(strict: bool) ->
     program = torch.export.load(io.BytesIO(method.pt2)).module()
     for calls in (1, 2):
         assert torch.equal(program(X), X + calls + 5 * 2**calls)
+
+
+class Encoder(nn.Module):
+    """An encoder of torch with padding, which it computes only if it has gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        y: Tensor = self.layers(x, src_key_padding_mask=padding)
+        return y
+
+
+def test_padding_is_compared_as_it_is_exported() -> None:
+    x, padding = torch.randn(2, 6, 16), torch.arange(6)[None] >= torch.tensor([[4], [6]])
+    model = Encoder().eval()
+    with torch.no_grad():
+        assert not torch.allclose(model(x, padding), torch.export.export(model, (x, padding)).module()(x, padding), atol=1e-3)
+    assert not sentences(model, (x, padding))
+    assert torch.backends.mha.get_fastpath_enabled()

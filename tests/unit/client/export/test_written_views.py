@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from etfarm.client.export import ModelSource, export_source
+from etfarm.client.export.errors import ExportFailed
 from etfarm.wire.shared_state import written_buffers
 
 
@@ -98,11 +99,12 @@ def saved(model: nn.Module, x: Tensor) -> Any:
     return torch.export.load(io.BytesIO(method.pt2))
 
 
+@pytest.mark.parametrize("table", [None, {}])
 @pytest.mark.parametrize("body", BODIES)
-def test_what_is_written_to_a_view_is_read_after_decomposition(body: Any) -> None:
+def test_what_is_written_to_a_view_is_read_after_decomposition(body: Any, table: Any) -> None:
     model, x = Model(body).eval(), torch.randn(2, 4, 4, 4)
     program = saved(model, x)
-    lowered = program.run_decompositions().module()
+    lowered = program.run_decompositions(table).module()
     for _ in range(2):
         expected, actual = pytree.tree_leaves(model(x)), pytree.tree_leaves(lowered(x))
         assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(expected, actual, strict=True))
@@ -136,3 +138,62 @@ class Normalized(nn.Module):
 
 def test_a_buffer_is_not_changed_by_writes_to_what_is_computed_from_it() -> None:
     assert not written_buffers(torch.export.export(Normalized().eval(), (torch.rand(3, 4),)))
+
+
+def halves(m: Any, x: Tensor) -> Any:
+    y = m.line(x)
+    first, last = y.chunk(2, 1)
+    first.tanh_()
+    last.clamp_(-0.1, 0.1)
+    return y
+
+
+def rows(m: Any, x: Tensor) -> Any:
+    y = m.line(x)
+    for row in y.unbind(0):
+        row.relu_()
+    m.state = m.state + 1
+    return y + m.state
+
+
+def of_no_gradients(m: Any, x: Tensor) -> Any:
+    y = m.line(x)
+    with torch.no_grad():
+        row = y[0]
+    row.mul_(3)
+    return y
+
+
+def weight(m: Any, x: Tensor) -> Any:
+    m.line.bias[:2].add_(1)
+    return m.line(x)
+
+
+@pytest.mark.parametrize("body", [halves, rows, of_no_gradients, weight])
+def test_writes_that_only_gradients_forbid_are_part_of_the_program(body: Any) -> None:
+    model, x = Model(body).eval(), torch.randn(2, 4, 4, 4)
+    with pytest.raises(RuntimeError):
+        torch.export.export(copy.deepcopy(model), (x,))
+    program = saved(model, x).run_decompositions({}).module()
+    for _ in range(2):
+        with torch.no_grad():
+            assert torch.allclose(model(x), program(x), atol=1e-6)
+
+
+def test_other_errors_are_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(m: Any, x: Tensor) -> Any:
+        raise RuntimeError("my own")
+
+    export, modes = torch.export.export, list[bool]()
+
+    def counted(*args: Any, **options: Any) -> Any:
+        modes.append(torch.is_grad_enabled())
+        return export(*args, **options)
+
+    monkeypatch.setattr(torch.export, "export", counted)
+    x = torch.randn(2, 4, 4, 4)
+    with pytest.raises(ExportFailed, match="my own"):
+        saved(Model(failing).eval(), x)
+    assert modes == [True]
+    saved(Model(halves).eval(), x)
+    assert modes == [True, True, False]
