@@ -99,6 +99,14 @@ _INSTEAD: Final = (
 """Remedies by a part of an operator's name, where decomposing it does not help."""
 
 
+def _describe_result(name: str, overload: str) -> str:
+    """Return the remedy for an operator that writes its result to a tensor that is given as `out`; empty for others."""
+    if overload != "out" and not overload.endswith("_out"):
+        return ""
+    call = f"torch.{name.replace('linalg_', 'linalg.')}"
+    return f"Write t = {call}(...) for {call}(..., out=t), or t.copy_({call}(...)) if t is a buffer or a part of a tensor."
+
+
 class OperatorNotAllowed(UnsafeModel):
     """The model uses an operator of torch or ExecuTorch that is not on the server's list, and may do more than compute.
 
@@ -114,6 +122,7 @@ class OperatorNotAllowed(UnsafeModel):
         super().__init__(
             "OPERATOR_NOT_ALLOWED", where, f"uses the operator {namespace}::{name}, which is not on the server's list",
             next((remedy for part, remedy in _INSTEAD if part in name), "")
+            or _describe_result(name, overload)
             or "Decompose it before the export (program.run_decompositions()). If it only computes, the server's owner "
             f"can add the line {listed} to a file for `etfarm serve --allow-operators FILE`.",
         )  # fmt: skip

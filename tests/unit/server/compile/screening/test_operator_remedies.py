@@ -51,3 +51,34 @@ def test_an_operator_that_is_not_on_the_list_has_its_line(tmp_path: Path) -> Non
 def test_lists_of_tensors_are_to_be_looped_over() -> None:
     with pytest.raises(OperatorNotAllowed, match="Write a loop over the tensors"):
         check_target("torch.ops.aten._foreach_add_.List", "here")
+
+
+class Product(torch.nn.Module):
+    """Writes a product to a new tensor, and one to a buffer, as `out` or as the remedy says."""
+
+    def __init__(self, *, as_out: bool) -> None:
+        super().__init__()
+        self.as_out = as_out
+        self.register_buffer("last", torch.zeros(3, 3))
+
+    def forward(self, x: Any) -> Any:
+        if self.as_out:
+            t = torch.matmul(x, x, out=torch.empty(3, 3))
+            torch.linalg.inv(x, out=self.last)
+        else:
+            t = torch.matmul(x, x)
+            self.last.copy_(torch.linalg.inv(x))
+        return t + self.last
+
+
+def test_a_result_is_to_be_assigned_instead_of_written_as_out(tmp_path: Path) -> None:
+    x = torch.rand(3, 3) + 3 * torch.eye(3)
+    with torch.no_grad():
+        for as_out in (True, False):
+            torch.export.save(torch.export.export(Product(as_out=as_out).eval(), (x,)), tmp_path / f"{as_out}.pt2")
+    with pytest.raises(OperatorNotAllowed, match=r"Write t = torch\.matmul\(\.\.\.\) for torch\.matmul\(\.\.\., out=t\), or t\."):
+        check_target("torch.ops.aten.matmul.out", "here")
+    with pytest.raises(OperatorNotAllowed, match=r"t\.copy_\(torch\.linalg\.inv\(\.\.\.\)\) if t is a buffer"):
+        screen_pt2(tmp_path / "True.pt2")
+    screen_pt2(tmp_path / "False.pt2")
+    assert torch.equal(Product(as_out=False)(x), Product(as_out=True)(x))
