@@ -52,6 +52,10 @@ _REMEDIES: Final = (
         "torch.tensor(2.0).",
     ),
     (
+        re.compile(r"leaf Variable that requires grad .*in-place operation"),
+        "Write to weights in a block `with torch.no_grad():`.",
+    ),
+    (
         re.compile(r"AttributeError: 'Tensor' object has no attribute 'constant'"),
         GRADIENTS,
     ),

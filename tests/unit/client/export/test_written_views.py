@@ -164,12 +164,7 @@ def of_no_gradients(m: Any, x: Tensor) -> Any:
     return y
 
 
-def weight(m: Any, x: Tensor) -> Any:
-    m.line.bias[:2].add_(1)
-    return m.line(x)
-
-
-@pytest.mark.parametrize("body", [halves, rows, of_no_gradients, weight])
+@pytest.mark.parametrize("body", [halves, rows, of_no_gradients])
 def test_writes_that_only_gradients_forbid_are_part_of_the_program(body: Any) -> None:
     model, x = Model(body).eval(), torch.randn(2, 4, 4, 4)
     with pytest.raises(RuntimeError):
@@ -178,6 +173,30 @@ def test_writes_that_only_gradients_forbid_are_part_of_the_program(body: Any) ->
     for _ in range(2):
         with torch.no_grad():
             assert torch.allclose(model(x), program(x), atol=1e-6)
+
+
+def weight(m: Any, x: Tensor) -> Any:
+    m.line.bias.add_(1)
+    return m.line(x)
+
+
+def part_of_a_weight(m: Any, x: Tensor) -> Any:
+    m.line.bias[:2].add_(1)
+    return m.line(x)
+
+
+@pytest.mark.parametrize("body", [weight, part_of_a_weight])
+def test_weights_are_to_be_written_without_gradients(body: Any) -> None:
+    def without_gradients(m: Any, x: Tensor) -> Any:
+        with torch.no_grad():
+            return body(m, x)
+
+    x = torch.randn(2, 4, 4, 4)
+    with pytest.raises(ExportFailed, match=r"leaf Variable.* `with torch\.no_grad\(\):`"):
+        saved(Model(body).eval(), x)
+    model = Model(without_gradients).eval()
+    program = saved(model, x).run_decompositions({}).module()
+    assert all(torch.allclose(model(x), program(x), atol=1e-6) for _ in range(2))
 
 
 def test_other_errors_are_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
