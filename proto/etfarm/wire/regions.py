@@ -44,7 +44,7 @@ def _inline(module: Any, on: frozenset[str]) -> list[Any]:
         if name == _ENTER:  # a program with branches has no regions of torch.autocast, but begins and ends of it
             left.append((None if changes else node, on))
             on = within
-        elif name == _EXIT:
+        elif name == _EXIT and left:
             entered, on = left.pop()
             if entered is not None:
                 graph.erase_node(node)
