@@ -107,6 +107,17 @@ async def compiled(
     return answer
 
 
+def lowered_here(program: Any, recipe: str) -> bytes:
+    """Return the .pte of an exported program, quantized or not, which is lowered in this process."""
+    from etfarm.server.compile.lower import build, lowering
+    from etfarm.server.compile.program import places
+
+    programs, built = {"forward": program}, build.export_recipe(recipes.parse(recipe), ["forward"])
+    pipeline = lowering.Pipeline(("TO_EDGE_TRANSFORM_AND_LOWER", "TO_EXECUTORCH"))
+    stages = lowering.Stages(lambda event: None, programs)
+    return bytes(lowering.lower(programs, built, pipeline, "tiny", stages, places.undelegated).manager.buffer)
+
+
 def with_quantizer(recipe: str, arguments: str) -> Recipe:
     """Return a recipe whose quantizer has arguments of a recipe file."""
     scales = "dynamic = true\n" if recipe == DYNAMIC else ""

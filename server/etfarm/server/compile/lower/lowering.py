@@ -17,7 +17,7 @@ from executorch.export import ExportSession, StageType
 
 from etfarm.server.compile.errors import StageFailed
 from etfarm.server.compile.inspect import footprint
-from etfarm.server.compile.lower import branches, build, regions, rejections, shared_state
+from etfarm.server.compile.lower import branches, build, regions, rejections, remainders, shared_state
 from etfarm.server.compile.program.descriptions import describe_control_flow
 from etfarm.server.compile.program.explain import stage_failed
 from etfarm.server.compile.result import Delegation, Place, StageEvent, StageTime
@@ -225,6 +225,7 @@ class _StageHooks:
     def _before_executorch(self, manager: Any) -> None:
         shared_state.require_shared(self._pipeline.shared, manager)
         for method in sorted(manager.methods):
+            remainders.compute_as_python(manager.exported_program(method))
             if nodes := branches.copy_outputs(manager.exported_program(method)):
                 self.lowered.copied[method] = describe_control_flow(nodes)
         # Not earlier: before the edge dialect, in-place operators change buffers without an entry in the signature.
