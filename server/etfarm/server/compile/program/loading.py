@@ -129,8 +129,9 @@ def _resolve_derived_dims(program: Any) -> Any:
         for expression in [key for key in sizes if not key.is_Symbol]:
             size = sizes.pop(expression)
             for symbol in expression.free_symbols if len(expression.free_symbols) == 1 else ():
-                factor, offset = expression.coeff(symbol), expression.subs(symbol, 0)
-                if expression == factor * symbol + offset and ((size - offset) / factor).is_Integer:
+                factor = expression.coeff(symbol)
+                offset = expression - factor * symbol  # not the value at 0, where `1 / n` has none
+                if factor and offset.is_number and ((size - offset) / factor).is_Integer:
                     sizes.setdefault(symbol, (size - offset) / factor)
         for expression in [key for key in environment.var_to_range if not key.is_Symbol]:
             del environment.var_to_range[expression]  # follows from n's range, and stays in range_constraints

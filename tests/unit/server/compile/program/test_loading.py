@@ -17,6 +17,7 @@ from torch._export.serde.schema import SCHEMA_VERSION  # noqa: E402
 from etfarm.server.compile.program import loading  # noqa: E402
 from etfarm.wire.errors import EtfarmError  # noqa: E402
 from tests.support import models  # noqa: E402
+from tests.support.compiling import lowered_here, run  # noqa: E402
 
 OURS = torch.__version__.partition("+")[0]
 NEXT = {"major": SCHEMA_VERSION[0] + 1, "minor": 0}
@@ -71,6 +72,28 @@ def test_a_broken_program_of_this_torch_is_no_pt2(tmp_path: Path, schema: dict[s
     error = refused(tmp_path, schema_version=schema)
     assert error.reason == "NOT_A_PT2"
     assert len(error.message) < 1000
+
+
+class Divided(torch.nn.Module):
+    def __init__(self, factor: Any) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor(x.shape[0])
+
+
+@pytest.mark.filterwarnings("ignore:This API and all of its related functionality")
+@pytest.mark.numeric
+@pytest.mark.parametrize("factor", [lambda n: 1.0 / n, lambda n: (n - 1) / n, lambda n: max(n, 5) / n, lambda n: 7 % n])
+def test_numbers_that_are_divided_by_a_size_are_loaded(factor: Any, tmp_path: Path) -> None:
+    model, dims = Divided(factor), {"x": {0: torch.export.Dim("n", min=2, max=9)}}
+    torch.export.save(torch.export.export(model, (torch.rand(6, 4),), dynamic_shapes=dims), tmp_path / "saved.pt2")
+    (tmp_path / "loaded").mkdir()
+    pte = lowered_here(loading.load(tmp_path / "saved.pt2", tmp_path / "loaded"), "portable")
+    for size in (2, 6, 9):
+        x = torch.rand(size, 4)
+        torch.testing.assert_close(run(pte, [x])[0], model(x))
 
 
 class Branches(torch.nn.Module):
