@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from etfarm.client.export.errors import DimSpecialized, export_failed
 from etfarm.client.export.traces import place_in
@@ -21,9 +21,11 @@ _INSTEAD: Final = {
     "_operator.and_": ("size & number", "n % 4 for n & 3"),
     "_operator.or_": ("size | number", "n // 4 * 4 + 3 for n | 3"),
     "torch.sym_sum": ("torch.sym_sum", "n + k for torch.sym_sum([n, k])"),
+    "torch.sym_ite": ("torch.sym_ite", "the factor torch.where(torch.tensor(n) > 5, 2, 3) for torch.sym_ite(n > 5, 2, 3)"),
 }
 """Functions of sizes that torch 2.13 does not save or does not load again, with what gives the same number."""
 _POWER: Final = ("power of a size that is a fraction", "the factor torch.tensor(n) ** -0.5 for n ** -0.5")
+_EXPONENT: Final = ("power whose exponent is a size", "the factor 2 ** torch.tensor(n) for 2 ** n")
 
 _SIZE: Final = re.compile(r"L\['(\w+)'\](?:\[[^\]]+\])*\.size\(\)\[(\d+)\]")
 
@@ -50,9 +52,8 @@ def must_be_whole(method: str, program: ExportedProgram, base: Path) -> None:
         if node.graph is not program.graph and free_unbacked_symbols(value):
             continue  # an index of a number in a loop or branch, which has a remedy of its own
         name = f"{getattr(node.target, '__module__', '')}.{getattr(node.target, '__name__', '')}"
-        is_power = name == "_operator.pow" and isinstance(value, torch.SymFloat)
-        if is_power or name in _INSTEAD:
-            shown, instead = _POWER if is_power else _INSTEAD[name]
+        if instead_of := _power(node, value) if name == "_operator.pow" else _INSTEAD.get(name):
+            shown, instead = instead_of
             place = place_in(node.meta.get("stack_trace") or "", base)
             line = f"programs have no {shown}."
             remedy = f"Write {instead}, where n is a size, such as x.shape[0]."
@@ -63,3 +64,12 @@ def must_be_whole(method: str, program: ExportedProgram, base: Path) -> None:
             dim = f"dim {size[2]} of {size[1]!r}" if size else "a dim"
             why = why_floats(_SIZE.sub(r"dim \2 of '\1'", guard))
             raise DimSpecialized(method, dim, why, WHOLE_NUMBERS, "")
+
+
+def _power(node: Any, value: object) -> tuple[str, str] | None:
+    """Return what programs have no power of, and what to write instead; None for one that archives have."""
+    import torch
+
+    if isinstance(node.args[1], torch.fx.Node):
+        return _EXPONENT
+    return _POWER if isinstance(value, torch.SymFloat) else None

@@ -56,6 +56,11 @@ def must_equal(body: Body, other: Body, dim: Any, sizes: Iterable[int]) -> None:
         (lambda n: n & 3, "no size & number", "n % 4 for n & 3", lambda n: n % 4),
         (lambda n: n | 3, "no size | number", "n // 4 * 4 + 3 for n | 3", lambda n: n // 4 * 4 + 3),
         (lambda n: torch.sym_sum([n, n, n]), "no torch.sym_sum", "n + k for torch.sym_sum([n, k])", lambda n: n + n + n),
+        (lambda n: torch.sym_ite(n > 5, 2, 3), "no torch.sym_ite", "torch.where(torch.tensor(n) > 5, 2, 3) for",
+         lambda n: torch.where(torch.tensor(n) > 5, 2, 3)),
+        (lambda n: 2**n, "no power whose exponent is a size", "2 ** torch.tensor(n) for 2 ** n", lambda n: 2 ** torch.tensor(n)),
+        (lambda n: 0.5**n, "no power whose exponent is a size", "2 ** torch.tensor(n)", lambda n: 0.5 ** torch.tensor(n)),
+        (lambda n: n**n, "no power whose exponent is a size", "2 ** torch.tensor(n)", lambda n: n ** torch.tensor(n)),
         (lambda n: n**-0.5, "no power of a size", "torch.tensor(n) ** -0.5 for", lambda n: torch.tensor(n) ** -0.5),
     ],
 )  # fmt: skip
