@@ -15,6 +15,8 @@ from etfarm.wire.recipes import Component, Plain
 
 Arguments = Mapping[str, Plain]
 
+_IMAGE_DIMS: Final = 4
+
 
 def partitioners(components: Sequence[Component]) -> list[Any]:
     """Return ExecuTorch's Partitioners in the order of `components`.
@@ -30,7 +32,7 @@ def configure_xnnpack(partitioners: Sequence[Any] | Mapping[str, Sequence[Any]],
 
     XNNPACK delegates nothing within branches and loop bodies, but would keep ATen's operators there, such as `linear`, which
     ExecuTorch then refuses as neither decomposed nor delegated. It would compute some bilinear resizes with another scale; see
-    `program.resizes`.
+    `program.resizes`. Its PReLU takes images only, and lowering fails with any other.
 
     Args:
         partitioners: a list, or lists by method.
@@ -48,6 +50,8 @@ def configure_xnnpack(partitioners: Sequence[Any] | Mapping[str, Sequence[Any]],
             partitioner.generate_partitions = partial(generate_without_cycles, partitioner.generate_partitions)
             if resize := partitioner.target_partitioner_configs.get("upsample_bilinear2d.vec"):
                 resize.check_constraints = partial(_has_scale_of_sizes, resize.check_constraints)
+            if prelu := partitioner.target_partitioner_configs.get("prelu.default"):
+                prelu.check_constraints = partial(_is_of_images, prelu.check_constraints)
 
 
 def _outside_of_branches(ops_to_not_decompose: Callable[[Any], tuple[Any, Any]], program: Any) -> tuple[Any, Any]:
@@ -62,6 +66,16 @@ def _has_scale_of_sizes(check_constraints: Callable[[Any, Any], bool], node: Any
 
     if resizes.has_own_scale(node):
         why(node, reason=resizes.REASON)
+        return False
+    return check_constraints(node, program)
+
+
+def _is_of_images(check_constraints: Callable[[Any, Any], bool], node: Any, program: Any) -> bool:
+    """Return whether XNNPACK computes a PReLU, and log the reason if not: its weight is one of channels, which are dim 1 of 4."""
+    from executorch.backends.xnnpack.partition.config.xnnpack_config import why
+
+    if len(node.args[0].meta["val"].shape) != _IMAGE_DIMS:
+        why(node, reason="XNNPACK's PReLU takes tensors with four dims only")
         return False
     return check_constraints(node, program)
 

@@ -16,7 +16,7 @@ from executorch.exir import to_edge_transform_and_lower  # noqa: E402
 from torch import nn  # noqa: E402
 
 from etfarm.server.workers.pool import Workers  # noqa: E402
-from tests.support.compiling import compiled  # noqa: E402
+from tests.support.compiling import compiled, lowered_here, run  # noqa: E402
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow(reason="lowers models")]
 
@@ -89,3 +89,23 @@ async def test_a_resize_has_the_scale_of_the_model(
     assert (row["delegated"], row["non_delegated"]) == (1, 0) if delegated else (0, 1)
     if not delegated:
         assert "takes its scale from the sizes" in row["places"][0]["undelegated_reason"]
+
+
+@pytest.mark.filterwarnings("ignore:This API and all of its related functionality")
+@pytest.mark.parametrize(
+    ("layer", "weights", "shape", "delegates"),
+    [
+        (nn.Linear(8, 8), 1, (3, 8), 2),
+        (nn.Linear(8, 8), 5, (3, 5, 8), 2),
+        (nn.Conv1d(4, 8, 3), 8, (1, 4, 9), 2),
+        (nn.Conv2d(4, 8, 3), 8, (1, 4, 9, 9), 1),
+    ],
+)
+def test_a_prelu_behind_any_layer_is_lowered(layer: nn.Module, weights: int, shape: tuple[int, ...], delegates: int) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(layer, nn.PReLU(weights), nn.Flatten(), nn.LazyLinear(2)).eval()
+    x = torch.randn(shape)
+    module(x)
+    pte = lowered_here(torch.export.export(module, (x,)), "xnnpack_fp32")
+    torch.testing.assert_close(run(pte, [x])[0], module(x), atol=1e-5, rtol=1e-4)
+    assert pte.count(b"XnnpackBackend") == delegates
