@@ -29,6 +29,7 @@ import torch
 from torchao.quantization.pt2e.observer import HistogramObserver, ObserverBase
 from torchao.quantization.pt2e.quantizer import Quantizer
 
+from etfarm.server.compile.lower import computed_weights
 from etfarm.server.compile.lower.annotations import Reviewed
 from etfarm.server.compile.lower.selection import ANNOTATION, kept_in_fp32
 from etfarm.server.compile.lower.unseen_values import Exploration, State
@@ -97,7 +98,8 @@ class FarValuesKept(Reviewed):
         """Annotate all operators but those that were found in the graph with the same ordinal."""
         ordinal = len(self._graphs)
         kept = [(self._reasons[ordinal, node.name], node) for node in model.graph.nodes if (ordinal, node.name) in self._reasons]
-        with kept_in_fp32([*(node for _, node in kept), *filter(_takes_number, model.graph.nodes)]):
+        others = (*filter(_takes_number, model.graph.nodes), *computed_weights.find_unquantized(model.graph))
+        with kept_in_fp32([*(node for _, node in kept), *others]):
             model = super().annotate(model)
         self.kept.nodes += kept
         return model
