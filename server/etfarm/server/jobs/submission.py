@@ -29,6 +29,7 @@ from etfarm.v1.device_pb2 import Device
 from etfarm.wire import digest as digests
 from etfarm.wire import recipes, selectors, stages
 from etfarm.wire.cores import CoresUnknown, choose_cpus, require_cpus
+from etfarm.wire.errors import EtfarmError, Fault, error_of
 from etfarm.wire.recipes import Recipe
 
 _LARGE_SPEC = 64 << 10
@@ -139,8 +140,18 @@ class Submission:
             if validate_only:
                 # Not of a job that has its exports: it may turn out that a recipe delegates nothing of a model.
                 await self._require_backends(spec, devices)
+        names_differ = len({candidate.name for candidate in spec.candidates}) > 1
         for candidate in spec.candidates:
-            await self._screen(candidate, project, pace)
+            try:
+                await self._screen(candidate, project, pace)
+            except EtfarmError as error:
+                if not names_differ or error.fault is not Fault.USER:
+                    raise
+                # The error may be another submission's, too, which waits for the same file.
+                raise error_of(
+                    error.fault, error.reason, f"{candidate.name}: {error.message}", error.remedy, kind=error.kind,
+                    stage=error.stage, metadata=error.metadata,
+                ) from error  # fmt: skip
         async with self._large.take(owner) if is_large else nullcontext():
             job = job_pb2.Job(id=self._new_id(), owner=owner, project=project)
             job.create_time.FromDatetime(at)

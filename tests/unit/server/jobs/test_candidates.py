@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from etfarm.server.compile.screening import screen
+from etfarm.server.compile.screening.errors import TruncatedProgram
 from etfarm.server.jobs.candidates import MAX_SAMPLES
 from etfarm.server.jobs.submission import BadJob
 from etfarm.v1.common_pb2 import ACTOR_CLIENT, ACTOR_SERVER
 from etfarm.v1.job_pb2 import Candidate, DeviceChoice, JobSpec, Measurement
 from etfarm.wire import digest, recipes
 from etfarm.wire.chunks import artifact_of
-from etfarm.wire.errors import Kind
+from etfarm.wire.errors import Kind, UserError
 from tests.support.golden import Golden
 from tests.support.refusals import refuses
 from tests.support.submissions import FP32, World, world
@@ -142,6 +146,22 @@ async def test_bytes_that_passed_as_a_program_are_screened_again_as_a_model(worl
     await world.make(JobSpec(candidates=[program]))
     await world.make(JobSpec(candidates=[await world.model(forward=b"both")]))
     assert len(world.screened) == 2
+
+
+@pytest.mark.parametrize(("others", "begins"), [([], "The program has 3 bytes"), (["net"], "x.pte: The program has 3 bytes")])
+async def test_of_several_models_the_one_that_is_refused_is_named(
+    world: World, monkeypatch: pytest.MonkeyPatch, others: list[str], begins: str
+) -> None:
+    def refuse(path: Path) -> None:
+        raise TruncatedProgram(9, path.stat().st_size)
+
+    monkeypatch.setattr(screen, "screen_pte", refuse)
+    program = Candidate(name="x.pte")
+    program.program.pte.CopyFrom(await world.stored(b"pte"))
+    with pytest.raises(UserError) as refused:
+        await world.make(JobSpec(candidates=[*[await world.model(name) for name in others], program]))
+    assert refused.value.message.startswith(begins)
+    assert (refused.value.reason, refused.value.metadata["size_bytes"]) == ("TRUNCATED_PROGRAM", "3")
 
 
 async def test_a_recipe_that_needs_modules_is_refused_before_it_compiles_to_fp32(golden: Golden, world: World) -> None:
