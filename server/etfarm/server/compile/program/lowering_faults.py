@@ -106,6 +106,13 @@ _FAULTS: Final = (
         "Return one tensor from the function, as by torch.cat, and slice it behind the map; or call map for each output.",
     ),
     Fault(
+        re.compile(r"Emitting map with more than one mapped args"),
+        lambda node: _is(node, "map_impl"),
+        "ExecuTorch cannot emit a map over several tensors: {}.",
+        "Stack tensors of one shape, and take them apart in the function: map(lambda pair: f(pair[0], pair[1]), "
+        "torch.stack([x, y], 1)). Or write it as a scan, which takes several.",
+    ),
+    Fault(
         re.compile(r"might be aliasing the input or the output|Attempting to use FunctionalTensor on its own"),
         lambda node: _is(node, "while_loop"),
         "ExecuTorch cannot lower loops that are nested or that share values with their inputs: {}.",

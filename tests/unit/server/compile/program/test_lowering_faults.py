@@ -14,6 +14,7 @@ from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPar
 from executorch.exir import to_edge_transform_and_lower  # noqa: E402
 from functorch.experimental.control_flow import map as mapped  # noqa: E402
 from torch import nn  # noqa: E402
+from torch._higher_order_ops.scan import scan  # noqa: E402
 from torch._higher_order_ops.while_loop import while_loop  # noqa: E402
 from torch.export import Dim  # noqa: E402
 
@@ -57,6 +58,27 @@ class Apart(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return mapped(lambda row: row.sin(), x), mapped(lambda row: row.cos(), x)
+
+
+class Paired(nn.Module):
+    """Maps pairs of rows."""
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return mapped(lambda pair: pair[0].sin() * pair[1], (x, y))
+
+
+class Stacked(nn.Module):
+    """Maps pairs of rows that are one tensor."""
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return mapped(lambda pair: pair[0].sin() * pair[1], torch.stack([x, y], 1))
+
+
+class Scanned(nn.Module):
+    """Computes with pairs of rows in a scan."""
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return scan(lambda carry, pair: (carry.clone(), pair[0].sin() * pair[1]), torch.zeros(1), (x, y))[1]
 
 
 class Nested(nn.Module):
@@ -159,6 +181,10 @@ CASES: Final[dict[str, tuple[nn.Module, Any, str, list[tuple[nn.Module, str]], l
     "a map with several outputs": (
         Several(), X, "portable", [(Joined(), "portable"), (Apart(), "portable")],
         ["map with several outputs: map at ", LINE, "torch.cat", "for each output"],
+    ),
+    "a map over two tensors": (
+        Paired(), (X, X + 1), "portable", [(Stacked(), "portable"), (Scanned(), "portable")],
+        ["map over several tensors: map at ", LINE, "torch.stack([x, y], 1)", "a scan"],
     ),
     "a loop in a loop": (
         Nested(), (torch.tensor(0), X), "portable", [(Unrolled(), "portable")], ["torch.while_loop at ", LINE, "fixed number"],
