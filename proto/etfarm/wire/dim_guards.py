@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
+from collections.abc import Callable
 from typing import Final
 
 _DIM: Final = r"(?:L|inputs)\['\w+'\](?:\[[^\]]+\])*(?:\.size\(\)|\.shape)\[\d+\]"
-_EXCLUDED: Final = re.compile(
-    r"in the specified range (?:(\d+) <= )?\w+(?: <= (\d+))? "
-    rf"satisfy the generated guard (?:(\d+) != {_DIM}|{_DIM} != (\d+))$"
-)
-"""One size of one dim that torch.export 2.13 excludes, as symbolic_shapes.py words it. Without a minimum, sizes begin at 2."""
+_GUARD: Final = re.compile(r"in the specified range (?:(\d+) <= )?\w+(?: <= (\d+))? satisfy the generated guard (.+)$")
+"""A condition on one dim, as symbolic_shapes.py of torch 2.13 words it. Without a minimum, sizes begin at 2."""
+_MAX_SIZES: Final = 4096
+"""Maximum number of sizes that a condition is computed for."""
+_LEAST: Final = re.compile(rf"min\((\d+), {_DIM}\) <= {_DIM}")
+"""The condition of a slice to the smaller of a number and the size, which torch.export 2.13 does not find true for all sizes."""
+_DIVISOR: Final = re.compile(r"// (\d+)\)")
 
 _FLOATS: Final = re.compile(r"\bmath\.[a-z]|\bsym_float\b|\bround\(| \*\* | [&|^] ")
 """Arithmetic in the guards of torch.export 2.13 whose results it fixes."""
@@ -39,13 +44,71 @@ def how_to_exclude(why: str) -> str:
     Args:
         why: torch's sentence without its full stop.
     """
-    match = _EXCLUDED.search(why)
+    match = _GUARD.search(why)
     if match is None:
         return "a larger min or a smaller max" if "!=" in why else ""
-    size = int(match[3] or match[4])
     low, high = int(match[1] or 2), int(match[2]) if match[2] else None
-    if size == high:
-        return f"a smaller max ({size - 1})"
-    if size <= low:
-        return f"a larger min ({size + 1})"
-    return f"a larger min ({size + 1}) or a smaller max ({size - 1})"
+    if (least := _LEAST.fullmatch(match[3])) is not None:
+        return f"a larger min ({least[1]})" if low < int(least[1]) <= (high or _MAX_SIZES) else ""
+    if "!=" not in match[3]:
+        return ""
+    excluded = _excluded(match[3], low, min(high or _MAX_SIZES, low + _MAX_SIZES))
+    bounds = []
+    if excluded and excluded[-1] + 1 < (high or excluded[-1] + 2):  # a dim of one size is static
+        bounds.append(f"a larger min ({excluded[-1] + 1})")
+    if excluded and excluded[0] - 1 > low:
+        bounds.append(f"a smaller max ({excluded[0] - 1})")
+    return " or ".join(bounds) or "a larger min or a smaller max"
+
+
+def how_to_divide(why: str) -> str:
+    """Return the Dim of a multiple that a slice by a quotient of the size needs; empty if `why` is about something else.
+
+    Args:
+        why: torch's sentence without its full stop.
+    """
+    match = _GUARD.search(why)
+    divisors = set(_DIVISOR.findall(match[3])) if match and "!=" not in match[3] else set()
+    if match is None or len(divisors) != 1 or len(set(re.findall(_DIM, match[3]))) != 1:
+        return ""
+    divisor, low, high = int(divisors.pop()), int(match[1] or 2), match[2]
+    most = int(high) // divisor if high else None
+    least = max(2, -(-low // divisor))
+    return "" if most is not None and most <= least else f"{divisor} * Dim('k', min={least}, max={most or '...'})"
+
+
+def _excluded(guard: str, low: int, high: int) -> list[int]:
+    """Return the sizes of a dim for which a condition is false; none if it is about several dims, or not on whole numbers."""
+    if len(set(re.findall(_DIM, guard))) != 1:
+        return []
+    try:
+        tree = ast.parse(re.sub(_DIM, "n", guard).strip(), mode="eval").body
+        return [size for size in range(low, high + 1) if not _value(tree, size)]
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return []
+
+
+def _value(node: ast.AST, size: int) -> int:
+    """Return the value of an expression of `n`.
+
+    Raises:
+        ValueError: it has another operator than those of whole numbers.
+    """
+    match node:
+        case ast.Name(id="n"):
+            return size
+        case ast.Constant(value=int() as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand, size)
+        case ast.BinOp(op=op) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_value(node.left, size), _value(node.right, size))
+        case ast.Compare(ops=[op], comparators=[right]) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_value(node.left, size), _value(right, size))
+    raise ValueError
+
+
+_OPERATORS: Final[dict[type, Callable[[int, int], int]]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+    ast.NotEq: operator.ne, ast.Eq: operator.eq,
+}  # fmt: skip

@@ -15,7 +15,7 @@ from etfarm.client.export.errors import (
     dim_without_maximum,
     with_article,
 )
-from etfarm.wire.dim_guards import WHOLE_NUMBERS, computes_in_floats, how_to_exclude, why_floats
+from etfarm.wire.dim_guards import WHOLE_NUMBERS, computes_in_floats, how_to_divide, how_to_exclude, why_floats
 from etfarm.wire.errors import error_for
 from etfarm.wire.fixed_numbers import how_to_vary
 
@@ -153,6 +153,8 @@ def specialized(method: str, text: str, place: str, find: Callable[[], Split | N
         )
     if not fix and reason and (bounds := how_to_exclude(reason[1])):
         remedy = f"Give the dim {bounds}, or export it as static."
+    elif not fix and reason and (multiple := how_to_divide(reason[1])):
+        remedy = f"Give the dim as a multiple, {multiple}, with example inputs of such a size, or export it as static."
     return DimSpecialized(method, _dim_named(violated[1]), why[0].lower() + why[1:], remedy, place)
 
 

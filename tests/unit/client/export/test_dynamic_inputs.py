@@ -58,6 +58,39 @@ def test_a_size_that_the_model_excludes_is_reported_with_bounds_that_can_be_expo
         assert export_source(source(least, most), name="m", strict=strict).methods
 
 
+class Computed(nn.Module):
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x, x.shape[0])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("body", "low", "remedy", "mended"),
+    [
+        (lambda x, n: x[: min(n, 5)], 2, "a larger min (5)", Dim("n", min=5, max=16)),
+        (lambda x, n: x * 2 if n // 2 != 1 else x, 2, "a larger min (4)", Dim("n", min=4, max=16)),
+        (lambda x, n: x * 2 if 16 - n != 1 else x, 2, "a smaller max (14)", Dim("n", min=2, max=14)),
+        (
+            lambda x, n: x[-(n // 2) :], 4, "as a multiple, 2 * Dim('k', min=2, max=8), with example inputs of such a size",
+            2 * Dim("k", min=2, max=8),
+        ),
+    ],
+)  # fmt: skip
+def test_conditions_on_what_is_computed_of_a_size_have_a_dim_that_can_be_exported(
+    body: Any, low: int, remedy: str, mended: Any
+) -> None:
+    def source(dim: Any) -> ModelSource:
+        return ModelSource.of(Computed(body).eval(), (torch.ones(6, 3),), dynamic_shapes={"x": {0: dim}})
+
+    with pytest.raises(e.DimSpecialized) as caught:
+        export_source(source(Dim("n", min=low, max=16)), name="m")
+    assert caught.value.remedy == f"Give the dim {remedy}, or export it as static."
+    assert export_source(source(mended), name="m").methods
+
+
 class Numbers(nn.Module):
     def forward(self, x: Tensor, options: dict[str, Any]) -> Tensor:
         return x[:, options["at"][0] :] * options["by"]
