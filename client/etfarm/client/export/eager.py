@@ -21,6 +21,7 @@ from etfarm.client.export.construction import add_lines
 from etfarm.client.export.differences import difference_for_examples, differing_sizes
 from etfarm.client.export.errors import (
     STAGE,
+    DimSpecialized,
     UnsupportedInput,
     data_dependent_branch,
     export_failed,
@@ -39,7 +40,7 @@ from etfarm.client.export.mutation import (
 )
 from etfarm.client.export.noise import quiet
 from etfarm.client.export.operators import find_reshaping, must_be_savable, plain_operators
-from etfarm.client.export.remedies import remedy_of
+from etfarm.client.export.remedies import PADDING, remedy_of
 from etfarm.client.export.samples import (
     dense,
     find_mismatch,
@@ -54,7 +55,7 @@ from etfarm.client.export.shapes import must_be_bounded, normal_shapes, speciali
 from etfarm.client.export.shared_state import mark_shared
 from etfarm.client.export.size_arithmetic import must_be_whole
 from etfarm.client.export.source import ModelSource, must_be_tuple
-from etfarm.client.export.splits import find_split, must_fit_all_sizes
+from etfarm.client.export.splits import find_padding, find_split, must_fit_all_sizes
 from etfarm.client.export.structures import plain_structures
 from etfarm.client.export.subclasses import is_unwrapping, make_plain
 from etfarm.client.export.traces import Place, make_relative, place_in, place_of, traced_graph
@@ -519,9 +520,12 @@ def _refusals(method: str, base: Path, what: str = "torch.export", graph: Graph 
         if branch:
             raise data_dependent_branch(method, str(place or ""), place.code if place else "") from error
         dim = specialized(method, text, str(place or ""), partial(find_split, error, base))
+        name = type(error).__name__
+        if (dim or name == "AssertionError") and (padding := find_padding(error, base)) is not None:
+            why = "torch.cat gets a tensor that is empty for some of its sizes"
+            dim = DimSpecialized(method, dim.metadata["dims"] if dim else "a dim", why, PADDING, str(padding))
         if dim is not None:
             raise dim from error
-        name = type(error).__name__
         if name == "SerializeError":
             what = "torch.export.save"
             place = place or _place_of_node(text, graph, base)

@@ -19,6 +19,13 @@ INDEX: Final = (
 )
 """Remedy for numbers that depend on values in the functions of control flow."""
 
+PADDING: Final = (
+    "Pad with torch.nn.functional.pad, whose pairs of numbers begin with the last dim: pad(y, (0, 0, 0, 16 - n)) for "
+    "torch.cat([y, torch.zeros(1, 16 - n, 8)], 1). Or give the dim a range in which that tensor always has a "
+    "size of 2 or more there."
+)
+"""Remedy for tensors that are joined and that may be empty."""
+
 _REMEDIES: Final = (
     (
         re.compile(r"torch\.qu?int\d|quantized nyi|torch\.classes\.(?:quantized|rnn)\W|quantized::\w"),

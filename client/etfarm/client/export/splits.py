@@ -66,6 +66,24 @@ def find_split(error: BaseException, base: Path) -> Split | None:
     return next(_splits(graph, base), None) if graph is not None else None
 
 
+def find_padding(error: BaseException, base: Path) -> Place | None:
+    """Return the line of a torch.cat with a tensor that is empty for some sizes, in the graph as of `find_split`; None without.
+
+    torch.export 2.13 drops empty tensors there, and the conditions of that exclude sizes, or end in an assertion.
+    """
+    from torch.fx.experimental.symbolic_shapes import is_symbolic
+
+    graph = traced_graph(error)
+    for node in graph.nodes if graph is not None else ():
+        if getattr(getattr(node.target, "overloadpacket", None), "__name__", "") != "cat":
+            continue
+        for part in node.args[0]:
+            sizes = [size for size in part.meta["val"].shape if is_symbolic(size)]
+            if any(size.node.shape_env.bound_sympy(size.node.expr).lower <= 0 for size in sizes):
+                return place_in(node.meta.get("stack_trace") or "", base)
+    return None
+
+
 def must_fit_all_sizes(method: str, program: ExportedProgram, base: Path) -> None:
     """Require that splits give the same number of parts for all sizes of their dims.
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import re
 from typing import Any, Final
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -89,6 +92,41 @@ def test_conditions_on_what_is_computed_of_a_size_have_a_dim_that_can_be_exporte
         export_source(source(Dim("n", min=low, max=16)), name="m")
     assert caught.value.remedy == f"Give the dim {remedy}, or export it as static."
     assert export_source(source(mended), name="m").methods
+
+
+def joined(body: Any, low: int, high: int) -> ModelSource:
+    shapes = {"x": {0: Dim("n", min=low, max=high)}}
+    return ModelSource.of(Computed(body).eval(), (torch.ones(6, 3),), dynamic_shapes=shapes)
+
+
+@pytest.mark.parametrize(
+    ("body", "padded"),
+    [
+        (lambda x, n: torch.cat([x, torch.zeros(16 - n, 3)]), lambda x, n: F.pad(x, (0, 0, 0, 16 - n))),
+        (lambda x, n: torch.cat([x, torch.zeros(-n % 4, 3)]), lambda x, n: F.pad(x, (0, 0, 0, -n % 4))),
+    ],
+)
+def test_a_join_with_what_may_be_empty_is_named_with_a_pad(body: Any, padded: Any) -> None:
+    with pytest.raises(e.DimSpecialized) as caught:
+        export_source(joined(body, 2, 16), name="m")
+    assert re.search(r" at \S+\.py:\d+: torch\.cat gets a tensor that is empty for some", caught.value.message)
+    assert caught.value.remedy.startswith("Pad with ") and "pad(y, (0, 0, 0, 16 - n)) for " in caught.value.remedy
+    pt2 = export_source(joined(padded, 2, 16), name="m").methods["forward"].pt2
+    called: Any = torch.export.load(io.BytesIO(pt2)).module()  # type: ignore[arg-type]
+    for size in (2, 8, 13, 16):
+        x = torch.rand(size, 3)
+        assert torch.equal(called(x), body(x, size))
+
+
+@pytest.mark.parametrize(
+    ("body", "low", "high"),
+    [(lambda x, n: torch.cat([x, torch.zeros(16 - n, 3)]), 2, 14), (lambda x, n: torch.cat([x, x[: n - 2]]), 4, 16)],
+)
+def test_a_join_with_what_is_long_enough_for_all_sizes_is_exported(body: Any, low: int, high: int) -> None:
+    with pytest.raises(e.DimSpecialized) as caught:
+        export_source(joined(body, 2, 16), name="m")
+    assert "a range in which that tensor always has a size of 2 or more" in caught.value.remedy
+    assert export_source(joined(body, low, high), name="m").methods
 
 
 class Numbers(nn.Module):
