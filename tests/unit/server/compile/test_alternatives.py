@@ -100,6 +100,7 @@ CASES: Final[dict[str, tuple[Callable[..., Any], Callable[..., Any], Tensor, str
     ),
     "hypot": (lambda x: torch.hypot(x, x + 1), lambda x: torch.sqrt(x * x + (x + 1) * (x + 1)), X, "torch.sqrt"),
     "copysign": (lambda x: torch.copysign(x, x - 1), lambda x: torch.where(x - 1 < 0, -x.abs(), x.abs()), X, "-x.abs()"),
+    "round": (lambda x: x.round(decimals=1), lambda x: (x * 10**1).round() / 10**1, X, "for x.round(decimals=n)"),
     **{
         f"embedding_bag {mode}": (
             lambda x, mode=mode: F.embedding_bag(x, X, mode=mode), lambda x, instead=instead: instead(F.embedding(x, X)),
