@@ -52,6 +52,8 @@ def must_be_whole(method: str, program: ExportedProgram, base: Path) -> None:
         if node.graph is not program.graph and free_unbacked_symbols(value):
             continue  # an index of a number in a loop or branch, which has a remedy of its own
         name = f"{getattr(node.target, '__module__', '')}.{getattr(node.target, '__name__', '')}"
+        if name == "torch.sym_ite" and node.args[1:] == (1, 0) and free_unbacked_symbols(value):
+            continue  # a bool() of a tensor, which has a remedy of its own
         if instead_of := _power(node, value) if name == "_operator.pow" else _INSTEAD.get(name):
             shown, instead = instead_of
             place = place_in(node.meta.get("stack_trace") or "", base)
