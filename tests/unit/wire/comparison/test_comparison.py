@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 
 from etfarm.client.formats.compared import facts
-from etfarm.wire.comparison import NothingToCompare, Side, compare, failed, split_choice
+from etfarm.wire.comparison import Side, compare, failed, split_choice
+from etfarm.wire.comparison.sides import NothingToCompare
 from tests.support.comparisons import against, observed, operator, repeated, report, reports, timed
 from tests.support.documents import completed
 from tests.support.refusals import refuses
