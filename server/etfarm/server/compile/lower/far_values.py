@@ -32,7 +32,7 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 from etfarm.server.compile.lower import computed_weights
 from etfarm.server.compile.lower.annotations import Reviewed
 from etfarm.server.compile.lower.selection import ANNOTATION, kept_in_fp32
-from etfarm.server.compile.lower.unseen_values import Exploration, State
+from etfarm.server.compile.lower.unseen_values import Exploration, Ranges, State
 
 _MIN_STEPS: Final = 8
 _STEPS: Final = 255
@@ -41,6 +41,8 @@ _MIN_FAR: Final = 16.0
 """The least value that is far from others: its exponential function is near 0."""
 _MIN_EXCESS: Final = 0.5
 """A value was not seen if it is beyond the range that was by so much of its width."""
+_MIN_CLIPPED: Final = 0.25
+"""The same for values that only lead to a warning."""
 _MAX_WIDTH: Final = 3
 """Octaves that far values are in: a mask's number, once or several times, and what was added to it."""
 _OCTAVES: Final = 256
@@ -78,6 +80,10 @@ class Kept:
     """Names of the buffers that other methods write and that had one value, which no calibration can change, likewise."""
     is_blank: bool = False
     """Whether all inputs of calibration were floats of one value each."""
+    clipped: list[str] = field(default_factory=list)
+    """Names of the inputs that were the same in all of calibration, and of which int8 clips what other values give."""
+    untried: list[str] = field(default_factory=list)
+    """Names of such inputs that the model takes no other values of, as far as was tried."""
 
 
 class FarValuesKept(Reviewed):
@@ -126,7 +132,7 @@ class FarValuesKept(Reviewed):
         Args:
             prepared: the model with the observers that have seen all samples.
             samples: flattened inputs of those that `unseen_values.Common` chose.
-            common: the numbers that inputs consist of in all of them, by the inputs' positions.
+            common: the numbers that inputs consist of in all of them, or the tensors that they are, by the inputs' positions.
             state: the buffers that methods change.
         """
         for observer in self._values:
@@ -140,7 +146,7 @@ class FarValuesKept(Reviewed):
             with _silent(prepared):
                 exploration = Exploration(prepared, ObserverBase, state)
                 exploration.run(samples, common)
-            self._find_unseen(exploration)
+                self._find_unseen(exploration)
         self._values.clear()
         if self._reasons:
             self._graphs.clear()
@@ -149,14 +155,23 @@ class FarValuesKept(Reviewed):
     def _find_unseen(self, exploration: Exploration) -> None:
         """Find the operators that other inputs give other values than calibration did."""
         sites = Counter(observer for _, node in self._annotated() for observer in set(_observers(node).values()))
-        for ordinal, node in self._annotated():
-            for near, observer in _observers(node).items():
-                was, is_now = exploration.seen[near], exploration.unseen[near]
-                is_zero = was == (0.0, 0.0) and (sites[observer] > 1 or _saw_only_zeros(observer))
-                is_new = is_now != (0.0, 0.0) if is_zero else _is_beyond(is_now, observer)
-                if is_new and (ordinal, node.name) not in self._reasons:
-                    self._reasons[ordinal, node.name] = Reason.UNSEEN
-                    self.kept.inputs, self.kept.buffers = exploration.inputs, exploration.buffers
+        all_observers = [(ordinal, node, *pair) for ordinal, node in self._annotated() for pair in _observers(node).items()]
+
+        def is_new(ranges: Ranges, near: Any, observer: Any) -> bool:
+            is_zero = exploration.seen[near] == (0.0, 0.0) and (sites[observer] > 1 or _saw_only_zeros(observer))
+            return ranges[near] != (0.0, 0.0) if is_zero else _is_beyond(ranges[near], observer)
+
+        for ordinal, node, near, observer in all_observers:
+            if is_new(exploration.unseen, near, observer) and (ordinal, node.name) not in self._reasons:
+                self._reasons[ordinal, node.name] = Reason.UNSEEN
+                self.kept.inputs, self.kept.buffers = exploration.inputs, exploration.buffers
+        reasons = {each: self._reasons.get((each[0], each[1].name)) for each in all_observers}
+        in_fp32 = [(near, observer) for (_, _, near, observer), reason in reasons.items() if reason is Reason.UNSEEN]
+        in_int8 = [(near, observer) for (_, _, near, observer), reason in reasons.items() if reason is None]
+        self.kept.clipped, self.kept.untried = exploration.find_uncovered(
+            lambda ranges: any(is_new(ranges, near, observer) for near, observer in in_fp32),
+            lambda ranges: any(_is_beyond(ranges[near], observer, _MIN_CLIPPED) for near, observer in in_int8),
+        )
 
     def _annotated(self) -> Iterator[tuple[int, Any]]:
         """Yield the annotated operators with the ordinal of their graph."""
@@ -230,10 +245,10 @@ def _saw_only_zeros(observer: Any) -> bool:
     return bool(torch.all(observer.min_val == 0)) and bool(torch.all(observer.max_val == 0))
 
 
-def _is_beyond(limits: tuple[float, float], observer: Any) -> bool:
+def _is_beyond(limits: tuple[float, float], observer: Any, excess: float = _MIN_EXCESS) -> bool:
     """Return whether values are so far outside of an observer's range that clipping them counts."""
     low, high = min(0.0, float(observer.min_val)), max(0.0, float(observer.max_val))
-    return max(low - limits[0], limits[1] - high) > _MIN_EXCESS * (high - low)
+    return max(low - limits[0], limits[1] - high) > excess * (high - low)
 
 
 def has_far_values(node: Any, all_values: list[Values]) -> bool:

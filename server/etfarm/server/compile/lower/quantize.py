@@ -138,7 +138,10 @@ def quantize(
     if kept is not None:
         kept.is_blank = common.is_blank
     # Inputs that show nothing at all are no example of use: what never applied in them says nothing about any operator.
-    if far_kept is not None and far_kept.find(prepared, samples, {} if common.is_blank else common.values, state):
+    has_found = far_kept is not None and far_kept.find(prepared, samples, {} if common.is_blank else common.same, state)
+    if kept is not None and far_kept is not None:
+        kept.clipped, kept.untried = far_kept.kept.clipped, far_kept.kept.untried
+    if far_kept is not None and has_found:
         del prepared
         prepared = _prepare(program, recipe, stage, quantizer, options, unused)
         _restore(prepared, initial)

@@ -132,6 +132,8 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
                     f"{method} was calibrated with one input; int8 needs eight or more to be accurate. "
                     "Give more calibration inputs.",
                 )  # fmt: skip
+            elif quantize.is_static(modules[method]):
+                _warn_of_same(method, kept, result["warnings"])
         if not quantizing:
             raise QuantizedNothing(name, " or ".join(programs))
         failed = [failure for failure in failures if not isinstance(failure, QuantizedNothing)]
@@ -237,6 +239,22 @@ def _warn_of_kept(method: str, kept: Kept, warnings: list[Warning]) -> None:
             what = f"Operators of {method} stay in fp32: {', '.join(named)}."
             remedies = _remedies(kept) if reason is Reason.UNSEEN else []
             _warn(warnings, code, " ".join((what, why, *remedies)))
+
+
+def _warn_of_same(method: str, kept: Kept, warnings: list[Warning]) -> None:
+    """Warn of inputs that were the same in all calibration inputs, and for whose other values int8 has no range."""
+    names = [*kept.clipped, *kept.untried]
+    if not names:
+        return
+    untried = (
+        f" The model takes no other {' or '.join(kept.untried)} alone, so that nothing is known of these." if kept.untried else ""
+    )
+    _warn(
+        warnings, "SAME_IN_CALIBRATION",
+        f"These inputs of {method} were the same in all calibration inputs: {', '.join(names)}. int8 has ranges for these values "
+        f"only, so that outputs for others may be wrong.{untried} Give calibration inputs in which they vary as in use, or keep "
+        "the layers that they reach in fp32 (skip_modules).",
+    )  # fmt: skip
 
 
 def _remedies(kept: Kept) -> list[str]:

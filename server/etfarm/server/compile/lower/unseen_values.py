@@ -3,6 +3,10 @@
 Where all inputs of calibration have one value in common, such as a mask of ones for texts without padding, the model runs again
 with another value in half of it. The same is done to conditions that were never true, or never false. That way any arithmetic
 between a mask and what it is added to is followed, as it is executed.
+
+What is no mask has values that cannot be listed, such as a gain, a time step or a position. Therefore each input that was the
+same in all samples is tried with values farther away, too. These keep nothing in fp32: an input is reported if int8 would clip
+what they give.
 """
 
 from __future__ import annotations
@@ -33,7 +37,20 @@ _SHARES: Final = (0.5, 0.125, 0.0)
 _OTHER: Final = 0.75
 """The factor that gives a constant, such as a temperature, another value that it may have."""
 _STATE_SCALE: Final = 4.0
-"""The standard deviation of what zeros of other methods become, which is large since no calibration can show more of it."""
+"""The standard deviation of what zeros of other methods become, which is large since no calibration can show more of it.
+
+Inputs of zeros that the model does not return are tried with it, too.
+"""
+_MASKED: Final = -1e4
+"""What zeros become in part that are added to the inputs of a softmax."""
+_CALLS: Final = 16
+"""Number of calls in which the model gets its results again, which shows what its states become."""
+_MAX_TRIALS: Final = 64
+"""Number of runs on one sample in which inputs have values farther away."""
+_FACTORS: Final = (4.0, -1.0)
+"""What floats are multiplied with for that."""
+_STEPS: Final = (1000, 100, 16, 4, 1)
+"""What is added to integers for that, as far as the model accepts it."""
 _SEED: Final = 20_261_129
 _SHAPED: Final = frozenset({
     "full", "full_like", "new_full", "scalar_tensor", "zeros", "ones", "empty", "arange", "zeros_like", "ones_like", "empty_like",
@@ -41,6 +58,16 @@ _SHAPED: Final = frozenset({
 })  # fmt: skip
 """Names of operators whose outputs do not depend on the values of tensors."""
 _COMPARISONS: Final = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite"})
+_ATTENTION: Final = frozenset(
+    {"softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax", "scaled_dot_product_attention"}
+)
+"""Names of operators that turn a number far below others into nothing."""
+_TO_ATTENTION: Final = frozenset({
+    "add", "sub", "rsub", "mul", "div", "neg", "maximum", "where", "masked_fill", "view", "reshape", "unsqueeze", "squeeze",
+    "expand", "expand_as", "repeat", "slice", "select", "permute", "transpose", "to", "_to_copy", "type_as", "clone",
+    "contiguous", "detach", "alias", "flatten", "unflatten", "narrow", "_assert_tensor_metadata",
+})  # fmt: skip
+"""Names of operators that may be between a mask and these."""
 _ALIKE: Final = frozenset({"abs", "clone", "detach", "alias", "to", "_to_copy"})
 """Names of operators whose outputs a condition compares in place of their input."""
 
@@ -64,6 +91,7 @@ class Common:
         self.chosen: list[int] = []
         """Indices of the first samples, and of those in which an input is the first time not what it was in all before."""
         self._same = _Same()
+        self._tensors: dict[int, torch.Tensor] = {}
         self._count = 0
         self._varies = False
 
@@ -77,12 +105,21 @@ class Common:
         """The numbers that inputs consist of in all samples, by the inputs' positions."""
         return self._same.values
 
+    @property
+    def same(self) -> Mapping[int, Any]:
+        """These, and the tensors of inputs that were the same tensor in at least two samples, and in all."""
+        return {**self._tensors, **self.values} if self._count > 1 else self.values
+
     def note(self, leaves: Iterable[Any]) -> None:
         """Take in the next sample's flattened inputs."""
         before = set(self.values)
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 self._same.note(position, leaf)
+                if not self._count and leaf.numel():
+                    self._tensors[position] = leaf
+                elif position in self._tensors and not torch.equal(self._tensors[position], leaf):
+                    del self._tensors[position]
                 # Whole numbers may be tokens, whose embeddings are not alike.
                 self._varies |= position not in self.values or not leaf.is_floating_point()
         if self._count < _FIRST_SAMPLES or (before - self.values.keys() and len(self.chosen) < _MAX_SAMPLES):
@@ -140,7 +177,13 @@ class Exploration:
         varying = _find_varying(prepared.graph, {*state.own, *state.foreign})
         self._states = [node for node in varying if node.op == "get_attr" and node.target in state.foreign]
         self._conditions = [node for node in varying if _is_condition(node) and not _is_guard(node)]
-        self._attempts = 0
+        self._attempts = self._trials = 0
+        self._samples: list[Sequence[Any]] = []
+        self._first: dict[Any, Any] = {}
+        self._results: list[Any] = []
+        self._same: dict[Any, Any] = {}
+        self._changed: Collection[Any] = ()
+        self._masks: Collection[Any] = ()
         self.seen, self.unseen = Ranges(), Ranges()
         self.inputs: list[str] = []
         """Names of the inputs that were the same in all samples, and can be others."""
@@ -152,11 +195,15 @@ class Exploration:
 
         Args:
             samples: flattened inputs.
-            common: the numbers that inputs consist of in all of calibration, by the inputs' positions.
+            common: the numbers that inputs consist of in all of calibration, or the tensors that they are, by the inputs'
+                positions.
         """
         samples, same = list(samples), _Same()
         placeholders = [node for node in self._prepared.graph.nodes if node.op == "placeholder"]
-        inputs = {placeholders[position]: value for position, value in common.items()}
+        self._samples = samples
+        self._first = dict(zip(placeholders, samples[0], strict=False)) if samples else {}
+        self._same = {placeholders[position]: value for position, value in common.items()}
+        inputs = {node: value for node, value in self._same.items() if not isinstance(value, torch.Tensor)}
         if not inputs and not self._states and not self._conditions:
             return
         visits = dict.fromkeys((*self._states, *self._conditions), same.note)
@@ -167,8 +214,119 @@ class Exploration:
                 return
         values = inputs | same.values
         changed = self._explore(samples, values, [node for node in self._prepared.graph.nodes if node in values])
+        self._changed = frozenset(changed)
+        self._explore_masks(samples, [node for node in changed if node in inputs and self._is_zero(node) and _is_mask(node)])
         self.inputs = [str(node.target) for node in changed if node in inputs]
         self.buffers = [str(node.target).removeprefix(PREFIX) for node in changed if node in self._states]
+
+    def find_uncovered(
+        self, is_kept: Callable[[Ranges], bool], is_clipped: Callable[[Ranges], bool]
+    ) -> tuple[list[str], list[str]]:
+        """Return the names of inputs that were the same in all samples, and for whose other values int8 may have no range.
+
+        The first ones have values farther away that int8 would clip. To the others nothing else could be given: the model refuses
+        it or makes NaN of it, or there are too many. An input that is either one thing or another, such as a mask, is covered
+        where operators stay in fp32 for the other one.
+
+        Args:
+            is_kept: whether values concern an operator that stays in fp32 for what calibration did not show.
+            is_clipped: whether operators in int8 would clip values.
+        """
+        used = [node for node in self._same if node.users and node not in self._masks]
+        states = [node for node in used if self._is_zero(node) and _is_wide(self._first[node])]
+        found = self._try_states(states, is_clipped)
+        for node in used:
+            if node not in states and (was_tried := self._try_others(node, is_kept, is_clipped)) is not None:
+                found[node] = was_tried
+        clipped = [str(node.target) for node in used if found.get(node) is True]
+        return clipped, [str(node.target) for node in used if found.get(node) is False]
+
+    def _is_zero(self, node: Any) -> bool:
+        """Return whether an input was a float tensor of zeros in all samples."""
+        same = self._same[node]
+        return not isinstance(same, torch.Tensor) and same == 0 and bool(self._first[node].is_floating_point())
+
+    def _try_states(self, nodes: Sequence[Any], is_clipped: Callable[[Ranges], bool]) -> dict[Any, bool]:
+        """Return the inputs of zeros for which int8 clips what they become, and whether they could be that.
+
+        Where the model returns what an input may become, as for a cache or a state, it does so after some calls. Others are any.
+        """
+        first = Ranges()
+        self._restore()
+        if not nodes or self._execute(list(self._first.values()), [{}], first):
+            return {}
+        pairs = _pair(self._first, nodes, self._results)
+        values = self._call_again(pairs, is_clipped)
+        found = self._find_clipped(values, is_clipped)
+        if values and not found:
+            found = dict.fromkeys(values, True)
+        others = {node: _make_normal(node, self._first[node], _STATE_SCALE) for node in nodes if node not in pairs}
+        return found | self._find_clipped(others, is_clipped)
+
+    def _call_again(self, pairs: Mapping[Any, int], is_clipped: Callable[[Ranges], bool]) -> dict[Any, torch.Tensor]:
+        """Return what inputs become if the model's results are given to it in its next call; empty if int8 clips nothing of that.
+
+        Args:
+            pairs: the positions of the results, by the inputs' nodes.
+        """
+        values = {node: self._first[node] for node in pairs}
+        ranges = Ranges()
+        self._restore()
+        for call in range(_CALLS if pairs else 0):
+            visits = {node: partial(_replace, value) for node, value in values.items()}
+            if self._execute(self._samples[call % len(self._samples)], [visits], ranges):
+                break
+            values = {node: _append(value, self._results[pairs[node]]) for node, value in values.items()}
+        return values if is_clipped(ranges) else {}
+
+    def _find_clipped(self, values: Mapping[Any, torch.Tensor], is_clipped: Callable[[Ranges], bool]) -> dict[Any, bool]:
+        """Return those inputs whose new values int8 clips or the model refuses, and whether it takes them."""
+        ranges = self._try({node: partial(_replace, value) for node, value in values.items()}) if values else None
+        if not values or (ranges is not None and not is_clipped(ranges)):
+            return {}
+        if len(values) == 1 or self._trials >= _MAX_TRIALS:
+            return dict.fromkeys(values, ranges is not None)
+        nodes = list(values)
+        halves = (nodes[: len(nodes) // 2], nodes[len(nodes) // 2 :])
+        first, second = (self._find_clipped({node: values[node] for node in half}, is_clipped) for half in halves)
+        return first | second or dict.fromkeys(values, ranges is not None)
+
+    def _try_others(self, node: Any, is_kept: Callable[[Ranges], bool], is_clipped: Callable[[Ranges], bool]) -> bool | None:
+        """Return whether an input that is not covered could be another; None if it is covered."""
+        value, same = self._first[node], self._same[node]
+        if node in self._changed and same in (0, 1) and not self._is_zero(node):
+            ranges = self._try({node: partial(_Changes({node: same}).change, share=_SHARES[0])})
+            is_number = not value.is_floating_point() and value.dtype != torch.bool and not _is_wide(value)
+            if (ranges is None or is_kept(ranges)) and not is_number:
+                return None
+        all_ranges = (self._try({node: other}) for other in _others(value))
+        has_run = False
+        for ranges in all_ranges:
+            if ranges is not None and is_clipped(ranges):
+                return True
+            has_run |= ranges is not None
+        return None if has_run else False
+
+    def _try(self, visits: Mapping[Any, Visit]) -> Ranges | None:
+        """Return the values that operators have on the first sample with inputs changed; None if the model refuses that."""
+        if self._trials >= _MAX_TRIALS:
+            return None
+        self._trials += 1
+        ranges = Ranges()
+        self._restore()
+        why = self._execute(list(self._first.values()), [visits], ranges)
+        return None if why else ranges
+
+    def _explore_masks(self, samples: Sequence[Sequence[Any]], nodes: Sequence[Any]) -> None:
+        """Run the model with part of the zeros of masks that are added far below all others."""
+        for group in (nodes, *([node] for node in nodes)) if nodes else ():
+            changes = _Changes(self._same)
+            visits = [dict.fromkeys(group, partial(changes.mask, share=share)) for share in _SHARES]
+            self._restore()
+            if not self._execute(samples[0], visits, self.unseen):
+                self._masks = (*self._masks, *group)
+            if len(self._masks) == len(nodes):
+                return
 
     def _explore(self, samples: Sequence[Sequence[Any]], same: Mapping[Any, Any], nodes: Sequence[Any]) -> list[Any]:
         """Run the model with nodes changed, or else with each half of them, and so on; return those that could be changed.
@@ -184,6 +342,8 @@ class Exploration:
         self._attempts += 1
         changes = _Changes(same)
         visits = [dict.fromkeys(nodes, partial(changes.change, share=share)) for share in _SHARES]
+        if any(not isinstance(same[node], float) and abs(same[node]) > 1 for node in nodes):
+            visits.append(dict.fromkeys(nodes, partial(changes.change, share=_SHARES[0], halves=True)))
         self._restore()
         if not (why := self._execute(samples[0], visits, self.unseen)):
             for sample in samples[1:]:
@@ -213,12 +373,13 @@ class Exploration:
             leaves = (leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in sample)
             try:
                 with torch.no_grad():
-                    run.run(*leaves, enable_io_processing=False)
+                    results = run.run(*leaves, enable_io_processing=False)
             except Exception as error:  # noqa: BLE001 - a model may refuse values that its users never give it
                 why = first_line(error)
             else:
                 if accepts_all or run.ranges.is_possible or not self.seen.is_possible:
                     ranges.add(run.ranges)
+                    self._results = pytree.tree_leaves(results)
                     return ""
                 why = "its values are NaN or infinite"
             self._restore()
@@ -277,23 +438,118 @@ class _Changes:
         self._same = same
         self._generator = torch.Generator().manual_seed(_SEED)
 
-    def change(self, node: Any, value: torch.Tensor, share: float) -> torch.Tensor:
-        """Return a node's tensor with another value in about a share of its elements, at least in one."""
+    def change(self, node: Any, value: torch.Tensor, share: float, *, halves: bool = False) -> torch.Tensor:
+        """Return a node's tensor with another value in about a share of its elements, at least in one.
+
+        Args:
+            halves: whether integers over one become half of what they are, as where a length cannot be 0.
+        """
         if not value.numel():
             return value
-        chosen = torch.rand(value.shape, generator=self._generator) < share
-        chosen.view(-1)[torch.randint(value.numel(), (1,), generator=self._generator)] = True
+        chosen = self._choose(value, share)
         if value.dtype == torch.bool:
             return value ^ chosen
         same = self._same[node]
         if not value.is_floating_point() or same == 1:
-            other = torch.full_like(value, 0 if same else 1)
+            other = torch.full_like(value, int(same / 2) if halves and abs(same) > 1 else 0 if same else 1)
         elif same == 0:
             scale = _STATE_SCALE if node.op == "get_attr" else 1.0
             other = (scale * torch.randn(value.shape, generator=self._generator)).to(value.dtype)
         else:
             other = value * _OTHER
         return torch.where(chosen, other, value)
+
+    def mask(self, _: Any, value: torch.Tensor, share: float) -> torch.Tensor:
+        """Return a tensor of zeros with a number far below others in about a share of its elements, at least in one."""
+        return value.masked_fill(self._choose(value, share), _MASKED) if value.numel() else value
+
+    def _choose(self, value: torch.Tensor, share: float) -> torch.Tensor:
+        chosen = torch.rand(value.shape, generator=self._generator) < share
+        chosen.view(-1)[torch.randint(value.numel(), (1,), generator=self._generator)] = True
+        return chosen
+
+
+def _is_wide(value: torch.Tensor) -> bool:
+    """Return whether a tensor has more than one number in a row."""
+    return value.numel() > (value.shape[0] if value.dim() else 1)
+
+
+def _pair(first: Mapping[Any, Any], nodes: Sequence[Any], results: Sequence[Any]) -> dict[Any, int]:
+    """Return the positions of the results that inputs may get in the next call, by the inputs' nodes: the last ones that fit."""
+    pairs: dict[Any, int] = {}
+    for fits in (_has_shape, _may_append):
+        for node in reversed(nodes):
+            free = [i for i, result in enumerate(results) if i not in pairs.values() and fits(first[node], result)]
+            if free and node not in pairs:
+                pairs[node] = free[-1]
+    return pairs
+
+
+def _has_shape(value: torch.Tensor, result: Any) -> bool:
+    return isinstance(result, torch.Tensor) and result.dtype == value.dtype and result.shape == value.shape
+
+
+def _may_append(value: torch.Tensor, result: Any) -> bool:
+    is_like = isinstance(result, torch.Tensor) and result.dtype == value.dtype and result.dim() == value.dim() > 1
+    return is_like and sum(was != now for was, now in zip(value.shape, result.shape, strict=True)) == 1
+
+
+def _append(value: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Return an input's value for the next call: a result, or the end of the input and the result, as of a cache that grows."""
+    dims = [dim for dim, size in enumerate(value.shape) if size != result.shape[dim]]
+    if not dims:
+        return result.clone()
+    return torch.cat([value, result], dims[0]).narrow(dims[0], result.shape[dims[0]], value.shape[dims[0]])
+
+
+def _replace(other: torch.Tensor, _: Any, value: torch.Tensor) -> torch.Tensor:
+    """Return another value; the same one where a sample has another shape."""
+    return other if other.shape == value.shape else value
+
+
+def _make_normal(_: Any, value: torch.Tensor, scale: float) -> torch.Tensor:
+    return (scale * torch.randn(value.shape, generator=torch.Generator().manual_seed(_SEED))).to(value.dtype)
+
+
+def _others(value: torch.Tensor) -> list[Visit]:
+    """Return functions that give an input values farther away than those that it had."""
+    generator = torch.Generator().manual_seed(_SEED)
+
+    def shuffle(_: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.flatten()[torch.randperm(value.numel(), generator=generator)].view(value.shape)
+
+    def invert(_: Any, value: torch.Tensor) -> torch.Tensor:
+        chosen = torch.rand(value.shape, generator=generator) < _SHARES[0]
+        return torch.where(chosen, (value == 0).to(value.dtype), value)
+
+    is_uniform = bool((value == value.flatten()[0]).all())
+    if value.dtype == torch.bool or (not is_uniform and bool(((value == 0) | (value == 1)).all())):
+        return [invert, shuffle]
+    if value.is_floating_point():
+        if is_uniform and not value.any():
+            return [partial(_make_normal, scale=_STATE_SCALE)]
+        return [partial(_apply, torch.mul, factor) for factor in _FACTORS]
+    steps = [partial(_apply, torch.add, step) for step in _STEPS]
+    return [lambda _, value: value.div(2, rounding_mode="trunc"), *steps, *([] if is_uniform else [shuffle])]
+
+
+def _apply(function: Callable[[torch.Tensor, float], torch.Tensor], number: float, _: Any, value: torch.Tensor) -> torch.Tensor:
+    return function(value, number)
+
+
+def _is_mask(node: Any) -> bool:
+    """Return whether a tensor reaches nothing else than the inputs of softmax, to which it is added as a mask is."""
+    reached, pending, has_attention = {node}, [node], False
+    while pending:
+        for user in pending.pop().users:
+            has_attention |= name_of(user) in _ATTENTION
+            is_passed = user.op == "call_module" or name_of(user).rstrip("_") in _TO_ATTENTION
+            if not is_passed and name_of(user) not in (_ATTENTION | _COMPARISONS) and user.op != "output":
+                return False
+            if is_passed and user not in reached:
+                reached.add(user)
+                pending.append(user)
+    return has_attention
 
 
 def _is_condition(node: Any) -> bool:
