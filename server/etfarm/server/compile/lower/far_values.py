@@ -31,6 +31,7 @@ from torchao.quantization.pt2e.quantizer import Quantizer
 
 from etfarm.server.compile.lower import computed_weights
 from etfarm.server.compile.lower.annotations import Reviewed
+from etfarm.server.compile.lower.other_inputs import OtherInputs
 from etfarm.server.compile.lower.selection import ANNOTATION, kept_in_fp32
 from etfarm.server.compile.lower.unseen_values import Exploration, Ranges, State
 
@@ -153,7 +154,7 @@ class FarValuesKept(Reviewed):
         return bool(self._reasons)
 
     def _find_unseen(self, exploration: Exploration) -> None:
-        """Find the operators that other inputs give other values than calibration did."""
+        """Find the operators that other inputs give other values than calibration did, and the inputs that are not covered so."""
         sites = Counter(observer for _, node in self._annotated() for observer in set(_observers(node).values()))
         all_observers = [(ordinal, node, *pair) for ordinal, node in self._annotated() for pair in _observers(node).items()]
 
@@ -168,10 +169,12 @@ class FarValuesKept(Reviewed):
         reasons = {each: self._reasons.get((each[0], each[1].name)) for each in all_observers}
         in_fp32 = [(near, observer) for (_, _, near, observer), reason in reasons.items() if reason is Reason.UNSEEN]
         in_int8 = [(near, observer) for (_, _, near, observer), reason in reasons.items() if reason is None]
-        self.kept.clipped, self.kept.untried = exploration.find_uncovered(
+        others = OtherInputs(
+            exploration,
             lambda ranges: any(is_new(ranges, near, observer) for near, observer in in_fp32),
             lambda ranges: any(_is_beyond(ranges[near], observer, _MIN_CLIPPED) for near, observer in in_int8),
         )
+        self.kept.clipped, self.kept.untried = others.find_uncovered()
 
     def _annotated(self) -> Iterator[tuple[int, Any]]:
         """Yield the annotated operators with the ordinal of their graph."""

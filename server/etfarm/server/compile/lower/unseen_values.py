@@ -4,9 +4,7 @@ Where all inputs of calibration have one value in common, such as a mask of ones
 with another value in half of it. The same is done to conditions that were never true, or never false. That way any arithmetic
 between a mask and what it is added to is followed, as it is executed.
 
-What is no mask has values that cannot be listed, such as a gain, a time step or a position. Therefore each input that was the
-same in all samples is tried with values farther away, too. These keep nothing in fp32: an input is reported if int8 would clip
-what they give.
+Zeros that are added to the inputs of a softmax become an additive mask, too.
 """
 
 from __future__ import annotations
@@ -36,22 +34,14 @@ _SHARES: Final = (0.5, 0.125, 0.0)
 """Shares of a tensor's elements that are changed, the next one where the model does not run; one element at least."""
 _OTHER: Final = 0.75
 """The factor that gives a constant, such as a temperature, another value that it may have."""
-_STATE_SCALE: Final = 4.0
+STATE_SCALE: Final = 4.0
 """The standard deviation of what zeros of other methods become, which is large since no calibration can show more of it.
 
 Inputs of zeros that the model does not return are tried with it, too.
 """
 _MASKED: Final = -1e4
 """What zeros become in part that are added to the inputs of a softmax."""
-_CALLS: Final = 16
-"""Number of calls in which the model gets its results again, which shows what its states become."""
-_MAX_TRIALS: Final = 64
-"""Number of runs on one sample in which inputs have values farther away."""
-_FACTORS: Final = (4.0, -1.0)
-"""What floats are multiplied with for that."""
-_STEPS: Final = (1000, 100, 16, 4, 1)
-"""What is added to integers for that, as far as the model accepts it."""
-_SEED: Final = 20_261_129
+SEED: Final = 20_261_129
 _SHAPED: Final = frozenset({
     "full", "full_like", "new_full", "scalar_tensor", "zeros", "ones", "empty", "arange", "zeros_like", "ones_like", "empty_like",
     "new_zeros", "new_ones", "new_empty",
@@ -173,18 +163,24 @@ class Exploration:
     def __init__(self, prepared: torch.fx.GraphModule, observers: type[Any], state: State) -> None:
         self._prepared = prepared
         self._observers = observers
-        self._restore = state.restore
+        self.restore = state.restore
+        """Gives the method's own buffers their initial values."""
         varying = _find_varying(prepared.graph, {*state.own, *state.foreign})
         self._states = [node for node in varying if node.op == "get_attr" and node.target in state.foreign]
         self._conditions = [node for node in varying if _is_condition(node) and not _is_guard(node)]
-        self._attempts = self._trials = 0
-        self._samples: list[Sequence[Any]] = []
-        self._first: dict[Any, Any] = {}
-        self._results: list[Any] = []
-        self._same: dict[Any, Any] = {}
-        self._changed: Collection[Any] = ()
-        self._masks: Collection[Any] = ()
+        self._attempts = 0
         self.seen, self.unseen = Ranges(), Ranges()
+        self.samples: list[Sequence[Any]] = []
+        self.first: dict[Any, Any] = {}
+        """The first sample, by the inputs' nodes."""
+        self.same: dict[Any, Any] = {}
+        """What the inputs were that were the same in all samples: numbers or tensors, by nodes."""
+        self.changed: Collection[Any] = ()
+        """The nodes that could be changed."""
+        self.masks: Collection[Any] = ()
+        """The inputs among them that a softmax makes nothing of where they are far below others."""
+        self.results: list[Any] = []
+        """What the model returned last, flattened."""
         self.inputs: list[str] = []
         """Names of the inputs that were the same in all samples, and can be others."""
         self.buffers: list[str] = []
@@ -200,132 +196,39 @@ class Exploration:
         """
         samples, same = list(samples), _Same()
         placeholders = [node for node in self._prepared.graph.nodes if node.op == "placeholder"]
-        self._samples = samples
-        self._first = dict(zip(placeholders, samples[0], strict=False)) if samples else {}
-        self._same = {placeholders[position]: value for position, value in common.items()}
-        inputs = {node: value for node, value in self._same.items() if not isinstance(value, torch.Tensor)}
+        self.samples = samples
+        self.first = dict(zip(placeholders, samples[0], strict=False)) if samples else {}
+        self.same = {placeholders[position]: value for position, value in common.items()}
+        inputs = {node: value for node, value in self.same.items() if not isinstance(value, torch.Tensor)}
         if not inputs and not self._states and not self._conditions:
             return
         visits = dict.fromkeys((*self._states, *self._conditions), same.note)
-        self._restore()
+        self.restore()
         for sample in samples:
-            if why := self._execute(sample, [visits, visits], self.seen, accepts_all=True):
+            if why := self.execute(sample, [visits, visits], self.seen, accepts_all=True):
                 log.warning("the model does not run on calibration inputs again, so that unseen values are unknown", error=why)
                 return
         values = inputs | same.values
         changed = self._explore(samples, values, [node for node in self._prepared.graph.nodes if node in values])
-        self._changed = frozenset(changed)
-        self._explore_masks(samples, [node for node in changed if node in inputs and self._is_zero(node) and _is_mask(node)])
+        self.changed = frozenset(changed)
+        self._explore_masks(samples, [node for node in changed if node in inputs and self.is_zero(node) and _is_mask(node)])
         self.inputs = [str(node.target) for node in changed if node in inputs]
         self.buffers = [str(node.target).removeprefix(PREFIX) for node in changed if node in self._states]
 
-    def find_uncovered(
-        self, is_kept: Callable[[Ranges], bool], is_clipped: Callable[[Ranges], bool]
-    ) -> tuple[list[str], list[str]]:
-        """Return the names of inputs that were the same in all samples, and for whose other values int8 may have no range.
-
-        The first ones have values farther away that int8 would clip. To the others nothing else could be given: the model refuses
-        it or makes NaN of it, or there are too many. An input that is either one thing or another, such as a mask, is covered
-        where operators stay in fp32 for the other one.
-
-        Args:
-            is_kept: whether values concern an operator that stays in fp32 for what calibration did not show.
-            is_clipped: whether operators in int8 would clip values.
-        """
-        used = [node for node in self._same if node.users and node not in self._masks]
-        states = [node for node in used if self._is_zero(node) and _is_wide(self._first[node])]
-        found = self._try_states(states, is_clipped)
-        for node in used:
-            if node not in states and (was_tried := self._try_others(node, is_kept, is_clipped)) is not None:
-                found[node] = was_tried
-        clipped = [str(node.target) for node in used if found.get(node) is True]
-        return clipped, [str(node.target) for node in used if found.get(node) is False]
-
-    def _is_zero(self, node: Any) -> bool:
+    def is_zero(self, node: Any) -> bool:
         """Return whether an input was a float tensor of zeros in all samples."""
-        same = self._same[node]
-        return not isinstance(same, torch.Tensor) and same == 0 and bool(self._first[node].is_floating_point())
-
-    def _try_states(self, nodes: Sequence[Any], is_clipped: Callable[[Ranges], bool]) -> dict[Any, bool]:
-        """Return the inputs of zeros for which int8 clips what they become, and whether they could be that.
-
-        Where the model returns what an input may become, as for a cache or a state, it does so after some calls. Others are any.
-        """
-        first = Ranges()
-        self._restore()
-        if not nodes or self._execute(list(self._first.values()), [{}], first):
-            return {}
-        pairs = _pair(self._first, nodes, self._results)
-        values = self._call_again(pairs, is_clipped)
-        found = self._find_clipped(values, is_clipped)
-        if values and not found:
-            found = dict.fromkeys(values, True)
-        others = {node: _make_normal(node, self._first[node], _STATE_SCALE) for node in nodes if node not in pairs}
-        return found | self._find_clipped(others, is_clipped)
-
-    def _call_again(self, pairs: Mapping[Any, int], is_clipped: Callable[[Ranges], bool]) -> dict[Any, torch.Tensor]:
-        """Return what inputs become if the model's results are given to it in its next call; empty if int8 clips nothing of that.
-
-        Args:
-            pairs: the positions of the results, by the inputs' nodes.
-        """
-        values = {node: self._first[node] for node in pairs}
-        ranges = Ranges()
-        self._restore()
-        for call in range(_CALLS if pairs else 0):
-            visits = {node: partial(_replace, value) for node, value in values.items()}
-            if self._execute(self._samples[call % len(self._samples)], [visits], ranges):
-                break
-            values = {node: _append(value, self._results[pairs[node]]) for node, value in values.items()}
-        return values if is_clipped(ranges) else {}
-
-    def _find_clipped(self, values: Mapping[Any, torch.Tensor], is_clipped: Callable[[Ranges], bool]) -> dict[Any, bool]:
-        """Return those inputs whose new values int8 clips or the model refuses, and whether it takes them."""
-        ranges = self._try({node: partial(_replace, value) for node, value in values.items()}) if values else None
-        if not values or (ranges is not None and not is_clipped(ranges)):
-            return {}
-        if len(values) == 1 or self._trials >= _MAX_TRIALS:
-            return dict.fromkeys(values, ranges is not None)
-        nodes = list(values)
-        halves = (nodes[: len(nodes) // 2], nodes[len(nodes) // 2 :])
-        first, second = (self._find_clipped({node: values[node] for node in half}, is_clipped) for half in halves)
-        return first | second or dict.fromkeys(values, ranges is not None)
-
-    def _try_others(self, node: Any, is_kept: Callable[[Ranges], bool], is_clipped: Callable[[Ranges], bool]) -> bool | None:
-        """Return whether an input that is not covered could be another; None if it is covered."""
-        value, same = self._first[node], self._same[node]
-        if node in self._changed and same in (0, 1) and not self._is_zero(node):
-            ranges = self._try({node: partial(_Changes({node: same}).change, share=_SHARES[0])})
-            is_number = not value.is_floating_point() and value.dtype != torch.bool and not _is_wide(value)
-            if (ranges is None or is_kept(ranges)) and not is_number:
-                return None
-        all_ranges = (self._try({node: other}) for other in _others(value))
-        has_run = False
-        for ranges in all_ranges:
-            if ranges is not None and is_clipped(ranges):
-                return True
-            has_run |= ranges is not None
-        return None if has_run else False
-
-    def _try(self, visits: Mapping[Any, Visit]) -> Ranges | None:
-        """Return the values that operators have on the first sample with inputs changed; None if the model refuses that."""
-        if self._trials >= _MAX_TRIALS:
-            return None
-        self._trials += 1
-        ranges = Ranges()
-        self._restore()
-        why = self._execute(list(self._first.values()), [visits], ranges)
-        return None if why else ranges
+        same = self.same[node]
+        return not isinstance(same, torch.Tensor) and same == 0 and bool(self.first[node].is_floating_point())
 
     def _explore_masks(self, samples: Sequence[Sequence[Any]], nodes: Sequence[Any]) -> None:
         """Run the model with part of the zeros of masks that are added far below all others."""
         for group in (nodes, *([node] for node in nodes)) if nodes else ():
-            changes = _Changes(self._same)
+            changes = Changes(self.same)
             visits = [dict.fromkeys(group, partial(changes.mask, share=share)) for share in _SHARES]
-            self._restore()
-            if not self._execute(samples[0], visits, self.unseen):
-                self._masks = (*self._masks, *group)
-            if len(self._masks) == len(nodes):
+            self.restore()
+            if not self.execute(samples[0], visits, self.unseen):
+                self.masks = (*self.masks, *group)
+            if len(self.masks) == len(nodes):
                 return
 
     def _explore(self, samples: Sequence[Sequence[Any]], same: Mapping[Any, Any], nodes: Sequence[Any]) -> list[Any]:
@@ -340,14 +243,14 @@ class Exploration:
             log.warning("the model refuses other values of too many inputs to follow these", nodes=[node.name for node in nodes])
             return []
         self._attempts += 1
-        changes = _Changes(same)
+        changes = Changes(same)
         visits = [dict.fromkeys(nodes, partial(changes.change, share=share)) for share in _SHARES]
         if any(not isinstance(same[node], float) and abs(same[node]) > 1 for node in nodes):
             visits.append(dict.fromkeys(nodes, partial(changes.change, share=_SHARES[0], halves=True)))
-        self._restore()
-        if not (why := self._execute(samples[0], visits, self.unseen)):
+        self.restore()
+        if not (why := self.execute(samples[0], visits, self.unseen)):
             for sample in samples[1:]:
-                self._execute(sample, visits, self.unseen)
+                self.execute(sample, visits, self.unseen)
             return list(nodes)
         log.info("the model does not run on changed inputs", error=why, nodes=[node.name for node in nodes])
         if len(nodes) == 1:
@@ -355,7 +258,7 @@ class Exploration:
         half = len(nodes) // 2
         return self._explore(samples, same, nodes[:half]) + self._explore(samples, same, nodes[half:])
 
-    def _execute(
+    def execute(
         self, sample: Sequence[Any], attempts: Iterable[Mapping[Any, Visit]], ranges: Ranges, *, accepts_all: bool = False
     ) -> str:
         """Return why the model does not run on a sample; empty if it does.
@@ -379,10 +282,10 @@ class Exploration:
             else:
                 if accepts_all or run.ranges.is_possible or not self.seen.is_possible:
                     ranges.add(run.ranges)
-                    self._results = pytree.tree_leaves(results)
+                    self.results = pytree.tree_leaves(results)
                     return ""
                 why = "its values are NaN or infinite"
-            self._restore()
+            self.restore()
         return why
 
 
@@ -431,12 +334,12 @@ class _Same:
         return value
 
 
-class _Changes:
+class Changes:
     """Other values for nodes that have had one value only."""
 
     def __init__(self, same: Mapping[Any, Any]) -> None:
         self._same = same
-        self._generator = torch.Generator().manual_seed(_SEED)
+        self._generator = torch.Generator().manual_seed(SEED)
 
     def change(self, node: Any, value: torch.Tensor, share: float, *, halves: bool = False) -> torch.Tensor:
         """Return a node's tensor with another value in about a share of its elements, at least in one.
@@ -453,7 +356,7 @@ class _Changes:
         if not value.is_floating_point() or same == 1:
             other = torch.full_like(value, int(same / 2) if halves and abs(same) > 1 else 0 if same else 1)
         elif same == 0:
-            scale = _STATE_SCALE if node.op == "get_attr" else 1.0
+            scale = STATE_SCALE if node.op == "get_attr" else 1.0
             other = (scale * torch.randn(value.shape, generator=self._generator)).to(value.dtype)
         else:
             other = value * _OTHER
@@ -467,74 +370,6 @@ class _Changes:
         chosen = torch.rand(value.shape, generator=self._generator) < share
         chosen.view(-1)[torch.randint(value.numel(), (1,), generator=self._generator)] = True
         return chosen
-
-
-def _is_wide(value: torch.Tensor) -> bool:
-    """Return whether a tensor has more than one number in a row."""
-    return value.numel() > (value.shape[0] if value.dim() else 1)
-
-
-def _pair(first: Mapping[Any, Any], nodes: Sequence[Any], results: Sequence[Any]) -> dict[Any, int]:
-    """Return the positions of the results that inputs may get in the next call, by the inputs' nodes: the last ones that fit."""
-    pairs: dict[Any, int] = {}
-    for fits in (_has_shape, _may_append):
-        for node in reversed(nodes):
-            free = [i for i, result in enumerate(results) if i not in pairs.values() and fits(first[node], result)]
-            if free and node not in pairs:
-                pairs[node] = free[-1]
-    return pairs
-
-
-def _has_shape(value: torch.Tensor, result: Any) -> bool:
-    return isinstance(result, torch.Tensor) and result.dtype == value.dtype and result.shape == value.shape
-
-
-def _may_append(value: torch.Tensor, result: Any) -> bool:
-    is_like = isinstance(result, torch.Tensor) and result.dtype == value.dtype and result.dim() == value.dim() > 1
-    return is_like and sum(was != now for was, now in zip(value.shape, result.shape, strict=True)) == 1
-
-
-def _append(value: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """Return an input's value for the next call: a result, or the end of the input and the result, as of a cache that grows."""
-    dims = [dim for dim, size in enumerate(value.shape) if size != result.shape[dim]]
-    if not dims:
-        return result.clone()
-    return torch.cat([value, result], dims[0]).narrow(dims[0], result.shape[dims[0]], value.shape[dims[0]])
-
-
-def _replace(other: torch.Tensor, _: Any, value: torch.Tensor) -> torch.Tensor:
-    """Return another value; the same one where a sample has another shape."""
-    return other if other.shape == value.shape else value
-
-
-def _make_normal(_: Any, value: torch.Tensor, scale: float) -> torch.Tensor:
-    return (scale * torch.randn(value.shape, generator=torch.Generator().manual_seed(_SEED))).to(value.dtype)
-
-
-def _others(value: torch.Tensor) -> list[Visit]:
-    """Return functions that give an input values farther away than those that it had."""
-    generator = torch.Generator().manual_seed(_SEED)
-
-    def shuffle(_: Any, value: torch.Tensor) -> torch.Tensor:
-        return value.flatten()[torch.randperm(value.numel(), generator=generator)].view(value.shape)
-
-    def invert(_: Any, value: torch.Tensor) -> torch.Tensor:
-        chosen = torch.rand(value.shape, generator=generator) < _SHARES[0]
-        return torch.where(chosen, (value == 0).to(value.dtype), value)
-
-    is_uniform = bool((value == value.flatten()[0]).all())
-    if value.dtype == torch.bool or (not is_uniform and bool(((value == 0) | (value == 1)).all())):
-        return [invert, shuffle]
-    if value.is_floating_point():
-        if is_uniform and not value.any():
-            return [partial(_make_normal, scale=_STATE_SCALE)]
-        return [partial(_apply, torch.mul, factor) for factor in _FACTORS]
-    steps = [partial(_apply, torch.add, step) for step in _STEPS]
-    return [lambda _, value: value.div(2, rounding_mode="trunc"), *steps, *([] if is_uniform else [shuffle])]
-
-
-def _apply(function: Callable[[torch.Tensor, float], torch.Tensor], number: float, _: Any, value: torch.Tensor) -> torch.Tensor:
-    return function(value, number)
 
 
 def _is_mask(node: Any) -> bool:

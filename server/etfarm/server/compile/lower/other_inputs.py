@@ -1,0 +1,196 @@
+"""Inputs that were the same in all samples of calibration, and for whose other values int8 has no range.
+
+What is no mask has values that cannot be listed, such as a gain, a time step, a position or a state. It is tried with some that
+are farther away, and the input is reported if int8 would clip what they give. They keep nothing in fp32, which could be much of
+a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from etfarm.server.compile.lower.unseen_values import SEED, STATE_SCALE, Changes, Exploration, Ranges, Visit
+
+_SHARE: Final = 0.5
+"""The share of a tensor's elements that become the other one of two things."""
+_CALLS: Final = 16
+"""Number of calls in which the model gets its results again, which shows what its states become."""
+_MAX_TRIALS: Final = 64
+"""Number of runs on one sample in which inputs have values farther away."""
+_FACTORS: Final = (4.0, -1.0)
+"""What floats are multiplied with for that."""
+_STEPS: Final = (1000, 100, 16, 4, 1)
+"""What is added to integers for that, as far as the model accepts it."""
+
+
+Test = Callable[[Ranges], bool]
+
+
+class OtherInputs:
+    """Trials of other values for inputs that were the same in all samples.
+
+    Args:
+        exploration: has run.
+        is_kept: whether values concern an operator that stays in fp32 for what calibration did not show.
+        is_clipped: whether operators in int8 would clip values.
+    """
+
+    def __init__(self, exploration: Exploration, is_kept: Test, is_clipped: Test) -> None:
+        self._model, self._is_kept, self._is_clipped = exploration, is_kept, is_clipped
+        self._trials = 0
+
+    def find_uncovered(self) -> tuple[list[str], list[str]]:
+        """Return the names of inputs that have other values that int8 would clip, and of those that nothing else can be given to.
+
+        The model refuses that or makes NaN of it, or there are too many. An input that is either one thing or another, such as a
+        mask, is covered where operators stay in fp32 for the other one.
+        """
+        used = [node for node in self._model.same if node.users and node not in self._model.masks]
+        states = [node for node in used if self._model.is_zero(node) and _is_wide(self._model.first[node])]
+        found = self._try_states(states)
+        for node in used:
+            if node not in states and (was_tried := self._try_others(node)) is not None:
+                found[node] = was_tried
+        clipped = [str(node.target) for node in used if found.get(node) is True]
+        return clipped, [str(node.target) for node in used if found.get(node) is False]
+
+    def _try_states(self, nodes: Sequence[Any]) -> dict[Any, bool]:
+        """Return the inputs of zeros for which int8 clips what they become, and whether they could be that.
+
+        Where the model returns what an input may become, as for a cache or a state, it does so after some calls. Others are any.
+        """
+        if not nodes or self._try({}) is None:
+            return dict.fromkeys(nodes, False)
+        pairs = _pair(self._model.first, nodes, self._model.results)
+        values = self._call_again(pairs)
+        found = self._find_clipped(values) or dict.fromkeys(values, True)
+        others = {node: _make_normal(node, self._model.first[node], STATE_SCALE) for node in nodes if node not in pairs}
+        return found | self._find_clipped(others)
+
+    def _call_again(self, pairs: Mapping[Any, int]) -> dict[Any, torch.Tensor]:
+        """Return what inputs become where the model gets its results in its next call; empty if int8 clips nothing of that.
+
+        Args:
+            pairs: the positions of the results, by the inputs' nodes.
+        """
+        values = {node: self._model.first[node] for node in pairs}
+        ranges = Ranges()
+        self._model.restore()
+        for call in range(_CALLS if pairs else 0):
+            visits = {node: partial(_replace, value) for node, value in values.items()}
+            sample = self._model.samples[call % len(self._model.samples)]
+            if self._model.execute(sample, [visits], ranges):
+                return values
+            values = {node: _append(value, self._model.results[pairs[node]]) for node, value in values.items()}
+        return values if self._is_clipped(ranges) else {}
+
+    def _find_clipped(self, values: Mapping[Any, torch.Tensor]) -> dict[Any, bool]:
+        """Return those inputs whose new values int8 clips or the model refuses, and whether it takes them."""
+        ranges = self._try({node: partial(_replace, value) for node, value in values.items()}) if values else None
+        if not values or (ranges is not None and not self._is_clipped(ranges)):
+            return {}
+        if len(values) == 1 or self._trials >= _MAX_TRIALS:
+            return dict.fromkeys(values, ranges is not None)
+        nodes = list(values)
+        halves = (nodes[: len(nodes) // 2], nodes[len(nodes) // 2 :])
+        first, second = (self._find_clipped({node: values[node] for node in half}) for half in halves)
+        return first | second or dict.fromkeys(values, ranges is not None)
+
+    def _try_others(self, node: Any) -> bool | None:
+        """Return whether an input that is not covered could be another; None if it is covered."""
+        value, same = self._model.first[node], self._model.same[node]
+        if node in self._model.changed and same in (0, 1) and not self._model.is_zero(node):
+            ranges = self._try({node: partial(Changes({node: same}).change, share=_SHARE)})
+            is_number = not value.is_floating_point() and value.dtype != torch.bool and not _is_wide(value)
+            if (ranges is None or self._is_kept(ranges)) and not is_number:
+                return None
+        has_run = False
+        for other in _others(value):
+            ranges = self._try({node: other})
+            if ranges is not None and self._is_clipped(ranges):
+                return True
+            has_run |= ranges is not None
+        return None if has_run else False
+
+    def _try(self, visits: Mapping[Any, Visit]) -> Ranges | None:
+        """Return the values that operators have on the first sample with inputs changed; None if the model refuses that."""
+        if self._trials >= _MAX_TRIALS:
+            return None
+        self._trials += 1
+        ranges = Ranges()
+        self._model.restore()
+        why = self._model.execute(list(self._model.first.values()), [visits], ranges)
+        return None if why else ranges
+
+
+def _is_wide(value: torch.Tensor) -> bool:
+    """Return whether a tensor has more than one number in a row."""
+    return value.numel() > (value.shape[0] if value.dim() else 1)
+
+
+def _pair(first: Mapping[Any, Any], nodes: Sequence[Any], results: Sequence[Any]) -> dict[Any, int]:
+    """Return the positions of the results that inputs may get in the next call, by the inputs' nodes: the last ones that fit."""
+    pairs: dict[Any, int] = {}
+    for fits in (_has_shape, _may_append):
+        for node in reversed(nodes):
+            free = [i for i, result in enumerate(results) if i not in pairs.values() and fits(first[node], result)]
+            if free and node not in pairs:
+                pairs[node] = free[-1]
+    return pairs
+
+
+def _has_shape(value: torch.Tensor, result: Any) -> bool:
+    return isinstance(result, torch.Tensor) and result.dtype == value.dtype and result.shape == value.shape
+
+
+def _may_append(value: torch.Tensor, result: Any) -> bool:
+    if not isinstance(result, torch.Tensor) or result.dtype != value.dtype or result.dim() != value.dim() or value.dim() < 2:
+        return False
+    return sum(was != now for was, now in zip(value.shape, result.shape, strict=True)) == 1
+
+
+def _append(value: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Return an input's value for the next call: a result, or the end of the input and the result, as of a cache that grows."""
+    dims = [dim for dim, size in enumerate(value.shape) if size != result.shape[dim]]
+    if not dims:
+        return result.clone()
+    return torch.cat([value, result], dims[0]).narrow(dims[0], result.shape[dims[0]], value.shape[dims[0]])
+
+
+def _replace(other: torch.Tensor, _: Any, value: torch.Tensor) -> torch.Tensor:
+    """Return another value; the same one where a sample has another shape."""
+    return other if other.shape == value.shape else value
+
+
+def _make_normal(_: Any, value: torch.Tensor, scale: float) -> torch.Tensor:
+    return (scale * torch.randn(value.shape, generator=torch.Generator().manual_seed(SEED))).to(value.dtype)
+
+
+def _others(value: torch.Tensor) -> list[Visit]:
+    """Return functions that give an input values farther away than those that it had."""
+    generator = torch.Generator().manual_seed(SEED)
+
+    def shuffle(_: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.flatten()[torch.randperm(value.numel(), generator=generator)].view(value.shape)
+
+    def invert(_: Any, value: torch.Tensor) -> torch.Tensor:
+        chosen = torch.rand(value.shape, generator=generator) < _SHARE
+        return torch.where(chosen, (value == 0).to(value.dtype), value)
+
+    is_uniform = bool((value == value.flatten()[0]).all())
+    if value.dtype == torch.bool or (not is_uniform and bool(((value == 0) | (value == 1)).all())):
+        return [invert, shuffle]
+    if value.is_floating_point():
+        if is_uniform and not value.any():
+            return [partial(_make_normal, scale=STATE_SCALE)]
+        return [partial(_apply, torch.mul, factor) for factor in _FACTORS]
+    steps = [partial(_apply, torch.add, step) for step in _STEPS]
+    return [lambda _, value: value.div(2, rounding_mode="trunc"), *steps, *([] if is_uniform else [shuffle])]
+
+
+def _apply(function: Callable[[torch.Tensor, float], torch.Tensor], number: float, _: Any, value: torch.Tensor) -> torch.Tensor:
+    return function(value, number)
