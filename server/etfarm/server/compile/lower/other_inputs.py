@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from etfarm.server.compile.lower.unseen_values import SEED, STATE_SCALE, Changes, Exploration, Ranges, Visit
+from etfarm.server.compile.lower.unseen_values import SEED, STATE_SCALE, Changes, Exploration, Ranges, Visit, name_of
 
 _SHARE: Final = 0.5
 """The share of a tensor's elements that become the other one of two things."""
@@ -24,8 +24,11 @@ _MAX_TRIALS: Final = 64
 _FACTORS: Final = (4.0, -1.0)
 """What floats are multiplied with for that."""
 _STEPS: Final = (1000, 100, 16, 4, 1)
-"""What is added to integers for that, as far as the model accepts it."""
-
+"""What is added to integers and to numbers that were 0.0, as far as the model accepts it."""
+_INDEXED: Final = frozenset({"embedding", "index_select", "index", "gather", "take"})
+"""Names of operators that take rows of their first argument."""
+_MOVES: Final = frozenset({"view", "reshape", "unsqueeze", "squeeze", "expand", "slice", "select", "to", "_to_copy", "clone"})
+"""Names of operators that may be between an input and these."""
 
 Test = Callable[[Ranges], bool]
 
@@ -104,9 +107,11 @@ class OtherInputs:
         """Return whether an input that is not covered could be another; None if it is covered."""
         value, same = self._model.first[node], self._model.same[node]
         if node in self._model.changed and same in (0, 1) and not self._model.is_zero(node):
+            is_integer = not value.is_floating_point() and value.dtype != torch.bool
+            if is_integer and _is_wide(value) and same == 1 and not _is_index(node):
+                return None  # a mask of tokens, as no number of them is a gain
             ranges = self._try({node: partial(Changes({node: same}).change, share=_SHARE)})
-            is_number = not value.is_floating_point() and value.dtype != torch.bool and not _is_wide(value)
-            if (ranges is None or self._is_kept(ranges)) and not is_number:
+            if (ranges is None or self._is_kept(ranges)) and not (is_integer and not _is_wide(value)):
                 return None
         has_run = False
         for other in _others(value):
@@ -129,7 +134,16 @@ class OtherInputs:
 
 def _is_wide(value: torch.Tensor) -> bool:
     """Return whether a tensor has more than one number in a row."""
-    return value.numel() > (value.shape[0] if value.dim() else 1)
+    return bool(value.numel() > (value.shape[0] if value.dim() else 1))
+
+
+def _is_index(tensor: Any) -> bool:
+    """Return whether an input is, as it is or in another shape, an index into a table."""
+    for user in tensor.users:
+        is_moved = user.op == "call_module" or name_of(user) in _MOVES
+        if (is_moved and _is_index(user)) or (name_of(user) in _INDEXED and user.args[0] is not tensor):
+            return True
+    return False
 
 
 def _pair(first: Mapping[Any, Any], nodes: Sequence[Any], results: Sequence[Any]) -> dict[Any, int]:
@@ -144,13 +158,13 @@ def _pair(first: Mapping[Any, Any], nodes: Sequence[Any], results: Sequence[Any]
 
 
 def _has_shape(value: torch.Tensor, result: Any) -> bool:
-    return isinstance(result, torch.Tensor) and result.dtype == value.dtype and result.shape == value.shape
+    return isinstance(result, torch.Tensor) and (result.dtype, result.shape) == (value.dtype, value.shape)
 
 
 def _may_append(value: torch.Tensor, result: Any) -> bool:
-    if not isinstance(result, torch.Tensor) or result.dtype != value.dtype or result.dim() != value.dim() or value.dim() < 2:
+    if not isinstance(result, torch.Tensor) or result.dtype != value.dtype or result.dim() != value.dim() or value.dim() < 3:
         return False
-    return sum(was != now for was, now in zip(value.shape, result.shape, strict=True)) == 1
+    return len([dim for dim, size in enumerate(value.shape) if size != result.shape[dim]]) == 1
 
 
 def _append(value: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
@@ -181,14 +195,12 @@ def _others(value: torch.Tensor) -> list[Visit]:
         chosen = torch.rand(value.shape, generator=generator) < _SHARE
         return torch.where(chosen, (value == 0).to(value.dtype), value)
 
-    is_uniform = bool((value == value.flatten()[0]).all())
+    is_uniform = bool((value == value.flatten()[:1]).all())
     if value.dtype == torch.bool or (not is_uniform and bool(((value == 0) | (value == 1)).all())):
         return [invert, shuffle]
+    steps: list[Visit] = [partial(_apply, torch.add, step) for step in _STEPS]
     if value.is_floating_point():
-        if is_uniform and not value.any():
-            return [partial(_make_normal, scale=STATE_SCALE)]
-        return [partial(_apply, torch.mul, factor) for factor in _FACTORS]
-    steps = [partial(_apply, torch.add, step) for step in _STEPS]
+        return steps if bool((value == 0).all()) else [partial(_apply, torch.mul, factor) for factor in _FACTORS]
     return [lambda _, value: value.div(2, rounding_mode="trunc"), *steps, *([] if is_uniform else [shuffle])]
 
 

@@ -141,6 +141,10 @@ def quantize(
     has_found = far_kept is not None and far_kept.find(prepared, samples, {} if common.is_blank else common.same, state)
     if kept is not None and far_kept is not None:
         kept.clipped, kept.untried = far_kept.kept.clipped, far_kept.kept.untried
+    elif kept is not None and not common.is_blank:
+        # What other quantizers make of other values is not followed.
+        names, placeholders = values.input_names(program), prepared.graph.find_nodes(op="placeholder")
+        kept.clipped = [names[position] for position in sorted(common.same) if placeholders[position].users]
     if far_kept is not None and has_found:
         del prepared
         prepared = _prepare(program, recipe, stage, quantizer, options, unused)

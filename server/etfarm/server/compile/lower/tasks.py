@@ -246,9 +246,12 @@ def _warn_of_same(method: str, kept: Kept, warnings: list[Warning]) -> None:
     names = [*kept.clipped, *kept.untried]
     if not names:
         return
-    untried = (
-        f" The model takes no other {' or '.join(kept.untried)} alone, so that nothing is known of these." if kept.untried else ""
-    )
+    untried = ""
+    if kept.untried:
+        untried = (
+            f" Of other values of {', '.join(kept.untried)} nothing is known: the model refuses them or makes NaN of them, or "
+            "there are too many such inputs."
+        )
     _warn(
         warnings, "SAME_IN_CALIBRATION",
         f"These inputs of {method} were the same in all calibration inputs: {', '.join(names)}. int8 has ranges for these values "
