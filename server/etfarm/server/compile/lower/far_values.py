@@ -175,6 +175,7 @@ class FarValuesKept(Reviewed):
             lambda ranges: any(_is_beyond(ranges[near], observer, _MIN_CLIPPED) for near, observer in in_int8),
         )
         self.kept.clipped, self.kept.untried = others.find_uncovered()
+        self.kept.inputs = [name for name in self.kept.inputs if name not in others.idle]
 
     def _annotated(self) -> Iterator[tuple[int, Any]]:
         """Yield the annotated operators with the ordinal of their graph."""

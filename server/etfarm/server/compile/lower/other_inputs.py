@@ -45,6 +45,8 @@ class OtherInputs:
     def __init__(self, exploration: Exploration, is_kept: Test, is_clipped: Test) -> None:
         self._model, self._is_kept, self._is_clipped = exploration, is_kept, is_clipped
         self._trials = 0
+        self.idle: set[str] = set()
+        """Names of inputs of one integer over one, half of which leads to nothing that stays in fp32."""
 
     def find_uncovered(self) -> tuple[list[str], list[str]]:
         """Return the names of inputs that have other values that int8 would clip, and of those that nothing else can be given to.
@@ -113,9 +115,12 @@ class OtherInputs:
             ranges = self._try({node: partial(Changes({node: same}).change, share=_SHARE)})
             if (ranges is None or self._is_kept(ranges)) and not (is_integer and not _is_wide(value)):
                 return None
+        is_count = node in self._model.changed and not value.is_floating_point() and abs(same) > 1
         has_run = False
         for other in _others(value):
             ranges = self._try({node: other})
+            if is_count and not has_run and ranges is not None and not self._is_kept(ranges):
+                self.idle.add(str(node.target))
             if ranges is not None and self._is_clipped(ranges):
                 return True
             has_run |= ranges is not None
