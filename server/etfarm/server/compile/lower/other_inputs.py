@@ -112,7 +112,9 @@ class OtherInputs:
             is_integer = not value.is_floating_point() and value.dtype != torch.bool
             if is_integer and _is_wide(value) and same == 1 and not _is_index(node):
                 return None  # a mask of tokens, as no number of them is a gain
-            ranges = self._try({node: partial(Changes({node: same}).change, share=_SHARE)})
+            is_alone = [each for each in self._model.changed if each.op != "call_function"] == [node]
+            change = partial(Changes({node: same}).change, share=_SHARE)
+            ranges = self._model.unseen if is_alone else self._try({node: change})
             if (ranges is None or self._is_kept(ranges)) and not (is_integer and not _is_wide(value)):
                 return None
         is_count = node in self._model.changed and not value.is_floating_point() and abs(same) > 1
