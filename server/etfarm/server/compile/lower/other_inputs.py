@@ -13,10 +13,8 @@ from typing import Any, Final
 
 import torch
 
-from etfarm.server.compile.lower.unseen_values import SEED, STATE_SCALE, Changes, Exploration, Ranges, Visit, name_of
+from etfarm.server.compile.lower.unseen_values import SEED, SHARES, STATE_SCALE, Changes, Exploration, Ranges, Visit, name_of
 
-_SHARE: Final = 0.5
-"""The share of a tensor's elements that become the other one of two things."""
 _CALLS: Final = 16
 """Number of calls in which the model gets its results again, which shows what its states become."""
 _MAX_TRIALS: Final = 64
@@ -113,9 +111,10 @@ class OtherInputs:
             if is_integer and _is_wide(value) and same == 1 and not _is_index(node):
                 return None  # a mask of tokens, as no number of them is a gain
             is_alone = [each for each in self._model.changed if each.op != "call_function"] == [node]
-            change = partial(Changes({node: same}).change, share=_SHARE)
-            ranges = self._model.unseen if is_alone else self._try({node: change})
-            if (ranges is None or self._is_kept(ranges)) and not (is_integer and not _is_wide(value)):
+            change = Changes({node: same}).change
+            changes = [{node: partial(change, share=share)} for share in SHARES]
+            ranges = self._model.unseen if is_alone else self._try(*changes)
+            if ranges is not None and self._is_kept(ranges) and not (is_integer and not _is_wide(value)):
                 return None
         is_count = node in self._model.changed and not value.is_floating_point() and abs(same) > 1
         has_run = False
@@ -128,14 +127,14 @@ class OtherInputs:
             has_run |= ranges is not None
         return None if has_run else False
 
-    def _try(self, visits: Mapping[Any, Visit]) -> Ranges | None:
+    def _try(self, *attempts: Mapping[Any, Visit]) -> Ranges | None:
         """Return the values that operators have on the first sample with inputs changed; None if the model refuses that."""
         if self._trials >= _MAX_TRIALS:
             return None
         self._trials += 1
         ranges = Ranges()
         self._model.restore()
-        why = self._model.execute(list(self._model.first.values()), [visits], ranges)
+        why = self._model.execute(list(self._model.first.values()), attempts, ranges)
         return None if why else ranges
 
 
@@ -199,7 +198,7 @@ def _others(value: torch.Tensor) -> list[Visit]:
         return value.flatten()[torch.randperm(value.numel(), generator=generator)].view(value.shape)
 
     def invert(_: Any, value: torch.Tensor) -> torch.Tensor:
-        chosen = torch.rand(value.shape, generator=generator) < _SHARE
+        chosen = torch.rand(value.shape, generator=generator) < SHARES[0]
         return torch.where(chosen, (value == 0).to(value.dtype), value)
 
     is_uniform = bool((value == value.flatten()[:1]).all())

@@ -30,7 +30,7 @@ _MAX_SAMPLES: Final = 16
 """Numbers of samples that the model runs on again, before and after the change of what all have in common."""
 _MAX_ATTEMPTS: Final = 32
 """Number of times that the samples are run with something changed: more than one if the model refuses some of it."""
-_SHARES: Final = (0.5, 0.125, 0.0)
+SHARES: Final = (0.5, 0.125, 0.0)
 """Shares of a tensor's elements that are changed, the next one where the model does not run; one element at least."""
 _OTHER: Final = 0.75
 """The factor that gives a constant, such as a temperature, another value that it may have."""
@@ -224,7 +224,7 @@ class Exploration:
         """Run the model with part of the zeros of masks that are added far below all others."""
         for group in (nodes, *([node] for node in nodes)) if nodes else ():
             changes = Changes(self.same)
-            visits = [dict.fromkeys(group, partial(changes.mask, share=share)) for share in _SHARES]
+            visits = [dict.fromkeys(group, partial(changes.mask, share=share)) for share in SHARES]
             self.restore()
             if not self.execute(samples[0], visits, self.unseen):
                 self.masks = (*self.masks, *group)
@@ -244,9 +244,9 @@ class Exploration:
             return []
         self._attempts += 1
         changes = Changes(same)
-        visits = [dict.fromkeys(nodes, partial(changes.change, share=share)) for share in _SHARES]
+        visits = [dict.fromkeys(nodes, partial(changes.change, share=share)) for share in SHARES]
         if any(not isinstance(same[node], float) and abs(same[node]) > 1 for node in nodes):
-            visits.append(dict.fromkeys(nodes, partial(changes.change, share=_SHARES[0], halves=True)))
+            visits.append(dict.fromkeys(nodes, partial(changes.change, share=SHARES[0], halves=True)))
         self.restore()
         if not (why := self.execute(samples[0], visits, self.unseen)):
             for sample in samples[1:]:
