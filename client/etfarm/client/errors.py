@@ -36,7 +36,7 @@ __all__ = [
     "from_rpc_error",
 ]
 
-DONE, FAILED, Usage, GATE, UNREACHABLE, INCONCLUSIVE = 0, 1, 2, 3, 4, 5
+DONE, FAILED, USAGE, GATE, UNREACHABLE, INCONCLUSIVE = 0, 1, 2, 3, 4, 5
 """Exit codes: done; the job or a cell failed; wrong usage; a gate failed; no server answers; the measurement decides nothing."""
 
 _MODEL_REASONS = frozenset(
@@ -126,7 +126,7 @@ def exit_code(error: EtfarmError) -> int:
     if error.reason in _UNREACHABLE_REASONS:
         return UNREACHABLE
     if error.fault is Fault.USER and not error.stage and error.reason not in _MODEL_REASONS:
-        return Usage
+        return USAGE
     return FAILED
 
 

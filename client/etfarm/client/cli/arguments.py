@@ -19,7 +19,7 @@ def require_file(path: Path) -> None:
     """Check that a file which is read later exists.
 
     Raises:
-        Usage: there is no such file, or it is a folder.
+        USAGE: there is no such file, or it is a folder.
     """
     if path.is_dir():
         raise error_for(
@@ -33,7 +33,7 @@ def require_data_program(data: Sequence[Path], specs: Sequence[ModelSpec]) -> No
     """Check the files of `--data`: they exist, and exactly one model is a ready program.
 
     Raises:
-        Usage: a file is missing, or the models are not exactly one program.
+        USAGE: a file is missing, or the models are not exactly one program.
     """
     from etfarm.client.export.spec import PteFile
 

@@ -14,7 +14,7 @@ def require_writable(path: Path) -> None:
     """Check an option's path of a file that is written at the end.
 
     Raises:
-        Usage: the file's folder does not exist, or the file is a folder.
+        USAGE: the file's folder does not exist, or the file is a folder.
         OutputUnwritable: this user may not write there.
     """
     if not path.parent.is_dir():

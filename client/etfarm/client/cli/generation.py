@@ -28,7 +28,7 @@ def options_of(
     """Return what `--generate` and the options that belong to it request; None without it.
 
     Raises:
-        Usage: an option requires `--generate`, or a prompt length is no number.
+        USAGE: an option requires `--generate`, or a prompt length is no number.
         BAD_OPTION: a depth is neither a number of tokens nor a share.
         BAD_TEXT_FILE: the file of `--tokens` is not one of tokens.
     """
@@ -58,7 +58,7 @@ def refuse_others(options: Mapping[str, object]) -> None:
     """Refuse options that have no meaning for generation.
 
     Raises:
-        Usage: one of them is set.
+        USAGE: one of them is set.
     """
     if chosen := next((name for name, value in options.items() if _is_set(value)), None):
         raise error_for(

@@ -27,7 +27,7 @@ class JsonListing:
             is_list: whether the value is a list, which is empty in a document of a command that failed; null otherwise.
 
         Raises:
-            Usage, OutputUnwritable: as `Outcome.goes_to`.
+            USAGE, OutputUnwritable: as `Outcome.goes_to`.
         """
         outcome.goes_to(file)
         outcome.document = self._document

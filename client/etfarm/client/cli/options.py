@@ -50,7 +50,7 @@ def _choose_project(name: str | None) -> None:
     """Select the project of `--project` for the farms that the command connects to.
 
     Raises:
-        Usage: the name is empty, or it is another option.
+        USAGE: the name is empty, or it is another option.
     """
     if name is None:
         return
@@ -170,7 +170,7 @@ def seconds_of(option: str, text: str) -> float:
     """Return a duration such as `90s`, `30m`, `2h` or `1d` in seconds.
 
     Raises:
-        Usage: it is not a positive number with such a unit.
+        USAGE: it is not a positive number with such a unit.
     """
     value_s = read_period_s(text)
     if not value_s:
@@ -184,7 +184,7 @@ def deadline_of(text: str | None) -> datetime | timedelta | None:
     """Return the time of `--deadline`: a duration from now on, or a time in ISO 8601, local if it names no time zone.
 
     Raises:
-        Usage: it is neither.
+        USAGE: it is neither.
     """
     if text is None:
         return None
@@ -216,7 +216,7 @@ def keeping_mutations(specs: Sequence[ModelSpec]) -> list[ModelSpec]:
     """Return the models of `--keep-mutations`.
 
     Raises:
-        Usage: one of them is not a factory.
+        USAGE: one of them is not a factory.
     """
     from etfarm.client.export.spec import FileFactory, ModuleFactory
 
@@ -236,7 +236,7 @@ def calibration_of(path: Path | None, batched: bool, recipes: Sequence[Recipe]) 
     """Return PATH of `--calibration` after checking that it exists and that a recipe reads it.
 
     Raises:
-        Usage: it does not exist, no recipe reads it, or `--batched` is used without it.
+        USAGE: it does not exist, no recipe reads it, or `--batched` is used without it.
     """
     from etfarm.client.submit.recipes import reads_values
 
@@ -262,7 +262,7 @@ def threads_of(texts: Sequence[str]) -> list[int]:
     """Return the thread counts of `--threads 1,2 --threads 4`.
 
     Raises:
-        Usage: a count is not a positive number.
+        USAGE: a count is not a positive number.
     """
     counts: list[int] = []
     for part in (part.strip() for text in texts for part in text.split(",")):
@@ -299,7 +299,7 @@ def instant_of(option: str, text: str) -> datetime:
     """Return a time that is given as a duration before now such as `2d`, or as an ISO time.
 
     Raises:
-        Usage: it is neither.
+        USAGE: it is neither.
     """
     with suppress(ValueError, OverflowError):
         if read_period_s(text) is not None:
@@ -317,7 +317,7 @@ def duration_of(option: str, text: str | None) -> float | None:
     """Return a duration such as `5ms` in nanoseconds; None if the option is absent.
 
     Raises:
-        Usage: it is not a positive number with a unit.
+        USAGE: it is not a positive number with a unit.
     """
     if text is None:
         return None
@@ -334,7 +334,7 @@ def size_of(option: str, text: str) -> int:
     """Return a size such as `200GiB` in bytes.
 
     Raises:
-        Usage: the text is not a size.
+        USAGE: the text is not a size.
     """
     if (match := _SIZE.fullmatch(text)) is None:
         raise error_for("USAGE", f"{option} must be a size, got {text!r}.", "Write 500MiB, 200GiB or 2TiB; 0MiB keeps nothing.")
@@ -345,7 +345,7 @@ def share_of(option: str, text: str | None) -> float | None:
     """Return a share such as `95%` or `0.95` as a fraction; None if the option is absent.
 
     Raises:
-        Usage: it is not a number of 0 to 1, or of 0 to 100 with a percent sign.
+        USAGE: it is not a number of 0 to 1, or of 0 to 100 with a percent sign.
     """
     if text is None:
         return None
@@ -360,7 +360,7 @@ def cores_of(text: str) -> str:
     """Return `--cores` unchanged; the device checks whether it has these CPUs.
 
     Raises:
-        Usage: it is neither big, little nor a list of CPUs.
+        USAGE: it is neither big, little nor a list of CPUs.
     """
     ranges = [_CPUS.fullmatch(part.strip()) for part in text.split(",")]
     if text and text not in ("big", "little") and not all(part and int(part[1]) <= int(part[2] or part[1]) for part in ranges):
@@ -372,7 +372,7 @@ def labels_of(texts: Sequence[str]) -> dict[str, str]:
     """Return the labels of `--label K=V`.
 
     Raises:
-        Usage: a label is not K=V, or a key has two values.
+        USAGE: a label is not K=V, or a key has two values.
     """
     labels: dict[str, str] = {}
     for text in texts:

@@ -62,7 +62,7 @@ class Outcome:
         """Set FILE of `--json` after checking it, since a job of an hour should not end with an unwritable file.
 
         Raises:
-            Usage: the folder does not exist, or the file is a folder.
+            USAGE: the folder does not exist, or the file is a folder.
             OutputUnwritable: it cannot be written.
         """
         if file is not None and file != STDOUT:
@@ -73,7 +73,7 @@ class Outcome:
         """Set FILE of `--html` after checking it like `goes_to`.
 
         Raises:
-            Usage, OutputUnwritable: as `goes_to`.
+            USAGE, OutputUnwritable: as `goes_to`.
         """
         if file == STDOUT:
             raise error_for("USAGE", "--html cannot write to stdout.", "Name a file.")
@@ -85,7 +85,7 @@ class Outcome:
         """Set FILE of `--junit` after checking it like `goes_to`; the command's document has measurements.
 
         Raises:
-            Usage, OutputUnwritable: as `goes_to`.
+            USAGE, OutputUnwritable: as `goes_to`.
         """
         self.is_measured = True
         if file is not None and file != STDOUT:

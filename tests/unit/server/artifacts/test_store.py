@@ -139,9 +139,9 @@ async def test_a_part_that_rotted_on_the_disk_is_found_out(store: Store, tmp_pat
 
 
 async def test_more_bytes_than_announced_are_refused(store: Store) -> None:
-    with refuses("BAD_UPLOAD") as refused:
+    with refuses("TOO_MANY_BYTES") as refused:
         await send(store, DATA + b"x", cuts=[5000])
-    assert (refused.value.reason, refused.value.kind) == ("TOO_MANY_BYTES", Kind.INVALID_ARGUMENT)
+    assert refused.value.kind is Kind.INVALID_ARGUMENT
 
 
 async def test_a_size_that_is_not_the_digests_is_not_stored(store: Store) -> None:
@@ -266,12 +266,11 @@ async def test_what_is_no_digest_reaches_no_file(store: Store, digest: str) -> N
         store.missing([digest], "vision"),
         store.is_held(digest, ["vision"]),
     ):
-        with refuses("BAD_UPLOAD") as malformed:
+        with refuses("DIGEST_MALFORMED"):
             await asked
-        assert malformed.value.reason == "DIGEST_MALFORMED"
-    with refuses("BAD_UPLOAD"):
+    with refuses("DIGEST_MALFORMED"):
         await send(store, artifact=Artifact(digest=digest, size_bytes=len(DATA)))
-    with refuses("BAD_UPLOAD"):
+    with refuses("DIGEST_MALFORMED"):
         await read(store, digest)
 
 
@@ -299,9 +298,9 @@ async def test_large_artifacts_come_in_chunks_of_at_most_1_mib(store: Store) -> 
 @pytest.mark.parametrize("offset", [len(DATA) + 1, -1])
 async def test_an_offset_past_the_end_is_refused(store: Store, offset: int) -> None:
     await send(store)
-    with refuses("BAD_UPLOAD") as refused:
+    with refuses("OFFSET_PAST_END") as refused:
         await read(store, artifact_of(DATA).digest, offset)
-    assert (refused.value.reason, refused.value.kind) == ("OFFSET_PAST_END", Kind.OUT_OF_RANGE)
+    assert refused.value.kind is Kind.OUT_OF_RANGE
 
 
 async def test_putting_and_adopting_the_same_bytes_twice_is_one_artifact(store: Store, tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ async def _choose(farm: AsyncFarm, selector: str) -> list[Agent]:
     """Return the connected agents of the devices that match; all connected agents without a selector.
 
     Raises:
-        Usage: no agent matches.
+        USAGE: no agent matches.
     """
     wanted = {device.id for device in await farm.devices(selector)} if selector else None
     agents = [agent for agent in await farm.agents() if wanted is None or wanted.intersection(agent.device_ids)]
@@ -231,7 +231,7 @@ async def _wheel_of(farm: AsyncFarm, path: Path | None) -> tuple[str, str]:
     """Return what the wheel is called, and its digest; it is uploaded, or the server's own.
 
     Raises:
-        Usage: no wheel is given, and the server has none.
+        USAGE: no wheel is given, and the server has none.
     """
     if path is not None:
         return path.name, await farm.upload_wheel(path)

@@ -349,7 +349,7 @@ def require_several_candidates(specs: Sequence[ModelSpec], recipes: Sequence[Rec
     """Check, for `--interleave`, that there are at least two candidates.
 
     Raises:
-        Usage: there is only one candidate.
+        USAGE: there is only one candidate.
     """
     from etfarm.client.export.spec import PteFile
 
@@ -361,7 +361,7 @@ def require_graphs(option: str, specs: Sequence[ModelSpec]) -> None:
     """Check, for an option that compares results with those of the model, that every model has a graph.
 
     Raises:
-        Usage: a model is a compiled program.
+        USAGE: a model is a compiled program.
     """
     from etfarm.client.export.spec import PteFile
 

@@ -167,7 +167,7 @@ def _must_fit(stage: str, output: Path | None, etrecord: Path | None) -> None:
     """Check that the stage produces the files that the outputs' names require, and that they can be written.
 
     Raises:
-        Usage: the stage does not produce them.
+        USAGE: the stage does not produce them.
         OutputUnwritable: a file cannot be written.
     """
     kind = output.suffix.lower() if output is not None else ""

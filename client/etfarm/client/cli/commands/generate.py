@@ -129,7 +129,7 @@ def prompt_of(ids: str | None, file: Path | None, text: str | None, tokenizer: T
     """Return the token ids of the prompt.
 
     Raises:
-        Usage: there is none or more than one, or a text without a tokenizer.
+        USAGE: there is none or more than one, or a text without a tokenizer.
         BAD_TEXT_FILE: the file does not hold token ids.
         BAD_TOKENIZER: the text cannot be tokenized.
     """
@@ -161,7 +161,7 @@ def stop_tokens_of(text: str) -> list[int] | Literal["eos"]:
     """Return the tokens of `--stop-tokens`.
 
     Raises:
-        Usage: it is neither `eos` nor token ids.
+        USAGE: it is neither `eos` nor token ids.
     """
     if text.strip() == "eos":
         return "eos"

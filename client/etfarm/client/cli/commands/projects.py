@@ -114,7 +114,7 @@ def size_of(text: str) -> int | None:
     """Return the bytes of `20GiB` or `1048576`; None for the server's default.
 
     Raises:
-        Usage: the text is not a size.
+        USAGE: the text is not a size.
     """
     if text in ("", "default"):
         return None

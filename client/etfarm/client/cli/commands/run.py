@@ -194,7 +194,7 @@ def require_npz(path: Path) -> None:
     """Check the name of an output file: a file such as x.npy would contain an .npz.
 
     Raises:
-        Usage: its name has another ending.
+        USAGE: its name has another ending.
     """
     if path.suffix.lower() not in ("", ".npz"):
         raise error_for(
@@ -206,7 +206,7 @@ def is_dataset(inputs: Path | None, batched: bool, options_of_one: Mapping[str, 
     """Return whether `--inputs` is a data set; for a single run, refuse options that need a data set.
 
     Raises:
-        Usage: `--batched` without `--inputs`, or a set option of `options_of_one` without a data set.
+        USAGE: `--batched` without `--inputs`, or a set option of `options_of_one` without a data set.
     """
     if inputs is None and batched:
         raise error_for("USAGE", "--batched requires --inputs.", "Give --inputs X.npz too.")

@@ -165,7 +165,7 @@ def _checked(listen: str, tls_cert: Path | None, tls_key: Path | None, *, is_pub
     """Return the address to listen on.
 
     Raises:
-        Usage: it would be open to other machines without TLS, or options contradict each other.
+        USAGE: it would be open to other machines without TLS, or options contradict each other.
     """
     address = parse_address(listen)
     if address.text.startswith("unix:"):
@@ -192,7 +192,7 @@ def _host(name: str) -> str:
     """Return a host that browsers may use.
 
     Raises:
-        Usage: it is not one.
+        USAGE: it is not one.
     """
     host = host_of(name)
     if not host:
@@ -206,7 +206,7 @@ def _network(text: str) -> Network:
     """Return the network of a reverse proxy.
 
     Raises:
-        Usage: it is not one.
+        USAGE: it is not one.
     """
     try:
         return ipaddress.ip_network(text)

@@ -90,7 +90,7 @@ def source_of(inputs: Path, batched: bool) -> Source:
     """Return the samples of `--inputs`.
 
     Raises:
-        Usage: it does not exist, or `--batched` is used with a folder.
+        USAGE: it does not exist, or `--batched` is used with a folder.
         EtfarmError: as `of_folder` and `of_batch`.
     """
     if inputs.is_dir():
@@ -120,7 +120,7 @@ def sink_of(path: Path, inputs: Path) -> Sink:
     """Return the destination of outputs for `-o`.
 
     Raises:
-        Usage: it cannot be created, or is the folder of the inputs.
+        USAGE: it cannot be created, or is the folder of the inputs.
     """
     if path.exists() and path.resolve() == inputs.resolve():
         raise error_for("USAGE", f"-o {path} would replace the inputs.", "Name another.", path=path)

@@ -17,7 +17,7 @@ from etfarm.server.compile.lower.unseen_values import SEED, SHARES, STATE_SCALE,
 
 _CALLS: Final = 16
 """Number of calls in which the model gets its results again, which shows what its states become."""
-_MAX_TRIALS: Final = 64
+MAX_TRIALS: Final = 64
 """Number of runs on one sample in which inputs have values farther away."""
 _FACTORS: Final = (4.0, -1.0)
 """What floats are multiplied with for that."""
@@ -54,12 +54,12 @@ class OtherInputs:
         """
         used = [node for node in self._model.same if node.users and node not in self._model.masks]
         states = [node for node in used if self._model.is_zero(node) and _is_wide(self._model.first[node])]
-        found = self._try_states(states)
+        results = self._try_states(states)
         for node in used:
             if node not in states and (was_tried := self._try_others(node)) is not None:
-                found[node] = was_tried
-        clipped = [str(node.target) for node in used if found.get(node) is True]
-        return clipped, [str(node.target) for node in used if found.get(node) is False]
+                results[node] = was_tried
+        clipped = [str(node.target) for node in used if results.get(node) is True]
+        return clipped, [str(node.target) for node in used if results.get(node) is False]
 
     def _try_states(self, nodes: Sequence[Any]) -> dict[Any, bool]:
         """Return the inputs of zeros for which int8 clips what they become, and whether they could be that.
@@ -70,9 +70,9 @@ class OtherInputs:
             return dict.fromkeys(nodes, False)
         pairs = _pair(self._model.first, nodes, self._model.results)
         values = self._call_again(pairs)
-        found = self._find_clipped(values) or dict.fromkeys(values, True)
+        results = self._find_clipped(values) or dict.fromkeys(values, True)
         others = {node: _make_normal(node, self._model.first[node], STATE_SCALE) for node in nodes if node not in pairs}
-        return found | self._find_clipped(others)
+        return results | self._find_clipped(others)
 
     def _call_again(self, pairs: Mapping[Any, int]) -> dict[Any, torch.Tensor]:
         """Return what inputs become where the model gets its results in its next call; empty if int8 clips nothing of that.
@@ -96,7 +96,7 @@ class OtherInputs:
         ranges = self._try({node: partial(_replace, value) for node, value in values.items()}) if values else None
         if not values or (ranges is not None and not self._is_clipped(ranges)):
             return {}
-        if len(values) == 1 or self._trials >= _MAX_TRIALS:
+        if len(values) == 1 or self._trials >= MAX_TRIALS:
             return dict.fromkeys(values, ranges is not None)
         nodes = list(values)
         halves = (nodes[: len(nodes) // 2], nodes[len(nodes) // 2 :])
@@ -129,7 +129,7 @@ class OtherInputs:
 
     def _try(self, *attempts: Mapping[Any, Visit]) -> Ranges | None:
         """Return the values that operators have on the first sample with inputs changed; None if the model refuses that."""
-        if self._trials >= _MAX_TRIALS:
+        if self._trials >= MAX_TRIALS:
             return None
         self._trials += 1
         ranges = Ranges()

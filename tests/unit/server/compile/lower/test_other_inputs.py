@@ -171,7 +171,7 @@ def test_an_input_of_which_the_model_makes_nan_is_named(tmp_path: Path) -> None:
 
 
 def test_inputs_that_are_too_many_to_try_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(other_inputs, "_MAX_TRIALS", 0)
+    monkeypatch.setattr(other_inputs, "MAX_TRIALS", 0)
     torch.manual_seed(0)
     _, kept = in_graph(
         tmp_path, Function(lambda model, x, gain: model.b(model.a(x) * gain)), some((4, WIDTH), torch.tensor([0.5]))

@@ -133,7 +133,7 @@ def must_be_format(name: str) -> None:
     """Check that `--format` is a format.
 
     Raises:
-        Usage: it is not, or is missing.
+        USAGE: it is not, or is missing.
     """
     if name not in formats.NAMES:
         message = f"--format {name!r} is not a known format." if name else "--format is missing."
@@ -195,7 +195,7 @@ def save_raw_files(
     """Save ExecuTorch's own files of a job's reports: one report into the folder, several into subfolders.
 
     Raises:
-        Usage: `job` is a file, or `output` is not a folder.
+        USAGE: `job` is a file, or `output` is not a folder.
         EtfarmError: the job or report does not exist, or a file cannot be downloaded.
     """
     from etfarm.client.aio import AsyncFarm
@@ -253,7 +253,7 @@ def must_be_folder(path: Path) -> None:
     """Check an option's path of a folder, which is created if it does not exist.
 
     Raises:
-        Usage: it is a file, or its parent does not exist.
+        USAGE: it is a file, or its parent does not exist.
         OutputUnwritable: this user may not write there.
     """
     if path.exists() and not path.is_dir():
