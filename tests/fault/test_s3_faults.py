@@ -176,7 +176,7 @@ def test_a_server_starts_while_its_bucket_is_away(shaken: Shaken) -> None:
     shaken.farm.restart()
     assert "starting without the artifacts' S3 server" in shaken.log and "SlowDown" in shaken.log
     with shaken.farm.client() as client:
-        assert wait_until(lambda: any("/farm.id" in request for request in shaken.proxy.requests[before:]))
+        assert wait_until(lambda: any("owner" in request for request in shaken.proxy.requests[before:]))
         assert wait_until(lambda: [device.state for device in client.devices()] == [DeviceState.BUSY])
         client.job(waiting.id).cancel()
         states = {each.id: each.state for each in client.jobs()}

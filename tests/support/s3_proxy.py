@@ -41,6 +41,11 @@ class S3Proxy:
         """Flip a bit of what GET returns."""
         self._set("corrupt", "GET", times)
 
+    def deny_missing(self) -> None:
+        """Answer 403 where an object is missing, as S3 does if the credentials may not list the whole bucket."""
+        self._set("deny", "GET", 1 << 30)
+        self._set("deny", "HEAD", 1 << 30)
+
     def stall(self) -> None:
         """Let every request wait."""
         self._flowing.clear()
@@ -135,6 +140,10 @@ class S3Proxy:
 
     def _answer(self, request: BaseHTTPRequestHandler, response: HTTPResponse) -> None:
         method, data = request.command, response.read()
+        if response.status == 404 and "list-type" not in request.path and self._take("deny", method):
+            response.status = 403
+            data = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>" if method == "GET" else b""
+            response.headers.replace_header("content-length", str(len(data)))
         request.send_response_only(response.status)
         for name, value in response.getheaders():
             if name.lower() not in _NOT_FORWARDED and name.lower() != "content-length":

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ from etfarm.wire.chunks import artifact_of
 from tests.support.databases import new_database
 from tests.support.golden import Golden
 from tests.support.s3 import S3Server
+from tests.support.s3_proxy import proxy_to
 from tests.support.stores import Stores
 
 DATA = b"of both farms"
@@ -133,6 +135,69 @@ async def test_objects_of_an_earlier_release_are_the_farms_that_comes_first(loca
     await claim(Bucket(location), "the-first")
     with pytest.raises(BlobsUnavailable, match="the-first"):
         await claim(Bucket(location), "the-second")
+
+
+async def test_of_two_farms_that_claim_a_folder_at_one_moment_one_holds_it(
+    location: BucketLocation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick, slow, goes_on = Bucket(location), Bucket(location), asyncio.Event()
+
+    async def first() -> str:
+        return "first"
+
+    async def second() -> str:
+        return "second"
+
+    create = slow.create
+
+    async def create_late(key: str, data: bytes) -> None:
+        await goes_on.wait()
+        await create(key, data)
+
+    monkeypatch.setattr(slow, "create", create_late)
+    holder, late = Claim(quick, first), Claim(slow, second)
+    coming = asyncio.create_task(late.require())
+    await asyncio.sleep(0.3)  # it has seen that nobody has the folder
+    await holder.require()
+    goes_on.set()
+    with pytest.raises(BlobsUnavailable, match="another farm, first, and this is second"):
+        await coming
+    await holder.renew()
+
+
+async def test_credentials_that_may_not_ask_for_missing_objects_suffice(s3_server: S3Server, tmp_path: Path) -> None:
+    """S3 refuses such requests where the credentials may list a prefix of the bucket only."""
+    with proxy_to(s3_server.address) as proxy:
+        proxy.deny_missing()
+        location = s3_server.new_location(proxy.address)
+        bucket = Bucket(location, patience_s=1.0)
+        await bucket.check()
+        assert await owner_of(bucket) is None
+        assert await bucket.size(key_of(DIGEST)) is None
+        assert await bucket.text("copying", 10) is None
+        with pytest.raises(FileNotFoundError):
+            await bucket.move(key_of(DIGEST), "there")
+        stores = Stores(location)
+        async with running(stores, tmp_path / "farm") as farm:
+            await farm.store.put(DATA, "ann")
+            assert await owner_of(bucket) == await farm.id()
+            assert await bucket.size(key_of(DIGEST)) == len(DATA)
+        stores.close()
+
+
+async def test_a_server_without_conditions_keeps_a_claim(location: BucketLocation, monkeypatch: pytest.MonkeyPatch) -> None:
+    import obstore
+
+    put = obstore.put_async
+
+    async def put_unconditionally(*arguments: Any, mode: str = "overwrite", **options: Any) -> Any:
+        if mode == "create":
+            raise obstore.exceptions.GenericError("<Error><Code>NotImplemented</Code></Error>")
+        return await put(*arguments, **options)
+
+    monkeypatch.setattr(obstore, "put_async", put_unconditionally)
+    await claim(Bucket(location), "mine")
+    assert await owner_of(Bucket(location)) == "mine"
 
 
 @pytest.mark.parametrize("begin_empty", [False, True])

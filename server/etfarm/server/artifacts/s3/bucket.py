@@ -56,6 +56,10 @@ _CHECK_S: Final = 5.0
 
 BOUNDS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, math.inf)
 """Upper bounds by which the durations of operations are counted."""
+_READS: Final = frozenset({"copy", "get", "head"})
+"""Operations that need an object."""
+_NO_CONDITIONS: Final = "NotImplemented"
+"""Code of a server that does not compare before it writes."""
 PROBE: Final = "probe"
 """Key of the object that a check writes."""
 
@@ -170,6 +174,45 @@ class Bucket:
                 ),
             )  # fmt: skip
         self.use.sent_bytes += size_bytes
+
+    async def create(self, key: str, data: bytes) -> None:
+        """Store a small object, unless there is one of the same key already.
+
+        Raises:
+            BlobsUnavailable: the server failed.
+        """
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        async def create() -> None:
+            try:
+                await obstore.put_async(self._store, key, data, mode="create", use_multipart=False)
+            except AlreadyExistsError:
+                return
+            except Exception as error:
+                if code_of(error) != _NO_CONDITIONS:
+                    raise
+                await obstore.put_async(self._store, key, data, use_multipart=False)
+
+        async with self._turns:
+            await self._attempt("put", key, create)
+        self.use.sent_bytes += len(data)
+
+    async def has(self, key: str) -> bool:
+        """Return whether there is an object, by a list: credentials need not permit to ask for one that is missing.
+
+        Raises:
+            BlobsUnavailable: the server failed.
+        """
+        return await self._attempt("list", key, lambda: self._lists(key))
+
+    async def _lists(self, key: str) -> bool:
+        import obstore
+
+        async with asyncio.timeout(self._timeout_s):
+            folder, before = key.rpartition("/")[0], key[:-1]
+            page = await anext(obstore.list(self._store, folder, offset=before, chunk_size=_PAGE), None)
+        return any(each["path"] == key for each in page or ())
 
     async def size(self, key: str) -> int | None:
         """Return an object's size in bytes; None if there is none.
@@ -315,7 +358,8 @@ class Bucket:
         with checked(), suppress(FileNotFoundError):
             try:
                 async with asyncio.timeout(_CHECK_S):
-                    await probing.text(key, 1)  # a server may create a bucket that is written, and its name may be misspelled
+                    # A server may create a bucket that is written, and its name may be misspelled.
+                    await anext(probing.list(PROBE), None)
                     await probing.put(key, PROBE.encode())
                     read = b"".join([piece async for piece in probing.pieces(key, len(PROBE))])
                     await probing.delete(key)
@@ -334,7 +378,7 @@ class Bucket:
             try:
                 answer = await call()
             except (BaseError, OSError) as error:
-                cause = await self._cause(error, key)
+                cause = await self._cause(error, operation, key)
                 failure = Failure.of(cause, self.location.bucket)
                 if isinstance(cause, FileNotFoundError) and not failure.is_lasting:
                     self.use.count(operation, "missing", loop.time() - began_s)
@@ -350,10 +394,11 @@ class Bucket:
             await asyncio.sleep(wait_s)
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
-    async def _cause(self, error: Exception, key: str) -> Exception:
-        """Return what a GET is answered where an answer does not say enough.
+    async def _cause(self, error: Exception, operation: str, key: str) -> Exception:
+        """Return what another request is answered where an answer does not say enough.
 
         That to a HEAD has no code: an object may be missing, or the whole bucket. SeaweedFS refuses to write where no bucket is.
+        S3 refuses to read a missing object if the credentials may list only a part of the bucket.
         """
         import obstore
         from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
@@ -364,7 +409,11 @@ class Bucket:
         try:
             await obstore.get_async(self._store, key)
         except (BaseError, OSError) as of_get:
-            return of_get if not code or code_of(of_get) == NO_BUCKET else error
+            if not code or code_of(of_get) == NO_BUCKET:
+                error = of_get
+        if operation in _READS and code_of(error) == DENIED:
+            with suppress(BaseError, OSError):
+                return error if await self._lists(key) else FileNotFoundError(key)
         return error
 
     def _unavailable(self, operation: str, key: str, failure: Failure) -> BlobsUnavailable:

@@ -6,13 +6,15 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from etfarm.server.artifacts.s3.bucket import Bucket
-from etfarm.server.artifacts.s3.errors import BlobsUnavailable, Failure
+from etfarm.server.artifacts.s3.errors import LOOK, BlobsUnavailable, Failure
 from etfarm.wire.escapes import in_a_line
 
-OWNER: Final = "farm.id"
-"""Key of the object that has the id of the farm."""
+OWNER: Final = "owner/farm.id"
+"""Key of the object that has the id of the farm; alone in its folder, which is listed."""
 _MOST_BYTES: Final = 100
 """Maximum number of bytes that are read of it."""
+_TRIES: Final = 3
+"""Number of attempts to claim a folder whose claim disappears at that moment."""
 
 
 async def owner_of(bucket: Bucket) -> str | None:
@@ -21,7 +23,7 @@ async def owner_of(bucket: Bucket) -> str | None:
     Raises:
         BlobsUnavailable: the bucket's server failed.
     """
-    return await bucket.text(OWNER, _MOST_BYTES)
+    return await bucket.text(OWNER, _MOST_BYTES) if await bucket.has(OWNER) else None
 
 
 async def require_not_foreign(bucket: Bucket, farm_id: str | None) -> None:
@@ -33,7 +35,10 @@ async def require_not_foreign(bucket: Bucket, farm_id: str | None) -> None:
     Raises:
         BlobsUnavailable: another farm has claimed it, or the bucket's server failed.
     """
-    owner = await owner_of(bucket)
+    _require(bucket, await owner_of(bucket), farm_id)
+
+
+def _require(bucket: Bucket, owner: str | None, farm_id: str | None) -> None:
     if owner not in (None, farm_id):
         key = f"{bucket.location.url}/{OWNER}"
         failure = Failure(
@@ -86,6 +91,9 @@ async def claim(bucket: Bucket, farm_id: str) -> None:
     Raises:
         BlobsUnavailable: another farm has claimed it, or the bucket's server failed.
     """
-    if await owner_of(bucket) is None:
-        await bucket.put(OWNER, farm_id.encode())
-    await require_not_foreign(bucket, farm_id)  # two may claim it at one moment
+    for _ in range(_TRIES):
+        if (owner := await owner_of(bucket)) is not None:
+            _require(bucket, owner, farm_id)
+            return
+        await bucket.create(OWNER, farm_id.encode())  # of several at one moment, the server keeps one
+    raise BlobsUnavailable("Storing artifacts", bucket.location.place, Failure(f"{OWNER} does not stay there", LOOK))
