@@ -169,12 +169,23 @@ async def _find_required_jail(config: Config) -> JailReport | None:
     return await require_jail(config) if is_needed else None
 
 
-async def _require_blobs(config: Config) -> None:
+def require_one_place(config: Config) -> None:
+    """Check that the data folder has no artifacts that are elsewhere than the configuration says.
+
+    Raises:
+        BlobsUnusable: it has files although a bucket is named, or copies although none is.
+    """
     folder = config.data / ARTIFACTS
     if config.blobs is None:
         require_no_copies(folder)
+    else:
+        require_no_files(folder, config.blobs)
+
+
+async def _require_blobs(config: Config) -> None:
+    require_one_place(config)
+    if config.blobs is None:
         return
-    require_no_files(folder, config.blobs)
     try:
         await Bucket(config.blobs, patience_s=config.blobs_wait_s).check()
     except BlobsAway as error:

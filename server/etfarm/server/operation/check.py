@@ -176,7 +176,11 @@ def _check_folder(result: Result, config: Config) -> None:
 
 
 def _check_blobs(result: Result, config: Config) -> bool:
-    """Check the bucket, if there is one; return whether it can be read."""
+    """Check the place of the artifacts; return whether it can be read."""
+    try:
+        preflight.require_one_place(config)
+    except EtfarmError as error:
+        result.problems.append(error)
     if config.blobs is None:
         return True
     result.facts.append(("artifacts", config.blobs.place))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -93,6 +94,27 @@ def test_the_folder_of_another_farm_is_a_problem(
     asyncio.run(Bucket(location).delete(OWNER))
     assert main([*options, "--check"]) == 0
     assert asyncio.run(owner_of(Bucket(location))) is None, "a check claims nothing"
+
+
+def test_artifacts_that_are_elsewhere_are_a_problem(
+    tmp_path: Path, s3_server: S3Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    location = s3_server.new_location()
+    for name, value in environment_of(location).items():
+        monkeypatch.setenv(name, value)
+    local = ["--listen", "127.0.0.1:0", "--data", str(tmp_path)]
+    there = [*local, "--blobs", location.url]
+    file, copies = tmp_path / "artifacts" / "blobs" / "ab" / f"ab{'0' * 62}", tmp_path / "artifacts" / "cache"
+    for folder, options, others in ((file, [*there, "--begin-empty"], local), (copies, local, there)):
+        folder.mkdir(parents=True)
+        assert main([*options, "--check", "--json"]) == 1
+        (problem,) = json.loads(capsys.readouterr().out)["problems"]
+        with pytest.raises(BlobsUnusable) as refused:
+            main(options)
+        assert (refused.value.message, refused.value.remedy) == (problem["message"], problem["remedy"])
+        assert main([*others, "--begin-empty", "--check"]) == 0, "the remedy: the other place"
+        capsys.readouterr()
+        shutil.rmtree(tmp_path / "artifacts")
 
 
 def test_a_misspelled_bucket_is_not_created(
