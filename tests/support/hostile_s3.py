@@ -92,7 +92,8 @@ class HostileS3:
         query, key = parse_qs(parts.query), unquote(parts.path).removeprefix(f"/{_BUCKET}").removeprefix("/")
         self.requests.append(f"{method} {request.path}")
         lie = self.lies.get("LIST" if _LIST in query else method)
-        if lie is not None and not key.startswith("probe"):
+        is_of_checks = key.startswith("probe") or query.get("prefix", [""])[0].startswith(("probe", "owner"))
+        if lie is not None and not is_of_checks:
             lie(request)
         else:
             self.answer(request, key, query)

@@ -288,7 +288,9 @@ async def _copy_artifacts(
     with closing(sqlite3.connect(database)) as connection:
         wanted = dict(connection.execute("SELECT digest, size_bytes FROM artifacts ORDER BY digest"))
     with FarmDatabase(database).connected() as rows_of, rows_of.begin():
-        former_id = identity.farm_id(rows_of)
+        former_id = rows_of.execute(identity.FARM_ID).scalar()
+    if former_id is None:
+        raise BackupDamaged("The backup's database does not say of which farm it is.", "Use another backup.")
     for digest in manifest.missing:
         wanted.pop(digest, None)
     if (len(wanted), sum(wanted.values())) != (manifest.artifacts, manifest.artifact_bytes):

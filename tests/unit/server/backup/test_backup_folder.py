@@ -78,6 +78,22 @@ def test_a_killed_restore_leaves_nothing_that_harms_the_next_one(data: Path, tmp
         assert not connection.execute("SELECT name FROM sqlite_master WHERE name = 'strange'").fetchall()
 
 
+def test_a_backup_of_no_farm_is_damaged(data: Path, tmp_path: Path) -> None:
+    for name in ("whole", "target"):
+        back_up(data, tmp_path / name)
+    target = tmp_path / "target"
+    manifest = read(target)
+    database = target / manifest.database
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("DELETE FROM farm")
+        connection.commit()
+    dataclasses.replace(manifest, database_sha256=digests.of_file(database)).write(target)
+    with pytest.raises(BackupDamaged, match="does not say of which farm it is") as refused:
+        restore(target, tmp_path / "restored")
+    assert refused.value.remedy == "Use another backup."
+    restore(tmp_path / "whole", tmp_path / "again")
+
+
 def test_a_database_cannot_name_files_outside_of_the_data_folder(data: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     back_up(data, target)
