@@ -14,9 +14,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
+import structlog
+
 from etfarm.server.artifacts.blobs import ARTIFACTS, BLOBS, CACHE
-from etfarm.server.artifacts.s3.claim import claim, owner_of
-from etfarm.server.artifacts.s3.errors import checked
+from etfarm.server.artifacts.s3.claim import OWNER, claim, owner_of
+from etfarm.server.artifacts.s3.errors import BlobsUnavailable, checked
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.backup import manifest as manifests
 from etfarm.server.backup.backup import BackupFailed
@@ -36,6 +38,8 @@ from etfarm.server.transfer.database import FarmDatabase, begin_copy, copy_rows,
 from etfarm.server.transfer.files import Differs, copy_verified, open_plain, sync_folder
 from etfarm.server.transfer.rows import OnProgress
 from etfarm.wire.errors import error_for
+
+log = structlog.get_logger()
 
 _MARKER: Final = re.compile(r"(?P<backup>\w*)( with (?P<options>.*?))?( as (?P<farm_id>[\w-]+))?( copied to (?P<database>.+))?")
 
@@ -105,9 +109,27 @@ def restore(
         sync_folder(data)
         (data / RESTORING).unlink()
         sync_folder(data)
+    except (BackupDamaged, damage.DatabaseDamaged):
+        if blobs is not None and not keep_identity:
+            asyncio.run(_leave_bucket(BucketArtifacts(blobs, data), marker.farm_id))
+        raise
     except OSError as error:
         raise BackupFailed.of(f"{data} cannot be restored", data, error) from error
     return manifest
+
+
+async def _leave_bucket(target: BucketArtifacts, new_id: str) -> None:
+    """Leave a bucket's folder as this restore came upon it, so that another backup can be restored to it.
+
+    Args:
+        new_id: the id that this restore has made, under which it claims only an empty folder.
+    """
+    try:
+        if await owner_of(target.bucket) == new_id:
+            await target.clear()
+            await target.bucket.delete(OWNER)
+    except BlobsUnavailable as error:
+        log.warning("what was copied to the bucket stays there", error=error.message, remedy=error.remedy)
 
 
 def _restore_rows(

@@ -173,6 +173,16 @@ class BucketArtifacts:
                 "Name an empty folder of the bucket: one for each farm.",
             )
 
+    async def clear(self) -> None:
+        """Delete all artifacts of the bucket's folder.
+
+        Raises:
+            BlobsUnavailable: the bucket's server failed.
+        """
+        async for page in self.bucket.list(BLOBS):
+            for start in range(0, len(page), _AT_ONCE):
+                await asyncio.gather(*(self.bucket.delete(each.key) for each in page[start : start + _AT_ONCE]))
+
     async def finish(self) -> None:
         """Take the mark away.
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import shutil
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +252,34 @@ def test_a_damaged_backup_leaves_the_database_for_another_one(
     assert target.database is not None and claim(target.database, "elsewhere") == "elsewhere", "its lease names no place"
     restore(tmp_path / "whole", tmp_path / "second", database=target.database, keep_identity=True)
     assert contents(FarmDatabase(farm.path, target.database)) == contents(farm)
+
+
+@pytest.mark.parametrize("keep_identity", [False, True])
+def test_a_damaged_backup_leaves_the_bucket_for_another_one(
+    farm: FarmDatabase, new_place: Callable[[], Place], tmp_path: Path, *, keep_identity: bool
+) -> None:
+    target, data = new_place(), tmp_path / "restored"
+    assert target.blobs is not None
+    back_up(farm.path.parent, tmp_path / "damaged")
+    with committed(farm) as connection:
+        connection.execute(insert(schema.projects).values(name="new", created_at=datetime.now(UTC), created_by="ann"))
+    back_up(farm.path.parent, tmp_path / "whole")
+    next((tmp_path / "damaged" / "artifacts" / "blobs").glob("??/*")).unlink()
+
+    def run(name: str) -> None:
+        restore(tmp_path / name, data, database=target.database, blobs=target.blobs, keep_identity=keep_identity)
+
+    with pytest.raises(BackupDamaged, match="is missing") as damaged:
+        run("damaged")
+    assert damaged.value.remedy.startswith("Use another backup")
+    if not keep_identity:
+        assert objects_of(target.blobs) == {} and asyncio.run(owner_of(Bucket(target.blobs))) is None
+    with refuses("BACKUP_REFUSED", match="of another backup") as refused:
+        run("whole")
+    assert refused.value.remedy.startswith("Delete it")
+    shutil.rmtree(data)
+    run("whole")
+    assert len(objects_of(target.blobs)) == len(_digests(farm, LOCAL))
 
 
 def test_a_restore_overwrites_no_other_farm(farm: FarmDatabase, new_place: Callable[[], Place], tmp_path: Path) -> None:
