@@ -13,10 +13,10 @@ from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.claim import OWNER, require_not_foreign
 from etfarm.server.artifacts.s3.errors import BlobsAway, checked
 from etfarm.server.artifacts.s3.location import BucketLocation
-from etfarm.server.state import identity
 from etfarm.server.state.damage import database_lost
 from etfarm.server.state.database_url import DatabaseUrl
-from etfarm.server.state.databases import first_of, is_new
+from etfarm.server.state.databases import identity_of, is_new
+from etfarm.server.state.identity import Identity
 
 log = structlog.get_logger()
 
@@ -54,17 +54,17 @@ def require_known(
         raise database_lost(url or path, str(folder), data)
     if blobs is None:
         return
-    if asyncio.run(_has_lost(Bucket(blobs, patience_s=_PATIENCE_S), first_of(identity.FARM_ID, path, url, wait_s), may_begin)):
+    if asyncio.run(_has_lost(Bucket(blobs, patience_s=_PATIENCE_S), identity_of(path, url, wait_s), may_begin)):
         raise database_lost(url or path, blobs.place, data, f"{blobs.url}/{OWNER}")
 
 
-async def _has_lost(bucket: Bucket, farm_id: str | None, may_begin: bool) -> bool:
+async def _has_lost(bucket: Bucket, farm: Identity | None, may_begin: bool) -> bool:
     """Return whether a bucket has artifacts, and none are allowed."""
     try:
         with checked():
             if not may_begin and await anext(bucket.list(BLOBS), None) is not None:
                 return True
-            await require_not_foreign(bucket, farm_id)
+            await require_not_foreign(bucket, farm)
     except BlobsAway as error:
         log.warning("starting without a look at the bucket, which may have artifacts of another farm", error=error.message)
     return False

@@ -36,8 +36,8 @@ from etfarm.server.artifacts.s3.blobs import BucketBlobs
 from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.staging import MAX_CHUNK_BYTES, Staging
 from etfarm.server.artifacts.uses import GRANULARITY_S, Uses
+from etfarm.server.state import identity
 from etfarm.server.state.engine import Database
-from etfarm.server.state.identity import farm_id
 from etfarm.server.state.steady_clock import SteadyClock
 from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.wire import digest as digests
@@ -97,7 +97,7 @@ class Store:
             FileBlobs(folder, self._uploads, self._pool, self._verifiers)
             if bucket is None
             else BucketBlobs(
-                bucket, folder, self._uploads, self.holdings, lambda: database.read(farm_id), self._pool, self._verifiers,
+                bucket, folder, self._uploads, self.holdings, lambda: database.read(identity.read), self._pool, self._verifiers,
                 cache_bytes=self.limits.cache_bytes, floor_bytes=self.limits.floor_bytes,
             )
         )  # fmt: skip

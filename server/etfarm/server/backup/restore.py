@@ -30,6 +30,7 @@ from etfarm.server.config import DATABASE
 from etfarm.server.state import damage, identity
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.folder import LOCK, RESTORING
+from etfarm.server.state.identity import Identity
 from etfarm.server.state.revisions import HEAD, OLDEST, known_revisions
 from etfarm.server.state.sqlite import LOGS, merge_log
 from etfarm.server.transfer import rows, untrusted
@@ -95,10 +96,9 @@ def restore(
         marker = _prepare(data, manifest.database_sha256, " ".join(options) or "no option")
         new_id = "" if keep_identity else marker.farm_id
         if target is None:
-            part = _convert(backup, data, manifest, blobs, new_id, on_progress, without_tokens=without_tokens)
-            if new_id:
-                _renew_identity(FarmDatabase(part), new_id)
-                merge_log(part)
+            part, farm = _convert(backup, data, manifest, blobs, new_id, on_progress, without_tokens=without_tokens)
+            _renew_identity(FarmDatabase(part), farm)
+            merge_log(part)
             _sync(part)
             _remove_logs(data)
             part.replace(data / DATABASE)
@@ -125,7 +125,8 @@ async def _leave_bucket(target: BucketArtifacts, new_id: str) -> None:
         new_id: the id that this restore has made, under which it claims only an empty folder.
     """
     try:
-        if await owner_of(target.bucket) == new_id:
+        owner = await owner_of(target.bucket)
+        if owner is not None and owner.farm_id == new_id:
             await target.clear()
             await target.bucket.delete(OWNER)
     except BlobsUnavailable as error:
@@ -156,16 +157,15 @@ def _restore_rows(
         begin_copy(target, name)
         hold.name_blobs(identify_folder(data / ARTIFACTS) if blobs is None else blobs.url)
         try:
-            source = FarmDatabase(_convert(backup, data, manifest, blobs, new_id, on_progress, without_tokens=without_tokens))
+            part, farm = _convert(backup, data, manifest, blobs, new_id, on_progress, without_tokens=without_tokens)
         except (BackupDamaged, damage.DatabaseDamaged):
             target.clear()  # so that another backup can be restored to it
             hold.name_blobs("")
             raise
-        with source.connected() as connection, connection.begin():
+        with FarmDatabase(part).connected() as connection, connection.begin():
             copy_rows(connection, target, name, on_progress)
         hold.require_held()
-        if new_id:
-            _renew_identity(target, new_id)  # of the whole copy: one that continues is compared with the backup's rows
+        _renew_identity(target, farm)  # of the whole copy: one that continues is compared with the backup's rows
         copied.write(data)
         with target.connected() as connection:
             rows.finish(connection)
@@ -180,8 +180,8 @@ def _convert(
     on_progress: OnProgress,
     *,
     without_tokens: bool,
-) -> Path:
-    """Restore the artifacts, and return a copy of the backup's database with the tables of this version.
+) -> tuple[Path, Identity]:
+    """Restore the artifacts. Return a copy of the backup's database with the tables of this version, and the farm's identity.
 
     Args:
         new_id: the id that the farm is to have; empty for that of the one that was backed up.
@@ -203,7 +203,7 @@ def _convert(
     except untrusted.Malformed as error:
         raise BackupDamaged(f"The database {source} is not one that etfarm wrote: {error}.", "Use another backup.") from error
     copy.unlink()
-    asyncio.run(_copy_artifacts(backup, data, part, manifest, blobs, new_id, on_progress))
+    farm = asyncio.run(_copy_artifacts(backup, data, part, manifest, blobs, new_id, on_progress))
     # It may store artifacts as files of the data folder.
     FarmDatabase(part).open()
     if without_tokens:
@@ -212,12 +212,12 @@ def _convert(
     merge_log(part)
     part.chmod(0o600)
     asyncio.run(_move_artifacts(data, blobs))
-    return part
+    return part, farm
 
 
-def _renew_identity(database: FarmDatabase, new_id: str) -> None:
+def _renew_identity(database: FarmDatabase, farm: Identity) -> None:
     with database.connected() as connection, connection.begin():
-        identity.renew(connection, new_id)
+        identity.renew(connection, farm)
 
 
 def _require_room(data: Path, size_bytes: int) -> None:
@@ -306,13 +306,15 @@ async def _copy_artifacts(
     blobs: BucketLocation | None,
     new_id: str,
     on_progress: OnProgress,
-) -> None:
+) -> Identity:
+    """Copy the artifacts; return the identity that the farm is to have, with which a bucket's folder is claimed."""
     with closing(sqlite3.connect(database)) as connection:
         wanted = dict(connection.execute("SELECT digest, size_bytes FROM artifacts ORDER BY digest"))
     with FarmDatabase(database).connected() as rows_of, rows_of.begin():
-        former_id = rows_of.execute(identity.FARM_ID).scalar()
-    if former_id is None:
-        raise BackupDamaged("The backup's database does not say of which farm it is.", "Use another backup.")
+        if rows_of.execute(identity.FARM_ID).first() is None:
+            raise BackupDamaged("The backup's database does not say of which farm it is.", "Use another backup.")
+        former = identity.read(rows_of)
+    farm = Identity(new_id or former.farm_id, datetime.now(UTC)).later_than(former)
     for digest in manifest.missing:
         wanted.pop(digest, None)
     if (len(wanted), sum(wanted.values())) != (manifest.artifacts, manifest.artifact_bytes):
@@ -327,9 +329,10 @@ async def _copy_artifacts(
         await target.bucket.check()
         with checked():
             # The folder of the one that was backed up is not for another farm, whichever release it was claimed by, if any.
-            if new_id and await owner_of(target.bucket) is None:
+            if (owner := await owner_of(target.bucket)) is None and new_id:
                 await target.require_empty()
-            await claim(target.bucket, new_id or former_id)
+            farm = farm.later_than(owner)
+            await claim(target.bucket, farm)
     copied = await copy_artifacts(source, target, iter(wanted.items()), len(wanted), on_progress)
     if copied.lost:
         digest = min(copied.lost)
@@ -337,6 +340,7 @@ async def _copy_artifacts(
             f"The backup's artifact {digest[:12]} is missing or has other contents.",
             "Use another backup; or back up the farm to an empty folder, if it still runs.", digest=digest,
         )  # fmt: skip
+    return farm
 
 
 async def _move_artifacts(data: Path, blobs: BucketLocation | None) -> None:

@@ -235,7 +235,7 @@ class Migration:
     async def _copy_artifacts(self, database: FarmDatabase) -> Copied:
         source, target = artifacts_of(self._source.blobs, self._folder.former_blobs, self._scratch), self._target_artifacts()
         with database.connected() as connection, connection.begin():
-            farm_id = identity.farm_id(connection)
+            farm = identity.read(connection)
         for each in (source, target):
             if isinstance(each, BucketArtifacts):
                 await each.bucket.check()
@@ -244,10 +244,10 @@ class Migration:
             raise error_for("NOTHING_TO_MOVE", f"The artifacts of {self._folder.path} are in a bucket.", "Name it with --blobs.")
         if isinstance(target, BucketArtifacts):
             with checked():
-                await require_not_foreign(target.bucket, farm_id)
+                await require_not_foreign(target.bucket, farm)
                 if not is_resumed:
                     await target.begin(self._artifacts_name)
-                await claim(target.bucket, farm_id)
+                await claim(target.bucket, farm)
         if self._target.blobs is None:
             needed, free = await count_missing_bytes(target, _wanted(database)), shutil.disk_usage(self._folder.path).free
             if needed > free:

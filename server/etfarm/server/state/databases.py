@@ -9,9 +9,10 @@ from typing import Final
 from sqlalchemy import Connection, Select
 
 from etfarm.server.extras import require_extra
-from etfarm.server.state import sqlite
+from etfarm.server.state import identity, sqlite
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.engine import Database
+from etfarm.server.state.identity import Identity
 from etfarm.server.state.sqlite import SqliteDatabase
 
 WAIT_S: Final = 30.0
@@ -96,6 +97,17 @@ def first_of(query: Select[tuple[str]], path: Path, url: DatabaseUrl | None, wai
     from etfarm.server.state.postgres import opening
 
     return opening.first_of(url, query, wait_s)
+
+
+def identity_of(path: Path, url: DatabaseUrl | None, wait_s: float) -> Identity | None:
+    """Return the identity of a farm, without opening its database; None if it is new or damaged.
+
+    Raises:
+        ExtraMissing: the driver of PostgreSQL is not installed.
+        DatabaseUnusable, DatabaseUnavailable: the PostgreSQL server refuses the connection, or cannot be reached.
+    """
+    farm_id, since = (first_of(query, path, url, wait_s) for query in (identity.FARM_ID, identity.SINCE))
+    return None if farm_id is None or since is None else Identity.of(farm_id, since)
 
 
 def require_driver() -> None:

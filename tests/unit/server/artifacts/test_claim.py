@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.artifacts.store import Store
 from etfarm.server.state import identity
 from etfarm.server.state.engine import Database
-from etfarm.server.state.identity import farm_id
+from etfarm.server.state.identity import NEVER, Identity
 from etfarm.wire.chunks import artifact_of
 from tests.support.databases import new_database
 from tests.support.golden import Golden
@@ -31,6 +32,7 @@ from tests.support.stores import Stores
 DATA = b"of both farms"
 DIGEST = artifact_of(DATA).digest
 WAIT_S = 5.0
+NOW = datetime(2026, 1, 2, 3, 4, 5, 600000, UTC)
 
 
 @dataclass
@@ -41,7 +43,10 @@ class Farm:
     store: Store
 
     async def id(self) -> str:
-        return await self.database.read(farm_id)
+        return (await self.identity()).farm_id
+
+    async def identity(self) -> Identity:
+        return await self.database.read(identity.read)
 
 
 @pytest.fixture
@@ -78,7 +83,7 @@ async def test_a_second_farm_neither_stores_nor_deletes_in_the_folder_of_another
     bucket = Bucket(location)
     async with running(stores, tmp_path / "first") as first, running(stores, tmp_path / "second") as second:
         assert (await first.store.put(DATA, "ann")).digest == DIGEST
-        assert await owner_of(bucket) == await first.id()
+        assert await owner_of(bucket) == await first.identity()
         with pytest.raises(BlobsUnavailable) as refused:
             await second.store.put(b"other data", "bob")
         golden.check(
@@ -102,11 +107,11 @@ async def test_a_folder_whose_claim_was_deleted_is_the_next_farms(
 ) -> None:
     bucket = Bucket(location)
     async with running(stores, tmp_path / "first") as first, running(stores, tmp_path / "second") as second:
-        former = Claim(bucket, first.id)
+        former = Claim(bucket, first.identity)
         await former.require()
         await bucket.delete(OWNER)
         await second.store.put(DATA, "bob")
-        assert await owner_of(bucket) == await second.id()
+        assert await owner_of(bucket) == await second.identity()
         await former.require()  # it is not asked each time
         with pytest.raises(BlobsUnavailable):
             await former.renew()
@@ -115,8 +120,8 @@ async def test_a_folder_whose_claim_was_deleted_is_the_next_farms(
 
 
 async def test_the_claim_stands_while_the_server_is_away(location: BucketLocation) -> None:
-    async def mine() -> str:
-        return "mine"
+    async def mine() -> Identity:
+        return Identity("mine", NOW)
 
     held, away = (
         Claim(Bucket(location), mine),
@@ -127,14 +132,14 @@ async def test_the_claim_stands_while_the_server_is_away(location: BucketLocatio
         await away.require()
     with pytest.raises(BlobsUnavailable):
         await away.require()
-    assert await owner_of(Bucket(location)) == "mine"
+    assert await owner_of(Bucket(location)) == Identity("mine", NOW)
 
 
 async def test_objects_of_an_earlier_release_are_the_farms_that_comes_first(location: BucketLocation) -> None:
     await Bucket(location).put(key_of(DIGEST), DATA)
-    await claim(Bucket(location), "the-first")
+    await claim(Bucket(location), Identity("the-first", NOW))
     with pytest.raises(BlobsUnavailable, match="the-first"):
-        await claim(Bucket(location), "the-second")
+        await claim(Bucket(location), Identity("the-second", NOW))
 
 
 async def test_of_two_farms_that_claim_a_folder_at_one_moment_one_holds_it(
@@ -142,11 +147,11 @@ async def test_of_two_farms_that_claim_a_folder_at_one_moment_one_holds_it(
 ) -> None:
     quick, slow, goes_on = Bucket(location), Bucket(location), asyncio.Event()
 
-    async def first() -> str:
-        return "first"
+    async def first() -> Identity:
+        return Identity("first", NOW)
 
-    async def second() -> str:
-        return "second"
+    async def second() -> Identity:
+        return Identity("second", NOW)
 
     create = slow.create
 
@@ -180,7 +185,7 @@ async def test_credentials_that_may_not_ask_for_missing_objects_suffice(s3_serve
         stores = Stores(location)
         async with running(stores, tmp_path / "farm") as farm:
             await farm.store.put(DATA, "ann")
-            assert await owner_of(bucket) == await farm.id()
+            assert await owner_of(bucket) == await farm.identity()
             assert await bucket.size(key_of(DIGEST)) == len(DATA)
         stores.close()
 
@@ -196,8 +201,8 @@ async def test_a_server_without_conditions_keeps_a_claim(location: BucketLocatio
         return await put(*arguments, **options)
 
     monkeypatch.setattr(obstore, "put_async", put_unconditionally)
-    await claim(Bucket(location), "mine")
-    assert await owner_of(Bucket(location)) == "mine"
+    await claim(Bucket(location), Identity("mine", NOW))
+    assert await owner_of(Bucket(location)) == Identity("mine", NOW)
 
 
 @pytest.mark.parametrize("begin_empty", [False, True])
@@ -208,20 +213,60 @@ def test_no_server_starts_on_another_farms_folder(location: BucketLocation, tmp_
         require_known(tmp_path, path, None, WAIT_S, location, begin_empty=begin_empty)
 
     require()
-    asyncio.run(claim(Bucket(location), "another"))
+    asyncio.run(claim(Bucket(location), Identity("another", NOW)))
     with pytest.raises(BlobsUnusable, match="another farm, another, and this is a new one"):
         require()
     assert not path.exists()
     database = new_database(path)
     try:
         asyncio.run(database.open())
-        own = asyncio.run(database.read(farm_id))
+        own = asyncio.run(database.read(identity.read))
     finally:
         database.close()
-    with pytest.raises(BlobsUnusable, match=f"this is {own}") as refused:
+    with pytest.raises(BlobsUnusable, match=f"this is {own.farm_id}") as refused:
         require()
     assert f"delete the object {location.url}/{OWNER}" in refused.value.remedy
     asyncio.run(Bucket(location).delete(OWNER))
     require()
     asyncio.run(claim(Bucket(location), own))
     require()
+
+
+async def test_a_farm_that_was_restored_as_itself_takes_the_folder_over(
+    stores: Stores, location: BucketLocation, tmp_path: Path, golden: Golden
+) -> None:
+    bucket = Bucket(location)
+    async with running(stores, tmp_path / "farm") as farm:
+        await farm.store.put(DATA, "ann")
+        former = Claim(bucket, farm.identity)
+        await former.renew()
+        restored = (await farm.identity()).later_than(await owner_of(bucket))
+        restored = restored._replace(since=restored.since + timedelta(seconds=1))
+        await claim(bucket, restored)
+        with pytest.raises(BlobsUnavailable) as refused:
+            await former.renew()
+        golden.check(
+            str(refused.value)
+            .replace(location.place, "PLACE")
+            .replace(location.url, "URL")
+            .replace(f"{restored.since:%Y-%m-%d %H:%M:%S}", "TIME")
+        )
+        with pytest.raises(BlobsUnavailable):
+            await former.require()
+        path = tmp_path / "farm" / "farm.sqlite"
+        with pytest.raises(BlobsUnusable, match="was restored to another database"):
+            await asyncio.to_thread(require_known, tmp_path, path, None, WAIT_S, location)
+        assert await owner_of(bucket) == restored
+        # The remedy for one that is gone for good.
+        await bucket.delete(OWNER)
+        await asyncio.to_thread(require_known, tmp_path, path, None, WAIT_S, location)
+        await former.renew()
+        await claim(bucket, restored)
+        assert await owner_of(bucket) == restored
+
+
+@pytest.mark.parametrize("text", ["mine", "mine yesterday", "mine 9999-12-31T23:59:59-23:00", ""])
+def test_a_claim_whose_time_somebody_has_changed_is_the_earliest(text: str) -> None:
+    assert Identity.parse(text) == Identity(text.partition(" ")[0], NEVER)
+    mine = Identity("mine", NOW)
+    assert Identity.parse(mine.text) == mine and mine.later_than(mine).since > NOW

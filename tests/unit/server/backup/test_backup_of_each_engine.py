@@ -6,13 +6,14 @@ import asyncio
 import hashlib
 import shutil
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import func, insert, select
+from sqlalchemy import func, insert, select, update
 
+from etfarm.server.artifacts.left_behind import require_known
 from etfarm.server.artifacts.s3.blobs import key_of
 from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.claim import OWNER, owner_of
@@ -23,7 +24,7 @@ from etfarm.server.backup.commands import restore_main
 from etfarm.server.backup.errors import BackupDamaged
 from etfarm.server.backup.restore import restore
 from etfarm.server.migrate.migration import Migration, Place
-from etfarm.server.state import schema
+from etfarm.server.state import identity, schema
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.folder import RESTORING, require_restored
 from etfarm.server.state.identity import farm_id
@@ -132,6 +133,27 @@ def test_a_trial_is_not_restored_to_the_folder_of_the_farm(
     assert objects_of(there) == before
 
 
+@pytest.mark.parametrize("to_postgresql", [False, True])
+def test_a_farm_that_is_restored_as_itself_takes_the_bucket_from_the_one_that_still_runs(
+    farm: FarmDatabase, new_place: Callable[[], Place], tmp_path: Path, *, to_postgresql: bool
+) -> None:
+    with committed(farm) as connection:
+        connection.execute(update(schema.farm).values(created_at=datetime.now(UTC) + timedelta(hours=1)))  # its clock is wrong
+    running, target = new_place(), new_place().database if to_postgresql else None
+    there = running.blobs
+    assert there is not None
+    move(farm, running)
+    back_up(farm.path.parent, tmp_path / "backup", database=running.database, blobs=there)
+    restore(tmp_path / "backup", tmp_path / "new", database=target, blobs=there, keep_identity=True)
+    with committed(FarmDatabase(tmp_path / "new" / "farm.sqlite", target)) as connection:
+        restored = identity.read(connection)
+    assert asyncio.run(owner_of(Bucket(there))) == restored
+    require_known(tmp_path / "new", tmp_path / "new" / "farm.sqlite", target, 5.0, there)
+    with pytest.raises(BlobsUnusable, match="was restored to another database") as refused:
+        require_known(farm.path.parent, farm.path, running.database, 5.0, there)
+    assert refused.value.remedy.startswith("Stop this server")
+
+
 def test_an_interrupted_restore_of_a_trial_continues_in_its_own_folder(
     farm: FarmDatabase, new_place: Callable[[], Place], tmp_path: Path
 ) -> None:
@@ -145,7 +167,7 @@ def test_an_interrupted_restore_of_a_trial_continues_in_its_own_folder(
         restore(tmp_path / "backup", trial, database=target.database, blobs=target.blobs, on_progress=interrupt)
     restore(tmp_path / "backup", trial, database=target.database, blobs=target.blobs)
     with committed(FarmDatabase(trial / "farm.sqlite", target.database)) as connection:
-        own = farm_id(connection)
+        own = identity.read(connection)
     assert target.blobs is not None and asyncio.run(owner_of(Bucket(target.blobs))) == own
 
 

@@ -17,6 +17,7 @@ from etfarm.server.artifacts.s3.claim import OWNER, claim, owner_of
 from etfarm.server.artifacts.s3.errors import BlobsUnusable
 from etfarm.server.checks import check_configuration
 from etfarm.server.main import main
+from etfarm.server.state.identity import Identity
 from etfarm.wire.doctor import Status
 from tests.support.s3 import S3Server, environment_of
 
@@ -80,7 +81,8 @@ def test_the_folder_of_another_farm_is_a_problem(
     tmp_path: Path, s3_server: S3Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     location = s3_server.new_location()
-    asyncio.run(claim(Bucket(location), "another"))
+    another = Identity("another", datetime.now(UTC))
+    asyncio.run(claim(Bucket(location), another))
     for name, value in environment_of(location).items():
         monkeypatch.setenv(name, value)
     options = ["--listen", "127.0.0.1:0", "--data", str(tmp_path / "data"), "--blobs", location.url]
@@ -90,7 +92,7 @@ def test_the_folder_of_another_farm_is_a_problem(
     with pytest.raises(BlobsUnusable) as refused:
         main(options)
     assert refused.value.message == problem["message"]
-    assert asyncio.run(owner_of(Bucket(location))) == "another"
+    assert asyncio.run(owner_of(Bucket(location))) == another
     asyncio.run(Bucket(location).delete(OWNER))
     assert main([*options, "--check"]) == 0
     assert asyncio.run(owner_of(Bucket(location))) is None, "a check claims nothing"

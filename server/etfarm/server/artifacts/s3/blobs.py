@@ -29,6 +29,7 @@ from etfarm.server.artifacts.s3.claim import Claim
 from etfarm.server.artifacts.s3.errors import LOOK, BlobsUnavailable, BlobsUnusable, Failure
 from etfarm.server.artifacts.s3.fetch import Fetch, Overtaken
 from etfarm.server.artifacts.s3.location import BucketLocation
+from etfarm.server.state.identity import Identity
 from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.wire.digest import is_digest
 from etfarm.wire.errors import EtfarmError
@@ -96,7 +97,7 @@ class BucketBlobs:
         folder: folder of the store; copies are in `cache/`.
         scratch: an existing folder on the same file system.
         holdings: which artifacts the database has.
-        farm_id: returns the id of the farm that the database has.
+        identity: returns the identity of the farm that the database has.
         pool: thread pool that writes and deletes files.
         verifiers: thread pool that computes hashes.
         cache_bytes: size up to which copies are kept.
@@ -111,7 +112,7 @@ class BucketBlobs:
         folder: Path,
         scratch: Path,
         holdings: Holdings,
-        farm_id: Callable[[], Awaitable[str]],
+        identity: Callable[[], Awaitable[Identity]],
         pool: ThreadPoolExecutor,
         verifiers: ThreadPoolExecutor,
         *,
@@ -120,7 +121,7 @@ class BucketBlobs:
         free: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free,
     ) -> None:
         self.bucket = bucket
-        self._claim = Claim(bucket, farm_id)
+        self._claim = Claim(bucket, identity)
         self.cache = Cache(folder / CACHE, scratch, cache_bytes)
         self.integrity = Integrity(None, self.place, verifiers)
         self._folder = folder

@@ -1,4 +1,7 @@
-"""Whose a folder of a bucket is: of two farms that share one, each would delete what the other needs."""
+"""Whose a folder of a bucket is: of two farms that share one, each would delete what the other needs.
+
+A farm that was restored as itself takes the folder over from the database that was backed up.
+"""
 
 from __future__ import annotations
 
@@ -7,58 +10,72 @@ from typing import Final
 
 from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.errors import LOOK, BlobsUnavailable, Failure
+from etfarm.server.state.identity import Identity
 from etfarm.wire.escapes import in_a_line
 
 OWNER: Final = "owner/farm.id"
-"""Key of the object that has the id of the farm; alone in its folder, which is listed."""
+"""Key of the object that has the identity of the farm; alone in its folder, which is listed."""
 _MOST_BYTES: Final = 100
 """Maximum number of bytes that are read of it."""
 _TRIES: Final = 3
 """Number of attempts to claim a folder whose claim disappears at that moment."""
 
 
-async def owner_of(bucket: Bucket) -> str | None:
-    """Return the id of the farm that has claimed a folder of a bucket; None if none has.
+async def owner_of(bucket: Bucket) -> Identity | None:
+    """Return the farm that has claimed a folder of a bucket; None if none has.
 
     Raises:
         BlobsUnavailable: the bucket's server failed.
     """
-    return await bucket.text(OWNER, _MOST_BYTES) if await bucket.has(OWNER) else None
+    text = await bucket.text(OWNER, _MOST_BYTES) if await bucket.has(OWNER) else None
+    return None if text is None else Identity.parse(text)
 
 
-async def require_not_foreign(bucket: Bucket, farm_id: str | None) -> None:
-    """Check that no other farm has claimed a folder of a bucket. One that is not claimed passes.
+async def require_not_foreign(bucket: Bucket, farm: Identity | None) -> None:
+    """Check that no other farm has claimed a folder of a bucket, nor this one restored elsewhere. One that is not claimed passes.
 
     Args:
-        farm_id: the farm's id; None for a farm that is still to be made.
+        farm: the farm; None for one that is still to be made.
 
     Raises:
         BlobsUnavailable: another farm has claimed it, or the bucket's server failed.
     """
-    _require(bucket, await owner_of(bucket), farm_id)
+    _require(bucket, await owner_of(bucket), farm)
 
 
-def _require(bucket: Bucket, owner: str | None, farm_id: str | None) -> None:
-    if owner not in (None, farm_id):
-        key = f"{bucket.location.url}/{OWNER}"
+def _require(bucket: Bucket, owner: Identity | None, farm: Identity | None) -> None:
+    if owner is None:
+        return
+    key = f"{bucket.location.url}/{OWNER}"
+    if farm is None or owner.farm_id != farm.farm_id:
         failure = Failure(
-            f"it has the artifacts of another farm, {in_a_line(str(owner))}, and this is {farm_id or 'a new one'}",
+            f"it has the artifacts of another farm, {in_a_line(owner.farm_id)}, and this is "
+            f"{'a new one' if farm is None else farm.farm_id}",
             f"name a folder of the farm's own in --blobs. If the other farm is gone for good, delete the object {key}",
             is_lasting=True,
         )  # fmt: skip
-        raise BlobsUnavailable("Storing artifacts", bucket.location.place, failure)
+    elif farm.since < owner.since:
+        failure = Failure(
+            f"the farm was restored to another database at {owner.since:%Y-%m-%d %H:%M:%S} UTC, which has its artifacts now",
+            "stop this server, or name that database in --database or --data. If the restored farm is gone for good, delete the "
+            f"object {key}",
+            is_lasting=True,
+        )  # fmt: skip
+    else:
+        return
+    raise BlobsUnavailable("Storing artifacts", bucket.location.place, failure)
 
 
 class Claim:
     """A farm's claim on the folder of its artifacts.
 
     Args:
-        farm_id: returns the farm's id.
+        identity: returns the farm's identity.
     """
 
-    def __init__(self, bucket: Bucket, farm_id: Callable[[], Awaitable[str]]) -> None:
+    def __init__(self, bucket: Bucket, identity: Callable[[], Awaitable[Identity]]) -> None:
         self._bucket = bucket
-        self._farm_id = farm_id
+        self._identity = identity
         self._is_held = False
 
     async def require(self) -> None:
@@ -76,24 +93,28 @@ class Claim:
         Raises:
             BlobsUnavailable: another farm has claimed it, or the bucket's server failed.
         """
-        farm_id = await self._farm_id()
+        farm = await self._identity()
         try:
-            await claim(self._bucket, farm_id)
+            await claim(self._bucket, farm)
         except BlobsUnavailable as error:
             self._is_held = self._is_held and not error.failure.is_lasting
             raise
         self._is_held = True
 
 
-async def claim(bucket: Bucket, farm_id: str) -> None:
+async def claim(bucket: Bucket, farm: Identity) -> None:
     """Claim a folder of a bucket for a farm, whose server or command writes there next.
 
     Raises:
-        BlobsUnavailable: another farm has claimed it, or the bucket's server failed.
+        BlobsUnavailable: another farm has claimed it, or this one restored elsewhere, or the bucket's server failed.
     """
     for _ in range(_TRIES):
-        if (owner := await owner_of(bucket)) is not None:
-            _require(bucket, owner, farm_id)
+        owner = await owner_of(bucket)
+        _require(bucket, owner, farm)
+        if owner is None:
+            await bucket.create(OWNER, farm.text.encode())  # of several at one moment, the server keeps one
+        elif owner != farm:
+            await bucket.put(OWNER, farm.text.encode())  # of the database that this one was restored from
+        else:
             return
-        await bucket.create(OWNER, farm_id.encode())  # of several at one moment, the server keeps one
     raise BlobsUnavailable("Storing artifacts", bucket.location.place, Failure(f"{OWNER} does not stay there", LOOK))
