@@ -49,10 +49,14 @@ def add(data: Path, content: bytes) -> None:
 
 
 def contents(data: Path) -> dict[str, str]:
-    """Return the digest of each file of a data folder, of its database that of tables and rows."""
+    """Return the digest of each file of a data folder, of its database that of tables and rows.
+
+    Without the time of the farm's row, which a restore sets.
+    """
     with closing(sqlite3.connect(data / DATABASE)) as connection:  # its end merges the log of a process that was killed
         # Tables get their constraints and indexes in the order of a set.
         lines = sorted(line.rstrip(", ") for statement in connection.iterdump() for line in statement.splitlines())
+        lines = [line.partition(",")[0] if line.startswith('INSERT INTO "farm"') else line for line in lines]
     files = {str(path.relative_to(data)): path for path in data.rglob("*") if path.is_file() and path.name != LOCK}
     digest_by_name = {name: digests.of_file(path) for name, path in files.items() if name != DATABASE}
     return digest_by_name | {DATABASE: digests.of_value(lines)}

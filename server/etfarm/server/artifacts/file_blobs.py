@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -13,8 +13,10 @@ from typing import Final
 
 from etfarm.server.artifacts.blobs import BLOBS, CACHE, Reading, Verified, place_of, settle
 from etfarm.server.artifacts.digests import require_digest
+from etfarm.server.artifacts.folder_claim import claim
 from etfarm.server.artifacts.integrity import Integrity
 from etfarm.server.artifacts.s3.errors import BlobsUnusable
+from etfarm.server.state.identity import Identity
 
 _BATCH: Final = 20
 """Number of digests that are looked up between two checks of the clock; each takes a system call."""
@@ -41,16 +43,25 @@ class FileBlobs:
         scratch: an existing folder on the same file system.
         pool: thread pool that moves and deletes files.
         verifiers: thread pool that computes hashes.
+        identity: returns the identity of a farm whose servers may share the folder; None if it is this server's alone.
     """
 
     batch = _BATCH
 
-    def __init__(self, folder: Path, scratch: Path, pool: ThreadPoolExecutor, verifiers: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        scratch: Path,
+        pool: ThreadPoolExecutor,
+        verifiers: ThreadPoolExecutor,
+        identity: Callable[[], Awaitable[Identity]] | None = None,
+    ) -> None:
         self._folder = folder / BLOBS
         self._folder.mkdir(parents=True, exist_ok=True)
         self._folder_text = os.fspath(self._folder)
         self._scratch = scratch
         self._pool = pool
+        self._identity = identity
         self.integrity = Integrity(folder / "quarantine", self.place, verifiers)
 
     def place(self, digest: str) -> Path:
@@ -59,12 +70,15 @@ class FileBlobs:
         return place_of(self._folder, digest)
 
     async def open(self) -> None:
-        """Check that the artifacts are files.
+        """Check that the artifacts are files, and claim the folder for the farm.
 
         Raises:
-            BlobsUnusable: the folder has copies of those of a bucket.
+            BlobsUnusable: the folder has copies of those of a bucket, or is another farm's.
         """
         require_no_copies(self._folder.parent)
+        if self._identity is not None:
+            farm = await self._identity()
+            await asyncio.get_running_loop().run_in_executor(self._pool, claim, self._folder.parent, farm)
 
     async def sizes(self, digests: Sequence[str]) -> dict[str, int]:
         """Return the sizes of the artifacts that are stored completely. Never waits."""

@@ -8,6 +8,7 @@ from typing import Final
 
 import structlog
 
+from etfarm.server.artifacts import folder_claim
 from etfarm.server.artifacts.blobs import ARTIFACTS, BLOBS
 from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.claim import OWNER, require_not_foreign
@@ -45,17 +46,20 @@ def require_known(
 
     Raises:
         DATABASE_LOST: there are artifacts.
-        BlobsUnusable: the bucket's folder is another farm's, or its server refuses requests. One that is away has no say: a farm
-            begins without it.
+        BlobsUnusable: the folder of files or of the bucket is another farm's, or the bucket's server refuses requests. One that
+            is away has no say: a farm begins without it.
         DATABASE_UNUSABLE, DatabaseUnavailable: the PostgreSQL server refuses the connection, or cannot be reached.
     """
     may_begin = begin_empty or not is_new(path, url, wait_s)
     if not may_begin and next((folder := data / ARTIFACTS / BLOBS).glob("??/*"), None) is not None:
-        raise database_lost(url or path, str(folder), data)
+        owner = data / ARTIFACTS / folder_claim.OWNER
+        raise database_lost(url or path, str(folder), data, f"the file {owner}" if url is not None and owner.exists() else "")
     if blobs is None:
+        if url is not None:
+            folder_claim.require_not_foreign(data / ARTIFACTS, identity_of(path, url, wait_s))
         return
     if asyncio.run(_has_lost(Bucket(blobs, patience_s=_PATIENCE_S), identity_of(path, url, wait_s), may_begin)):
-        raise database_lost(url or path, blobs.place, data, f"{blobs.url}/{OWNER}")
+        raise database_lost(url or path, blobs.place, data, f"the object {blobs.url}/{OWNER}")
 
 
 async def _has_lost(bucket: Bucket, farm: Identity | None, may_begin: bool) -> bool:

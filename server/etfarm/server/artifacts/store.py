@@ -38,6 +38,7 @@ from etfarm.server.artifacts.staging import MAX_CHUNK_BYTES, Staging
 from etfarm.server.artifacts.uses import GRANULARITY_S, Uses
 from etfarm.server.state import identity
 from etfarm.server.state.engine import Database
+from etfarm.server.state.identity import Identity
 from etfarm.server.state.steady_clock import SteadyClock
 from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.wire import digest as digests
@@ -93,11 +94,15 @@ class Store:
         self._verifiers = ThreadPoolExecutor(self.limits.verifiers, thread_name_prefix="artifact-verify")
         self.holdings = Holdings(database)
         self.uses = Uses(database, clock or SteadyClock())
+
+        def read_identity() -> Awaitable[Identity]:
+            return database.read(identity.read)
+
         self.blobs: Blobs = (
-            FileBlobs(folder, self._uploads, self._pool, self._verifiers)
+            FileBlobs(folder, self._uploads, self._pool, self._verifiers, read_identity if database.is_shared else None)
             if bucket is None
             else BucketBlobs(
-                bucket, folder, self._uploads, self.holdings, lambda: database.read(identity.read), self._pool, self._verifiers,
+                bucket, folder, self._uploads, self.holdings, read_identity, self._pool, self._verifiers,
                 cache_bytes=self.limits.cache_bytes, floor_bytes=self.limits.floor_bytes,
             )
         )  # fmt: skip

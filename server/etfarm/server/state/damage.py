@@ -50,9 +50,9 @@ def database_lost(database: object, place: str, data: Path, owner: str = "") -> 
     """Return the error of a database without tables beside the artifacts of a farm: the farm's own is lost, or elsewhere.
 
     Args:
-        owner: the object that says whose artifacts they are; empty if none does.
+        owner: what says whose artifacts they are, as "the object KEY"; empty if none does.
     """
-    begin = f"delete the object {owner}, and start" if owner else "start"
+    begin = f"delete {owner}, and start" if owner else "start"
     return error_for(
         "DATABASE_LOST",
         f"The database {database} is empty, but {place} has the artifacts of a farm.",

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Final
 
+from etfarm.server.artifacts.owners import objection
 from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.errors import LOOK, BlobsUnavailable, Failure
 from etfarm.server.state.identity import Identity
-from etfarm.wire.escapes import in_a_line
 
 OWNER: Final = "owner/farm.id"
 """Key of the object that has the identity of the farm; alone in its folder, which is listed."""
@@ -44,26 +44,10 @@ async def require_not_foreign(bucket: Bucket, farm: Identity | None) -> None:
 
 
 def _require(bucket: Bucket, owner: Identity | None, farm: Identity | None) -> None:
-    if owner is None:
-        return
-    key = f"{bucket.location.url}/{OWNER}"
-    if farm is None or owner.farm_id != farm.farm_id:
-        failure = Failure(
-            f"it has the artifacts of another farm, {in_a_line(owner.farm_id)}, and this is "
-            f"{'a new one' if farm is None else farm.farm_id}",
-            f"name a folder of the farm's own in --blobs. If the other farm is gone for good, delete the object {key}",
-            is_lasting=True,
-        )  # fmt: skip
-    elif farm.since < owner.since:
-        failure = Failure(
-            f"the farm was restored to another database at {owner.since:%Y-%m-%d %H:%M:%S} UTC, which has its artifacts now",
-            "stop this server, or name that database in --database or --data. If the restored farm is gone for good, delete the "
-            f"object {key}",
-            is_lasting=True,
-        )  # fmt: skip
-    else:
-        return
-    raise BlobsUnavailable("Storing artifacts", bucket.location.place, failure)
+    claim, own = f"the object {bucket.location.url}/{OWNER}", "name a folder of the farm's own in --blobs"
+    if (refused := objection(owner, farm, claim, own)) is not None:
+        why, remedy = refused
+        raise BlobsUnavailable("Storing artifacts", bucket.location.place, Failure(why, remedy, is_lasting=True))
 
 
 class Claim:
