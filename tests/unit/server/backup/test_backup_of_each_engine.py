@@ -23,6 +23,7 @@ from etfarm.server.backup.backup import back_up
 from etfarm.server.backup.commands import restore_main
 from etfarm.server.backup.errors import BackupDamaged
 from etfarm.server.backup.restore import restore
+from etfarm.server.main import main as serve_main
 from etfarm.server.migrate.migration import Migration, Place
 from etfarm.server.state import identity, schema
 from etfarm.server.state.database_url import DatabaseUrl
@@ -34,6 +35,7 @@ from tests.support.full_farm import blobs_of, committed, contents, new_farm
 from tests.support.leases import begin_to_lead, claim, end_in_order, try_to_lead
 from tests.support.refusals import refuses
 from tests.support.s3 import S3Server, environment_of
+from tests.support.s3_proxy import proxy_to
 
 LOCAL = Place(None, None)
 
@@ -95,6 +97,24 @@ def test_a_backup_of_each_engine_is_restored_on_both(
         assert stored == {digest: digest for digest in artifacts}
         assert restored.path.exists() == (target.database is None)
         assert not list(data.glob("*.part*"))
+
+
+def test_credentials_for_a_prefix_suffice_to_move_and_to_restore(
+    farm: FarmDatabase, s3_server: S3Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3 refuses to read a missing object if the credentials may not list the whole bucket."""
+    digests = {digest: digest for digest in _digests(farm, LOCAL)}
+    back_up(farm.path.parent, tmp_path / "backup")
+    with proxy_to(s3_server.address) as proxy:
+        proxy.deny_missing()
+        moved, restored = s3_server.new_location(proxy.address), s3_server.new_location(proxy.address)
+        move(farm, Place(None, moved))
+        restore(tmp_path / "backup", tmp_path / "restored", blobs=restored)
+        assert objects_of(moved) == objects_of(restored) == digests
+        for name, value in environment_of(moved).items():
+            monkeypatch.setenv(name, value)
+        options = ["--listen", "127.0.0.1:0", "--data", str(farm.path.parent), "--blobs", moved.url]
+        assert serve_main([*options, "--check"]) == 0, capsys.readouterr().out
 
 
 def test_a_restored_farm_is_another_one_unless_it_keeps_the_identity(
