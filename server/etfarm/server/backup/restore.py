@@ -17,6 +17,7 @@ from typing import Final
 import structlog
 
 from etfarm.server.artifacts.blobs import ARTIFACTS, BLOBS, CACHE
+from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.claim import OWNER, claim, owner_of
 from etfarm.server.artifacts.s3.errors import BlobsUnavailable, checked
 from etfarm.server.artifacts.s3.location import BucketLocation
@@ -131,6 +132,21 @@ async def _leave_bucket(target: BucketArtifacts, new_id: str) -> None:
             await target.bucket.delete(OWNER)
     except BlobsUnavailable as error:
         log.warning("what was copied to the bucket stays there", error=error.message, remedy=error.remedy)
+
+
+async def _return_bucket(bucket: Bucket, owner: Identity | None) -> None:
+    """Let the farm that was backed up go on with its bucket's folder, which has no artifact less than before.
+
+    Args:
+        owner: who had claimed the folder before; None if nobody had.
+    """
+    try:
+        if owner is None:
+            await bucket.delete(OWNER)
+        else:
+            await bucket.put(OWNER, owner.text.encode())
+    except BlobsUnavailable as error:
+        log.warning("the claim of the bucket's folder stays", error=error.message, remedy=error.remedy)
 
 
 def _restore_rows(
@@ -325,6 +341,7 @@ async def _copy_artifacts(
     source, target = FileArtifacts(backup / ARTIFACTS / BLOBS), artifacts_of(blobs, data / ARTIFACTS / BLOBS, data)
     if blobs is None:
         _require_room(data, await count_missing_bytes(target, iter(wanted.items())))
+    owner = None
     if isinstance(target, BucketArtifacts):
         await target.bucket.check()
         with checked():
@@ -335,6 +352,8 @@ async def _copy_artifacts(
             await claim(target.bucket, farm)
     copied = await copy_artifacts(source, target, iter(wanted.items()), len(wanted), on_progress)
     if copied.lost:
+        if isinstance(target, BucketArtifacts) and not new_id:
+            await _return_bucket(target.bucket, owner)
         digest = min(copied.lost)
         raise BackupDamaged(
             f"The backup's artifact {digest[:12]} is missing or has other contents.",

@@ -324,6 +324,28 @@ def test_a_damaged_backup_leaves_the_bucket_for_another_one(
     assert len(objects_of(target.blobs)) == len(_digests(farm, LOCAL))
 
 
+@pytest.mark.parametrize("is_claimed", [False, True])
+def test_a_damaged_backup_does_not_keep_the_farm_from_its_bucket(
+    farm: FarmDatabase, new_place: Callable[[], Place], tmp_path: Path, *, is_claimed: bool
+) -> None:
+    there = new_place().blobs
+    assert there is not None
+    with committed(farm) as connection:
+        connection.execute(update(schema.farm).values(created_at=datetime(2026, 1, 1, tzinfo=UTC)))
+    move(farm, Place(None, there))
+    back_up(farm.path.parent, tmp_path / "backup", blobs=there)
+    path = next((tmp_path / "backup" / "artifacts" / "blobs").glob("??/*"))
+    path.unlink()
+    asyncio.run(Bucket(there).delete(key_of(path.name)))
+    if not is_claimed:
+        asyncio.run(Bucket(there).delete(OWNER))
+    former = asyncio.run(owner_of(Bucket(there)))
+    with pytest.raises(BackupDamaged):
+        restore(tmp_path / "backup", tmp_path / "restored", blobs=there, keep_identity=True)
+    assert asyncio.run(owner_of(Bucket(there))) == former
+    require_known(farm.path.parent, farm.path, None, 5.0, there)
+
+
 def test_a_restore_overwrites_no_other_farm(farm: FarmDatabase, new_place: Callable[[], Place], tmp_path: Path) -> None:
     target = new_place()
     back_up(farm.path.parent, tmp_path / "backup")
