@@ -25,8 +25,8 @@ from etfarm.server.artifacts.s3.claim import claim
 from etfarm.server.artifacts.s3.errors import BlobsAway, BlobsUnavailable, BlobsUnusable
 from etfarm.server.artifacts.s3.location import BucketLocation, Credentials
 from etfarm.server.artifacts.store import Store
+from etfarm.server.state import identity
 from etfarm.server.state.engine import Database, DatabaseUnavailable
-from etfarm.server.state.identity import farm_id
 from etfarm.v1.artifact_pb2 import Chunk
 from etfarm.v1.common_pb2 import Artifact
 from etfarm.wire.chunks import artifact_of
@@ -111,7 +111,7 @@ async def world(tmp_path: Path, s3_server: S3Server, proxy: S3Proxy) -> AsyncIte
     stores = Stores(s3_server.new_location())
     assert stores.location is not None
     created = World(tmp_path, database, stores, proxy, Bucket(stores.location), Store(tmp_path / "unused", database))
-    await claim(created.direct, await database.read(farm_id))
+    await claim(created.direct, await database.read(identity.read))
     await created.reopen(folder="one")
     yield created
     created.store.close()
@@ -416,7 +416,7 @@ async def test_a_full_disk_gives_up_copies_first(world: World) -> None:
     folder.mkdir()
     with ThreadPoolExecutor(2) as pool:
         blobs = BucketBlobs(
-            world.direct, folder, folder, world.store.holdings, lambda: world.database.read(farm_id), pool, pool,
+            world.direct, folder, folder, world.store.holdings, lambda: world.database.read(identity.read), pool, pool,
             cache_bytes=1 << 30, floor_bytes=200, free=lambda _: size_bytes - 1000 * len(world.copies("full")),
         )  # fmt: skip
         for digest in stored:
