@@ -66,6 +66,12 @@ class Stores:
         await bucket.put(key_of(digest), bytes([data[0] ^ 1]) + data[1:])
         store.place(digest).unlink(missing_ok=True)
 
+    async def lose(self, store: Store, digest: str) -> None:
+        """Delete an artifact where it is stored, and the copy of a bucket's store, behind the server's back."""
+        if self.location is not None:
+            await Bucket(self.location).delete(key_of(digest))
+        store.place(digest).unlink(missing_ok=True)
+
     def close(self) -> None:
         for store in self._created:
             store.close()

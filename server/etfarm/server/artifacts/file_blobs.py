@@ -11,12 +11,18 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+import structlog
+
 from etfarm.server.artifacts.blobs import BLOBS, CACHE, Reading, Verified, place_of, settle
 from etfarm.server.artifacts.digests import require_digest
 from etfarm.server.artifacts.folder_claim import claim
+from etfarm.server.artifacts.holdings import Holdings
 from etfarm.server.artifacts.integrity import Integrity
 from etfarm.server.artifacts.s3.errors import BlobsUnusable
 from etfarm.server.state.identity import Identity
+from etfarm.v1 import common_pb2
+
+log = structlog.get_logger()
 
 _BATCH: Final = 20
 """Number of digests that are looked up between two checks of the clock; each takes a system call."""
@@ -41,6 +47,7 @@ class FileBlobs:
     Args:
         folder: folder of the store; complete artifacts are in `blobs/ab/abcdef...`, damaged ones in `quarantine/`.
         scratch: an existing folder on the same file system.
+        holdings: which artifacts the database has. Those without a file are lost, which counts as damage.
         pool: thread pool that moves and deletes files.
         verifiers: thread pool that computes hashes.
         identity: returns the identity of a farm whose servers may share the folder; None if it is this server's alone.
@@ -52,6 +59,7 @@ class FileBlobs:
         self,
         folder: Path,
         scratch: Path,
+        holdings: Holdings,
         pool: ThreadPoolExecutor,
         verifiers: ThreadPoolExecutor,
         identity: Callable[[], Awaitable[Identity]] | None = None,
@@ -60,6 +68,7 @@ class FileBlobs:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._folder_text = os.fspath(self._folder)
         self._scratch = scratch
+        self._holdings = holdings
         self._pool = pool
         self._identity = identity
         self.integrity = Integrity(folder / "quarantine", self.place, verifiers)
@@ -93,11 +102,28 @@ class FileBlobs:
 
     async def find_damaged(self, wanted: Iterable[str]) -> list[str]:
         """Return the artifacts in `wanted` that are missing or damaged."""
-        return await self.integrity.find_damaged(wanted)
+        damaged = await self.integrity.find_damaged(wanted)
+        await self._note_lost([digest for digest in damaged if not self.integrity.is_damaged(digest)])
+        return damaged
 
     async def bring(self, wanted: Iterable[str]) -> list[str]:
         """Return the artifacts in `wanted` that are missing or damaged."""
-        return await self.integrity.find_damaged(wanted)
+        return await self.find_damaged(wanted)
+
+    async def _note_lost(self, digests: Sequence[str]) -> None:
+        """Record which artifacts have no file although the database names them."""
+        gone = [digest for digest in digests if self._is_gone(digest)]
+        if not gone:
+            return
+        for digest in await self._holdings.sizes(gone):
+            # Again: it may have been stored, or begun to be deleted, in the meantime.
+            if self._is_gone(digest):
+                self.integrity.mark_damaged(digest)
+                log.error("a stored artifact is missing on the disk", digest=digest, path=str(self.place(digest)))
+
+    def _is_gone(self, digest: str) -> bool:
+        """Return whether an artifact has no file, and is not being deleted."""
+        return not self.place(digest).exists() and not self._withdrawn(digest).exists()
 
     async def settle(self, path: Path, digest: str) -> None:
         """Move a complete, verified file to its place."""
@@ -112,6 +138,7 @@ class FileBlobs:
         try:
             file = self.place(digest).open("rb")
         except FileNotFoundError:
+            await self._note_lost([digest])
             return None
         return Reading(file, os.fstat(file.fileno()).st_size, _reach, asyncio.ensure_future(self.integrity.is_whole(digest)))
 
@@ -144,9 +171,21 @@ class FileBlobs:
     def _withdrawn(self, digest: str) -> Path:
         return self._scratch / f"removed-{digest}"
 
-    def verify(self) -> AsyncIterator[Verified]:
-        """Verify every file; see `Integrity.verify`."""
-        return self.integrity.verify(self._folder)
+    async def verify(self) -> AsyncIterator[Verified]:
+        """Verify every file (see `Integrity.verify`), and find those that the database names and that are not there."""
+        done = done_bytes = 0
+        named = set[str]()
+        async for done, total, done_bytes, damaged in self.integrity.verify(self._folder):
+            named.update(artifact.digest for artifact in damaged)
+            yield done, total, done_bytes, damaged
+        lost = list[common_pb2.Artifact]()
+        async for digest, size_bytes in self._holdings.all_sizes():
+            # One that was found damaged before has its file in the quarantine.
+            if self._is_gone(digest) and digest not in named:
+                lost.append(common_pb2.Artifact(digest=digest, size_bytes=size_bytes))
+        await self._note_lost([each.digest for each in lost if not self.integrity.is_damaged(each.digest)])
+        lost = [each for each in lost if self.integrity.is_damaged(each.digest)]
+        yield done + len(lost), done + len(lost), done_bytes, lost
 
     def spare_bytes(self) -> int:
         """Return 0: no file is a copy."""

@@ -99,7 +99,9 @@ class Store:
             return database.read(identity.read)
 
         self.blobs: Blobs = (
-            FileBlobs(folder, self._uploads, self._pool, self._verifiers, read_identity if database.is_shared else None)
+            FileBlobs(
+                folder, self._uploads, self.holdings, self._pool, self._verifiers, read_identity if database.is_shared else None
+            )
             if bucket is None
             else BucketBlobs(
                 bucket, folder, self._uploads, self.holdings, read_identity, self._pool, self._verifiers,
@@ -180,6 +182,10 @@ class Store:
         damaged = set(await self.blobs.find_damaged(digests))
         stored = await self.sizes(digests)
         return [digest for digest in digests if digest in damaged or digest not in stored]
+
+    async def find_lost(self, wanted: Iterable[str]) -> list[str]:
+        """Return the artifacts in `wanted` that the store had, and whose bytes are damaged or gone as far as is known here."""
+        return [digest for digest in await self.blobs.find_damaged(wanted) if self.integrity.is_damaged(digest)]
 
     async def bring(self, wanted: Iterable[str]) -> None:
         """Make files readable until the current task ends, if they are stored and whole; those that are not have no file."""

@@ -17,6 +17,7 @@ from sqlalchemy import select
 
 from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.store import (
+    ArtifactDamaged,
     ArtifactNotFound,
     DiskFull,
     Store,
@@ -389,3 +390,40 @@ async def test_what_a_holder_has_for_now_can_still_be_discarded(store: Store, da
     await store.discard([artifact.digest])
     assert not await store.is_held(artifact.digest, ["audio"])
     assert await database.read(lambda connection: connection.execute(select(schema.holdings)).all()) == []
+
+
+async def test_what_the_database_names_and_nobody_can_read_is_the_farms_fault_and_named(store: Store, stores: Stores) -> None:
+    kept, lost = [await store.put(data, "ann") for data in (b"kept", DATA)]
+    await stores.lose(store, lost.digest)
+    with pytest.raises(ArtifactDamaged) as raised:
+        await anext(store.chunks(lost.digest, 0))
+    assert raised.value.fault is Fault.FARM
+    for _ in range(2):
+        rows = [row async for row in store.verify()]
+        assert [artifact for row in rows for artifact in row[3]] == [lost]
+        assert rows[-1][:2] == (2, 2)
+    # The remedy.
+    await store.put(DATA, "ann")
+    assert b"".join([chunk.data async for chunk in store.chunks(lost.digest, 0)]) == DATA
+    assert [artifact async for row in store.verify() for artifact in row[3]] == []
+    assert await store.find_lost([kept.digest, lost.digest]) == []
+
+
+async def test_a_lost_file_is_known_without_a_verification(store: Store, stores: Stores) -> None:
+    lost = await store.put(DATA, "ann")
+    unknown = artifact_of(b"never stored").digest
+    await stores.lose(store, lost.digest)
+    with pytest.raises(ArtifactDamaged):
+        await store.require_whole([unknown, lost.digest])
+    assert await store.find_lost([unknown, lost.digest]) == [lost.digest]
+
+
+async def test_a_deletion_is_no_loss(store: Store) -> None:
+    artifact = await store.put(DATA, "ann")
+    assert store.blobs.withdraw(artifact.digest)
+    await store.require_whole([artifact.digest])
+    assert [found async for row in store.verify() for found in row[3]] == []
+    store.blobs.restore([artifact.digest])
+    assert await store.remove([artifact.digest], unused_since_s=1e18) == {artifact.digest}
+    with pytest.raises(ArtifactNotFound):
+        await anext(store.chunks(artifact.digest, 0))

@@ -421,3 +421,35 @@ async def test_live_jobs_are_counted_in_a_scope(world: World) -> None:
     assert world.conductor.count_live(Scope(frozenset({"default"}))) == 1
     assert world.conductor.count_live(Scope(frozenset({"vision"}))) == 0
     await world.conductor.cancel(job)
+
+
+async def test_a_program_that_is_lost_while_its_cell_waits_is_compiled_again(world: World) -> None:
+    await world.store.put(b"pte", "ann")
+    job = await world.submit()
+    await world.until(job, model.WAITING)
+    world.store.place(artifact_of(b"pte").digest).unlink()
+    original = world.compiler.compile
+
+    async def compile_again(*arguments: Any, **named: Any) -> Outcome:
+        await world.store.put(b"pte", "ann")
+        return await original(*arguments, **named)
+
+    world.compiler.compile = compile_again  # type: ignore[method-assign]
+    agent = await world.agent()
+    run = await agent.started()
+    assert world.compiler.calls == 2 and run.candidates[0].program == compiled().program
+    assert agent.answer(run)
+    states, (report,) = await world.end(job)
+    assert (states, report.state) == (STATES_TO_SUCCESS, common_pb2.CELL_STATE_SUCCEEDED)
+
+
+async def test_a_loss_that_no_compilation_replaces_is_the_farms_fault(world: World) -> None:
+    await world.store.put(b"pte", "ann")
+    job = await world.submit()
+    await world.until(job, model.WAITING)
+    world.store.place(artifact_of(b"pte").digest).unlink()
+    await world.agent()
+    states, (report,) = await world.end(job)
+    assert states[-1] == "FAILED"
+    assert (report.error.reason, report.error.fault) == ("ARTIFACT_DAMAGED", common_pb2.FAULT_FARM)
+    assert world.compiler.calls == 2 and world.runs.busy() == {}

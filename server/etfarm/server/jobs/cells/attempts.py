@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Final, Protocol
 
 import structlog
 
+from etfarm.server.artifacts.errors import ArtifactDamaged
 from etfarm.server.devices.errors import DeviceOffline
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells.cell_run import CellRun
@@ -43,7 +44,11 @@ class OnDeviceFault(Protocol):
 
 
 class Attempts:
-    """The sequence of steps of an attempt: place, send, receive, check, conclude."""
+    """The sequence of steps of an attempt: place, send, receive, check, conclude.
+
+    Args:
+        compile_again: compiles a cell whose program is damaged or lost where it is stored.
+    """
 
     def __init__(
         self,
@@ -59,7 +64,9 @@ class Attempts:
         *,
         now: Callable[[], datetime],
         on_device_fault: OnDeviceFault,
+        compile_again: Callable[[CellRun], Awaitable[None]],
     ) -> None:
+        self._compile_again = compile_again
         self._on_device_fault = on_device_fault
         self._transitions = transitions
         self._requirements = requirements
@@ -103,10 +110,13 @@ class Attempts:
             self._dispatch.permit(cell_runs)
         errors: dict[str, EtfarmError] = {}
         try:
+            if is_new:
+                errors |= await self._replace_lost(cell_runs)
+            sent = _without(cell_runs, errors)
             async with self._quiet_for(cell_runs):
-                if is_new:
-                    errors |= await self._send(cell_runs)
-                sent = _without(cell_runs, errors)
+                if is_new and sent:
+                    errors |= await self._send(sent)
+                sent = _without(sent, errors)
                 answer = await self._results.receive(sent) if sent else None
             if answer is not None:
                 # Not within the quiet: a suspect waits until others are compiled, which wait for the quiet to end.
@@ -161,6 +171,21 @@ class Attempts:
             run.cell.attempts.append(attempt)
         phase.record("WAIT_FOR_DEVICE", *cell_runs)
         await self._transitions.advance(cell_runs, model.RUNNING)
+
+    async def _replace_lost(self, cell_runs: Sequence[CellRun]) -> dict[str, EtfarmError]:
+        """Compile the cells again whose programs the store has lost while they waited; return the errors of those that cannot."""
+        errors: dict[str, EtfarmError] = {}
+        for run in cell_runs:
+            if not (lost := await self._dispatch.find_lost(run)):
+                continue
+            log.warning("a cell is compiled again: the store has lost what its device needs", cell=run.cell.id, digests=lost)
+            try:
+                await self._compile_again(run)
+                if lost := await self._dispatch.find_lost(run):
+                    raise ArtifactDamaged(lost[0])
+            except EtfarmError as error:
+                errors[run.cell.id] = error
+        return errors
 
     @asynccontextmanager
     async def _quiet_for(self, cell_runs: Sequence[CellRun]) -> AsyncIterator[None]:

@@ -127,6 +127,10 @@ class Dispatch:
 
         return announce
 
+    async def find_lost(self, run: CellRun) -> list[str]:
+        """Return the artifacts that the cell's agent would need, and that the store has lost since the cell was compiled."""
+        return await self._requirements.find_lost(artifact.digest for artifact in _artifacts_of([run]))
+
     @property
     def starting(self) -> str:
         """Description of what the farm has to finish before anything can run; empty if nothing."""

@@ -97,6 +97,10 @@ class Requirements:
         await self._store.require_whole([inputs.digest])
         await self._readers.run(_check_file, self._store.path(inputs.digest), method, facts_of(facts))
 
+    async def find_lost(self, digests: Iterable[str]) -> list[str]:
+        """Return the artifacts that the store has lost; see `Store.find_lost`."""
+        return await self._store.find_lost(digests)
+
     def find_unsupported(self, cell_runs: Sequence[CellRun]) -> dict[str, EtfarmError]:
         """Return the errors, by cell id, of programs that no matching device can run, as far as runners are known."""
         unsupported: dict[str, EtfarmError] = {}

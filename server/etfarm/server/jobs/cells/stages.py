@@ -82,7 +82,7 @@ class CellStages:
         self._compilation = CellCompilation(compiler, joblog, self._progress, self._timer)
         attempts = Attempts(
             self._transitions, requirements, dispatch, results, joblog, measurement_lock, self._progress, self._timer, hands,
-            now=now, on_device_fault=on_device_fault,
+            now=now, on_device_fault=on_device_fault, compile_again=self._compile_again,
         )  # fmt: skip
         self.groups = Groups(attempts.run, self._announce_missing)
         self.hands = hands
@@ -114,6 +114,17 @@ class CellStages:
             return
         await retry_while_away(partial(self._compilation.compile_numerics, run, turn), turn)
         await self._transitions.advance([run], model.WAITING)
+
+    async def _compile_again(self, run: CellRun) -> None:
+        """Compile a cell that has a device already, since its program is damaged or lost where it is stored."""
+        self._joblog.add(
+            run.job.id, run.cell.id, common_pb2.LogSource.LOG_SOURCE_FARM,
+            "compiled again: the store has lost the program, or what its device needs with it",
+        )  # fmt: skip
+        async with self.hands.hold(run.job.id) as turn:
+            await retry_while_away(partial(self._compilation.compile, run, turn), turn)
+            if run.numerics is not None:
+                await retry_while_away(partial(self._compilation.compile_numerics, run, turn), turn)
 
     async def recover(self, run: CellRun) -> None:
         """Load the compilation of a cell that an earlier server compiled."""
