@@ -451,7 +451,7 @@ class VerifyArtifactsProgress(_message.Message):
 
     @_builtins.property
     def damaged_values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Values of jobs in the database that were found damaged since the previous message, such as "a report of job 1f0c2b7e"."""
+        """Values in the database that were found damaged since the previous message, such as "a report of job 1f0c2b7e"."""
 
     def __init__(
         self,

@@ -182,7 +182,7 @@ class ArtifactServiceServicer(object):
 
     def Verify(self, request, context):
         """Reads every stored artifact and compares its sha256. A damaged artifact is moved out of the store, so that the next upload
-        of its bytes repairs it. Then it reads the stored values of all jobs and compares their checksums; damaged ones stay. The last
+        of its bytes repairs it. Then it reads the values in the database and compares their checksums; damaged ones stay. The last
         message has `done` equal to `total`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -106,7 +106,7 @@ class ArtifactServiceStub:
     """
     Verify: _grpc.UnaryStreamMultiCallable[_artifact_pb2.VerifyArtifactsRequest, _artifact_pb2.VerifyArtifactsProgress]
     """Reads every stored artifact and compares its sha256. A damaged artifact is moved out of the store, so that the next upload
-    of its bytes repairs it. Then it reads the stored values of all jobs and compares their checksums; damaged ones stay. The last
+    of its bytes repairs it. Then it reads the values in the database and compares their checksums; damaged ones stay. The last
     message has `done` equal to `total`.
     """
 
@@ -188,7 +188,7 @@ class ArtifactServiceAsyncStub(ArtifactServiceStub):
     """
     Verify: _aio.UnaryStreamMultiCallable[_artifact_pb2.VerifyArtifactsRequest, _artifact_pb2.VerifyArtifactsProgress]  # type: ignore[assignment]
     """Reads every stored artifact and compares its sha256. A damaged artifact is moved out of the store, so that the next upload
-    of its bytes repairs it. Then it reads the stored values of all jobs and compares their checksums; damaged ones stay. The last
+    of its bytes repairs it. Then it reads the values in the database and compares their checksums; damaged ones stay. The last
     message has `done` equal to `total`.
     """
 
@@ -315,7 +315,7 @@ class ArtifactServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_artifact_pb2.VerifyArtifactsProgress], _abc.AsyncIterator[_artifact_pb2.VerifyArtifactsProgress]]:
         """Reads every stored artifact and compares its sha256. A damaged artifact is moved out of the store, so that the next upload
-        of its bytes repairs it. Then it reads the stored values of all jobs and compares their checksums; damaged ones stay. The last
+        of its bytes repairs it. Then it reads the values in the database and compares their checksums; damaged ones stay. The last
         message has `done` equal to `total`.
         """
 

@@ -7,10 +7,10 @@ from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
-from google.protobuf.message import DecodeError
 from sqlalchemy import Connection, Row, or_, select, update
 
 from etfarm.server.state import schema
+from etfarm.server.state.bodies import ValueDamaged, unseal
 from etfarm.v1.device_pb2 import Device
 
 
@@ -36,8 +36,8 @@ def describe_revived(connection: Connection, now: datetime) -> Iterator[str]:
         yield f"{len(agents)} agent{'s are' if len(agents) > 1 else ' is'} admitted with a token of the principal:"
     devices: dict[str, list[str]] = {}
     for row in connection.execute(select(schema.devices.c.body)):
-        with suppress(DecodeError):  # the server says what is wrong with such a device
-            device = Device.FromString(row.body)
+        with suppress(ValueDamaged):  # the server says what is wrong with such a device
+            device = unseal(Device, row.body, "", "")
             devices.setdefault(device.agent_id, []).append(device.name)
     for agent in agents:
         yield f"  {agent.id}  {agent.principal}, {', '.join(sorted(devices.get(agent.id, ()))) or 'without a device'}"

@@ -13,6 +13,7 @@ from etfarm.server.access.scope import FARM_HOLDER, Scope
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.errors import StageFailed
 from etfarm.server.state import schema
+from etfarm.server.state.bodies import seal, unseal_or_none
 from etfarm.server.state.engine import Database
 from etfarm.server.state.sql import insert
 from etfarm.v1 import common_pb2
@@ -31,6 +32,8 @@ _BODIES: Final = {
     table.name: select(table.c.body).where(table.c.key == bindparam("of_key"))
     for table in (schema.compilations, schema.stage_results)
 }
+
+_NAMES: Final = {schema.compilations.name: "the compilation", schema.stage_results.name: "the shared stages"}
 
 _MAX_GRANTED: Final = 10_000
 """Number of compilations that a process remembers to have given to projects."""
@@ -74,7 +77,7 @@ def is_lasting(error: EtfarmError) -> bool:
 
 
 class Cache:
-    """Outcomes by key, in the database. An outcome with missing files counts as missing."""
+    """Outcomes by key, in the database. An outcome that is damaged there, or has missing files, counts as missing."""
 
     def __init__(self, store: Store, database: Database) -> None:
         self._store = store
@@ -154,10 +157,10 @@ class Cache:
 
     async def _read(self, table: Table, key: str) -> Compilation | None:
         rows = await self._database.query(_BODIES[table.name], {"of_key": key})
-        return Compilation.FromString(rows[0].body) if rows else None
+        return unseal_or_none(Compilation, rows[0].body, f"{_NAMES[table.name]} {key}") if rows else None
 
     async def _write(self, table: Table, compilation: Compilation, time_column: str) -> None:
-        values = {"body": compilation.SerializeToString(), time_column: datetime.now(UTC)}
+        values = {"body": seal(compilation), time_column: datetime.now(UTC)}
 
         def write(connection: Connection) -> None:
             row = insert(table).values({"key": compilation.key, **values})

@@ -75,7 +75,8 @@ class DeviceAdmission:
     def may_serve(self, session: AgentSession, device_id: str) -> bool:
         """Return whether the agent may serve the device: a new one, its own, or one of another agent of the same principal."""
         known = self._known.get(device_id)
-        if session.is_admin or known is None or known.agent_id == session.agent_id:
+        # One without an agent was damaged in the database.
+        if session.is_admin or known is None or known.agent_id in ("", session.agent_id):
             return True
         return self._principal_of(known.agent_id) == session.principal
 

@@ -22,6 +22,7 @@ from etfarm.server.access.scope import FARM_HOLDER
 from etfarm.server.artifacts.s3.waiting import retry_while_away
 from etfarm.server.artifacts.store import Store, artifact_missing
 from etfarm.server.state import schema
+from etfarm.server.state.bodies import seal, unseal_or_none
 from etfarm.server.state.engine import Database
 from etfarm.server.state.sql import insert
 from etfarm.server.workers.child_pool import ChildPool
@@ -95,12 +96,15 @@ class Bundles:
         return "" if self.settled.is_set() else f"building the runner bundle for {self._own_arch}"
 
     async def load(self) -> None:
-        """Load the stored bundles, and delete leftovers of a killed server's build."""
+        """Load the stored bundles, and delete leftovers of a killed server's build.
+
+        A bundle that is damaged in the database is not used until it is added again.
+        """
         await asyncio.to_thread(shutil.rmtree, self._builds, ignore_errors=True)
-        query = select(schema.bundles.c.body).order_by(schema.bundles.c.added_at)
-        for body in await self._database.read(lambda connection: connection.execute(query).scalars().all()):
-            bundle = agent_pb2.RunnerBundle.FromString(body)
-            if await self._store.has(bundle.artifact.digest):
+        query = select(schema.bundles).order_by(schema.bundles.c.added_at)
+        for row in await self._database.read(lambda connection: connection.execute(query).all()):
+            bundle = unseal_or_none(agent_pb2.RunnerBundle, row.body, f"the bundle {row.digest}")
+            if bundle is not None and await self._store.has(bundle.artifact.digest):
                 self.use(bundle)
 
     def use(self, bundle: agent_pb2.RunnerBundle) -> None:
@@ -170,7 +174,7 @@ class Bundles:
         path = self._store.path(digest)
         bundle = await check(path)
         bundle.artifact.CopyFrom(common_pb2.Artifact(digest=digest, size_bytes=path.stat().st_size))
-        row = {"digest": digest, "arch": bundle.arch, "body": bundle.SerializeToString(), "added_at": datetime.now(UTC)}
+        row = {"digest": digest, "arch": bundle.arch, "body": seal(bundle), "added_at": datetime.now(UTC)}
 
         def write(connection: Connection) -> None:
             changed = {key: row[key] for key in ("body", "added_at")}

@@ -8,6 +8,7 @@ from datetime import UTC
 from sqlalchemy import Connection, delete, select
 
 from etfarm.server.state import schema
+from etfarm.server.state.bodies import seal, unseal_or_none
 from etfarm.server.state.engine import Database
 from etfarm.server.state.sql import insert
 from etfarm.v1.device_pb2 import Device, DeviceSettings
@@ -20,12 +21,16 @@ class DeviceRecords:
         self._database = database
 
     async def load(self) -> tuple[Sequence[Device], Mapping[str, frozenset[str]]]:
-        """Return the devices, and by device id the projects that it is restricted to. Unrestricted devices have no entry."""
+        """Return the devices, and by device id the projects that it is restricted to. Unrestricted devices have no entry.
+
+        Of a device that is damaged in the database, only the id is known until its agent describes it again.
+        """
         devices, projects = schema.devices, schema.device_projects
         rows = await self._database.read(lambda connection: connection.execute(select(devices)).all())
         known: list[Device] = []
         for row in rows:
-            device = Device.FromString(row.body)
+            device = unseal_or_none(Device, row.body, f"the device {row.id}") or Device(name=row.id)
+            device.id = row.id
             device.last_seen_time.FromDatetime(row.last_seen_at)
             known.append(device)
         restricted: dict[str, frozenset[str]] = {}
@@ -36,8 +41,7 @@ class DeviceRecords:
     async def save(self, devices: Sequence[Device], projects: Collection[str] = ()) -> None:
         """Write devices, and add `projects` to their restrictions."""
         rows = [
-            {"id": device.id, "body": device.SerializeToString(), "last_seen_at": device.last_seen_time.ToDatetime(UTC)}
-            for device in devices
+            {"id": device.id, "body": seal(device), "last_seen_at": device.last_seen_time.ToDatetime(UTC)} for device in devices
         ]
         restrictions = [{"device_id": row["id"], "project": project} for row in rows for project in sorted(projects)]
 
@@ -65,15 +69,18 @@ class DeviceRecords:
     async def load_settings(self) -> dict[str, DeviceSettings]:
         """Return what admins have set, by device id. Devices without settings have no entry."""
         rows = await self._database.read(lambda connection: connection.execute(select(schema.device_settings)).all())
-        return {row.device_id: DeviceSettings.FromString(row.body) for row in rows}
+        settings = {
+            row.device_id: unseal_or_none(DeviceSettings, row.body, f"the settings of device {row.device_id}") for row in rows
+        }
+        return {device_id: each for device_id, each in settings.items() if each is not None}
 
     async def save_settings(self, device_id: str, settings: DeviceSettings) -> None:
         """Write a device's settings; empty ones remove the record."""
-        table, body = schema.device_settings, settings.SerializeToString()
+        table, body = schema.device_settings, seal(settings)
 
         def write(connection: Connection) -> None:
             connection.execute(delete(table).where(table.c.device_id == device_id))
-            if body:
+            if settings.ByteSize():
                 connection.execute(table.insert(), {"device_id": device_id, "body": body})
 
         await self._database.write(write, durable=True)

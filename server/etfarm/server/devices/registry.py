@@ -251,8 +251,7 @@ class Registry(DeviceDirectory):
                 return
             raise DeviceServed(device.id, other.agent_id, other.host)
         self._admission.require_room(session, [device])
-        projects = frozenset[str]() if device.id in self._known else self._admission.projects_of_new(session)
-        await self._serve(session, device, projects)
+        await self._serve(session, device, self._admission.projects_of_new(session))
         self.changed(device.id)
 
     def gone(self, session: AgentSession, device_id: str, reason: str = "") -> None:
@@ -311,7 +310,10 @@ class Registry(DeviceDirectory):
         known.agent_id = session.agent_id
         known.agent_version = session.version
         known.last_seen_time.FromDatetime(self._now())
-        is_confined = projects and device.id not in self._known
+        former = self._known.get(device.id)
+        # One without an agent was damaged in the database, which has kept its restrictions.
+        is_new = former is None or not (former.agent_id or device.id in self._projects)
+        is_confined = projects and is_new
         if is_confined:
             self._projects[device.id] = projects
         self._known[device.id] = known

@@ -9,6 +9,7 @@ from typing import Final
 from sqlalchemy import Connection, delete, select, update
 
 from etfarm.server.state import schema
+from etfarm.server.state.bodies import seal, unseal_or_none
 from etfarm.server.state.engine import Database
 from etfarm.v1.device_pb2 import Reservation
 
@@ -26,11 +27,11 @@ class ReservationRecords:
         self._database = database
 
     async def load(self) -> Sequence[Reservation]:
-        """Return the reservations that have not ended, oldest first."""
+        """Return the reservations that have not ended, oldest first. Those that are damaged in the database hold no device."""
         table = schema.reservations
-        query = select(table.c.body).where(table.c.ended_at.is_(None)).order_by(table.c.created_at)
-        bodies = await self._database.read(lambda connection: connection.execute(query).scalars().all())
-        return [Reservation.FromString(body) for body in bodies]
+        query = select(table.c.id, table.c.body).where(table.c.ended_at.is_(None)).order_by(table.c.created_at)
+        rows = await self._database.read(lambda connection: connection.execute(query).all())
+        return [each for row in rows if (each := _read(row.id, row.body)) is not None]
 
     async def insert(self, reservation: Reservation, request_id: str) -> None:
         """Write a new reservation, and delete those that ended long ago."""
@@ -39,7 +40,7 @@ class ReservationRecords:
             "owner": reservation.owner,
             "project": reservation.project,
             "request_id": request_id or None,
-            "body": reservation.SerializeToString(),
+            "body": seal(reservation),
             "created_at": reservation.create_time.ToDatetime(UTC),
         }
         ended = schema.reservations.c.ended_at
@@ -57,7 +58,7 @@ class ReservationRecords:
     async def renew(self, reservation: Reservation) -> None:
         """Write a new expiry."""
         table = schema.reservations
-        change = update(table).where(table.c.id == reservation.id).values(body=reservation.SerializeToString())
+        change = update(table).where(table.c.id == reservation.id).values(body=seal(reservation))
         await self._database.write(lambda connection: connection.execute(change) and None, durable=True)
 
     async def end(self, ids: Sequence[str], at: datetime, how: str) -> None:
@@ -67,11 +68,12 @@ class ReservationRecords:
         await self._database.write(lambda connection: connection.execute(change) and None, durable=True)
 
     async def find(self, reservation_id: str) -> tuple[Reservation, str] | None:
-        """Return a reservation with the phrase that says how it ended; None if it is unknown."""
+        """Return a reservation with the phrase that says how it ended; None if it is unknown, or damaged in the database."""
         table = schema.reservations
-        query = select(table.c.body, table.c.how).where(table.c.id == reservation_id)
+        query = select(table.c.id, table.c.body, table.c.how).where(table.c.id == reservation_id)
         row = await self._database.read(lambda connection: connection.execute(query).one_or_none())
-        return None if row is None else (Reservation.FromString(row.body), row.how or "")
+        reservation = None if row is None else _read(reservation_id, row.body)
+        return None if row is None or reservation is None else (reservation, row.how or "")
 
     async def requested(self, owner: str, request_id: str) -> str | None:
         """Return the id of the reservation that the owner requested with this id; None if there is none."""
@@ -79,3 +81,7 @@ class ReservationRecords:
         query = select(table.c.id).where(table.c.owner == owner, table.c.request_id == request_id)
         reservation_id: str | None = await self._database.read(lambda connection: connection.execute(query).scalar())
         return reservation_id
+
+
+def _read(reservation_id: str, body: bytes) -> Reservation | None:
+    return unseal_or_none(Reservation, body, f"the reservation {reservation_id}")

@@ -11,6 +11,7 @@ import structlog
 from sqlalchemy import Connection, and_, delete, or_, select
 
 from etfarm.server.state import schema
+from etfarm.server.state.bodies import seal, unseal_or_none
 from etfarm.server.state.engine import Database
 from etfarm.server.state.sql import insert
 from etfarm.v1.device_pb2 import DeviceTelemetry
@@ -64,8 +65,7 @@ class TelemetryLog:
         if not written:
             return
         rows = [
-            {"device_id": device_id, "minute": minute, "body": reading.SerializeToString()}
-            for (device_id, minute), reading in written.items()
+            {"device_id": device_id, "minute": minute, "body": seal(reading)} for (device_id, minute), reading in written.items()
         ]
         statement = insert(schema.device_telemetry)
         upsert = statement.on_conflict_do_update(index_elements=["device_id", "minute"], set_={"body": statement.excluded.body})
@@ -121,7 +121,8 @@ class TelemetryLog:
             query = query.where(table.c.minute <= _minute(end))
         query = query.order_by(table.c.minute).limit(size + 1)
         rows = await self._database.read(lambda connection: connection.execute(query).all())
-        readings = [DeviceTelemetry.FromString(row.body) for row in rows[:size]]
+        what = f"a reading of device {device_id}"
+        readings = [reading for row in rows[:size] if (reading := unseal_or_none(DeviceTelemetry, row.body, what)) is not None]
         lowest = int(start.timestamp() * 1e9) if start is not None else 0
         highest = int(end.timestamp() * 1e9) if end is not None else 1 << 63
         within = [reading for reading in readings if lowest <= reading.time.ToNanoseconds() < highest]

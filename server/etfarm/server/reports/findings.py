@@ -25,6 +25,7 @@ from etfarm.server.reports.analysis_parts import LOST_WITHOUT, choose_fields_to_
 from etfarm.server.reports.child_checks import require_encoders, require_generation, require_runs, require_text_accuracy
 from etfarm.server.reports.request import ACCURACY_CODES, CUT_SHORT, PREFILL_TRACE_TIMES, TRACE_TIMES, AnalyzeRequest
 from etfarm.server.state import schema
+from etfarm.server.state.bodies import seal, unseal_or_none
 from etfarm.server.state.engine import Database
 from etfarm.server.state.sql import insert
 from etfarm.server.workers import answers, output_files
@@ -249,7 +250,9 @@ class Findings:
         if not rows:
             return None
         self._store.uses.mark(key, "analysis")
-        report = await asyncio.to_thread(report_pb2.Report.FromString, rows[0].body)
+        report = await asyncio.to_thread(unseal_or_none, report_pb2.Report, rows[0].body, f"the analysis {key}")
+        if report is None:
+            return None
         if held := [times.artifact.digest for times in _series_of(report)]:
             if await self._store.absent(held):
                 return None
@@ -258,7 +261,7 @@ class Findings:
 
     async def _keep(self, key: str, report: report_pb2.Report) -> None:
         table = schema.analyses
-        values = {"body": await asyncio.to_thread(report.SerializeToString), "made_at": self._now()}
+        values = {"body": await asyncio.to_thread(seal, report), "made_at": self._now()}
         row = insert(table).values({"key": key, **values}).on_conflict_do_update(index_elements=["key"], set_=values)
         newer_bytes = func.sum(func.length(table.c.body)).over(order_by=(table.c.made_at.desc(), table.c.key))
         sized = select(table.c.key, newer_bytes.label("bytes")).subquery()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import zlib
 from typing import Final, TypeVar
 
+import structlog
 from google.protobuf.message import DecodeError, Message
 
 from etfarm.server.state.varint import encode_varint
 from etfarm.wire.errors import FarmError, Kind
+
+log = structlog.get_logger()
 
 M = TypeVar("M", bound=Message)
 
@@ -57,9 +60,27 @@ def unseal(kind: type[M], body: bytes, what: str, job: str) -> M:
     Raises:
         ValueDamaged: it is not what was stored.
     """
-    if not is_whole(body):
+    if (message := _read(kind, body)) is None:
         raise ValueDamaged(what, job)
+    return message
+
+
+def unseal_or_none(kind: type[M], body: bytes, what: str) -> M | None:
+    """Return the message of a stored value without which its reader goes on; None if it is damaged, which is logged.
+
+    Args:
+        what: what it is, with its id, as `find_damaged` names it.
+    """
+    message = _read(kind, body)
+    if message is None:
+        log.error("a stored value is damaged: the server goes on without it", value=what)
+    return message
+
+
+def _read(kind: type[M], body: bytes) -> M | None:
+    if not is_whole(body):
+        return None
     try:
         return kind.FromString(body[:-_SEAL_BYTES] if body.endswith(_HEAD, 0, -_CRC_BYTES) else body)
     except DecodeError:
-        raise ValueDamaged(what, job) from None
+        return None

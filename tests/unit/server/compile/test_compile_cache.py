@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from sqlalchemy import Table, select, update
 
 from etfarm.server.compile.cache import CompilationNotFound, artifacts_of
+from etfarm.server.jobs.records.verification import find_damaged
+from etfarm.server.state import schema
 from tests.support.compiling_children import INT8, LOWERED, PLANNED, QUANTIZED, ReceivedProgress, World, error_of, stage_names
 
 
@@ -119,3 +122,19 @@ async def test_a_failure_does_not_replace_a_cached_program(world: World) -> None
         world.lose(artifact)
     await world.cache.keep_compilation(bad)
     assert await world.compiler.get(good.key) == bad
+
+
+@pytest.mark.parametrize("start", [True, False], ids=["unreadable", "another message"])
+@pytest.mark.parametrize(("table", "ran"), [(schema.compilations, ["lower"]), (schema.stage_results, ["quantize", "lower"])])
+async def test_what_is_damaged_in_the_database_is_compiled_again(world: World, table: Table, ran: list[str], start: bool) -> None:
+    first = await world.compile(await world.model("x", INT8))
+    before = list(world.ran)
+    row = await world.database.read(lambda connection: connection.execute(select(table)).one())
+    body = b"\xff" * 4 + row.body[4:] if start else row.body[:-20] + bytes([row.body[-20] ^ 1]) + row.body[-19:]
+    await world.database.write(lambda connection: connection.execute(update(table).values(body=body)))
+    what = "the compilation" if table is schema.compilations else "the shared stages"
+    assert [name async for part in find_damaged(world.database) for name in part] == [f"{what} {row.key}"]
+    again = await world.compile(await world.model("x", INT8 if table is schema.compilations else PLANNED))
+    assert again.error is None and world.ran[len(before) :] == ran
+    assert table is schema.stage_results or again.compilation.program == first.compilation.program
+    assert [name async for part in find_damaged(world.database) for name in part] == []

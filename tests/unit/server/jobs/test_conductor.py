@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from etfarm.server.access.scope import EVERYTHING, Scope
-from etfarm.server.compile.cache import FOUND_EARLIER, Outcome
+from etfarm.server.compile.cache import FOUND_EARLIER, CompilationNotFound, Outcome
 from etfarm.server.compile.errors import StageFailed
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells.attempts import MAX_ATTEMPTS
@@ -453,3 +453,27 @@ async def test_a_loss_that_no_compilation_replaces_is_the_farms_fault(world: Wor
     assert states[-1] == "FAILED"
     assert (report.error.reason, report.error.fault) == ("ARTIFACT_DAMAGED", common_pb2.FAULT_FARM)
     assert world.compiler.calls == 2 and world.runs.busy() == {}
+
+
+@pytest.mark.parametrize("state", ["WAITING", "RUNNING"])
+async def test_a_new_server_compiles_again_what_the_database_has_lost(world: World, state: str) -> None:
+    agent = await world.agent() if state == "RUNNING" else None
+    job = await world.submit()
+    run = await agent.started() if agent is not None else None
+    await world.until(job, model.RUNNING if agent is not None else model.WAITING)
+    again = await world.restarted()
+    original = again.compiler.get
+
+    async def get(key: str) -> compile_pb2.Compilation:
+        if not again.compiler.calls:
+            raise CompilationNotFound("Nothing was compiled under the key.", key=key)
+        return await original(key)
+
+    again.compiler.get = get  # type: ignore[method-assign]
+    await again.conductor.resume()
+    later = Agent(again, "pi")
+    await later.connect(*([run.attempt_id] if run is not None else []))
+    run = run or await later.started()
+    assert later.answer(run)
+    _, (report,) = await again.end(job)
+    assert (report.state, again.compiler.calls) == (common_pb2.CELL_STATE_SUCCEEDED, 1)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 
 from etfarm.server.artifacts.store import Store
 from etfarm.server.reports import findings as findings_module
@@ -264,6 +264,18 @@ async def test_the_oldest_findings_make_room(workers: Workers, store: Store, dat
     assert 0 < sum(size for _, size in rows) <= 500
     kept = [key for key, _ in rows]
     assert 0 < len(kept) < 3 and kept == keys[-len(kept) :]
+
+
+async def test_a_damaged_finding_is_computed_again(workers: Workers, store: Store, database: Database, tmp_path: Path) -> None:
+    findings = Findings(workers, store, database, Clock(), deadline_s=60)
+    first = await findings.of(request(tmp_path), quiet)
+    assert (await findings.of(request(tmp_path), quiet)).analysis.cached
+    for change in (lambda body: b"\xff" * 4 + body[4:], lambda body: body[:-20] + bytes([body[-20] ^ 1]) + body[-19:]):
+        body = await database.read(lambda connection: connection.execute(select(schema.analyses.c.body)).scalar_one())
+        damage = update(schema.analyses).values(body=change(body))
+        await database.write(lambda connection, damage=damage: connection.execute(damage))  # type: ignore[misc]
+        again = await findings.of(request(tmp_path), quiet)
+        assert not again.analysis.cached and again.latency == first.latency
 
 
 async def test_a_result_that_its_child_calls_incomplete_is_computed_again(

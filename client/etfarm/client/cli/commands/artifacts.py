@@ -173,7 +173,7 @@ def verify(
 ) -> int:
     """Verify every stored artifact. A damaged one leaves the store; the next upload of its bytes restores it. Admins only.
 
-    It also verifies what the database stores of jobs, and names those with damage. The exit code is 1 if anything is damaged.
+    It also verifies the values in the database, and names those with damage. The exit code is 1 if anything is damaged.
     """
     import sys
 

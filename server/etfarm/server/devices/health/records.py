@@ -12,6 +12,7 @@ from sqlalchemy import ColumnElement, Connection, and_, delete, select
 from etfarm.server.devices.health.baseline import BASELINE_RUNS, Pace
 from etfarm.server.devices.health.standing import Standing
 from etfarm.server.state import schema
+from etfarm.server.state.bodies import seal, unseal_or_none
 from etfarm.server.state.engine import Database
 from etfarm.server.state.sql import insert
 from etfarm.v1.device_pb2 import HealthEvent, HealthEventKind
@@ -52,7 +53,7 @@ class HealthRecords:
             connection.execute(upsert.on_conflict_do_update(index_elements=["device_id"], set_=changed))
             values = {
                 "device_id": device_id, "at": event.time.ToDatetime(UTC), "kind": event.kind, "project": project,
-                "series": series, "p50_ns": event.run.p50_ns if series else None, "body": event.SerializeToString(),
+                "series": series, "p50_ns": event.run.p50_ns if series else None, "body": seal(event),
             }  # fmt: skip
             number = int(connection.execute(_EVENTS.insert().returning(_EVENTS.c.number), values).scalar_one())
             baseline = select(_EVENTS.c.number).where(_EVENTS.c.device_id == device_id, _EVENTS.c.series == series)
@@ -70,7 +71,7 @@ class HealthRecords:
 
     async def replace_event(self, number: int, event: HealthEvent) -> None:
         """Write an event anew, which has changed since, unless its device was forgotten."""
-        body = event.SerializeToString()
+        body = seal(event)
         # Another device's event may have got the number since.
         same = (_EVENTS.c.number == number, _EVENTS.c.device_id == event.device_id, _EVENTS.c.at == event.time.ToDatetime(UTC))
         changed = _EVENTS.update().where(*same).values(body=body)
@@ -98,12 +99,21 @@ class HealthRecords:
             before: number of the event before which to begin; 0 for the newest one.
             count: maximum number of events.
         """
-        query = select(_EVENTS.c.number, _EVENTS.c.project, _EVENTS.c.body).where(_EVENTS.c.device_id == device_id)
+        query = select(_EVENTS.c.number, _EVENTS.c.project, _EVENTS.c.kind, _EVENTS.c.at, _EVENTS.c.body).where(
+            _EVENTS.c.device_id == device_id
+        )
         if before:
             query = query.where(_EVENTS.c.number < before)
         query = query.order_by(_EVENTS.c.number.desc()).limit(count)
         rows = await self._database.read(lambda connection: connection.execute(query).all())
-        return [(row.number, row.project, HealthEvent.FromString(row.body)) for row in rows]
+        events = []
+        for row in rows:
+            event = unseal_or_none(HealthEvent, row.body, f"a health event of device {device_id}")
+            if event is None:  # of which its columns are known
+                event = HealthEvent(device_id=device_id, kind=row.kind, message="its description is damaged in the database")
+                event.time.FromDatetime(row.at)
+            events.append((row.number, row.project, event))
+        return events
 
     async def delete(self, device_id: str) -> None:
         """Delete a device's standing and its events."""

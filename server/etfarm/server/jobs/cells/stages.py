@@ -11,6 +11,7 @@ from typing import Final
 import structlog
 
 from etfarm.server.artifacts.s3.waiting import retry_while_away
+from etfarm.server.compile.cache import CompilationNotFound
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells.analysis import CellAnalysis
@@ -116,10 +117,10 @@ class CellStages:
         await self._transitions.advance([run], model.WAITING)
 
     async def _compile_again(self, run: CellRun) -> None:
-        """Compile a cell that has a device already, since its program is damaged or lost where it is stored."""
+        """Compile a cell that was compiled before, since its program or compilation is damaged or lost where it is stored."""
         self._joblog.add(
             run.job.id, run.cell.id, common_pb2.LogSource.LOG_SOURCE_FARM,
-            "compiled again: the store has lost the program, or what its device needs with it",
+            "compiled again: the farm has lost the program, or what its device needs with it",
         )  # fmt: skip
         async with self.hands.hold(run.job.id) as turn:
             await retry_while_away(partial(self._compilation.compile, run, turn), turn)
@@ -127,9 +128,13 @@ class CellStages:
                 await retry_while_away(partial(self._compilation.compile_numerics, run, turn), turn)
 
     async def recover(self, run: CellRun) -> None:
-        """Load the compilation of a cell that an earlier server compiled."""
+        """Load the compilation of a cell that an earlier server compiled, or compile again what the database has lost of it."""
         await self._take_turn()
-        await self._compilation.recover(run)
+        try:
+            await self._compilation.recover(run)
+        except CompilationNotFound:  # it is damaged in the database
+            await self._compile_again(run)
+            await self._compilation.recover(run)
 
     async def place_and_run(self, run: CellRun) -> None:
         """Place the cell on a device and run it there once, together with all cells that share the attempt."""

@@ -176,7 +176,7 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
                 last = artifact_pb2.VerifyArtifactsProgress(done=done, total=total, done_bytes=done_bytes)
             async for values in self._find_damaged_values():
                 if values:
-                    log.error("stored values of jobs are damaged", values=values)
+                    log.error("stored values are damaged", values=values)
                     yield artifact_pb2.VerifyArtifactsProgress(
                         done=last.done, total=last.total, done_bytes=last.done_bytes, damaged_values=values
                     )
