@@ -163,6 +163,8 @@ class DeviceServiceServicer(object):
         INVALID_ARGUMENT     BAD_RESERVATION: `duration_s` or `count` is out of range. UNKNOWN_SELECTOR_KEY, BAD_SELECTOR
         FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device matches. DEVICES_UNAVAILABLE: fewer devices than `count` can be
         reserved now; the message says why: wait, or ask for fewer.
+        ALREADY_EXISTS       REQUEST_ID_USED: this owner has sent the request_id with another request or in another project; metadata
+        `reservation` is the reservation of that request. Send another request_id.
         RESOURCE_EXHAUSTED   QUOTA_EXCEEDED: the owner has too many reservations: release some.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

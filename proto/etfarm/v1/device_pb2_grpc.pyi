@@ -63,6 +63,8 @@ class DeviceServiceStub:
       INVALID_ARGUMENT     BAD_RESERVATION: `duration_s` or `count` is out of range. UNKNOWN_SELECTOR_KEY, BAD_SELECTOR
       FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device matches. DEVICES_UNAVAILABLE: fewer devices than `count` can be
                            reserved now; the message says why: wait, or ask for fewer.
+      ALREADY_EXISTS       REQUEST_ID_USED: this owner has sent the request_id with another request or in another project; metadata
+                           `reservation` is the reservation of that request. Send another request_id.
       RESOURCE_EXHAUSTED   QUOTA_EXCEEDED: the owner has too many reservations: release some.
     """
     Renew: _grpc.UnaryUnaryMultiCallable[_device_pb2.RenewReservationRequest, _device_pb2.Reservation]
@@ -198,6 +200,8 @@ class DeviceServiceAsyncStub(DeviceServiceStub):
       INVALID_ARGUMENT     BAD_RESERVATION: `duration_s` or `count` is out of range. UNKNOWN_SELECTOR_KEY, BAD_SELECTOR
       FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device matches. DEVICES_UNAVAILABLE: fewer devices than `count` can be
                            reserved now; the message says why: wait, or ask for fewer.
+      ALREADY_EXISTS       REQUEST_ID_USED: this owner has sent the request_id with another request or in another project; metadata
+                           `reservation` is the reservation of that request. Send another request_id.
       RESOURCE_EXHAUSTED   QUOTA_EXCEEDED: the owner has too many reservations: release some.
     """
     Renew: _aio.UnaryUnaryMultiCallable[_device_pb2.RenewReservationRequest, _device_pb2.Reservation]  # type: ignore[assignment]
@@ -354,6 +358,8 @@ class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
           INVALID_ARGUMENT     BAD_RESERVATION: `duration_s` or `count` is out of range. UNKNOWN_SELECTOR_KEY, BAD_SELECTOR
           FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device matches. DEVICES_UNAVAILABLE: fewer devices than `count` can be
                                reserved now; the message says why: wait, or ask for fewer.
+          ALREADY_EXISTS       REQUEST_ID_USED: this owner has sent the request_id with another request or in another project; metadata
+                               `reservation` is the reservation of that request. Send another request_id.
           RESOURCE_EXHAUSTED   QUOTA_EXCEEDED: the owner has too many reservations: release some.
         """
 

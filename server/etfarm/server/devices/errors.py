@@ -20,6 +20,16 @@ def agent_offline(agent_id: str) -> EtfarmError:
     return error_for("AGENT_OFFLINE", f"No agent {shown!r} is connected.", "`etfarm agents list` shows the ids.", agent=shown)
 
 
+def request_id_used(request_id: str, reservation: str) -> EtfarmError:
+    """Return the error of a request_id that the owner has sent with something else before."""
+    return error_for(
+        "REQUEST_ID_USED",
+        f"The request_id {request_id[:80]!r} is that of another request, which created reservation {reservation}.",
+        "Send another id with each new reservation, such as a UUID, and the same one only with the same request.",
+        reservation=reservation,
+    )  # fmt: skip
+
+
 class AgentConnected(UserError):
     """An agent id that a live agent already uses."""
 

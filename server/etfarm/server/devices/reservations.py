@@ -19,6 +19,7 @@ from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.devices.errors import (
     ReservationEnded,
     ReservationNotFound,
+    request_id_used,
 )
 from etfarm.server.devices.reservation_choice import choose, list_briefly
 from etfarm.server.devices.reservation_records import ReservationRecords
@@ -136,6 +137,7 @@ class Reservations:
             NO_SUCH_DEVICE: no known device matches.
             DEVICES_UNAVAILABLE: fewer devices can be reserved now.
             QUOTA_EXCEEDED: the owner has the maximum number.
+            REQUEST_ID_USED: the owner has sent the request_id with something else before.
         """
         self._require_duration(request.duration_s)
         if not 1 <= request.count <= MAX_COUNT:
@@ -143,7 +145,7 @@ class Reservations:
         selector = selectors.parse(request.selector)
         async with self._requesting:
             if request.request_id and (known := await self._records.requested(request.owner, request.request_id)) is not None:
-                return await self.require(known, request.project)
+                return await self._repeated(known, request)
             held = sum(each.owner == request.owner for each in self._current.values())
             if held >= MAX_OF_OWNER:
                 raise error_for(
@@ -171,6 +173,18 @@ class Reservations:
                 self._announce(reservation)
                 raise
         return reservation
+
+    async def _repeated(self, reservation_id: str, request: Request) -> Reservation:
+        """Return the current reservation that a request has created before; see `reserve`."""
+        known = await self._known(reservation_id, EVERYTHING)
+        is_renewed = known.expire_time.ToDatetime() != known.create_time.ToDatetime() + timedelta(seconds=known.duration_s)
+        wanted = (request.project, request.selector, request.count, request.reason)
+        # A renewal may have changed the duration.
+        if wanted != (known.project, known.selector, len(known.device_ids), known.reason) or not (
+            is_renewed or request.duration_s == known.duration_s
+        ):
+            raise request_id_used(request.request_id, reservation_id)
+        return await self.require(reservation_id, request.project)
 
     async def renew(self, reservation_id: str, duration_s: float | None, holder: Holder) -> Reservation:
         """Let a reservation end `duration_s` from now; the duration that it has when None.

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -157,6 +158,34 @@ async def test_a_repeated_request_returns_the_same_reservation(world: World) -> 
     first = await world.reserve(request_id="once")
     assert await world.reserve(request_id="once") == first
     assert (await world.reserve(owner="cleo", request_id="once")).id != first.id
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"selector": "arch=aarch64"}, {"seconds": 61}, {"count": 2}, {"reason": "another"}, {"project": "audio"}],
+    ids=lambda change: "".join(change),
+)
+@pytest.mark.parametrize("is_over", [False, True], ids=["current", "over"])
+async def test_a_request_id_is_of_one_request(world: World, change: dict[str, Any], is_over: bool) -> None:
+    await world.connect(board("a"), board("b"))
+    first = await world.reserve(request_id="once")
+    if is_over:
+        await world.reservations.release(first.id, ANN)
+    with refuses("REQUEST_ID_USED", match=first.id) as refused:
+        await world.reserve(**change, request_id="once")
+    assert refused.value.metadata == {"reservation": first.id}
+    # The remedy.
+    assert (await world.reserve(**({"count": 1} | change | {"count": 1}), request_id="another")).id != first.id
+    if not is_over:
+        assert await world.reserve(request_id="once") == first
+
+
+async def test_a_repeated_request_after_a_renewal_of_another_duration_is_the_same_one(world: World) -> None:
+    await world.connect(board("a"))
+    first = await world.reserve(request_id="once")
+    world.time += timedelta(seconds=1)
+    await world.reservations.renew(first.id, 600, ANN)
+    assert (await world.reserve(request_id="once")).id == first.id
 
 
 async def test_an_owner_has_a_limited_number_of_reservations(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
