@@ -222,6 +222,21 @@ def test_a_copy_of_a_data_folder_is_refused_and_its_remedy_serves_both(farm: Yar
     assert runs(first)
 
 
+def test_a_copy_of_a_data_folder_on_the_same_machine_is_refused_and_its_remedy_serves_both(
+    farm: Yard, board: Machine, tmp_path: Path
+) -> None:
+    first, machines_id = farm.connect(board, farm.one_time_token("board"))
+    copy = board.copy(tmp_path / "copy")
+    copy.boot.write_text(board.boot.read_text())
+    (copy.data / "lock").unlink()
+    why = farm.refused(copy)
+    assert "is this one or a copy of it" in why
+    for name in re.findall(r"`(\w+)`", why):
+        (copy.data / name).unlink()
+    assert farm.connect(copy, farm.one_time_token("copy"))[1] != machines_id
+    assert runs(first)
+
+
 def test_a_disk_in_another_machine_serves_the_same_device(farm: Yard, board: Machine, tmp_path: Path) -> None:
     agent, former = farm.connect(board, farm.one_time_token("board"))
     agent.kill9()

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Final
 
 from etfarm.client.formats import phases, units
 from etfarm.client.models import Cell, CellState, JobInfo, JobState, QueuedRun
+
+WAITING: Final = "WAITING"
+"""The word for jobs that are RUNNING and whose live cells all wait."""
+STATES: Final = (*(state.value for state in JobState), WAITING)
+"""The words of `describe_state`."""
 
 
 def describe_contents(job: JobInfo) -> str:
@@ -47,7 +53,7 @@ def describe_state(job: JobInfo) -> str:
     """Return the job's state: `WAITING` instead of `RUNNING` for a job whose live cells all wait."""
     live = [cell for cell in job.cells if not cell.state.is_terminal]
     is_waiting = job.state is JobState.RUNNING and live and all(cell.is_waiting for cell in live)
-    return "WAITING" if is_waiting else job.state.value
+    return WAITING if is_waiting else job.state.value
 
 
 def describe_work(job: JobInfo) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -118,7 +119,7 @@ def _options(
     config: Path | None,
     sources: Sequence[Setting],
 ) -> str:
-    """Return the options that name the farm's places; credentials stay where the command had them from.
+    """Return the options that name the farm's places, as a shell reads them; credentials stay where the command had them from.
 
     Args:
         config: the server's file, which names those that the command line does not.
@@ -133,4 +134,4 @@ def _options(
     if config is not None:
         typed = {each.name for each in sources if each.source == f"--{each.name}"}
         options = [("config", str(config)), *(option for option in options if option[0] in typed)]
-    return "".join(f" --{name} {value}" for name, value in options if value)
+    return "".join(f" --{name} {shlex.quote(value)}" for name, value in options if value)

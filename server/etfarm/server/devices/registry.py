@@ -345,6 +345,7 @@ def _connected(former: AgentSession, session: AgentSession) -> AgentConnected:
             "token of its own. If the folder has moved here, stop the other agent.", agent_id=session.agent_id,
         )  # fmt: skip
     return AgentConnected(
-        f"Another process serves as agent {session.agent_id}.", "Stop it, or give this one its own data folder (--data).",
-        agent_id=session.agent_id,
+        f"Another process serves as agent {session.agent_id}, whose data folder is this one or a copy of it.",
+        "Stop it. To serve as two agents, delete `agent_id`, `device_id` and `token` in the copy (--data), and start its agent "
+        "with a one-time token of its own where the farm has tokens.", agent_id=session.agent_id,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from etfarm.server import bootstrap
 from etfarm.server.backup.backup import back_up
-from etfarm.server.backup.commands import backup_main, restore_main
+from etfarm.server.backup.commands import _options, backup_main, restore_main
 from etfarm.server.migrate.commands import main as migrate_main
 from etfarm.server.operation.settings import BadSetting
 from etfarm.server.state.database_url import DatabaseUrl
@@ -112,3 +113,14 @@ def test_a_move_to_the_places_of_a_configuration(
     with pytest.raises(BadSetting, match="no setting"):
         (tmp_path / "bad.toml").write_text("databse = 'x'")
         migrate_main(["--data", str(farm.path.parent), "--to-config", str(tmp_path / "bad.toml")])
+
+
+def test_the_places_of_a_farm_are_options_that_a_shell_reads(tmp_path: Path) -> None:
+    """What `etfarm restore` prints is copied: without quotes, a `&` ends the command, and a space begins another argument."""
+    database = DatabaseUrl.parse("postgresql://farm@/farm?host=/run/postgres&port=5432")
+    data = tmp_path / "data of the farm"
+    printed = "etfarm serve" + _options(data, database, None, None, None, ())
+    shell = subprocess.run(["sh", "-c", f'printf "%s\\n" {printed}'], capture_output=True, text=True, check=True)
+    arguments = shell.stdout.splitlines()
+    assert arguments == ["etfarm", "serve", "--data", str(data), "--database", str(database)]
+    assert DatabaseUrl.parse(arguments[-1]) == database

@@ -15,7 +15,6 @@ import typer
 
 from etfarm.client.cli.app import execute
 from etfarm.client.cli.terminal.capabilities import put
-from etfarm.client.reports.enums import JobState
 from etfarm.wire import command as top
 from etfarm.wire.recipes import RECIPES
 
@@ -69,8 +68,10 @@ def format_script(shell: Shell, vocabulary: Vocabulary) -> str:
 
 def collect_vocabulary() -> Vocabulary:
     """Return the words of all installed commands and the values of their options, from their help."""
+    from etfarm.client.jobs.summary import STATES
+
     words: dict[tuple[str, ...], list[str]] = {(): [name for name in top.SUMMARIES if "." not in name]}
-    values: dict[str, list[str]] = {"--recipe": list(RECIPES), "--state": [state.value for state in JobState]}
+    values: dict[str, list[str]] = {"--recipe": list(RECIPES), "--state": list(STATES)}
     commands = top.find_commands()
     for name in words[()]:
         _collect((name,), words, values, commands)

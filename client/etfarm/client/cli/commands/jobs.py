@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from etfarm.client.jobs.job import AsyncJob
     from etfarm.client.models import JobInfo
 
+_SIZE: Final = 50
+"""Minimum number of jobs of a page of which those that wait are chosen."""
+_PAGES: Final = 1_000
+"""Maximum number of pages of which the jobs in a state are chosen."""
+
 
 def main(argv: list[str]) -> int:
     """Run `etfarm jobs`."""
@@ -44,7 +49,9 @@ def list_(
     state: Annotated[
         list[str] | None,
         typer.Option(
-            "--state", metavar="STATE", help="Only jobs in this state, such as FAILED; RUNNING ones may wait; repeatable."
+            "--state",
+            metavar="STATE",
+            help="Only jobs in this state, such as FAILED or WAITING; RUNNING ones may wait; repeatable.",
         ),
     ] = None,
     owner: Annotated[str, typer.Option("--owner", metavar="NAME", help="Only jobs that this principal submitted.")] = "",
@@ -71,13 +78,27 @@ def list_(
     states = [text.upper() for text in state or ()]
     start = options.instant_of("--since", since) if since else None
     for wanted in states:
-        if wanted not in JobState.__members__:
-            known = ", ".join(JobState.__members__)
+        if wanted not in summary.STATES:
+            known = ", ".join(summary.STATES)
             raise error_for("USAGE", f"Values of --state must be job states, got {wanted!r}.", f"Use {known}.")
 
+    # The server knows WAITING jobs as RUNNING ones.
+    asked = list(dict.fromkeys(JobState.RUNNING.value if text == summary.WAITING else text for text in states))
+
     async def fetch() -> list[JobInfo]:
+        found: list[JobInfo] = []
+        size = max(limit, _SIZE) if summary.WAITING in states else limit
+        token = ""
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return await farm.jobs(limit, name=name, labels=labels, states=states, owner=owner, model=model, since=start)
+            for _ in range(_PAGES):
+                page = await farm.job_page(
+                    token, size=size, name=name, labels=labels, states=asked, owner=owner, model=model, since=start
+                )
+                found += [job for job in page.jobs if not states or {job.state.value, summary.describe_state(job)} & set(states)]
+                token = page.next_page_token
+                if not token or len(found) >= limit:
+                    break
+        return found[:limit]
 
     jobs = listing.record(run_async(fetch))
     if listing.is_on_stdout:

@@ -17,6 +17,7 @@ class Jobs(job_pb2_grpc.JobServiceServicer, device_pb2_grpc.DeviceServiceService
 
     def __init__(self) -> None:
         self.known: list[job_pb2.Job] = []
+        self.states: list[list[int]] = []
 
     def GetServerInfo(self, request: farm_pb2.GetServerInfoRequest, context: grpc.ServicerContext) -> farm_pb2.ServerInfo:
         return farm_pb2.ServerInfo(workers_ready=True)
@@ -24,7 +25,11 @@ class Jobs(job_pb2_grpc.JobServiceServicer, device_pb2_grpc.DeviceServiceService
     def List(self, request: object, context: grpc.ServicerContext) -> object:
         if isinstance(request, device_pb2.ListDevicesRequest):
             return device_pb2.ListDevicesResponse(devices=[device_pb2.Device(id="d1", name="pi5-a")])
-        return job_pb2.ListJobsResponse(jobs=self.known)
+        assert isinstance(request, job_pb2.ListJobsRequest)
+        self.states.append(list(request.states))
+        start = int(request.page_token or 0)
+        end = start + request.page_size
+        return job_pb2.ListJobsResponse(jobs=self.known[start:end], next_page_token=str(end) if end < len(self.known) else "")
 
     def Get(self, request: job_pb2.GetJobRequest, context: grpc.ServicerContext) -> job_pb2.Job:
         return next(job for job in self.known if job.id == request.job_id)
@@ -79,6 +84,32 @@ def test_a_list_says_which_medians_cannot_be_trusted(served: Jobs, capsys: pytes
     head, *lines = capsys.readouterr().out.splitlines()
     shown = [line[head.index("P50") :].partition("ann")[0].strip() for line in lines]
     assert shown == ["1.84 ms", "1.84 ms INVALID", "3.50 µs to 2.00 ms, 1 of 2 INVALID"]
+
+
+def live(id_: str, *, waits: bool) -> job_pb2.Job:
+    created = job_pb2.Job(id=id_, name=f"name of {id_}", owner="ann", state=job_pb2.JOB_STATE_RUNNING)
+    state = common_pb2.CELL_STATE_WAITING_FOR_DEVICE if waits else common_pb2.CELL_STATE_RUNNING
+    created.cells.add(id=f"{id_}-0", candidate_name="net", state=state)
+    return created
+
+
+def test_the_words_of_a_list_are_those_that_it_can_be_asked_for(served: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
+    served.known = [live("first", waits=False), live("second", waits=True), live("third", waits=True)]
+    assert jobs.main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [["RUNNING", "WAITING"]["WAITING" in line] for line in lines] == ["RUNNING", "WAITING", "WAITING"]
+    served.states.clear()
+    for options, listed in (
+        (["WAITING"], ["second", "third"]),
+        (["waiting", "--limit", "1"], ["second"]),
+        (["RUNNING"], ["first", "second", "third"]),
+    ):
+        assert jobs.main(["list", "--state", *options]) == 0
+        assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == listed
+    assert served.states == [[job_pb2.JOB_STATE_RUNNING]] * 3
+    served.known = [live(f"r{number}", waits=number == 60) for number in range(70)]
+    assert jobs.main(["list", "--state", "WAITING", "--limit", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[0] == "r60"
 
 
 def test_a_job_shows_the_median_of_each_cell_with_its_interval_and_verdict(
