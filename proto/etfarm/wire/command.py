@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points, version
+from typing import Final, NoReturn
 
 from etfarm.wire.errors import EtfarmError
 
@@ -49,12 +51,38 @@ SUMMARIES = {
 }
 """The texts of `etfarm --help`, which need not load the commands; a name with a dot is a subcommand."""
 
+_UNWRITTEN: Final = 120
+"""Python's exit code where the last output cannot be written."""
+
 _EXTRAS = {"etfarm.server": "server", "etfarm.device_agents": "agent", "etfarm.client": "cli"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 failed, 2 usage, 3 gate not passed, 4 server unreachable."""
-    arguments = sys.argv[1:] if argv is None else argv
+    """Run one command and return its exit code: 0 done, 1 failed, 2 usage, 3 gate not passed, 4 server unreachable.
+
+    Args:
+        argv: its words; those of this process when None, which then ends with the command.
+    """
+    if argv is not None:
+        return _main(argv)
+    code = _main(sys.argv[1:])
+    if "obstore" in sys.modules:
+        _exit(code)
+    return code
+
+
+def _exit(code: int) -> NoReturn:
+    """End the process without the destructors of native libraries: obstore's threads may abort it in its last moment."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            code = code or _UNWRITTEN
+    os._exit(code)
+
+
+def _main(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_help())
         return 0 if arguments else 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tomllib
@@ -145,3 +146,25 @@ def test_a_missing_extra_is_named_in_one_sentence(arguments: list[str], blocked:
     assert done.stderr == (
         f"etfarm: `{name}` needs etfarm[{extra}] ({blocked} is not installed): pip install 'etfarm[{extra}]'.\n"
     )
+
+
+ABORTING = """
+import atexit, os, sys, types
+class Guard:
+    def __del__(self):
+        os.abort()
+native = sys.modules[{name!r}] = types.ModuleType({name!r})
+native.guard = Guard()
+atexit.register(print, "at exit")
+sys.path.insert(0, {proto!r})
+from etfarm.wire.command import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("obstore", 2), ("another", -signal.SIGABRT)])
+def test_a_command_that_used_a_bucket_ends_with_its_code_whatever_its_library_does_last(name: str, code: int) -> None:
+    script = ABORTING.format(name=name, proto=str(PROTO))
+    done = python("-c", script, "bnech")
+    assert "there is no command 'bnech'" in done.stderr
+    assert (done.returncode, done.stdout) == (code, "at exit\n")
