@@ -195,6 +195,7 @@ ROWS: Final[Mapping[str, str]] = {
     "RECIPE_NAME_NOT_FOUND": "USER INVALID_ARGUMENT: argument methods name nearest",
     "RECIPE_NEEDS_EAGER_MODULE": "USER INVALID_ARGUMENT: model recipe",
     "REMOTE_CODE_REFUSED": "USER INVALID_ARGUMENT: folder model_type",
+    "REPORT_INCOMPLETE": "FARM DATA_LOSS: job report",
     "REPORT_NOT_FOUND": "USER NOT_FOUND: choice job report reports",
     "REQUEST_ID_USED": "USER ALREADY_EXISTS: job reservation",
     "RESERVATION_NOT_OPEN": "USER FAILED_PRECONDITION",

@@ -190,8 +190,14 @@ class AsyncJob:
             error: the error that ended the caller.
             with_series: whether to download the samples and the times of traced iterations; otherwise `samples_ns` is empty
                 and `times_ns` is null.
+
+        Raises:
+            REPORT_INCOMPLETE: a report lacks what identifies it.
         """
         reports = await self._reports()
+        for each in reports:
+            if not each.id or not each.state:
+                raise _incomplete(self.id, each)
         document = report.document(self._job, reports, error)
         if with_series:
             document["reports"] = await series.documents(self._stubs, reports)
@@ -443,3 +449,14 @@ class AsyncJob:
                 "NOT_PRODUCED", f"Cell {index} of job {self.id} has no {what}: {why}.", remedy, job=self.id, cell=index
             )
         return getattr(cell, what)
+
+
+def _incomplete(job: str, incomplete: report_pb2.Report) -> EtfarmError:
+    which, lacking = (f"Report {incomplete.id}", "state") if incomplete.id else ("A report", "id")
+    return error_for(
+        "REPORT_INCOMPLETE",
+        f"{which} of job {job} has no {lacking}: what the server's database stores of it is damaged.",
+        "Ask an admin to run `etfarm artifacts verify`, which names all damaged values. "
+        f"`etfarm jobs delete {job}` removes the job.",
+        job=job, report=incomplete.id,
+    )  # fmt: skip

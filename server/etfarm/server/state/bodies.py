@@ -9,6 +9,8 @@ import structlog
 from google.protobuf.message import DecodeError, Message
 
 from etfarm.server.state.varint import encode_varint
+from etfarm.v1.agent_pb2 import CandidateResult
+from etfarm.v1.report_pb2 import Report
 from etfarm.wire.errors import FarmError, Kind
 
 log = structlog.get_logger()
@@ -80,7 +82,17 @@ def unseal_or_none(kind: type[M], body: bytes, what: str) -> M | None:
 def _read(kind: type[M], body: bytes) -> M | None:
     if not is_whole(body):
         return None
+    is_sealed = body.endswith(_HEAD, 0, -_CRC_BYTES)
     try:
-        return kind.FromString(body[:-_SEAL_BYTES] if body.endswith(_HEAD, 0, -_CRC_BYTES) else body)
+        message = kind.FromString(body[:-_SEAL_BYTES] if is_sealed else body)
     except DecodeError:
         return None
+    return message if is_sealed or _is_complete(message) else None
+
+
+def _is_complete(message: Message) -> bool:
+    """Return whether a value without a checksum, of an earlier release or with its end cut off, may be all of what was stored."""
+    if isinstance(message, Report) and message.id:  # an analysis has no id
+        return message.HasField("create_time")
+    # Of these, null is read as empty.
+    return isinstance(message, CandidateResult) or message.ByteSize() > 0

@@ -172,6 +172,17 @@ async def test_a_value_without_its_tail_is_damaged(world: World, tail: bytes) ->
     assert await world.damaged() == ["a report of job a"]
 
 
+@pytest.mark.parametrize("left", [0, 1], ids=["nothing", "its first fields"])
+async def test_a_report_of_which_only_the_start_is_left_is_damaged(world: World, left: int) -> None:
+    await world.end(await world.submit("a"))
+    report = schema.reports.c
+    body = Report(id="ra0", cell="a0").SerializeToString() * left
+    await world.database.write(lambda c: c.execute(update(schema.reports).where(report.id == "ra0").values(body=body)))
+    with pytest.raises(ValueDamaged, match="A report of job a is damaged"):
+        await world.journal.reports.of_job("a")
+    assert await world.damaged() == ["a report of job a"]
+
+
 async def test_values_are_read_by_their_size(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in "abc":
         await world.end(await world.submit(name))
