@@ -422,7 +422,7 @@ async def test_a_deletion_is_no_loss(store: Store) -> None:
     artifact = await store.put(DATA, "ann")
     assert store.blobs.withdraw(artifact.digest)
     await store.require_whole([artifact.digest])
-    assert [found async for row in store.verify() for found in row[3]] == []
+    assert [each async for row in store.verify() for each in row[3]] == []
     store.blobs.restore([artifact.digest])
     assert await store.remove([artifact.digest], unused_since_s=1e18) == {artifact.digest}
     with pytest.raises(ArtifactNotFound):

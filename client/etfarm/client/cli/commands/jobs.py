@@ -86,7 +86,7 @@ def list_(
     asked = list(dict.fromkeys(JobState.RUNNING.value if text == summary.WAITING else text for text in states))
 
     async def fetch() -> list[JobInfo]:
-        found: list[JobInfo] = []
+        listed: list[JobInfo] = []
         size = max(limit, _SIZE) if summary.WAITING in states else limit
         token = ""
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
@@ -94,11 +94,11 @@ def list_(
                 page = await farm.job_page(
                     token, size=size, name=name, labels=labels, states=asked, owner=owner, model=model, since=start
                 )
-                found += [job for job in page.jobs if not states or {job.state.value, summary.describe_state(job)} & set(states)]
+                listed += [job for job in page.jobs if not states or {job.state.value, summary.describe_state(job)} & set(states)]
                 token = page.next_page_token
-                if not token or len(found) >= limit:
+                if not token or len(listed) >= limit:
                     break
-        return found[:limit]
+        return listed[:limit]
 
     jobs = listing.record(run_async(fetch))
     if listing.is_on_stdout:
