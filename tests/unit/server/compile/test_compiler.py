@@ -113,7 +113,7 @@ async def test_a_missing_model_is_not_cached_as_a_failure(world: World) -> None:
     candidate = await world.model("x")
     world.lose(candidate.model.methods["forward"].exported_program)
     outcome = await world.compile(candidate)
-    assert error_of(outcome).reason == "ARTIFACT_NOT_FOUND"
+    assert error_of(outcome).reason == "ARTIFACT_DAMAGED"
     assert not outcome.lasting
 
 
