@@ -120,6 +120,9 @@ class Job(Blocking):
             error: the error that ended the caller.
             with_series: whether to download the samples and the times of traced iterations; otherwise `samples_ns` is empty
                 and `times_ns` is null.
+
+        Raises:
+            REPORT_INCOMPLETE: a report lacks what identifies it.
         """
         return self._run(self._async.document(error, with_series=with_series))
 
