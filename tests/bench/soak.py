@@ -83,12 +83,19 @@ async def bench(folder: Path, minutes: float, warm_up_minutes: float) -> dict[st
     return {"jobs": done, "failures": failures[:10], "memory": memory, "within_limits": not (failures or grows)}
 
 
-def summary(values: Sequence[tuple[float, float]], warm_up_s: float) -> dict[str, float]:
-    """Return what the memory was after the warm-up and at the end, and how fast it grew in between."""
+def summary(values: Sequence[tuple[float, float]], warm_up_s: float) -> dict[str, Any]:
+    """Return what the memory was after the warm-up and at the end, how fast it grew in between, and that of each 10 minutes."""
     kept = [(at_s, mb) for at_s, mb in values if at_s >= warm_up_s]
     before, after = (statistics.median(mb for _, mb in part) for part in (kept[:SAMPLES], kept[-SAMPLES:]))
     slope, _ = statistics.linear_regression(*zip(*kept, strict=True))
-    return {"before_mb": before, "after_mb": after, "growth_mb": after - before, "kb_per_minute": 60e3 * slope}
+    tens = itertools.groupby(values, lambda sample: sample[0] // 600)
+    return {
+        "before_mb": before,
+        "after_mb": after,
+        "growth_mb": after - before,
+        "kb_per_minute": 60e3 * slope,
+        "each_10_minutes_mb": [statistics.median(mb for _, mb in part) for _, part in tens],
+    }
 
 
 def main() -> int:

@@ -53,6 +53,10 @@ class Uses:
         keys = list(self._marked) if digests is None else [key for each in digests if (key := (ARTIFACT, each)) in self._marked]
         marks = {key: self._marked[key] for key in keys}
         new = {key: at_s for key, at_s in marks.items() if at_s - self._written.get(key, 0.0) > GRANULARITY_S}
+        if digests is None:
+            # Repeated uses soon after a write are written when they are the last: otherwise they would be kept for hours.
+            last_s = self.clock() - GRANULARITY_S
+            new |= {key: at_s for key, at_s in marks.items() if at_s < last_s and at_s > self._written.get(key, 0.0)}
         if new:
             rows = [{"kind": kind, "id": key, "used_at": datetime.fromtimestamp(at_s, UTC)} for (kind, key), at_s in new.items()]
             statement = insert(schema.uses)

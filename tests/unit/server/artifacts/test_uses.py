@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from etfarm.server.artifacts.uses import GRANULARITY_S, LEASE_S, Uses
+from etfarm.server.artifacts.uses import GRANULARITY_S, Uses
 from etfarm.server.state import schema
 from tests.support.databases import new_database
 
@@ -46,7 +46,9 @@ async def test_marks_are_kept_until_the_table_has_them_and_for_those_who_read_it
     clock_s += 1.0
     await uses.write()
     assert (uses.marked_at_s(once), uses.marked_at_s(again)) == (0.0, clock_s - 1.0)
-    clock_s += 2 * LEASE_S
+    clock_s += GRANULARITY_S
     await uses.write()
-    assert uses.marked_at_s(again) == 0.0
+    assert uses.marked_at_s(again) == 0.0, "it was the last use, which the table has now"
+    used = select(schema.uses.c.used_at).where(schema.uses.c.id == again)
+    assert await database.read(lambda c: c.execute(used).scalar_one().timestamp()) == clock_s - GRANULARITY_S - 1.0
     database.close()
