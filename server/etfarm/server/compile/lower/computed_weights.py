@@ -1,8 +1,9 @@
-"""Convolutions whose weights are no constants, which XNNPACK takes in fp32 only: in int8, the runtime crashes on them.
+"""Convolutions and linear layers whose weights or biases are no constants: in int8, XNNPACK fails or the runtime crashes on them.
 
 What a model computes of its parameters alone, as weight standardization does, becomes a constant when the quantized program is
-made, but only if nothing in between is quantized. So it stays in fp32, and the convolution has int8 weights. Weights that depend
-on inputs, that the model creates (`torch.full`) or that come from a state leave their convolution in fp32.
+made, but only if nothing in between is quantized. So it stays in fp32, and the layer has int8 weights. Weights that depend on
+inputs, that the model creates (`torch.full`) or that come from a state, also of another method, leave their layer in fp32, and so
+do biases that are computed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch.fx.graph import _PyTreeCodeGen
 
 from etfarm.server.compile.program.fp32_layers import VIEWS, name_of
+from etfarm.wire.shared_state import PREFIX
 
 
 def find_unquantized(graph: Any) -> list[Any]:
@@ -25,14 +27,17 @@ def find_unquantized(graph: Any) -> list[Any]:
         return []
     nodes = []
     for node in graph.nodes:
-        weight = node.args[1] if node.op == "call_function" and str(node.target).startswith("aten.conv") else None
-        if isinstance(weight, torch.fx.Node):
-            sources = list(_sources(weight))
-            if all(map(_is_constant, (source for source in sources if not source.all_input_nodes))):
-                # The quantizer takes the weight itself with the convolution, or not at all.
-                nodes += [source for source in sources if source.op == "call_function" and source is not weight]
-            else:  # XNNPACK would take what is quantized for a weight that is
-                nodes += [node, *_views(weight)]
+        if node.op != "call_function" or not str(node.target).startswith(("aten.conv", "aten.linear")):
+            continue
+        weight, *bias = [each for each in node.args[1:3] if isinstance(each, torch.fx.Node)]
+        computed = [source for source in _sources(weight) if source.op == "call_function"]
+        is_constant = _is_of_constants(weight)
+        if is_constant and all(_is_constant(each) for each in bias):
+            # The quantizer takes the weight itself with the layer, or not at all.
+            nodes += [source for source in computed if source is not weight]
+        else:  # XNNPACK would take what is quantized for a weight that is
+            nodes += [node, *(computed if is_constant else _views(weight))]
+            nodes += [view for each in bias for view in _views(each)]
     return nodes
 
 
@@ -55,9 +60,15 @@ def _sources(node: Any) -> Iterator[Any]:
         seen.update(node.all_input_nodes)
 
 
+def _is_of_constants(node: Any) -> bool:
+    """Return whether a node is computed of tensors alone that no method of the model changes."""
+    return all(_is_constant(source) for source in _sources(node) if not source.all_input_nodes)
+
+
 def _is_constant(node: Any) -> bool:
-    """Return whether a node that has no inputs is a tensor that the model does not change."""
-    return node.op == "get_attr" and not any(_changes(user) for user in node.users)
+    """Return whether a node that has no inputs is a tensor that no method of the model changes."""
+    is_shared = str(node.target).startswith(PREFIX)  # by methods, of which one changes it
+    return node.op == "get_attr" and not is_shared and not any(_changes(user) for user in node.users)
 
 
 def _changes(user: Any) -> bool:

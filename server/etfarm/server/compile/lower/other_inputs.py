@@ -13,20 +13,16 @@ from typing import Any, Final
 
 import torch
 
-from etfarm.server.compile.lower.unseen_values import SEED, SHARES, STATE_SCALE, Changes, Exploration, Ranges, Visit, name_of
+from etfarm.server.compile.lower.unseen_values import SEED, SHARES, STATE_SCALE, Changes, Exploration, Ranges, Visit
 
 _CALLS: Final = 16
 """Number of calls in which the model gets its results again, which shows what its states become."""
 MAX_TRIALS: Final = 64
 """Number of runs on one sample in which inputs have values farther away."""
-_FACTORS: Final = (4.0, -1.0)
-"""What floats are multiplied with for that."""
+_FACTORS: Final = (4.0, -1.0, 0.25, 0.05)
+"""What floats are multiplied with for that; less matters where the model divides by it."""
 _STEPS: Final = (1000, 100, 16, 4, 1)
 """What is added to integers and to numbers that were 0.0, as far as the model accepts it."""
-_INDEXED: Final = frozenset({"embedding", "index_select", "index", "gather", "take"})
-"""Names of operators that take rows of their first argument."""
-_MOVES: Final = frozenset({"view", "reshape", "unsqueeze", "squeeze", "expand", "slice", "select", "to", "_to_copy", "clone"})
-"""Names of operators that may be between an input and these."""
 
 Test = Callable[[Ranges], bool]
 
@@ -108,8 +104,6 @@ class OtherInputs:
         value, same = self._model.first[node], self._model.same[node]
         if node in self._model.changed and same in (0, 1) and not self._model.is_zero(node):
             is_integer = not value.is_floating_point() and value.dtype != torch.bool
-            if is_integer and _is_wide(value) and same == 1 and not _is_index(node):
-                return None  # a mask of tokens, as no number of them is a gain
             is_alone = [each for each in self._model.changed if each.op != "call_function"] == [node]
             change = Changes({node: same}).change
             changes = [{node: partial(change, share=share)} for share in SHARES]
@@ -141,15 +135,6 @@ class OtherInputs:
 def _is_wide(value: torch.Tensor) -> bool:
     """Return whether a tensor has more than one number in a row."""
     return bool(value.numel() > (value.shape[0] if value.dim() else 1))
-
-
-def _is_index(tensor: Any) -> bool:
-    """Return whether an input is, as it is or in another shape, an index into a table."""
-    for user in tensor.users:
-        is_moved = user.op == "call_module" or name_of(user) in _MOVES
-        if (is_moved and _is_index(user)) or (name_of(user) in _INDEXED and user.args[0] is not tensor):
-            return True
-    return False
 
 
 def _pair(first: Mapping[Any, Any], nodes: Sequence[Any], results: Sequence[Any]) -> dict[Any, int]:

@@ -1,4 +1,4 @@
-"""int8 programs of convolutions whose weights are computed, created or written."""
+"""int8 programs of layers whose weights or biases are computed, created or written."""
 
 from __future__ import annotations
 
@@ -67,6 +67,22 @@ def sobel(m: Any, x: Tensor) -> Tensor:
     return F.conv2d(x, torch.tensor([[[[-1.0, 0, 1], [-2, 0, 2], [-1, 0, 1]]]] * 4), groups=4)
 
 
+def averaged(m: Any, x: Tensor) -> Tensor:
+    return F.linear(x, torch.full((8, 8), 0.125)).relu()
+
+
+def generated_linear(m: Any, x: Tensor) -> Tensor:
+    return F.linear(x, m.make(x.mean((0, 2, 3)))[:64].view(8, 8)).relu()
+
+
+def scaled_bias(m: Any, x: Tensor) -> Tensor:
+    return F.conv2d(x, m.image.weight * 2, m.image.bias * 2).relu()
+
+
+def generated_bias(m: Any, x: Tensor) -> Tensor:
+    return F.conv2d(x, m.image.weight, x.mean((0, 2, 3))).relu()
+
+
 def quantized(body: Callable[[Any, Tensor], Tensor], recipe: str, x: Tensor) -> tuple[Any, list[str]]:
     """Return a quantized program, which is made in this process, with the layers that stay in fp32."""
     torch.manual_seed(0)
@@ -99,9 +115,13 @@ def test_a_weight_that_is_computed_of_constants_is_quantized(body: Callable[[Any
         (created_back, ["conv_transpose2d"]),
         (generated, ["conv2d", "linear"]),
         (written, ["conv2d"]),
+        (averaged, ["linear"]),
+        (generated_linear, ["linear", "linear"]),
+        (scaled_bias, ["conv2d"]),
+        (generated_bias, ["conv2d"]),
     ],
 )
-def test_a_convolution_with_another_weight_stays_in_fp32(body: Callable[[Any, Tensor], Tensor], fp32: list[str]) -> None:
+def test_a_layer_with_another_weight_stays_in_fp32(body: Callable[[Any, Tensor], Tensor], fp32: list[str]) -> None:
     x = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(1))
     program, stayed = quantized(body, STATIC, x)
     assert sorted(stayed) == fp32

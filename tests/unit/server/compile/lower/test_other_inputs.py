@@ -107,7 +107,10 @@ def some(shape: tuple[int, ...], other: Tensor, scale: float = 1.0) -> list[Inpu
     (decay, (1, WIDTH), torch.linspace(-0.1, 0.1, WIDTH)[None]),
     (lambda model, x, style: model.c(model.b(model.a(x) + style))[:, :4], (4, WIDTH), torch.zeros(4, WIDTH)),
     (lambda model, x, at: model.b(3 * model.a(x) + at), (4, WIDTH), torch.tensor([0.0])),
-], ids=["positions", "gain", "guidance", "start", "time", "speaker", "state", "initial", "style", "number"])  # fmt: skip
+    (lambda model, x, sigma: model.b(torch.relu(model.a(x) / sigma)), (4, WIDTH), torch.ones(4, 1)),
+    (lambda model, x, counts: model.b(torch.relu(model.a(x) * counts.float())), (4, WIDTH), torch.ones(4, WIDTH).long()),
+], ids=["positions", "gain", "guidance", "start", "time", "speaker", "state", "initial", "style", "number", "sigma",
+        "counts"])  # fmt: skip
 def test_an_input_that_int8_would_clip_is_named(
     tmp_path: Path, function: Callable[..., Tensor], shape: tuple[int, ...], other: Tensor
 ) -> None:
