@@ -161,7 +161,8 @@ def _remove(folder: Path) -> None:
 def _make(folder: Path, *, controls: bool) -> None:
     """Create a group below its family. Retry if the family's last member removes the family meanwhile."""
     for _ in range(100):
-        folder.parent.mkdir(exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # `exist_ok` raises it too, if the family is removed at that moment
+            folder.parent.mkdir()
         try:
             if controls:
                 (folder.parent / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in _CONTROLLERS))
