@@ -60,7 +60,7 @@ async def finished(tmp_path: Path) -> AsyncIterator[Finished]:
         job.cells.add(id=f"c{index}", job_id=job.id, index=index, state=model.QUEUED, version=1)
     job, _ = await journal.submit(job, Request("once", b""))
     for cell, length in zip(job.cells, NAME_LENGTHS, strict=True):
-        report = Report(id=f"r{cell.index}", cell=cell.id)
+        report = Report(id=f"r{cell.index}", cell=cell.id, state=model.CANCELLED)
         report.model.name = "net"
         report.create_time.FromDatetime(AT)
         report.latency.p50_ns = 1000
