@@ -192,10 +192,7 @@ def test_every_method_is_exported_and_constants_come_along() -> None:
     assert all(method.duration_ms > 0 for method in model.methods.values())
 
 
-@pytest.mark.parametrize(
-    "value",
-    ["x", None, {"a": 1}, 2**63, [1, None]],
-)
+@pytest.mark.parametrize("value", ["x", None, {"a": 1}, 2**63, [1, None]])
 def test_a_constant_that_no_program_can_hold_is_refused(golden: Golden, value: object) -> None:
     source = ModelSource.of(Add().eval(), (torch.ones(1), torch.ones(1)), constant_methods={"name": value})
     with refuses("BAD_MODEL_SOURCE") as refused:
