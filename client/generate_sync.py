@@ -207,11 +207,17 @@ def generate(source: Source) -> str:
     return HEADER.format(source=source.module) + "\n".join(lines) + "\n\n\n" + "\n\n".join(classes)
 
 
-def tidy(paths: list[Path]) -> None:
-    """Remove unused imports, leave those of types to type checkers, sort all, and format the code."""
+def tidy(paths: list[Path], *, moves_types: bool = True) -> None:
+    """Remove unused imports, leave those of types to type checkers if `moves_types`, sort all, and format the code."""
     ruff = Path(sysconfig.get_path("scripts")) / "ruff"
     options = ["--quiet", "--no-cache", "--config", str(ROOT.parent / "pyproject.toml")]
-    sort = ["--select", "F401,I,PIE790,TC001", "--unsafe-fixes", "--config", "lint.isort.split-on-trailing-comma=false"]
+    sort = [
+        "--select",
+        "F401,I,PIE790" + ",TC001" * moves_types,
+        "--unsafe-fixes",
+        "--config",
+        "lint.isort.split-on-trailing-comma=false",
+    ]
     subprocess.run([ruff, "check", *options, *sort, "--fix", *paths], check=True)
     subprocess.run([ruff, "format", *options, "--config", "format.skip-magic-trailing-comma=true", *paths], check=True)
 

@@ -20,7 +20,7 @@ import sys
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args, get_type_hints
 
@@ -241,27 +241,12 @@ def _field_docstrings(kind: type) -> dict[str, str]:
 # --- the report's keys -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Comments:
-    """What the .proto files say of messages and fields, by full name."""
-
-    texts: dict[str, str]
-
-    def about(self, name: str) -> str:
-        """Return a comment in one line, or an empty text."""
-        return self.texts.get(name, "")
-
-
 def make_report_keys() -> str:
-    """Make a table of keys for each object of a report, in the order in which they are first used.
-
-    The library's dataclasses explain them; where one has no docstring, the comment of the .proto file does.
-    """
+    """Make a table of keys for each object of a report, in the order in which they are first used."""
     from etfarm.client.reports import Report
     from etfarm.v1 import common_pb2, report_pb2
     from etfarm.wire.report_keys import keys_of
 
-    comments = _Comments(_read_comments())
     top = report_pb2.Report.DESCRIPTOR
     parts: list[str] = []
     waiting: list[tuple[Descriptor, type]] = [(top, Report)]
@@ -278,7 +263,7 @@ def make_report_keys() -> str:
         for key in keys_of(kind):
             if key.message is not None:
                 waiting.append((key.message, _class_of_key(python_class, key.name)))
-            meaning = (meanings.get(key.name) or comments.about(key.field.full_name)).replace("|", "\\|")
+            meaning = meanings.get(key.name, "").replace("|", "\\|")
             parts.append(f"| `{key.name}` | {_type_of(key)} | {meaning} |")
         parts.append("")
     assert common_pb2.Error.DESCRIPTOR.full_name in done
@@ -348,36 +333,6 @@ def _single_type(key: Key) -> str:
         words = [word_of(field, value.number) for value in field.enum_type.values if value.number]
         return "text: " + ", ".join(f"`{word}`" for word in words)
     return {Type.TEXT: "text", Type.TRUTH: "true or false", Type.NUMBER: "number"}.get(key.type, "integer")
-
-
-def _read_comments() -> dict[str, str]:
-    texts: dict[str, str] = {}
-    for file in sorted((ROOT / "proto" / "etfarm" / "v1").glob("*.proto")):
-        path: list[str] = ["etfarm.v1"]
-        comment: list[str] = []
-        for raw in file.read_text().splitlines():
-            line = raw.strip()
-            if line.startswith("//"):
-                comment.append(line.removeprefix("//").strip())
-                continue
-            code, _, trailing = line.partition("//")
-            comment_text = " ".join([*comment, trailing.strip()]).strip()
-            comment = []
-            if match := re.match(r"(message|enum|service|oneof)\s+(\w+)\s*\{", code):
-                # A oneof's fields are the message's own.
-                path.append("" if match[1] == "oneof" else match[2])
-                if comment_text:
-                    texts[".".join(part for part in path if part)] = comment_text
-                if code.rstrip().endswith("}"):
-                    path.pop()
-            elif match := re.match(r"(?:optional |repeated )?(?:map<[^>]+>|[\w.]+)\s+(\w+)\s*=\s*\d+", code):
-                if comment_text:
-                    texts[".".join(part for part in (*path, match[1]) if part)] = comment_text
-            elif code.strip() == "}" and len(path) > 1:
-                path.pop()
-            elif code.rstrip().endswith("{"):
-                path.append("")  # the options of an rpc
-    return texts
 
 
 MAKERS: Final = {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from etfarm.client import Report
 from etfarm.client.export import ModelSource
-from etfarm.client.reports.compilation import SelectedName
+from etfarm.client.reports.documents import SelectedName
 from tests.support.farm import FarmProcess
 
 pytestmark = pytest.mark.slow(reason="a farm quantizes a network twice, and refuses six names")

@@ -32,7 +32,7 @@ from etfarm.client.reports.enums import JobState as JobState
 from etfarm.wire.errors import EtfarmError
 
 if TYPE_CHECKING:
-    from etfarm.client.reports.report import Report as Report
+    from etfarm.client.reports.documents import Report as Report
     from etfarm.client.reports.result import JobResult as JobResult
 
 

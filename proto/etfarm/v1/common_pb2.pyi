@@ -112,7 +112,7 @@ class _ActorEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Actor.ValueType
     ACTOR_DEVICE: _Actor.ValueType  # 3
 
 class Actor(_Actor, metaclass=_ActorEnumTypeWrapper):
-    """Which of the three parties does a step."""
+    """The machine that works on a step of a job."""
 
 ACTOR_UNSPECIFIED: Actor.ValueType  # 0
 ACTOR_CLIENT: Actor.ValueType  # 1
@@ -186,30 +186,30 @@ class _StopReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StopReason
     DESCRIPTOR: _descriptor.EnumDescriptor
     STOP_REASON_UNSPECIFIED: _StopReason.ValueType  # 0
     STOP_REASON_ENOUGH: _StopReason.ValueType  # 1
-    """The minimum number of iterations and the minimum time are reached."""
+    """It had its minimum of iterations and of time."""
     STOP_REASON_MAX_TIME: _StopReason.ValueType  # 2
     """The maximum time is reached before."""
     STOP_REASON_MAX_SAMPLES: _StopReason.ValueType  # 3
     """The maximum number of samples is reached before."""
     STOP_REASON_SETTLED: _StopReason.ValueType  # 4
-    """The pass was extended, and its median stopped drifting."""
+    """Times drifted when it had enough; a longer pass ended the drift."""
     STOP_REASON_DRIFTING: _StopReason.ValueType  # 5
-    """The pass was extended as far as its limits allow, and its median still drifts."""
+    """Times drifted when it had enough, and still drifted after a longer pass."""
 
 class StopReason(_StopReason, metaclass=_StopReasonEnumTypeWrapper):
-    """Why a timed pass stopped."""
+    """Why a timed pass ended."""
 
 STOP_REASON_UNSPECIFIED: StopReason.ValueType  # 0
 STOP_REASON_ENOUGH: StopReason.ValueType  # 1
-"""The minimum number of iterations and the minimum time are reached."""
+"""It had its minimum of iterations and of time."""
 STOP_REASON_MAX_TIME: StopReason.ValueType  # 2
 """The maximum time is reached before."""
 STOP_REASON_MAX_SAMPLES: StopReason.ValueType  # 3
 """The maximum number of samples is reached before."""
 STOP_REASON_SETTLED: StopReason.ValueType  # 4
-"""The pass was extended, and its median stopped drifting."""
+"""Times drifted when it had enough; a longer pass ended the drift."""
 STOP_REASON_DRIFTING: StopReason.ValueType  # 5
-"""The pass was extended as far as its limits allow, and its median still drifts."""
+"""Times drifted when it had enough, and still drifted after a longer pass."""
 Global___StopReason: _TypeAlias = StopReason  # noqa: Y015
 
 class _LogSource:
@@ -309,7 +309,9 @@ class Artifact(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
+    """SHA-256 of the content, in hexadecimal."""
     size_bytes: _builtins.int
+    """Size in bytes."""
     def __init__(
         self,
         *,
@@ -326,16 +328,16 @@ Global___Artifact: _TypeAlias = Artifact  # noqa: Y015
 
 @_typing.final
 class SourceFile(_message.Message):
-    """A source file that a model was created from."""
+    """A file that a factory imported from below its root."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PATH_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """Relative to the root of the model's factory: the folder that has its file or its top package."""
+    """Relative to the root: the folder that has the factory's file or its top package."""
     sha256: _builtins.str
-    """Of the bytes that were executed."""
+    """SHA-256 of the bytes that were executed."""
     def __init__(
         self,
         *,
@@ -383,8 +385,9 @@ class Error(_message.Message):
     STAGE_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
     fault: Global___Fault.ValueType
+    """USER, DEVICE or FARM: the party that has to act."""
     reason: _builtins.str
-    """In UPPER_SNAKE_CASE. Stable: programs may depend on it."""
+    """UPPER_SNAKE word that programs may rely on."""
     message: _builtins.str
     """One sentence that says what is wrong, with the relevant values."""
     remedy: _builtins.str
@@ -393,7 +396,7 @@ class Error(_message.Message):
     """The stage or phase that failed (TORCH_EXPORT, LOAD_METHOD, TIMED, ...); empty if the error belongs to none."""
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Every value that the message names, by a stable key."""
+        """The values of the message, for programs."""
 
     def __init__(
         self,

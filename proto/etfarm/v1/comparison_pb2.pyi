@@ -75,21 +75,21 @@ class _RatioMethodEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RatioMeth
     DESCRIPTOR: _descriptor.EnumDescriptor
     RATIO_METHOD_UNSPECIFIED: _RatioMethod.ValueType  # 0
     RATIO_METHOD_PAIRED: _RatioMethod.ValueType  # 1
-    """Both programs took turns in one attempt, and their rounds were compared."""
+    """Both took turns in one attempt, and rounds are compared."""
     RATIO_METHOD_SEPARATE: _RatioMethod.ValueType  # 2
-    """Each program was measured alone. The interval covers the variation within and between runs as far as the spread of both
-    sides is known.
+    """Each was measured alone. The interval covers the variation within and between runs as far as the spread of both sides is
+    known.
     """
 
 class RatioMethod(_RatioMethod, metaclass=_RatioMethodEnumTypeWrapper):
-    """How the ratio of two latencies was measured."""
+    """How a ratio of latencies was measured."""
 
 RATIO_METHOD_UNSPECIFIED: RatioMethod.ValueType  # 0
 RATIO_METHOD_PAIRED: RatioMethod.ValueType  # 1
-"""Both programs took turns in one attempt, and their rounds were compared."""
+"""Both took turns in one attempt, and rounds are compared."""
 RATIO_METHOD_SEPARATE: RatioMethod.ValueType  # 2
-"""Each program was measured alone. The interval covers the variation within and between runs as far as the spread of both
-sides is known.
+"""Each was measured alone. The interval covers the variation within and between runs as far as the spread of both sides is
+known.
 """
 Global___RatioMethod: _TypeAlias = RatioMethod  # noqa: Y015
 
@@ -105,13 +105,14 @@ class _LatencyOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Latenc
     LATENCY_OUTCOME_SLOWER: _LatencyOutcome.ValueType  # 2
     """The whole interval is above 1."""
     LATENCY_OUTCOME_NO_DIFFERENCE: _LatencyOutcome.ValueType  # 3
-    """The interval contains 1."""
+    """The interval of the ratio contains 1."""
     LATENCY_OUTCOME_TOO_FEW: _LatencyOutcome.ValueType  # 4
     """There are too few samples or rounds for an interval."""
     LATENCY_OUTCOME_INCONCLUSIVE: _LatencyOutcome.ValueType  # 5
     """The two were measured in separate runs, and too little is known about how such runs vary to tell."""
 
-class LatencyOutcome(_LatencyOutcome, metaclass=_LatencyOutcomeEnumTypeWrapper): ...
+class LatencyOutcome(_LatencyOutcome, metaclass=_LatencyOutcomeEnumTypeWrapper):
+    """How the candidate's latency differs from the base's."""
 
 LATENCY_OUTCOME_UNSPECIFIED: LatencyOutcome.ValueType  # 0
 LATENCY_OUTCOME_FASTER: LatencyOutcome.ValueType  # 1
@@ -119,7 +120,7 @@ LATENCY_OUTCOME_FASTER: LatencyOutcome.ValueType  # 1
 LATENCY_OUTCOME_SLOWER: LatencyOutcome.ValueType  # 2
 """The whole interval is above 1."""
 LATENCY_OUTCOME_NO_DIFFERENCE: LatencyOutcome.ValueType  # 3
-"""The interval contains 1."""
+"""The interval of the ratio contains 1."""
 LATENCY_OUTCOME_TOO_FEW: LatencyOutcome.ValueType  # 4
 """There are too few samples or rounds for an interval."""
 LATENCY_OUTCOME_INCONCLUSIVE: LatencyOutcome.ValueType  # 5
@@ -221,13 +222,14 @@ class _OperatorOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Opera
     OPERATOR_OUTCOME_SLOWER: _OperatorOutcome.ValueType  # 2
     """The whole interval is above 0."""
     OPERATOR_OUTCOME_NO_DIFFERENCE: _OperatorOutcome.ValueType  # 3
-    """The interval contains 0."""
+    """The interval of the change contains 0."""
     OPERATOR_OUTCOME_TOO_FEW: _OperatorOutcome.ValueType  # 4
     """There are too few iterations for an interval."""
     OPERATOR_OUTCOME_INCONCLUSIVE: _OperatorOutcome.ValueType  # 5
-    """The interval does not contain 0, but a traced pass is not VALID, or it is unknown how separate runs of a side vary."""
+    """The interval does not contain 0, but a traced pass is not VALID, or how separate runs vary was not observed."""
 
-class OperatorOutcome(_OperatorOutcome, metaclass=_OperatorOutcomeEnumTypeWrapper): ...
+class OperatorOutcome(_OperatorOutcome, metaclass=_OperatorOutcomeEnumTypeWrapper):
+    """How the candidate's time in corresponding operators differs from the base's."""
 
 OPERATOR_OUTCOME_UNSPECIFIED: OperatorOutcome.ValueType  # 0
 OPERATOR_OUTCOME_FASTER: OperatorOutcome.ValueType  # 1
@@ -235,11 +237,11 @@ OPERATOR_OUTCOME_FASTER: OperatorOutcome.ValueType  # 1
 OPERATOR_OUTCOME_SLOWER: OperatorOutcome.ValueType  # 2
 """The whole interval is above 0."""
 OPERATOR_OUTCOME_NO_DIFFERENCE: OperatorOutcome.ValueType  # 3
-"""The interval contains 0."""
+"""The interval of the change contains 0."""
 OPERATOR_OUTCOME_TOO_FEW: OperatorOutcome.ValueType  # 4
 """There are too few iterations for an interval."""
 OPERATOR_OUTCOME_INCONCLUSIVE: OperatorOutcome.ValueType  # 5
-"""The interval does not contain 0, but a traced pass is not VALID, or it is unknown how separate runs of a side vary."""
+"""The interval does not contain 0, but a traced pass is not VALID, or how separate runs vary was not observed."""
 Global___OperatorOutcome: _TypeAlias = OperatorOutcome  # noqa: Y015
 
 @_typing.final
@@ -296,6 +298,8 @@ Global___CompareResponse: _TypeAlias = CompareResponse  # noqa: Y015
 
 @_typing.final
 class Comparison(_message.Message):
+    """A candidate compared with a base: the document etfarm.comparison/1."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     BASE_FIELD_NUMBER: _builtins.int
@@ -317,7 +321,7 @@ class Comparison(_message.Message):
 
     @_builtins.property
     def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Sentences that are needed to interpret the numbers correctly."""
+        """Sentences that are needed to interpret the rest."""
 
     def __init__(
         self,
@@ -338,6 +342,8 @@ Global___Comparison: _TypeAlias = Comparison  # noqa: Y015
 
 @_typing.final
 class ComparedSide(_message.Message):
+    """One side of a comparison."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
@@ -368,6 +374,8 @@ Global___ComparedSide: _TypeAlias = ComparedSide  # noqa: Y015
 
 @_typing.final
 class ComparedJob(_message.Message):
+    """A job in a document."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -406,10 +414,12 @@ class ComparedJob(_message.Message):
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
-    def create_time(self) -> _timestamp_pb2.Timestamp: ...
+    def create_time(self) -> _timestamp_pb2.Timestamp:
+        """ISO 8601 in UTC."""
+
     @_builtins.property
     def end_time(self) -> _timestamp_pb2.Timestamp:
-        """Absent until the job is terminal."""
+        """ISO 8601 in UTC; absent if the job is not finished."""
 
     def __init__(
         self,
@@ -439,13 +449,14 @@ Global___ComparedJob: _TypeAlias = ComparedJob  # noqa: Y015
 
 @_typing.final
 class UnpairedReport(_message.Message):
-    """A report without a counterpart in the other job."""
+    """A report without a counterpart."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SIDE_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
     side: Global___ComparisonSide.ValueType
+    """BASE or CANDIDATE."""
     @_builtins.property
     def report(self) -> Global___ComparedReport: ...
     def __init__(
@@ -498,16 +509,17 @@ class ComparedReport(_message.Message):
     error: _builtins.str
     """The reason of the cell's error, such as PROGRAM_TOO_LARGE; absent if it succeeded."""
     cores: _builtins.str
-    """The cpus that the runner was bound to, as "0-3"; absent if it was not bound."""
+    """The cpus that the runner was bound to, as `0-3`; absent if it was not bound."""
     inputs: _builtins.str
-    """The digest of the inputs, as ReportInputs.digest, and whether the job named them. For generated text, those of the first encoder
-    that had any (FlowEncoder.inputs).
+    """SHA-256 of the inputs' tensor file; absent if the runner generated them. For generated text, that of the first encoder's
+    inputs.
     """
     inputs_from_job: _builtins.bool
+    """Whether the job named the inputs; absent if that was not recorded."""
     warmup: _builtins.int
-    """The number of warm-up iterations of a run, if the job prescribed it."""
+    """Number of warm-up iterations of a run, if the job prescribed it."""
     timed_ns: _builtins.int
-    """The duration of the timed passes of all runs, in nanoseconds; absent if nothing was timed."""
+    """Duration of the timed passes of all runs, in nanoseconds; absent if nothing was timed."""
     runs: _builtins.int
     """Number of runs that measured it, in fresh processes; absent if nothing was timed."""
     @_builtins.property
@@ -602,6 +614,8 @@ Global___ComparedReport: _TypeAlias = ComparedReport  # noqa: Y015
 
 @_typing.final
 class ComparedDevice(_message.Message):
+    """The device of a report."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ID_FIELD_NUMBER: _builtins.int
@@ -645,6 +659,8 @@ Global___ComparedDevice: _TypeAlias = ComparedDevice  # noqa: Y015
 
 @_typing.final
 class ComparedVerdict(_message.Message):
+    """The verdict of a report."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STATUS_FIELD_NUMBER: _builtins.int
@@ -670,6 +686,8 @@ Global___ComparedVerdict: _TypeAlias = ComparedVerdict  # noqa: Y015
 
 @_typing.final
 class ComparedPair(_message.Message):
+    """A report of the candidate and its counterpart in the base."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -742,7 +760,7 @@ class ComparedPair(_message.Message):
 
     @_builtins.property
     def generation(self) -> Global___GenerationChange:
-        """Absent unless both sides generated text at a common prompt length and depth, or the accuracy of both is known."""
+        """Absent unless both sides generated text at a common prompt length and depth, or have the accuracy of their logits."""
 
     def __init__(
         self,
@@ -769,7 +787,7 @@ Global___ComparedPair: _TypeAlias = ComparedPair  # noqa: Y015
 
 @_typing.final
 class GenerationChange(_message.Message):
-    """Changes of a language model's numbers."""
+    """The text that both sides generated."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -777,14 +795,14 @@ class GenerationChange(_message.Message):
     SAME_PROGRAM_FIELD_NUMBER: _builtins.int
     ACCURACY_FIELD_NUMBER: _builtins.int
     same_program: _builtins.bool
-    """As in LatencyChange."""
+    """Whether both sides ran the same program."""
     @_builtins.property
     def points(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerationPointChange]:
         """The prompt lengths and depths that both sides have, in the order of the candidate."""
 
     @_builtins.property
     def accuracy(self) -> Global___GenerationAccuracyChange:
-        """Absent unless a side has the accuracy of its logits."""
+        """The logits of both sides; absent if no side has their accuracy."""
 
     def __init__(
         self,
@@ -822,8 +840,8 @@ class GenerationAccuracyChange(_message.Message):
     top1_change: _builtins.float
     """The change of `top1_agreement`, -1 to 1; absent as `sqnr_change_db` is."""
     top1_tolerance: _builtins.float
-    """The largest drop of `top1_agreement` that counts as none: 0.02, or two standard errors of the difference of the two
-    fractions if that is more. Present with `top1_change`.
+    """The largest drop of `top1_agreement` that counts as none: 0.02, or two standard errors of the difference of the two fractions
+    if that is more. Present with `top1_change`.
     """
     top1_dropped: _builtins.bool
     """Whether `top1_agreement` dropped by more than that. Present with `top1_change`."""
@@ -833,7 +851,7 @@ class GenerationAccuracyChange(_message.Message):
     def candidate(self) -> Global___LogitErrors: ...
     @_builtins.property
     def perplexity(self) -> Global___MeasureChange:
-        """The perplexity of the text; absent unless both sides scored equally many tokens of a text."""
+        """The perplexity of the text; absent unless both sides scored equally many tokens of one."""
 
     def __init__(
         self,
@@ -871,7 +889,7 @@ Global___GenerationAccuracyChange: _TypeAlias = GenerationAccuracyChange  # noqa
 
 @_typing.final
 class LogitErrors(_message.Message):
-    """As in GenerationReference and GenerationAccuracy."""
+    """How exactly one side computes its logits after given tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -886,19 +904,26 @@ class LogitErrors(_message.Message):
     GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     FIRST_DIFFERENCE_FIELD_NUMBER: _builtins.int
     reference: _builtins.str
+    """What it is compared with, as `GenerationReference.reference`."""
     tokens: _builtins.int
+    """Number of tokens that both executed."""
     sqnr_db: _builtins.float
+    """The signal-to-noise ratio in dB, capped at 300 for an exact match."""
     top1_agreement: _builtins.float
+    """Part of the tokens after which both find the same token most likely, 0 to 1."""
     kl_divergence: _builtins.float
+    """Mean Kullback-Leibler divergence of the next-token distribution from the reference's, in nats."""
     max_abs_error: _builtins.float
     perplexity: _builtins.float
-    """Of the text on the device; absent for drawn tokens."""
+    """The device's perplexity of the text; absent for drawn tokens."""
     perplexity_ratio: _builtins.float
+    """That divided by the reference's."""
     generated_tokens: _builtins.int
     """Number of generated tokens that were compared with the reference's, and the index of the first that differs; absent if none
     does.
     """
     first_difference: _builtins.int
+    """Index of the first of them that differs; absent if none does."""
     def __init__(
         self,
         *,
@@ -962,6 +987,8 @@ Global___LogitErrors: _TypeAlias = LogitErrors  # noqa: Y015
 
 @_typing.final
 class GenerationPointChange(_message.Message):
+    """Generated text after one prompt length at one depth of the context."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
@@ -979,14 +1006,16 @@ class GenerationPointChange(_message.Message):
     candidate_verdict: _report_pb2.VerdictStatus.ValueType
     @_builtins.property
     def ttft(self) -> Global___RateChange:
-        """The time to the first token, in nanoseconds."""
+        """Time to the first token, in nanoseconds."""
 
     @_builtins.property
     def prefill(self) -> Global___RateChange:
         """Tokens per second. Unlike that of a time, a ratio above 1 is an improvement."""
 
     @_builtins.property
-    def decode(self) -> Global___RateChange: ...
+    def decode(self) -> Global___RateChange:
+        """Tokens per second."""
+
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerationPartChange]:
         """What each method takes if several generate together, in the order of the candidate; those of one side only are included."""
@@ -1013,7 +1042,7 @@ Global___GenerationPointChange: _TypeAlias = GenerationPointChange  # noqa: Y015
 
 @_typing.final
 class GenerationPartChange(_message.Message):
-    """A method's part in a point, as in GenerationPart."""
+    """A method's part in a point, if several methods generate text together."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1023,7 +1052,7 @@ class GenerationPartChange(_message.Message):
     method: _builtins.str
     @_builtins.property
     def prefill_ns(self) -> Global___MeasureChange:
-        """The time of its executions for a prompt, in nanoseconds; absent if no side has any."""
+        """Time of its executions for a prompt, in nanoseconds; absent if no side has any."""
 
     @_builtins.property
     def decode_ns(self) -> Global___MeasureChange:
@@ -1046,7 +1075,7 @@ Global___GenerationPartChange: _TypeAlias = GenerationPartChange  # noqa: Y015
 
 @_typing.final
 class RateChange(_message.Message):
-    """The change of one number of GenerationPointReport."""
+    """One number of generated text on both sides."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1059,14 +1088,14 @@ class RateChange(_message.Message):
     base: _builtins.float
     candidate: _builtins.float
     ratio: _builtins.float
-    """candidate / base; absent if a side is absent."""
+    """The candidate's over the base's: above 1 is better for tokens per second, and worse for a time."""
     outcome: Global___LatencyOutcome.ValueType
     spread_observed: _builtins.bool
     """Whether the variation between processes was observed on both sides, from three processes or more."""
     @_builtins.property
     def ratio_ci95(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Two values: the lower and the upper end of the ratio's 95 % interval, which covers the variation between processes as far as it
-        was observed. Empty if there is no interval.
+        """Two values: the lower and the upper end of the ratio's 95 % interval, which covers the variation between processes as far as
+        it was observed. Empty if there is no interval.
         """
 
     def __init__(
@@ -1111,7 +1140,9 @@ class MeasureChange(_message.Message):
     base: _builtins.float
     candidate: _builtins.float
     change: _builtins.float
+    """candidate - base."""
     ratio: _builtins.float
+    """candidate / base; absent unless both are above 0."""
     def __init__(
         self,
         *,
@@ -1156,7 +1187,9 @@ class CountChange(_message.Message):
     base: _builtins.int
     candidate: _builtins.int
     change: _builtins.int
+    """candidate - base."""
     ratio: _builtins.float
+    """candidate / base; absent unless both are above 0."""
     def __init__(
         self,
         *,
@@ -1190,6 +1223,8 @@ Global___CountChange: _TypeAlias = CountChange  # noqa: Y015
 
 @_typing.final
 class LatencyChange(_message.Message):
+    """The latencies of a pair, in nanoseconds."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RATIO_FIELD_NUMBER: _builtins.int
@@ -1214,6 +1249,7 @@ class LatencyChange(_message.Message):
     rounds: _builtins.int
     """Number of rounds, and of pairs of processes that ran them; present only for PAIRED."""
     process_pairs: _builtins.int
+    """Number of times that both processes were started, of a paired ratio."""
     same_program: _builtins.bool
     """Whether both sides ran the same program on the same inputs: equal digests, method, runner, threads and cores."""
     @_builtins.property
@@ -1236,10 +1272,12 @@ class LatencyChange(_message.Message):
     def first_run_ns(self) -> Global___CountChange: ...
     @_builtins.property
     def base_spread(self) -> _report_pb2.RunSpread:
-        """Present for SEPARATE, unless unknown."""
+        """The spread between runs of the base; absent if it is unknown, and for paired ratios."""
 
     @_builtins.property
-    def candidate_spread(self) -> _report_pb2.RunSpread: ...
+    def candidate_spread(self) -> _report_pb2.RunSpread:
+        """The spread between runs of the candidate; absent if it is unknown, and for paired ratios."""
+
     def __init__(
         self,
         *,
@@ -1280,13 +1318,17 @@ Global___LatencyChange: _TypeAlias = LatencyChange  # noqa: Y015
 
 @_typing.final
 class OperatorChanges(_message.Message):
+    """The operators of a pair."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     BY_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     MATCHED_BY_FIELD_NUMBER: _builtins.int
     by: Global___ChangedRows.ValueType
+    """OPERATOR or MODULE: what a row stands for."""
     matched_by: Global___OperatorMatching.ValueType
+    """INDEX of one program, GRAPH of the model, or NAME and order of the kernels where a side has no graph, such as a .pte."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperatorChange]:
         """Sorted by the size of the change of time, the largest first."""
@@ -1328,9 +1370,9 @@ class OperatorChange(_message.Message):
     change_ns: _builtins.float
     """The change of the time. A side without the operators counts as 0."""
     change_share: _builtins.float
-    """The change of the share of the whole execution, -1 to 1."""
+    """Change of the part of the traced pass, from -1 to 1."""
     outcome: Global___OperatorOutcome.ValueType
-    """Unspecified if `change_ns` is absent, and if a side lacks the operators."""
+    """NO_DIFFERENCE if the interval contains 0; absent if a side lacks the operators."""
     @_builtins.property
     def op_types(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -1338,9 +1380,13 @@ class OperatorChange(_message.Message):
         """The candidate's line, or the base's if the candidate has none; absent if the row stands for several lines."""
 
     @_builtins.property
-    def base(self) -> Global___OperatorTime: ...
+    def base(self) -> Global___OperatorTime:
+        """Absent if the operator was added."""
+
     @_builtins.property
-    def candidate(self) -> Global___OperatorTime: ...
+    def candidate(self) -> Global___OperatorTime:
+        """Absent if the operator was removed."""
+
     @_builtins.property
     def change_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Two values: the 95 % interval of `change_ns`. It covers the variation within both traced passes, and between runs as far as
@@ -1382,7 +1428,7 @@ Global___OperatorChange: _TypeAlias = OperatorChange  # noqa: Y015
 
 @_typing.final
 class OperatorTime(_message.Message):
-    """The operators of one side in a typical traced execution."""
+    """The operators of one side in a row."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1392,20 +1438,20 @@ class OperatorTime(_message.Message):
     SHARE_FIELD_NUMBER: _builtins.int
     TIME_CI95_NS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """The kernel's name; absent if there are several kernels with different names."""
+    """Name of the operator; absent for several with different names."""
     time_ns: _builtins.float
-    """The sum of the rows' means, which is `share` of Profile.mean_ns. Absent if no iteration saw them: they take less than steps of
-    their clock, and `time_ci95_ns` ends there.
+    """The sum of the rows' means, which is `share` of Profile.mean_ns. Absent if no iteration saw them: they take less than steps
+    of their clock, and `time_ci95_ns` ends there.
     """
     share: _builtins.float
     """The fraction (0 to 1) of the whole execution."""
     @_builtins.property
     def indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """OperatorRow.index of each."""
+        """Indexes of its rows in the report."""
 
     @_builtins.property
     def time_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Two values: the 95 % interval of `time_ns` within its run; empty if it is unknown."""
+        """The lower and the upper bound of the 95 % interval of `time_ns` within its run."""
 
     def __init__(
         self,
@@ -1437,7 +1483,7 @@ Global___OperatorTime: _TypeAlias = OperatorTime  # noqa: Y015
 
 @_typing.final
 class SizeChange(_message.Message):
-    """Changes of the program's size."""
+    """The sizes of the programs, in bytes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1483,6 +1529,8 @@ Global___SizeChange: _TypeAlias = SizeChange  # noqa: Y015
 
 @_typing.final
 class MemoryChange(_message.Message):
+    """The memory of the runs, in bytes."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PEAK_RSS_BYTES_FIELD_NUMBER: _builtins.int
@@ -1521,7 +1569,7 @@ class AccuracyChange(_message.Message):
     CHANGE_DB_FIELD_NUMBER: _builtins.int
     output: _builtins.str
     change_db: _builtins.float
-    """The change of `sqnr_db`; absent if the two have no common reference, or are of other samples."""
+    """Change of the SQNR in dB; absent without a common reference, or of other samples."""
     @_builtins.property
     def base(self) -> Global___OutputErrors: ...
     @_builtins.property
@@ -1546,7 +1594,7 @@ Global___AccuracyChange: _TypeAlias = AccuracyChange  # noqa: Y015
 
 @_typing.final
 class OutputErrors(_message.Message):
-    """As in OutputAccuracy."""
+    """The errors of one side's output against its reference."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1561,12 +1609,14 @@ class OutputErrors(_message.Message):
     reference: _builtins.str
     equal: _builtins.bool
     sqnr_db: _builtins.float
+    """The signal-to-noise ratio in dB, capped at 300 for an exact match."""
     max_abs_error: _builtins.float
     top1_agreement: _builtins.float
     nan_count: _builtins.int
     samples: _builtins.int
-    """1 for reports of releases that compared the timed inputs alone."""
+    """Number of samples that the numbers are of together."""
     samples_digest: _builtins.str
+    """Digest of their inputs; absent for one sample."""
     def __init__(
         self,
         *,
@@ -1656,6 +1706,8 @@ Global___DelegationChange: _TypeAlias = DelegationChange  # noqa: Y015
 
 @_typing.final
 class OperatorDelegationChange(_message.Message):
+    """An operator with different numbers of nodes."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     OP_FIELD_NUMBER: _builtins.int
@@ -1687,6 +1739,8 @@ Global___OperatorDelegationChange: _TypeAlias = OperatorDelegationChange  # noqa
 
 @_typing.final
 class DelegatedNodes(_message.Message):
+    """The nodes of one operator on one side."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DELEGATED_FIELD_NUMBER: _builtins.int
@@ -1709,6 +1763,8 @@ Global___DelegatedNodes: _TypeAlias = DelegatedNodes  # noqa: Y015
 
 @_typing.final
 class CircumstanceChange(_message.Message):
+    """A circumstance that differs and may explain why numbers changed."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WHAT_FIELD_NUMBER: _builtins.int
@@ -1721,7 +1777,9 @@ class CircumstanceChange(_message.Message):
         """The values. A Scalar without a value means that the side lacks the circumstance, such as a runner without a bundle."""
 
     @_builtins.property
-    def candidate(self) -> _compile_pb2.Scalar: ...
+    def candidate(self) -> _compile_pb2.Scalar:
+        """JSON value; absent if absent."""
+
     def __init__(
         self,
         *,

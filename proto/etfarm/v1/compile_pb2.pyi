@@ -51,20 +51,20 @@ class _HostCheckInputsEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HostC
     HOST_CHECK_INPUTS_EXAMPLE: _HostCheckInputs.ValueType  # 1
     """The model's own example inputs."""
     HOST_CHECK_INPUTS_MIN: _HostCheckInputs.ValueType  # 2
-    """Every dynamic dim has its minimum size."""
+    """The smallest sizes of the dynamic dims."""
     HOST_CHECK_INPUTS_MAX: _HostCheckInputs.ValueType  # 3
-    """Every dynamic dim has its maximum size."""
+    """The largest sizes of the dynamic dims."""
 
 class HostCheckInputs(_HostCheckInputs, metaclass=_HostCheckInputsEnumTypeWrapper):
-    """The inputs of a HostCheck."""
+    """The inputs of a check on the server."""
 
 HOST_CHECK_INPUTS_UNSPECIFIED: HostCheckInputs.ValueType  # 0
 HOST_CHECK_INPUTS_EXAMPLE: HostCheckInputs.ValueType  # 1
 """The model's own example inputs."""
 HOST_CHECK_INPUTS_MIN: HostCheckInputs.ValueType  # 2
-"""Every dynamic dim has its minimum size."""
+"""The smallest sizes of the dynamic dims."""
 HOST_CHECK_INPUTS_MAX: HostCheckInputs.ValueType  # 3
-"""Every dynamic dim has its maximum size."""
+"""The largest sizes of the dynamic dims."""
 Global___HostCheckInputs: _TypeAlias = HostCheckInputs  # noqa: Y015
 
 @_typing.final
@@ -278,21 +278,17 @@ class Stage(_message.Message):
     CACHED_FIELD_NUMBER: _builtins.int
     METHODS_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
-    """SOURCE_TRANSFORM, QUANTIZE, TORCH_EXPORT, TO_EDGE_TRANSFORM_AND_LOWER, TO_EDGE, EDGE_PROGRAM_MANAGER_TRANSFORM, TO_BACKEND
-    or TO_EXECUTORCH. A string instead of an enum, because plug-ins may add stages.
-    """
+    """Name of the stage, such as `TO_EXECUTORCH`. Plug-ins may add stages."""
     duration_ms: _builtins.float
-    """Absent if the duration is unknown, as for a program that was exported before the client received it."""
+    """Duration in milliseconds; absent if it is unknown, as for a program that was exported before the client received it."""
     where: _common_pb2.Actor.ValueType
     """CLIENT or SERVER."""
     cached: _builtins.bool
-    """Whether the result comes from an earlier compilation that shares the stage; the durations are then those of that
-    compilation.
-    """
+    """Whether the result comes from an earlier compilation that shares the stage; the durations are then those of that compilation."""
     @_builtins.property
     def methods(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """The duration of each method in milliseconds if the stage processes methods one after the other; empty if it processes all
-        of them at once.
+        """The duration of each method in milliseconds if the stage processes methods one after the other; empty if it processes all of
+        them at once.
         """
 
     def __init__(
@@ -327,7 +323,9 @@ class Delegation(_message.Message):
     subgraphs: _builtins.int
     """Number of delegated subgraphs."""
     delegated_nodes: _builtins.int
+    """Number of nodes inside of delegates."""
     non_delegated_nodes: _builtins.int
+    """Number of nodes outside of delegates."""
     @_builtins.property
     def operators(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperatorDelegation]: ...
     def __init__(
@@ -348,6 +346,8 @@ Global___Delegation: _TypeAlias = Delegation  # noqa: Y015
 
 @_typing.final
 class OperatorDelegation(_message.Message):
+    """The nodes of one operator inside and outside of delegates."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     OP_FIELD_NUMBER: _builtins.int
@@ -356,10 +356,12 @@ class OperatorDelegation(_message.Message):
     PLACES_FIELD_NUMBER: _builtins.int
     op: _builtins.str
     delegated: _builtins.int
+    """Number of nodes inside of delegates."""
     non_delegated: _builtins.int
+    """Number of nodes outside of delegates."""
     @_builtins.property
     def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___Place]:
-        """The origins of the nodes outside of delegates, the most frequent first; at most 20."""
+        """Where the nodes outside of delegates come from, the most frequent place first."""
 
     def __init__(
         self,
@@ -379,7 +381,7 @@ Global___OperatorDelegation: _TypeAlias = OperatorDelegation  # noqa: Y015
 
 @_typing.final
 class Place(_message.Message):
-    """The place in the user's model that nodes of a graph come from."""
+    """Where nodes of a graph come from in the user's model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -390,9 +392,10 @@ class Place(_message.Message):
     module: _builtins.str
     """The module's path in the user's model: "layer1.conv"."""
     count: _builtins.int
+    """Number of nodes."""
     undelegated_reason: _builtins.str
     """Why the nodes were not delegated, in the partitioner's own words, or that it gave no reason; absent where nothing was
-    partitioned, and in lists of other nodes.
+    partitioned, and for other nodes.
     """
     @_builtins.property
     def source(self) -> Global___SourceLine:
@@ -423,8 +426,9 @@ Global___Place: _TypeAlias = Place  # noqa: Y015
 
 @_typing.final
 class SourceLine(_message.Message):
-    """A line of Python code: the innermost frame of a stack trace outside of torch, torchao, executorch and <...>. The code is from
-    the stack trace itself.
+    """A line of the user's model that an operator comes from.
+
+    It is the innermost frame outside of torch, torchao and executorch.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -434,7 +438,9 @@ class SourceLine(_message.Message):
     CODE_FIELD_NUMBER: _builtins.int
     file: _builtins.str
     line: _builtins.int
+    """The number of the line, from 1."""
     code: _builtins.str
+    """The line's text."""
     def __init__(
         self,
         *,
@@ -452,6 +458,8 @@ Global___SourceLine: _TypeAlias = SourceLine  # noqa: Y015
 
 @_typing.final
 class Toolchain(_message.Message):
+    """The versions of the packages that compiled the program."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TORCH_FIELD_NUMBER: _builtins.int
@@ -480,14 +488,16 @@ Global___Toolchain: _TypeAlias = Toolchain  # noqa: Y015
 
 @_typing.final
 class Warning(_message.Message):
+    """A warning of the compilation or of the analysis."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     code: _builtins.str
-    """In UPPER_SNAKE_CASE. Stable: programs may depend on it."""
+    """UPPER_SNAKE word that programs may rely on."""
     message: _builtins.str
-    """The explanation, for people."""
+    """One sentence."""
     def __init__(
         self,
         *,
@@ -713,7 +723,7 @@ Global___ProgramFacts: _TypeAlias = ProgramFacts  # noqa: Y015
 
 @_typing.final
 class ProgramSizes(_message.Message):
-    """The sizes of a program's parts."""
+    """The sizes of a program's parts, in bytes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -775,7 +785,7 @@ class ProgramSizes(_message.Message):
 
     @_builtins.property
     def data_bytes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """The named data files beside the .pte."""
+        """Sizes of the named data files beside the .pte, by name."""
 
     def __init__(
         self,
@@ -796,6 +806,8 @@ Global___ProgramSizes: _TypeAlias = ProgramSizes  # noqa: Y015
 
 @_typing.final
 class MethodSizes(_message.Message):
+    """The sizes of one method, in bytes."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DELEGATE_BYTES_FIELD_NUMBER: _builtins.int
@@ -821,7 +833,7 @@ Global___MethodSizes: _TypeAlias = MethodSizes  # noqa: Y015
 
 @_typing.final
 class ModuleFootprint(_message.Message):
-    """A module's share of the program and of its planned memory. The share of a module excludes that of the modules it contains."""
+    """What a module of the user's model takes of the program and of its planned memory, without the modules inside of it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -834,11 +846,11 @@ class ModuleFootprint(_message.Message):
     module: _builtins.str
     """The module's path in the user's model, "layer1.conv"; empty for the model itself."""
     constant_bytes: _builtins.int
-    """Its parameters and buffers as the program stores them, including delegated ones; each counts once, for its first user."""
+    """Size of its parameters and buffers as the program stores them, in bytes. Each counts once, for its first user."""
     planned_bytes: _builtins.int
-    """The maximum size of the module's own planned tensors that are live at one time."""
+    """The most that its tensors hold of the planned memory at one time, in bytes."""
     planned_tensors: _builtins.int
-    """Number of the module's own planned tensors."""
+    """Number of its tensors in the memory plan."""
     def __init__(
         self,
         *,
@@ -858,7 +870,7 @@ Global___ModuleFootprint: _TypeAlias = ModuleFootprint  # noqa: Y015
 
 @_typing.final
 class HostCheck(_message.Message):
-    """A single run of a method on the server, and its comparison with eager PyTorch before any quantization, on the same inputs."""
+    """One run of a method on the server, compared with eager PyTorch before quantization."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -873,10 +885,10 @@ class HostCheck(_message.Message):
     ran: _builtins.bool
     """Whether the method ran to its end."""
     why: _builtins.str
-    """Why the method did not run or was not compared; empty otherwise."""
+    """Why it did not run or was not compared; empty otherwise."""
     @_builtins.property
     def shapes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Shapes of the tensor inputs in flattened order, such as "2x3x224x224"."""
+        """Shapes of the tensor inputs in flattened order, such as `2x3x224x224`."""
 
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputCheck]: ...
@@ -900,6 +912,8 @@ Global___HostCheck: _TypeAlias = HostCheck  # noqa: Y015
 
 @_typing.final
 class OutputCheck(_message.Message):
+    """One output of a check."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     OUTPUT_FIELD_NUMBER: _builtins.int
@@ -910,12 +924,11 @@ class OutputCheck(_message.Message):
     output: _builtins.str
     equal: _builtins.bool
     max_abs_error: _builtins.float
+    """The largest absolute difference."""
     sqnr_db: _builtins.float
-    """In dB, capped at 300, which an exact match has; absent for NaN or infinity of one side, an all-zero reference, and for integers
-    and bools.
-    """
+    """The signal-to-noise ratio in dB, 300 for an exact match; absent for NaN or inf of one side, a zero reference, integers."""
     equal_share: _builtins.float
-    """The fraction (0 to 1) of elements that are equal. Present for integers and bools only."""
+    """Part of the elements that are equal, 0 to 1; for integers and bools only."""
     def __init__(
         self,
         *,
@@ -950,7 +963,7 @@ Global___OutputCheck: _TypeAlias = OutputCheck  # noqa: Y015
 
 @_typing.final
 class Fp32Operators(_message.Message):
-    """Operators that a quantizing recipe left in fp32."""
+    """The operators of one method that a quantizing recipe left in fp32."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -972,6 +985,8 @@ Global___Fp32Operators: _TypeAlias = Fp32Operators  # noqa: Y015
 
 @_typing.final
 class Fp32Operator(_message.Message):
+    """An operator that a quantizing recipe left in fp32."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     OP_FIELD_NUMBER: _builtins.int
@@ -979,6 +994,7 @@ class Fp32Operator(_message.Message):
     PLACES_FIELD_NUMBER: _builtins.int
     op: _builtins.str
     count: _builtins.int
+    """Number of nodes."""
     @_builtins.property
     def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___Place]: ...
     def __init__(
@@ -1020,6 +1036,8 @@ Global___SelectedNames: _TypeAlias = SelectedNames  # noqa: Y015
 
 @_typing.final
 class SelectedName(_message.Message):
+    """What a name in a recipe file's quantizer selected."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ARGUMENT_FIELD_NUMBER: _builtins.int
@@ -1028,7 +1046,7 @@ class SelectedName(_message.Message):
     QUANTIZED_FIELD_NUMBER: _builtins.int
     OPERATORS_FIELD_NUMBER: _builtins.int
     argument: _builtins.str
-    """The argument that has the name: only_modules, skip_modules, only_operators or skip_operators."""
+    """The argument that has the name: `only_modules`, `skip_modules`, `only_operators` or `skip_operators`."""
     name: _builtins.str
     count: _builtins.int
     """Number of operators that the name selected."""
@@ -1057,6 +1075,8 @@ Global___SelectedName: _TypeAlias = SelectedName  # noqa: Y015
 
 @_typing.final
 class SelectedOperator(_message.Message):
+    """The operators of one kind that a name in a recipe file selected."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     OP_FIELD_NUMBER: _builtins.int
@@ -1065,7 +1085,9 @@ class SelectedOperator(_message.Message):
     PLACES_FIELD_NUMBER: _builtins.int
     op: _builtins.str
     count: _builtins.int
+    """Number of nodes."""
     quantized: _builtins.int
+    """Number of nodes that are quantized."""
     @_builtins.property
     def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___Place]: ...
     def __init__(
@@ -1260,7 +1282,7 @@ class Compilation(_message.Message):
     STATEFUL_METHODS_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     stopped_after: _builtins.str
-    """The last stage that was requested; empty if the whole program was."""
+    """The stage that the job asked for instead of a program."""
     @_builtins.property
     def error(self) -> _common_pb2.Error:
         """Present if the compilation failed; the other fields then contain the results of the preceding stages. Failures that would
@@ -1272,10 +1294,12 @@ class Compilation(_message.Message):
     @_builtins.property
     def program(self) -> Global___Program: ...
     @_builtins.property
-    def etrecord(self) -> _common_pb2.Artifact: ...
+    def etrecord(self) -> _common_pb2.Artifact:
+        """ExecuTorch's record of the export."""
+
     @_builtins.property
     def delegation(self) -> _containers.MessageMap[_builtins.str, Global___Delegation]:
-        """By method."""
+        """Delegation by method."""
 
     @_builtins.property
     def toolchain(self) -> Global___Toolchain: ...
@@ -1293,7 +1317,7 @@ class Compilation(_message.Message):
 
     @_builtins.property
     def stage_files(self) -> _containers.MessageMap[_builtins.str, _common_pb2.Artifact]:
-        """The files that JobSpec.stop_after requested, by name: METHOD.pt2 (a program), METHOD.txt (its graph), delegation.csv."""
+        """The files that `stop_after` requested, by name: METHOD.pt2 (a program), METHOD.txt (its graph), delegation.csv."""
 
     @_builtins.property
     def sizes(self) -> Global___ProgramSizes: ...
@@ -1301,13 +1325,13 @@ class Compilation(_message.Message):
     def checks(self) -> _containers.RepeatedCompositeFieldContainer[Global___HostCheck]: ...
     @_builtins.property
     def stayed_fp32(self) -> _containers.MessageMap[_builtins.str, Global___Fp32Operators]:
-        """By method; only for recipes that quantize."""
+        """Operators that a quantizing recipe left in fp32, by method."""
 
     @_builtins.property
     def modules(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModuleFootprint]: ...
     @_builtins.property
     def selected(self) -> _containers.MessageMap[_builtins.str, Global___SelectedNames]:
-        """By method; only for recipe files whose quantizers name modules or operators."""
+        """What the names of modules and operators in a recipe file selected, by method."""
 
     @_builtins.property
     def located_operators(self) -> _containers.MessageMap[_builtins.str, Global___LocatedOperators]:

@@ -28,22 +28,22 @@ class _PositionInputEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Positio
     DESCRIPTOR: _descriptor.EnumDescriptor
     POSITION_INPUT_UNSPECIFIED: _PositionInput.ValueType  # 0
     POSITION_INPUT_START: _PositionInput.ValueType  # 1
-    """An integer tensor with one element: the position of the first token of the execution."""
+    """The position of the first token of an execution."""
     POSITION_INPUT_VECTOR: _PositionInput.ValueType  # 2
-    """An integer tensor with the position of each token of the execution."""
+    """The position of each token of an execution."""
     POSITION_INPUT_NONE: _PositionInput.ValueType  # 3
-    """The program has no such input and no KV cache: every execution takes the whole context from its beginning."""
+    """Not at all: without a KV cache, every execution takes the whole text."""
 
 class PositionInput(_PositionInput, metaclass=_PositionInputEnumTypeWrapper):
-    """How a program receives the positions of its tokens."""
+    """How a language model receives the positions of its tokens."""
 
 POSITION_INPUT_UNSPECIFIED: PositionInput.ValueType  # 0
 POSITION_INPUT_START: PositionInput.ValueType  # 1
-"""An integer tensor with one element: the position of the first token of the execution."""
+"""The position of the first token of an execution."""
 POSITION_INPUT_VECTOR: PositionInput.ValueType  # 2
-"""An integer tensor with the position of each token of the execution."""
+"""The position of each token of an execution."""
 POSITION_INPUT_NONE: PositionInput.ValueType  # 3
-"""The program has no such input and no KV cache: every execution takes the whole context from its beginning."""
+"""Not at all: without a KV cache, every execution takes the whole text."""
 Global___PositionInput: _TypeAlias = PositionInput  # noqa: Y015
 
 @_typing.final
@@ -155,7 +155,7 @@ Global___ContextDepth: _TypeAlias = ContextDepth  # noqa: Y015
 
 @_typing.final
 class LanguageModel(_message.Message):
-    """A program that generates text, as its metadata methods (get_max_seq_len, get_vocab_size, ...) and signatures describe it."""
+    """A program that generates text, as its metadata methods and its inputs describe it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -194,23 +194,25 @@ class LanguageModel(_message.Message):
     prefill_method: _builtins.str
     """The method that processes several tokens, and the one that processes one token: equal if one method does both."""
     decode_method: _builtins.str
+    """The method that processes one token; may be `prefill_method`."""
     token_input: _builtins.int
     """Indices in the flattened inputs of both methods. The tokens are an integer tensor of shape [1, number of tokens]."""
     position_input: _builtins.int
-    """Absent with POSITION_INPUT_NONE."""
+    """Index of the positions in the flattened inputs; absent without one."""
     positions: Global___PositionInput.ValueType
     max_prompt_tokens: _builtins.int
-    """Maximum number of tokens of one execution of `prefill_method`; 1 if its length is static and one."""
+    """Maximum number of tokens of one execution; a longer prompt is processed in chunks."""
     dynamic_prompt: _builtins.bool
     """Whether `prefill_method` accepts fewer tokens than `max_prompt_tokens`."""
     max_context_tokens: _builtins.int
     """Maximum number of tokens in the context, with those that are generated."""
     vocab_size: _builtins.int
+    """Number of different tokens."""
     kv_cache_bytes: _builtins.int
-    """The size of the tensors that keep the context, in the planned memory of `decode_method`. Absent if it is unknown."""
+    """Size of the tensors that keep the context, part of the planned memory; absent if unknown."""
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """The metadata methods that return one integer or boolean, by name."""
+        """The values of metadata methods such as `get_max_seq_len`, by name."""
 
     @_builtins.property
     def flow(self) -> Global___ModelFlow:
@@ -260,11 +262,13 @@ class ModelFlow(_message.Message):
     EMBEDDING_METHOD_FIELD_NUMBER: _builtins.int
     ENCODERS_FIELD_NUMBER: _builtins.int
     embedding_method: _builtins.str
-    """The method that takes tokens, an integer tensor of shape [1, number of tokens], and returns their embeddings. It may take fewer
-    tokens at once than the decoder.
+    """The method that takes tokens, an integer tensor of shape [1, number of tokens], and returns their embeddings. It may take
+    fewer tokens at once than the decoder.
     """
     @_builtins.property
-    def encoders(self) -> _containers.RepeatedCompositeFieldContainer[Global___FlowEncoder]: ...
+    def encoders(self) -> _containers.RepeatedCompositeFieldContainer[Global___FlowEncoder]:
+        """The methods whose outputs begin each prompt, in order."""
+
     def __init__(
         self,
         *,

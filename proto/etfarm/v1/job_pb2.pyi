@@ -37,7 +37,8 @@ class _JobStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JobState.Val
     JOB_STATE_FAILED: _JobState.ValueType  # 4
     JOB_STATE_CANCELLED: _JobState.ValueType  # 5
 
-class JobState(_JobState, metaclass=_JobStateEnumTypeWrapper): ...
+class JobState(_JobState, metaclass=_JobStateEnumTypeWrapper):
+    """A job's state, derived from the states of its cells."""
 
 JOB_STATE_UNSPECIFIED: JobState.ValueType  # 0
 JOB_STATE_QUEUED: JobState.ValueType  # 1

@@ -33,27 +33,27 @@ class _RunSpreadSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunSp
     RUN_SPREAD_SOURCE_REPEATS: _RunSpreadSource.ValueType  # 1
     """The valid runs of this report, at least three."""
     RUN_SPREAD_SOURCE_HISTORY: _RunSpreadSource.ValueType  # 2
-    """Earlier valid reports of the same project with the same program, device, method, threads, cores, inputs and runner, and
-    equally many valid runs. Takes precedence over REPEATS where whole reports vary more than their runs explain.
+    """Earlier valid reports of the project with the same program, device, method, threads, cores, inputs and runner, and equally
+    many valid runs.
     """
     RUN_SPREAD_SOURCE_PRIOR: _RunSpreadSource.ValueType  # 3
-    """Other programs of the same project on devices of the same kind with a similar duration, or a constant: an assumption, which
-    decides no comparison.
+    """Other programs of the project on such devices with a similar duration, or a constant: an assumption, which decides no
+    comparison.
     """
 
 class RunSpreadSource(_RunSpreadSource, metaclass=_RunSpreadSourceEnumTypeWrapper):
-    """Where a RunSpread comes from."""
+    """Where the spread between runs comes from."""
 
 RUN_SPREAD_SOURCE_UNSPECIFIED: RunSpreadSource.ValueType  # 0
 RUN_SPREAD_SOURCE_REPEATS: RunSpreadSource.ValueType  # 1
 """The valid runs of this report, at least three."""
 RUN_SPREAD_SOURCE_HISTORY: RunSpreadSource.ValueType  # 2
-"""Earlier valid reports of the same project with the same program, device, method, threads, cores, inputs and runner, and
-equally many valid runs. Takes precedence over REPEATS where whole reports vary more than their runs explain.
+"""Earlier valid reports of the project with the same program, device, method, threads, cores, inputs and runner, and equally
+many valid runs.
 """
 RUN_SPREAD_SOURCE_PRIOR: RunSpreadSource.ValueType  # 3
-"""Other programs of the same project on devices of the same kind with a similar duration, or a constant: an assumption, which
-decides no comparison.
+"""Other programs of the project on such devices with a similar duration, or a constant: an assumption, which decides no
+comparison.
 """
 Global___RunSpreadSource: _TypeAlias = RunSpreadSource  # noqa: Y015
 
@@ -66,31 +66,27 @@ class _RepeatabilityOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_
     REPEATABILITY_OUTCOME_UNSPECIFIED: _RepeatabilityOutcome.ValueType  # 0
     REPEATABILITY_OUTCOME_EQUAL: _RepeatabilityOutcome.ValueType  # 1
     REPEATABILITY_OUTCOME_KEEPS_STATE: _RepeatabilityOutcome.ValueType  # 2
-    """The outputs differ, and the same number of executions after the program is loaded again reproduces them: the program keeps
-    state.
-    """
+    """They differ, and the same number of executions after loading the program again gives the same outputs."""
     REPEATABILITY_OUTCOME_NONDETERMINISTIC: _RepeatabilityOutcome.ValueType  # 3
-    """The outputs differ, and the same number of executions after the program is loaded again yields other outputs."""
+    """They differ, also after the same number of executions."""
     REPEATABILITY_OUTCOME_DIFFERENT: _RepeatabilityOutcome.ValueType  # 4
-    """The outputs differ for an unknown reason."""
+    """They differ for an unknown reason."""
     REPEATABILITY_OUTCOME_ROUNDING: _RepeatabilityOutcome.ValueType  # 5
-    """The outputs differ by no more than rounding explains, as when threads add in another order."""
+    """They differ by no more than rounding explains, as when threads add in another order."""
 
 class RepeatabilityOutcome(_RepeatabilityOutcome, metaclass=_RepeatabilityOutcomeEnumTypeWrapper):
-    """The result of comparing the outputs of several executions with the same inputs."""
+    """Whether several executions on the same inputs gave the same outputs."""
 
 REPEATABILITY_OUTCOME_UNSPECIFIED: RepeatabilityOutcome.ValueType  # 0
 REPEATABILITY_OUTCOME_EQUAL: RepeatabilityOutcome.ValueType  # 1
 REPEATABILITY_OUTCOME_KEEPS_STATE: RepeatabilityOutcome.ValueType  # 2
-"""The outputs differ, and the same number of executions after the program is loaded again reproduces them: the program keeps
-state.
-"""
+"""They differ, and the same number of executions after loading the program again gives the same outputs."""
 REPEATABILITY_OUTCOME_NONDETERMINISTIC: RepeatabilityOutcome.ValueType  # 3
-"""The outputs differ, and the same number of executions after the program is loaded again yields other outputs."""
+"""They differ, also after the same number of executions."""
 REPEATABILITY_OUTCOME_DIFFERENT: RepeatabilityOutcome.ValueType  # 4
-"""The outputs differ for an unknown reason."""
+"""They differ for an unknown reason."""
 REPEATABILITY_OUTCOME_ROUNDING: RepeatabilityOutcome.ValueType  # 5
-"""The outputs differ by no more than rounding explains, as when threads add in another order."""
+"""They differ by no more than rounding explains, as when threads add in another order."""
 Global___RepeatabilityOutcome: _TypeAlias = RepeatabilityOutcome  # noqa: Y015
 
 class _Execution:
@@ -101,26 +97,26 @@ class _ExecutionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Execution.V
     DESCRIPTOR: _descriptor.EnumDescriptor
     EXECUTION_UNSPECIFIED: _Execution.ValueType  # 0
     EXECUTION_FIRST: _Execution.ValueType  # 1
-    """The first execution after the program is loaded."""
+    """The first one after loading the program again."""
     EXECUTION_TIMED_LAST: _Execution.ValueType  # 2
     """The last execution of the timed pass."""
     EXECUTION_TRACED_LAST: _Execution.ValueType  # 3
     """The last execution of the traced pass."""
     EXECUTION_REPEATED: _Execution.ValueType  # 4
-    """The same execution again, after the program is loaded again."""
+    """The same number of executions, after loading the program once more."""
 
 class Execution(_Execution, metaclass=_ExecutionEnumTypeWrapper):
-    """One execution of a method within an attempt."""
+    """An execution whose outputs are compared with those of another."""
 
 EXECUTION_UNSPECIFIED: Execution.ValueType  # 0
 EXECUTION_FIRST: Execution.ValueType  # 1
-"""The first execution after the program is loaded."""
+"""The first one after loading the program again."""
 EXECUTION_TIMED_LAST: Execution.ValueType  # 2
 """The last execution of the timed pass."""
 EXECUTION_TRACED_LAST: Execution.ValueType  # 3
 """The last execution of the traced pass."""
 EXECUTION_REPEATED: Execution.ValueType  # 4
-"""The same execution again, after the program is loaded again."""
+"""The same number of executions, after loading the program once more."""
 Global___Execution: _TypeAlias = Execution  # noqa: Y015
 
 class _Reference:
@@ -131,22 +127,22 @@ class _ReferenceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reference.V
     DESCRIPTOR: _descriptor.EnumDescriptor
     REFERENCE_UNSPECIFIED: _Reference.ValueType  # 0
     REFERENCE_EAGER: _Reference.ValueType  # 1
-    """The exported program before quantization, run by torch."""
+    """The program before quantization."""
     REFERENCE_QUANTIZED: _Reference.ValueType  # 2
-    """The quantized graph, run by torch."""
+    """The quantized graph, run by PyTorch."""
     REFERENCE_HOST: _Reference.ValueType  # 3
-    """The same program (.pte), run by ExecuTorch on the server. For language models without an exported program."""
+    """The same program, run by ExecuTorch on the server; never of operators."""
 
 class Reference(_Reference, metaclass=_ReferenceEnumTypeWrapper):
     """The program that the device's outputs and values are compared with. The host runs it with the same inputs."""
 
 REFERENCE_UNSPECIFIED: Reference.ValueType  # 0
 REFERENCE_EAGER: Reference.ValueType  # 1
-"""The exported program before quantization, run by torch."""
+"""The program before quantization."""
 REFERENCE_QUANTIZED: Reference.ValueType  # 2
-"""The quantized graph, run by torch."""
+"""The quantized graph, run by PyTorch."""
 REFERENCE_HOST: Reference.ValueType  # 3
-"""The same program (.pte), run by ExecuTorch on the server. For language models without an exported program."""
+"""The same program, run by ExecuTorch on the server; never of operators."""
 Global___Reference: _TypeAlias = Reference  # noqa: Y015
 
 class _OperatorKind:
@@ -159,11 +155,11 @@ class _OperatorKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operator
     OPERATOR_KIND_OPERATOR: _OperatorKind.ValueType  # 1
     """A kernel of the runtime."""
     OPERATOR_KIND_DELEGATE: _OperatorKind.ValueType  # 2
-    """A call of a delegate; the rows of its kernels are its children."""
+    """A call of a delegate; its kernels are its children."""
     OPERATOR_KIND_KERNEL: _OperatorKind.ValueType  # 3
     """A kernel inside a delegate."""
     OPERATOR_KIND_REST: _OperatorKind.ValueType  # 4
-    """The part of the parent's time that its children do not account for; without a parent, the part of the method's time."""
+    """The parent's time that its children do not explain; the method's where it has no parent."""
 
 class OperatorKind(_OperatorKind, metaclass=_OperatorKindEnumTypeWrapper):
     """What a row of the operator table stands for."""
@@ -172,11 +168,11 @@ OPERATOR_KIND_UNSPECIFIED: OperatorKind.ValueType  # 0
 OPERATOR_KIND_OPERATOR: OperatorKind.ValueType  # 1
 """A kernel of the runtime."""
 OPERATOR_KIND_DELEGATE: OperatorKind.ValueType  # 2
-"""A call of a delegate; the rows of its kernels are its children."""
+"""A call of a delegate; its kernels are its children."""
 OPERATOR_KIND_KERNEL: OperatorKind.ValueType  # 3
 """A kernel inside a delegate."""
 OPERATOR_KIND_REST: OperatorKind.ValueType  # 4
-"""The part of the parent's time that its children do not account for; without a parent, the part of the method's time."""
+"""The parent's time that its children do not explain; the method's where it has no parent."""
 Global___OperatorKind: _TypeAlias = OperatorKind  # noqa: Y015
 
 class _VerdictStatus:
@@ -188,7 +184,9 @@ class _VerdictStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Verdict
     VERDICT_STATUS_UNSPECIFIED: _VerdictStatus.ValueType  # 0
     VERDICT_STATUS_VALID: _VerdictStatus.ValueType  # 1
     VERDICT_STATUS_INVALID: _VerdictStatus.ValueType  # 2
+    """Something disturbed the measurement; the verdict's reasons say what."""
     VERDICT_STATUS_NOT_BENCHMARKABLE: _VerdictStatus.ValueType  # 3
+    """The device's times mean nothing, such as those of an emulated device."""
 
 class VerdictStatus(_VerdictStatus, metaclass=_VerdictStatusEnumTypeWrapper):
     """Whether the latency of a report may be used as a benchmark result."""
@@ -196,7 +194,9 @@ class VerdictStatus(_VerdictStatus, metaclass=_VerdictStatusEnumTypeWrapper):
 VERDICT_STATUS_UNSPECIFIED: VerdictStatus.ValueType  # 0
 VERDICT_STATUS_VALID: VerdictStatus.ValueType  # 1
 VERDICT_STATUS_INVALID: VerdictStatus.ValueType  # 2
+"""Something disturbed the measurement; the verdict's reasons say what."""
 VERDICT_STATUS_NOT_BENCHMARKABLE: VerdictStatus.ValueType  # 3
+"""The device's times mean nothing, such as those of an emulated device."""
 Global___VerdictStatus: _TypeAlias = VerdictStatus  # noqa: Y015
 
 class _Gate:
@@ -207,22 +207,22 @@ class _GateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Gate.ValueType],
     DESCRIPTOR: _descriptor.EnumDescriptor
     GATE_UNSPECIFIED: _Gate.ValueType  # 0
     GATE_COOL_DOWN: _Gate.ValueType  # 1
-    """A pause after the preceding run on the device."""
+    """The pause between two measurements."""
     GATE_COOL: _Gate.ValueType  # 2
-    """A temperature below the limit."""
+    """A temperature below a limit."""
     GATE_IDLE: _Gate.ValueType  # 3
-    """Few other runnable tasks."""
+    """A number of runnable tasks per CPU below a limit."""
 
 class Gate(_Gate, metaclass=_GateEnumTypeWrapper):
-    """A condition that a run waits for before it begins."""
+    """What a run waited for before it began."""
 
 GATE_UNSPECIFIED: Gate.ValueType  # 0
 GATE_COOL_DOWN: Gate.ValueType  # 1
-"""A pause after the preceding run on the device."""
+"""The pause between two measurements."""
 GATE_COOL: Gate.ValueType  # 2
-"""A temperature below the limit."""
+"""A temperature below a limit."""
 GATE_IDLE: Gate.ValueType  # 3
-"""Few other runnable tasks."""
+"""A number of runnable tasks per CPU below a limit."""
 Global___Gate: _TypeAlias = Gate  # noqa: Y015
 
 class _OperatorGrouping:
@@ -345,7 +345,14 @@ Global___GetReportsResponse: _TypeAlias = GetReportsResponse  # noqa: Y015
 
 @_typing.final
 class Report(_message.Message):
-    """The result of one cell of a job."""
+    """The result of one cell: one model, recipe, method and thread count on one device.
+
+    `latency.p50_ns` is the median latency in nanoseconds, `latency.samples_ns` has each timed iteration, `verdict` says whether
+    the latency can be trusted, and `operators` are the rows of the traced pass. Times end in `_ns` or `_ms`, sizes in `_bytes`,
+    shares are 0 to 1.
+
+    A part that was not measured is None: `latency` of a failed cell or of a compilation, for instance.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -395,12 +402,17 @@ class Report(_message.Message):
     recipe: _builtins.str
     """The recipe as the user named it; absent for a ready program."""
     recipe_digest: _builtins.str
+    """SHA-256 of the recipe."""
     method: _builtins.str
+    """The method that was measured, such as `forward`."""
     threads: _builtins.int
+    """Number of threads of the runner."""
     state: _common_pb2.CellState.ValueType
-    """The terminal state of the cell."""
+    """SUCCEEDED, FAILED or CANCELLED."""
     @_builtins.property
-    def error(self) -> _common_pb2.Error: ...
+    def error(self) -> _common_pb2.Error:
+        """Why the cell failed; absent if it did not."""
+
     @_builtins.property
     def model(self) -> Global___ReportModel: ...
     @_builtins.property
@@ -418,13 +430,19 @@ class Report(_message.Message):
     @_builtins.property
     def memory(self) -> Global___Memory: ...
     @_builtins.property
-    def accuracy(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputAccuracy]: ...
+    def accuracy(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputAccuracy]:
+        """Each output, for each reference."""
+
     @_builtins.property
     def profile(self) -> Global___Profile: ...
     @_builtins.property
-    def operators(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperatorRow]: ...
+    def operators(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperatorRow]:
+        """The rows of the traced pass, in the order of execution; absent if there was no traced pass."""
+
     @_builtins.property
-    def numeric_gap(self) -> _containers.RepeatedCompositeFieldContainer[Global___NumericGap]: ...
+    def numeric_gap(self) -> _containers.RepeatedCompositeFieldContainer[Global___NumericGap]:
+        """Each operator's output against the host's, in the order of execution; absent unless `numerics` was requested."""
+
     @_builtins.property
     def verdict(self) -> Global___Verdict: ...
     @_builtins.property
@@ -439,15 +457,15 @@ class Report(_message.Message):
 
     @_builtins.property
     def numerics(self) -> Global___Numerics:
-        """Present if --numerics was requested."""
+        """How `numeric_gap` was computed; absent unless `numerics` was requested."""
 
     @_builtins.property
     def analysis(self) -> Global___Analysis:
-        """Absent if there was nothing to analyze."""
+        """How the measurement was evaluated; absent if there was nothing to evaluate."""
 
     @_builtins.property
     def inputs(self) -> Global___ReportInputs:
-        """The inputs that the method ran with; absent if it did not run."""
+        """The inputs of the run; absent if the method did not run."""
 
     @_builtins.property
     def outputs(self) -> _common_pb2.Artifact:
@@ -481,18 +499,18 @@ class Report(_message.Message):
     def create_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Run]:
-        """The processes that measured the program, in order: one, or as many as Measurement.repeat. Empty if nothing was timed, and if
-        the attempt was interleaved.
+        """The processes that measured the program, in order: one, or as many as `repeat`. Empty if nothing was timed, and if the
+        attempt was interleaved.
         """
 
     @_builtins.property
     def run_spread(self) -> Global___RunSpread:
-        """How much medians of separate runs of this program vary. Absent if nothing was timed or the spread is unknown."""
+        """How much medians of separate runs of this program vary; absent if nothing was timed or the spread is unknown."""
 
     @_builtins.property
     def generation(self) -> Global___Generation:
-        """Present if the generation of text was measured. `latency`, `accuracy`, `outputs`, `samples` and `runs` are then absent, and
-        `profile`, `operators`, `etdump` and `trace_times` are those of decode, one token at a time.
+        """How a language model generates text; absent unless `generate` was requested. `latency`, `accuracy`, `outputs`, `samples` and
+        `runs` are absent then, and `profile`, `operators`, `etdump` and `trace_times` are those of decode, one token at a time.
         """
 
     def __init__(
@@ -566,7 +584,7 @@ Global___Report: _TypeAlias = Report  # noqa: Y015
 
 @_typing.final
 class Generation(_message.Message):
-    """The generation of text by a language model; generation.proto says how it is measured."""
+    """How a language model generates text. generation.proto says how it is measured."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -589,7 +607,7 @@ class Generation(_message.Message):
     def model(self) -> _generation_pb2.LanguageModel: ...
     @_builtins.property
     def points(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerationPointReport]:
-        """In the order of measurement."""
+        """One for each prompt length at each depth, in the order measured."""
 
     @_builtins.property
     def token_times(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Artifact]:
@@ -603,27 +621,31 @@ class Generation(_message.Message):
 
     @_builtins.property
     def prefill_execution(self) -> Global___TracedExecution:
-        """The traced executions; absent if the method was not traced. Report.operators has the rows of `decode`."""
+        """The execution that `prefill_profile` and `prefill_operators` are of; absent if it was not traced."""
 
     @_builtins.property
-    def decode_execution(self) -> Global___TracedExecution: ...
+    def decode_execution(self) -> Global___TracedExecution:
+        """The execution that the report's `profile` and `operators` are of; absent if it was not traced."""
+
     @_builtins.property
     def prefill_profile(self) -> Global___Profile:
         """The traced pass of prefill, as Report.profile, operators, etdump and trace_times are those of decode."""
 
     @_builtins.property
-    def prefill_operators(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperatorRow]: ...
+    def prefill_operators(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperatorRow]:
+        """The rows of the traced pass of prefill, in the order of execution."""
+
     @_builtins.property
     def prefill_etdump(self) -> _common_pb2.Artifact: ...
     @_builtins.property
     def prefill_trace_times(self) -> _common_pb2.Artifact: ...
     @_builtins.property
     def accuracy(self) -> Global___GenerationAccuracy:
-        """Absent if it was not requested, or neither measured nor refused."""
+        """The accuracy of the logits and the perplexity; absent if it was not requested or not measured."""
 
     @_builtins.property
     def encoders(self) -> _containers.RepeatedCompositeFieldContainer[Global___TracedEncoder]:
-        """The traced passes of the encoders of LanguageModel.flow; only those that were traced."""
+        """The traced passes of the encoders of a vision-language program."""
 
     def __init__(
         self,
@@ -665,7 +687,7 @@ class TracedEncoder(_message.Message):
     def profile(self) -> Global___Profile: ...
     @_builtins.property
     def operators(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperatorRow]:
-        """In the order of execution; empty in histories."""
+        """The rows of the traced pass, in the order of execution."""
 
     @_builtins.property
     def etdump(self) -> _common_pb2.Artifact: ...
@@ -687,9 +709,9 @@ Global___TracedEncoder: _TypeAlias = TracedEncoder  # noqa: Y015
 
 @_typing.final
 class GenerationAccuracy(_message.Message):
-    """How exactly a language model computes its logits. Given tokens are executed one after the other (teacher forcing), so that every
-    program sees the same text, whatever it would generate itself; and the program's own text is compared with a reference's up to the
-    first token that differs.
+    """How exactly a language model computes its logits. Given tokens are executed one after the other (teacher forcing), so that
+    every program sees the same text, whatever it would generate itself; and the program's own text is compared with a reference's
+    up to the first token that differs.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -707,11 +729,11 @@ class GenerationAccuracy(_message.Message):
     is_text: _builtins.bool
     """Whether the job gave the tokens; else they are drawn and mean nothing."""
     perplexity: _builtins.float
-    """The device's perplexity of the text: the exponential of the mean of -log(probability of the next token). Absent for drawn tokens,
-    and if a token of the text has the probability 0.
+    """The device's perplexity of the text: the exponential of the mean of -log(probability of the next token). Absent for drawn
+    tokens, and if a token of the text has the probability 0.
     """
     perplexity_tokens: _builtins.int
-    """Number of tokens that `perplexity` is of: all but the first in each window of the context."""
+    """Number of tokens that the perplexity is of: all but the first of each context."""
     vocabulary: _builtins.int
     """Number of logits for each token."""
     @_builtins.property
@@ -750,7 +772,7 @@ Global___GenerationAccuracy: _TypeAlias = GenerationAccuracy  # noqa: Y015
 
 @_typing.final
 class GenerationReference(_message.Message):
-    """The deviation of a language model on a device from one on the server."""
+    """The deviation of a language model on a device from one on the server, after given tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -766,21 +788,25 @@ class GenerationReference(_message.Message):
     GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     FIRST_DIFFERENCE_FIELD_NUMBER: _builtins.int
     reference: Global___Reference.ValueType
+    """What the device is compared with: `program before quantization`, `quantized program` or `same program on the server`."""
     tokens: _builtins.int
     """Number of tokens that the server executed: fewer than the device's if its time limit was reached."""
     top1_agreement: _builtins.float
-    """The fraction (0 to 1) of these tokens after which both find the same token most likely."""
+    """Part of these tokens after which both find the same token most likely, 0 to 1."""
     logits_tokens: _builtins.int
     """Number of tokens after which all logits were compared, and their signal to quantization noise ratio together, as in
     OutputAccuracy.
     """
     sqnr_db: _builtins.float
+    """Signal-to-noise ratio of these logits together in dB, capped at 300 for an exact match."""
     max_abs_error: _builtins.float
+    """The largest absolute difference of these logits."""
     kl_divergence: _builtins.float
-    """The mean Kullback-Leibler divergence of the device's distribution of the next token from the reference's, in nats."""
+    """Mean Kullback-Leibler divergence of the device's next-token distribution from the reference's, in nats."""
     perplexity: _builtins.float
     """The reference's perplexity of the text, and the device's divided by it; both of the tokens that both executed."""
     perplexity_ratio: _builtins.float
+    """The device's perplexity of the same tokens, divided by that."""
     generated_tokens: _builtins.int
     """Number of tokens of the first repetition after the shortest context that were compared with those that the reference would
     generate.
@@ -849,12 +875,12 @@ class FirstDifference(_message.Message):
     index: _builtins.int
     """Index in the generated tokens."""
     position: _builtins.int
-    """The position in the context that the token has."""
+    """Position of the token in the context."""
     token: _builtins.int
     """The device's token and the reference's."""
     reference_token: _builtins.int
     gap: _builtins.float
-    """The reference's largest logit minus its second largest. Where it is small, rounding decides."""
+    """The reference's largest logit minus its second largest; where it is small, rounding decides."""
     def __init__(
         self,
         *,
@@ -883,7 +909,7 @@ class TracedExecution(_message.Message):
     tokens: _builtins.int
     """Number of tokens."""
     position: _builtins.int
-    """The position of the first token in the context."""
+    """Position of the first token in the context."""
     def __init__(
         self,
         *,
@@ -900,10 +926,12 @@ Global___TracedExecution: _TypeAlias = TracedExecution  # noqa: Y015
 
 @_typing.final
 class GenerationPointReport(_message.Message):
-    """Generation after one prompt length at one depth. A process's number is the geometric mean over its repetitions: the tokens of a
-    repetition resemble each other and are never pooled. The numbers of the point are geometric means over its valid processes, or
-    over all if none is valid. Their 95 % intervals are computed by Student's t distribution from the logarithms: over the processes
-    with three or more, else over the repetitions. They are empty where neither allows one.
+    """Generation after one prompt length at one depth.
+
+    A process's number is the geometric mean over its repetitions: the tokens of a repetition resemble each other and are never
+    pooled. The numbers of the point are geometric means over its valid processes, or over all if none is valid. Their 95 %
+    intervals are computed by Student's t distribution from the logarithms: over the processes with three or more, else over the
+    repetitions. They are empty where neither allows one.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -924,16 +952,17 @@ class GenerationPointReport(_message.Message):
     RUNS_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
+    """Length of the prompt."""
     depth: _builtins.int
     """Number of tokens in the context before the prompt."""
     repetitions: _builtins.int
     """Number of timed repetitions, of all processes together."""
     ttft_ns: _builtins.float
-    """The time from the start of the prompt to the first token."""
+    """Time from the start of the prompt to the first token, in nanoseconds."""
     prefill_tokens_per_s: _builtins.float
-    """Prompt length, with the positions of LanguageModel.flow.encoders, divided by the time until the prompt's last logits."""
+    """Prompt length, with the positions of encoders, divided by the time until the prompt's last logits, in tokens per second."""
     decode_tokens_per_s: _builtins.float
-    """Number of tokens after the first divided by their time."""
+    """Number of tokens after the first divided by their time, in tokens per second."""
     tokens_equal: _builtins.bool
     """Whether all repetitions generated the same tokens; absent for a single one."""
     @_builtins.property
@@ -941,29 +970,35 @@ class GenerationPointReport(_message.Message):
         """Why a process did not complete the point; absent if all did."""
 
     @_builtins.property
-    def ttft_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def ttft_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The lower and the upper bound of its 95 % confidence interval; absent with too few repetitions."""
+
     @_builtins.property
-    def prefill_tokens_per_s_ci95(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def prefill_tokens_per_s_ci95(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The lower and the upper bound of its 95 % confidence interval."""
+
     @_builtins.property
-    def decode_tokens_per_s_ci95(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def decode_tokens_per_s_ci95(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The lower and the upper bound of its 95 % confidence interval."""
+
     @_builtins.property
     def token_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """The time of each token in ns: the median over repetitions. Entry 0 is the first token after the prompt; the others make up
-        decode. Empty in histories.
+        """Time of each generated token in nanoseconds, the median over repetitions: first the time to the first token, then one for
+        each step of decode. Absent in histories.
         """
 
     @_builtins.property
     def verdict(self) -> Global___Verdict:
-        """The verdict on this point alone."""
+        """Whether the numbers of this point can be trusted."""
 
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerationRun]:
-        """The processes that measured the point, in order: one, or as many as Measurement.repeat."""
+        """The processes that measured the point, in order: one, or as many as `repeat`."""
 
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerationPart]:
-        """What each method of a flow takes, in the order of execution. Empty without LanguageModel.flow, and if no process completed the
-        point.
+        """What each method of a flow takes, in the order of execution. Empty without LanguageModel.flow, and if no process completed
+        the point.
         """
 
     def __init__(
@@ -1010,8 +1045,8 @@ Global___GenerationPointReport: _TypeAlias = GenerationPointReport  # noqa: Y015
 
 @_typing.final
 class GenerationPart(_message.Message):
-    """A method's part in a point. Its times include setting its inputs, and are means as those of the point, with their intervals. The
-    shares of all methods add up to less than 1: the rest is the selection of tokens.
+    """A method's part in a point. Its times include setting its inputs, and are means as those of the point, with their intervals.
+    The shares of all methods add up to less than 1: the rest is the selection of tokens.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1029,15 +1064,23 @@ class GenerationPart(_message.Message):
     prefill_executions: _builtins.int
     """Number of executions for each prompt, their time together, and its share of the time to the first token."""
     prefill_ns: _builtins.float
+    """Their time together, in nanoseconds; absent without any."""
     prefill_share: _builtins.float
+    """Its share of the time to the first token."""
     decode_executions: _builtins.int
     """Number of executions for the tokens after the first, their time for each token, and its share of a token's time."""
     decode_ns: _builtins.float
+    """Their time for each token, in nanoseconds; absent without any."""
     decode_share: _builtins.float
+    """Its share of the time of a token after the first."""
     @_builtins.property
-    def prefill_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def prefill_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The lower and the upper bound of its 95 % confidence interval; absent with too few repetitions."""
+
     @_builtins.property
-    def decode_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def decode_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The lower and the upper bound of its 95 % confidence interval."""
+
     def __init__(
         self,
         *,
@@ -1076,7 +1119,7 @@ Global___GenerationPart: _TypeAlias = GenerationPart  # noqa: Y015
 
 @_typing.final
 class GenerationRun(_message.Message):
-    """One process's measurement of a point."""
+    """One process's measurement of a prompt length at a depth. Its intervals are over its repetitions."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1092,18 +1135,26 @@ class GenerationRun(_message.Message):
     repetitions: _builtins.int
     """Number of timed repetitions."""
     ttft_ns: _builtins.float
-    """As in GenerationPointReport; the intervals are over the repetitions, and empty below 3 of them."""
+    """Time to the first token, in nanoseconds."""
     prefill_tokens_per_s: _builtins.float
+    """Rate of prefill, in tokens per second."""
     decode_tokens_per_s: _builtins.float
+    """Rate of decode, in tokens per second."""
     @_builtins.property
-    def ttft_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def ttft_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The lower and the upper bound of its 95 % confidence interval; absent below 3 repetitions."""
+
     @_builtins.property
-    def prefill_tokens_per_s_ci95(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def prefill_tokens_per_s_ci95(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The lower and the upper bound of its 95 % confidence interval."""
+
     @_builtins.property
-    def decode_tokens_per_s_ci95(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def decode_tokens_per_s_ci95(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The lower and the upper bound of its 95 % confidence interval."""
+
     @_builtins.property
     def verdict(self) -> Global___Verdict:
-        """The verdict on this process alone."""
+        """Whether this process's numbers can be trusted."""
 
     @_builtins.property
     def telemetry(self) -> Global___RunTelemetry:
@@ -1143,7 +1194,7 @@ Global___GenerationRun: _TypeAlias = GenerationRun  # noqa: Y015
 
 @_typing.final
 class Run(_message.Message):
-    """One process that measured the program. Its samples follow those of the runs before it in Report.samples."""
+    """One process that measured the program. Its samples follow those of the runs before it in `latency.samples_ns`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1162,25 +1213,28 @@ class Run(_message.Message):
     SLOW_SHARE_FIELD_NUMBER: _builtins.int
     SLOW_RATIO_FIELD_NUMBER: _builtins.int
     warmup: _builtins.int
-    """Number of warm-up iterations."""
+    """Number of iterations before the timed pass."""
     iterations: _builtins.int
     """Number of timed iterations, which is the number of its samples."""
     duration_ns: _builtins.int
-    """Wall time of the timed pass."""
+    """Wall time of the timed pass, in nanoseconds."""
     stop_reason: _common_pb2.StopReason.ValueType
-    """Why the timed pass stopped."""
+    """Why the timed pass ended."""
     steady: _builtins.bool
-    """As in ReportMeasurement."""
+    """Whether the running median was steady at the end of the warm-up; absent if the number of iterations was prescribed."""
     warmup_ns: _builtins.int
-    """Wall time of the warm-up."""
+    """Wall time of the warm-up, in nanoseconds."""
     p50_ns: _builtins.float
+    """The median of this run, in nanoseconds."""
     drift: _builtins.float
+    """Change of the median from the first third to the last: 0.1 is 10 % slower, -0.1 is 10 % faster."""
     slow_share: _builtins.float
-    """As in Latency, within this run."""
+    """Fraction of the samples in the slower of two groups, 0 to 1; absent if they form one group."""
     slow_ratio: _builtins.float
+    """Median of the slower group over that of the faster one."""
     @_builtins.property
     def p50_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """As in Latency: the interval within this run."""
+        """The lower and the upper bound of the median's 95 % confidence interval within this run, in nanoseconds."""
 
     @_builtins.property
     def verdict(self) -> Global___Verdict:
@@ -1243,9 +1297,10 @@ Global___Run: _TypeAlias = Run  # noqa: Y015
 
 @_typing.final
 class RunSpread(_message.Message):
-    """How much the medians of separate runs of one program on one device vary: each run is a process of its own, with its own memory
-    layout, clock frequency and neighbours. The interval of a single run's median, Latency.p50_ci95_ns, covers only the variation
-    within it.
+    """How much the medians of separate runs of one program on one device vary.
+
+    Each run is a process of its own, with its own memory layout, clock frequency and neighbours. `latency.p50_ci95_ns` of a single
+    run covers only the variation within it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1255,13 +1310,16 @@ class RunSpread(_message.Message):
     RELATIVE_STDDEV_FIELD_NUMBER: _builtins.int
     P50_CI95_NS_FIELD_NUMBER: _builtins.int
     source: Global___RunSpreadSource.ValueType
+    """Where the spread comes from."""
     runs: _builtins.int
-    """Number of runs that it was estimated from, for a HISTORY of reports; 0 for a PRIOR without any, which is a constant."""
+    """Number of runs that it was estimated from, for a HISTORY of reports; 0 for a PRIOR that is a constant."""
     relative_stddev: _builtins.float
-    """Standard deviation of the logarithm of a run's median, for a HISTORY of the median over all runs of a report: 0.02 is 2 %."""
+    """Standard deviation of the logarithm of a run's median, for a HISTORY of the median over all runs: 0.02 is 2 %."""
     @_builtins.property
     def p50_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Two values: the 95 % interval of the median that covers the variation within and between runs."""
+        """The lower and the upper bound of the median's 95 % confidence interval, in nanoseconds, which covers the variation within and
+        between runs.
+        """
 
     def __init__(
         self,
@@ -1289,14 +1347,14 @@ class ReportInputs(_message.Message):
     TENSORS_FIELD_NUMBER: _builtins.int
     FROM_JOB_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
-    """The digest of the tensor file, which contains the names and values; absent if the runner generated the inputs."""
+    """SHA-256 of the tensor file, which has the names and values; absent if the runner generated the inputs."""
     from_job: _builtins.bool
     """Whether the job named them (JobSpec.inputs); false for the example inputs of the model, and if the runner generated them.
     Absent in reports of releases that did not record it.
     """
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___InputTensor]:
-        """In the order of the flattened arguments; empty if the runner generated the inputs or the tensor file was not analyzed."""
+        """The inputs in flattened order; empty if the runner generated them or the tensor file was not analyzed."""
 
     def __init__(
         self,
@@ -1322,6 +1380,8 @@ Global___ReportInputs: _TypeAlias = ReportInputs  # noqa: Y015
 
 @_typing.final
 class InputTensor(_message.Message):
+    """One input of a method."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
@@ -1329,9 +1389,11 @@ class InputTensor(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dtype: _builtins.str
-    """The dtype of a tensor. For a Python scalar, whose shape is empty: "bool scalar", "int scalar", "float scalar" or "None"."""
+    """The dtype of a tensor; `bool scalar`, `int scalar`, `float scalar` or `None` for a Python value."""
     @_builtins.property
-    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The sizes of a tensor's dims; empty for a scalar."""
+
     def __init__(
         self,
         *,
@@ -1367,7 +1429,7 @@ class Analysis(_message.Message):
     """
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
-        """The time when the result was computed."""
+        """When the result was computed; ISO 8601 in UTC."""
 
     def __init__(
         self,
@@ -1387,9 +1449,9 @@ Global___Analysis: _TypeAlias = Analysis  # noqa: Y015
 
 @_typing.final
 class PairedRatio(_message.Message):
-    """The comparison of two candidates that ran in alternating blocks on one device. Each round yields one ratio of medians, and
-    the interval is computed by resampling rounds. Samples within a block are correlated, so pooling the samples of all blocks
-    would report a difference between identical programs.
+    """The comparison of two candidates that ran in alternating blocks on one device. Each round yields one ratio of medians, and the
+    interval is computed by resampling rounds. Samples within a block are correlated, so pooling the samples of all blocks would
+    report a difference between identical programs.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1401,19 +1463,20 @@ class PairedRatio(_message.Message):
     PROCESS_PAIRS_FIELD_NUMBER: _builtins.int
     RATIOS_FIELD_NUMBER: _builtins.int
     base_cell: _builtins.str
-    """The cell of the first candidate."""
+    """Id of the first candidate's cell."""
     ratio: _builtins.float
-    """The median over the rounds of this candidate's median latency divided by the base's: 0.9 means 10 % faster."""
+    """This candidate's median over the base's, of the middle round: 0.9 is 10 % faster."""
     rounds: _builtins.int
+    """Number of rounds."""
     process_pairs: _builtins.int
     """Number of process pairs: how many times both processes were started."""
     @_builtins.property
     def ratio_ci95(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Two values: the lower and the upper end of the ratio's 95 % interval. Empty if there are too few rounds."""
+        """The lower and the upper bound of the ratio's 95 % confidence interval; absent with too few rounds."""
 
     @_builtins.property
     def ratios(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """The ratio of each round in the order of measurement, at most 1,000. The server refuses a result with more rounds."""
+        """The ratio of each round, in the order measured, at most 1,000; of the shape (rounds,)."""
 
     def __init__(
         self,
@@ -1435,6 +1498,8 @@ Global___PairedRatio: _TypeAlias = PairedRatio  # noqa: Y015
 
 @_typing.final
 class ReportModel(_message.Message):
+    """The model of a cell."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
@@ -1442,11 +1507,11 @@ class ReportModel(_message.Message):
     SOURCES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     digest: _builtins.str
-    """The digest of the manifest of the methods' exported programs; for a ready program, that of the program's manifest."""
+    """SHA-256 of the manifest of its exported programs; for a ready program, of the program's manifest."""
     @_builtins.property
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SourceFile]:
-        """The files that the model's factory imported from below its root, by path; empty for a .pt2, a .pte, and whatever has no
-        factory. Of more than 1,000 files, the last entry stands for all further ones.
+        """The files that its factory imported from below its root, by path; absent for a .pt2, a .pte, and whatever has no factory. Of
+        more than 1,000 files, the last entry stands for all further ones.
         """
 
     def __init__(
@@ -1466,6 +1531,8 @@ Global___ReportModel: _TypeAlias = ReportModel  # noqa: Y015
 
 @_typing.final
 class ReportDevice(_message.Message):
+    """The device of a cell."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ID_FIELD_NUMBER: _builtins.int
@@ -1479,10 +1546,14 @@ class ReportDevice(_message.Message):
     id: _builtins.str
     name: _builtins.str
     arch: _builtins.str
+    """The architecture, such as `aarch64`."""
     soc: _builtins.str
+    """The system on a chip."""
     os: _builtins.str
     cores: _builtins.int
+    """Number of cores."""
     memory_bytes: _builtins.int
+    """Size of its memory, in bytes."""
     emulated: _builtins.bool
     def __init__(
         self,
@@ -1506,6 +1577,8 @@ Global___ReportDevice: _TypeAlias = ReportDevice  # noqa: Y015
 
 @_typing.final
 class Runner(_message.Message):
+    """The process that ran the program."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     KIND_FIELD_NUMBER: _builtins.int
@@ -1513,10 +1586,13 @@ class Runner(_message.Message):
     BUNDLE_DIGEST_FIELD_NUMBER: _builtins.int
     CORES_FIELD_NUMBER: _builtins.int
     kind: _common_pb2.RunnerKind.ValueType
+    """`native`, `python`, or the kind of an installed runner."""
     executorch: _builtins.str
+    """The version of ExecuTorch."""
     bundle_digest: _builtins.str
+    """SHA-256 of the farm's runner bundle; absent for an installed runner."""
     cores: _builtins.str
-    """The logical CPUs that the runner was restricted to, such as "0-3"; absent if it was not restricted."""
+    """The logical CPUs that the runner was restricted to, such as `0-3`; absent if it was not restricted."""
     def __init__(
         self,
         *,
@@ -1542,7 +1618,7 @@ Global___Runner: _TypeAlias = Runner  # noqa: Y015
 
 @_typing.final
 class ReportCompile(_message.Message):
-    """The compilation that produced the program."""
+    """The compilation of a program."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1551,10 +1627,10 @@ class ReportCompile(_message.Message):
     WARNINGS_FIELD_NUMBER: _builtins.int
     COMPILATION_FIELD_NUMBER: _builtins.int
     cached: _builtins.bool
-    """Whether the compilation of an earlier job was used."""
+    """Whether the program was compiled earlier."""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[_compile_pb2.Stage]:
-        """The stages that the client executed before it submitted the job. The server's stages are in `compilation`."""
+        """The stages of the client, before it submitted the job. Those of the server are in `compilation`."""
 
     @_builtins.property
     def warnings(self) -> _containers.RepeatedCompositeFieldContainer[_compile_pb2.Warning]:
@@ -1582,7 +1658,7 @@ Global___ReportCompile: _TypeAlias = ReportCompile  # noqa: Y015
 
 @_typing.final
 class ReportMeasurement(_message.Message):
-    """How the timed pass was measured."""
+    """How the timed pass was made."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1594,17 +1670,17 @@ class ReportMeasurement(_message.Message):
     WARMUP_NS_FIELD_NUMBER: _builtins.int
     REPEATABILITY_FIELD_NUMBER: _builtins.int
     warmup: _builtins.int
-    """Number of warm-up iterations."""
+    """Number of iterations before the timed pass."""
     iterations: _builtins.int
     """Number of timed iterations."""
     duration_ns: _builtins.int
-    """Wall time of the timed pass."""
+    """Wall time of the timed pass, in nanoseconds."""
     stop_reason: _common_pb2.StopReason.ValueType
-    """Why the timed pass stopped."""
+    """Why the timed pass ended."""
     steady: _builtins.bool
-    """Whether the running median was steady when the warm-up ended; absent if the number of warm-up iterations was fixed."""
+    """Whether the running median was steady at the end of the warm-up; absent if the number of iterations was prescribed."""
     warmup_ns: _builtins.int
-    """Wall time of the warm-up."""
+    """Wall time of the warm-up, in nanoseconds."""
     @_builtins.property
     def repeatability(self) -> Global___Repeatability:
         """Absent if the outputs were not compared."""
@@ -1637,8 +1713,9 @@ Global___ReportMeasurement: _TypeAlias = ReportMeasurement  # noqa: Y015
 
 @_typing.final
 class Repeatability(_message.Message):
-    """Whether the passes over the same inputs, with the same number of threads, produced the same outputs. Three executions are compared: the last
-    timed one, the first one after the program is loaded again (a traced one if there is a traced pass), and the last traced one.
+    """Whether the passes over the same inputs, with the same number of threads, produced the same outputs. Three executions are
+    compared: the last timed one, the first one after the program is loaded again (a traced one if there is a traced pass), and the
+    last traced one.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1648,7 +1725,7 @@ class Repeatability(_message.Message):
     outcome: Global___RepeatabilityOutcome.ValueType
     @_builtins.property
     def differences(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputDifference]:
-        """One entry for each output that differs; empty if the outcome is EQUAL."""
+        """One for each output that differs; empty if all are equal."""
 
     def __init__(
         self,
@@ -1666,7 +1743,7 @@ Global___Repeatability: _TypeAlias = Repeatability  # noqa: Y015
 
 @_typing.final
 class OutputDifference(_message.Message):
-    """The difference between two executions with the same inputs in one output."""
+    """One output of two executions with the same inputs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1681,13 +1758,15 @@ class OutputDifference(_message.Message):
     output: _builtins.str
     """The output's name, or its index if it has no name."""
     first: Global___Execution.ValueType
+    """The one execution."""
     second: Global___Execution.ValueType
+    """The other execution."""
     differing: _builtins.int
-    """Number of elements that differ; absent if elements cannot be compared one by one because the shape or dtype differs."""
+    """Number of elements that differ; absent if they cannot be compared one by one (another shape or dtype)."""
     elements: _builtins.int
     """Number of elements of the output; absent if `differing` is."""
     max_abs_difference: _builtins.float
-    """The largest absolute difference; absent if the values cannot be subtracted."""
+    """The largest absolute difference; absent without numbers to subtract."""
     rounding: _builtins.float
     """The largest absolute difference that rounding explains, by the output's dtype and largest magnitude; absent for integers, and
     if a difference is not finite.
@@ -1733,7 +1812,10 @@ Global___OutputDifference: _TypeAlias = OutputDifference  # noqa: Y015
 
 @_typing.final
 class Latency(_message.Message):
-    """Statistics of the timed pass, which is never traced. A percentile is absent if less than one sample is expected beyond it."""
+    """The latency of one execution of the method: the timed pass, which is never traced.
+
+    A percentile is absent if no sample is expected beyond it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1750,29 +1832,34 @@ class Latency(_message.Message):
     SLOW_SHARE_FIELD_NUMBER: _builtins.int
     SLOW_RATIO_FIELD_NUMBER: _builtins.int
     min_ns: _builtins.float
+    """The fastest iteration, in nanoseconds."""
     p50_ns: _builtins.float
-    """The median; of several runs, the geometric mean of the valid runs' medians. The other statistics are over all samples."""
+    """The median, in nanoseconds; of several runs, the geometric mean of the valid runs' medians."""
     p90_ns: _builtins.float
+    """The 90th percentile, in nanoseconds."""
     p99_ns: _builtins.float
+    """The 99th percentile, in nanoseconds."""
     mean_ns: _builtins.float
+    """The mean, in nanoseconds."""
     stddev_ns: _builtins.float
-    """Sample standard deviation; absent for a single sample."""
+    """The standard deviation of the samples, in nanoseconds."""
     p10_ns: _builtins.float
+    """The 10th percentile, in nanoseconds."""
     drift: _builtins.float
-    """The change of the median from the first third of the pass to the last: 0.1 is 10 % slower, -0.1 is 10 % faster."""
+    """Change of the median from the first third to the last: 0.1 is 10 % slower, -0.1 is 10 % faster."""
     effective_samples: _builtins.float
-    """The number of independent samples that would determine the median as precisely; at most the number of samples."""
+    """Number of independent samples with the same information about the median; at most the number of samples."""
     slow_share: _builtins.float
-    """Present if the samples form two groups, of which the slower one is apart from the other by more than their variation: the
-    slower group's fraction of the samples, 0 to 1, and its median relative to that of the faster one. Of several processes, each
-    is taken relative to its own pace.
+    """Fraction of the samples in the slower of two groups, 0 to 1; absent unless the samples form two groups that are apart by more
+    than their variation. Each process counts relative to its own pace.
     """
     slow_ratio: _builtins.float
+    """Median of the slower group over that of the faster one."""
     @_builtins.property
     def p50_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Two values: the lower and the upper end of the median's 95 % interval, computed by a block bootstrap, which widens the
-        interval if neighbouring samples are correlated. Empty if there are too few samples to determine it. With three or more
-        valid runs it is that of RunSpread, which also covers the variation between them.
+        """The lower and the upper bound of the median's 95 % confidence interval, in nanoseconds, by a block bootstrap. Absent if there
+        are too few samples for an interval. With three or more valid runs it is that of `run_spread`, which also covers the
+        variation between them.
         """
 
     def __init__(
@@ -1844,17 +1931,19 @@ Global___Latency: _TypeAlias = Latency  # noqa: Y015
 
 @_typing.final
 class Load(_message.Message):
+    """The times before the timed pass."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LOAD_NS_FIELD_NUMBER: _builtins.int
     LOAD_METHOD_NS_FIELD_NUMBER: _builtins.int
     FIRST_RUN_NS_FIELD_NUMBER: _builtins.int
     load_ns: _builtins.int
-    """Time to load the program."""
+    """Time to load the program, in nanoseconds."""
     load_method_ns: _builtins.int
-    """Time to load the method."""
+    """Time to load the method, in nanoseconds."""
     first_run_ns: _builtins.int
-    """Time of the first execution since the method was loaded."""
+    """Time of the first execution, in nanoseconds."""
     def __init__(
         self,
         *,
@@ -1883,15 +1972,17 @@ Global___Load: _TypeAlias = Load  # noqa: Y015
 
 @_typing.final
 class Memory(_message.Message):
+    """The memory of the run."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PEAK_RSS_BYTES_FIELD_NUMBER: _builtins.int
     PLANNED_BYTES_FIELD_NUMBER: _builtins.int
     peak_rss_bytes: _builtins.int
-    """The maximum resident set of the runner's process."""
+    """The largest resident set of the runner's process, in bytes."""
     @_builtins.property
     def planned_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The sizes of the memory plan's buffers."""
+        """The sizes of the memory plan's buffers, in bytes."""
 
     def __init__(
         self,
@@ -1911,7 +2002,7 @@ Global___Memory: _TypeAlias = Memory  # noqa: Y015
 
 @_typing.final
 class OutputAccuracy(_message.Message):
-    """The deviation of one output from a reference that ran with the same inputs."""
+    """One output of the device, compared with a reference on the same inputs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1937,16 +2028,21 @@ class OutputAccuracy(_message.Message):
     """The output's name, or its index if it has no name."""
     dtype: _builtins.str
     reference: Global___Reference.ValueType
+    """What the output is compared with, such as `program before quantization`."""
     equal: _builtins.bool
+    """Whether all elements are equal."""
     max_abs_error: _builtins.float
+    """The largest absolute difference."""
     mean_abs_error: _builtins.float
+    """The mean absolute difference."""
     cosine: _builtins.float
+    """The cosine similarity, -1 to 1."""
     sqnr_db: _builtins.float
-    """Signal to quantization noise ratio in dB, capped at 300, which an exact match has; absent for NaN or infinity of one side,
-    an all-zero reference, and for integers and bools, which are classes, indices or flags rather than signals.
+    """Signal to quantization noise ratio in dB, capped at 300, which an exact match has; absent for NaN or infinity of one side, an
+    all-zero reference, and for integers and bools, which are classes, indices or flags rather than signals.
     """
     relative_error: _builtins.float
-    """The norm of the error divided by the norm of the reference; absent as `sqnr_db` is."""
+    """The norm of the error over the norm of the reference; absent as `sqnr_db` is."""
     top1_agreement: _builtins.float
     """For classifiers, the fraction (0 to 1) of rows along the last dim whose largest element has the same index in both. Present
     if exactly one output has the shape [classes] or [N, classes], a floating-point dtype and at least 3 classes.
@@ -1954,21 +2050,20 @@ class OutputAccuracy(_message.Message):
     nan_count: _builtins.int
     """Number of elements of the output that are NaN."""
     reference_nan_count: _builtins.int
-    """Number of elements of the reference that are NaN."""
+    """Number of the reference's elements that are NaN."""
     equal_share: _builtins.float
-    """The fraction (0 to 1) of elements that are equal. Present for integers and bools only."""
+    """Part of the elements that are equal, 0 to 1; for integers and bools only."""
     samples: _builtins.int
-    """Number of samples, each with its own inputs, that the numbers above are of: all elements of all samples together. 1 if only the
-    timed inputs were compared; absent in reports of releases that compared nothing else.
+    """Number of samples, each with its own inputs, that the numbers are of together: 1 if only the timed inputs were compared.
+    Absent in reports of releases that compared nothing else.
     """
     sqnr_db_min: _builtins.float
-    """The lowest and the highest `sqnr_db` of a single sample that has one: present also if `sqnr_db` is absent because other samples
-    have NaN.
-    """
+    """The lowest signal-to-noise ratio of a single sample, in dB; of those that have one if others have NaN."""
     sqnr_db_max: _builtins.float
+    """The highest signal-to-noise ratio of a single sample, in dB."""
     samples_digest: _builtins.str
-    """Digest of the inputs of all samples in order, by which reports tell whether they have the same ones. Absent for one sample, whose
-    inputs are ReportInputs.digest.
+    """Digest of the inputs of all samples in order, by which reports tell whether they have the same ones. Absent for one sample,
+    whose inputs are ReportInputs.digest.
     """
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -2081,19 +2176,17 @@ class Profile(_message.Message):
     SLOW_SHARE_FIELD_NUMBER: _builtins.int
     SLOW_RATIO_FIELD_NUMBER: _builtins.int
     iterations: _builtins.int
-    """Number of traced iterations."""
+    """Number of traced executions."""
     p50_ns: _builtins.float
-    """Median time of one traced execution of the method."""
+    """Median time of one traced execution of the method, in nanoseconds."""
     shown: _builtins.int
-    """The execution that the rows' `start_ns` and `duration_ns` refer to, which is the one with the median time: its column in
-    Report.trace_times, from 0.
+    """Index in `times_ns` of the execution with the median time, which `OperatorRow.start_ns` and `OperatorRow.duration_ns` are of:
+    its column in `Report.trace_times`.
     """
     mean_ns: _builtins.float
-    """The mean time of one traced execution over the typical iterations: those in the middle half by time. It is the whole of the
-    rows' times and shares: OperatorRow.mean_ns is OperatorRow.share of it.
-    """
+    """Mean time over the typical executions, those in the middle half by time: the whole of `OperatorRow.share`."""
     drift: _builtins.float
-    """The change of the median from the first third of the pass to the last, as Latency.drift. Absent below 30 iterations."""
+    """The change of the median from the first third of the pass to the last: 0.1 is 10 % slower."""
     traced_ratio: _builtins.float
     """Median traced time divided by the median untraced time of the same process, which is that of the last of several runs: what
     tracing costs, 1 if nothing. Absent if nothing was timed.
@@ -2101,15 +2194,16 @@ class Profile(_message.Message):
     events: _builtins.int
     """Number of events that the tracer recorded in one execution."""
     event_cost_ns: _builtins.float
-    """The difference of both medians for each event: the tracer's cost. Absent if the difference is within both intervals, or if the
-    traced pass was disturbed or drifted.
+    """Difference of both medians for each event; absent if the difference is within both intervals, or the traced pass was
+    disturbed or drifted.
     """
     slow_share: _builtins.float
-    """As in Latency, of the traced iterations. From a quarter of slow iterations on, the times of the operators include them."""
+    """Fraction of the executions in the slower of two groups, 0 to 1; absent if they form one group."""
     slow_ratio: _builtins.float
+    """Median of the slower group over that of the faster one."""
     @_builtins.property
     def mean_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Two values: the 95 % interval of `mean_ns` within this run. Empty below 6 iterations."""
+        """The lower and the upper bound of the 95 % interval of `mean_ns` within this run; absent below 6 executions."""
 
     @_builtins.property
     def telemetry(self) -> Global___RunTelemetry:
@@ -2117,7 +2211,7 @@ class Profile(_message.Message):
 
     @_builtins.property
     def verdict(self) -> Global___Verdict:
-        """Whether the times of the operators can be trusted. Report.verdict is about the timed pass."""
+        """Whether the times of the operators can be trusted. `Report.verdict` is about the timed pass."""
 
     def __init__(
         self,
@@ -2177,7 +2271,10 @@ Global___Profile: _TypeAlias = Profile  # noqa: Y015
 
 @_typing.final
 class OperatorRow(_message.Message):
-    """One row of the operator table of the traced pass. Times are absent below the clock's resolution."""
+    """One row of the profile: an operator, a delegate, a kernel inside a delegate, or the rest.
+
+    All times are of the traced pass, in nanoseconds; absent if below the clock's resolution.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2209,47 +2306,47 @@ class OperatorRow(_message.Message):
     INPUT_ROWS_FIELD_NUMBER: _builtins.int
     SOURCE_REASON_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """The position in the order of execution, from 0."""
+    """Index of the row, in the order of execution, from 0."""
     kind: Global___OperatorKind.ValueType
     parent: _builtins.int
-    """The index of the delegate's row; absent at the top level."""
+    """Index of the delegate's row; absent at the top level."""
     name: _builtins.str
     backend: _builtins.str
-    """The backend of the delegate, such as "XnnpackBackend"; absent for the runtime's own kernels."""
+    """The delegate's backend, such as `XnnpackBackend`; absent for the runtime's own kernels."""
     delegated: _builtins.bool
     p50_ns: _builtins.float
-    """Percentiles are over all traced iterations."""
+    """The median over all executions. Medians of rows do not add up; `mean_ns` is the time beside `share`."""
     mean_ns: _builtins.float
     """The time of the row: its `share` of Profile.mean_ns, which is its mean over the typical iterations, plus half a step where a
     delegate's clock rounds down. If its kernels then exceed the delegate together, they are scaled to fill it.
     """
     resolution_ns: _builtins.float
-    """The resolution of the clock that measured the row."""
+    """The resolution of the clock, in nanoseconds."""
     share: _builtins.float
-    """The fraction (0 to 1) of the method's mean time over the typical iterations, Profile.mean_ns. Unlike medians, means add up:
-    the shares of the leaves and of the REST rows sum to 1.
-    """
+    """Part of `Profile.mean_ns`, 0 to 1. Unlike medians, means add up: the shares of leaves and rows of kind REST sum to 1."""
     module: _builtins.str
-    """The module's path in the user's model, such as "layer1.conv"."""
+    """Path of the module in the user's model, such as `layer1.conv`."""
     aligned: _builtins.bool
-    """Whether a KERNEL row was matched with the graph; absent for other kinds. One that may be one of several nodes in a row has the
-    operators of all of them.
+    """Whether a KERNEL row was matched with the graph; absent for other kinds. One that may be one of several nodes in a row has
+    the operators of all of them.
     """
     instruction_id: _builtins.int
     p10_ns: _builtins.float
+    """The 10th percentile."""
     p90_ns: _builtins.float
+    """The 90th percentile."""
     start_ns: _builtins.float
-    """In the execution Profile.shown: the time since the start of the method, and the duration."""
+    """Start in the execution `Profile.shown`, relative to the start of the method."""
     duration_ns: _builtins.float
+    """Duration in the execution `Profile.shown`."""
     reconstructed: _builtins.bool
-    """Whether the start is reconstructed because the delegate reports only durations: its kernels are then placed one after
-    another.
-    """
+    """Whether `start_ns` is not measured: a delegate reported durations only, and its kernels are laid end to end."""
     unaligned_reason: _builtins.str
     """Why the kernels of a DELEGATE row have no source lines; absent if they have, and if the backend reports no kernels."""
     rounding_ns: _builtins.float
-    """By how much a delegate's clock may have rounded `mean_ns` up or down, evenly: half a step at most, the less the more the times
-    vary. A part of `mean_ci95_ns`. Absent for rows that such a clock did not measure, and in reports without the half step.
+    """By how much a delegate's clock may have rounded `mean_ns` up or down, evenly: half a step at most, the less the more the
+    times vary. A part of `mean_ci95_ns`. Absent for rows that such a clock did not measure, and in reports without the half
+    step.
     """
     source_reason: _builtins.str
     """Why the row has no source line; or, for a kernel that is no operator of the model, such as an inserted transposition or a
@@ -2258,26 +2355,29 @@ class OperatorRow(_message.Message):
     `unaligned_reason`.
     """
     @_builtins.property
-    def op_types(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def op_types(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the operators in the graph, such as `aten.convolution.default`."""
+
     @_builtins.property
-    def source(self) -> _compile_pb2.SourceLine: ...
+    def source(self) -> _compile_pb2.SourceLine:
+        """The line of the user's model; absent if unknown."""
+
     @_builtins.property
     def debug_handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[_compile_pb2.SourceLine]:
-        """All source lines of a row that stands for several operators, beginning with `source`; empty if there is at most one."""
+        """All lines of a row that stands for several operators, that of `source` first; empty for zero or one."""
 
     @_builtins.property
     def mean_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Two values: the 95 % interval of `mean_ns` within this run, by a block bootstrap over the iterations, with what the clock of
-        `resolution_ns` may round away. Empty if `mean_ns` is absent, and below 6 iterations.
+        """The lower and the upper bound of the 95 % interval of `mean_ns` within this run, by a block bootstrap over the executions,
+        with `rounding_ns`; empty below 6 executions.
         """
 
     @_builtins.property
     def input_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """`index` of the rows whose outputs this row's operators take, ascending, at most 64: the data flow of the graph between rows.
-        All are before this row. A DELEGATE row has none if its kernels have them. Empty if the data flow is unknown, as
-        for kernels that a backend inserted.
+        """Indices of the rows whose outputs this row takes, all before it, ascending, at most 64. A delegate has none if its kernels
+        have them. Empty if the data flow is unknown, as for kernels that a backend inserted.
         """
 
     def __init__(
@@ -2384,7 +2484,7 @@ Global___OperatorRow: _TypeAlias = OperatorRow  # noqa: Y015
 
 @_typing.final
 class Numerics(_message.Message):
-    """How the numeric gap was measured."""
+    """How the numeric gap was computed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2397,23 +2497,25 @@ class Numerics(_message.Message):
     SQNR_DB_FIELD_NUMBER: _builtins.int
     WRONG_ONLY_WHEN_FUSED_FIELD_NUMBER: _builtins.int
     is_timed_program: _builtins.bool
+    """Whether that is the timed program itself, not one with a delegate for each operator."""
     threshold_db: _builtins.float
     """For each operator, the host recomputes the output from the values that the device recorded before it, in the quantized
-    program, or in the eager one if nothing is quantized. The operator is bad if the device's output differs from it by this
-    many dB more than rounding explains. Absent if the pass yielded no values.
+    program, or in the eager one if nothing is quantized. The operator is bad if the device's output differs from it by this many
+    dB more than rounding explains. Absent if the pass yielded no values.
     """
     first_bad: _builtins.int
-    """Index in `numeric_gap` of the first bad operator; absent if no operator is bad."""
+    """Index in `Report.numeric_gap` of the first bad operator; absent without one."""
     judged: _builtins.int
-    """Number of entries of `numeric_gap` whose operator was classified as bad or not. An operator cannot be classified if the
-    graph that it is checked against cannot be run, if values are NaN, or if it returns indices and it is unknown which of them
-    are equivalent. Absent if the pass yielded no values.
+    """Number of entries of `numeric_gap` whose operator was classified as bad or not. An operator cannot be classified if the graph
+    that it is checked against cannot be run, if values are NaN, or if it returns indices and it is unknown which of them are
+    equivalent. Absent if the pass yielded no values.
     """
     timed_sqnr_db: _builtins.float
     """The lowest OutputAccuracy.sqnr_db of the timed program and that of this pass's program, against the program on the host that
     operators are judged by. Absent if no output has one, or one is NaN or infinite where that program's is not.
     """
     sqnr_db: _builtins.float
+    """The same of an output of the numerics pass's program."""
     wrong_only_when_fused: _builtins.bool
     """Whether the timed program is far from the program on the host although this pass's program is not and no operator is bad: its
     operators are only wrong when the backend fuses them. Absent if no output can be compared, and if the timed program itself
@@ -2468,8 +2570,8 @@ Global___Numerics: _TypeAlias = Numerics  # noqa: Y015
 
 @_typing.final
 class NumericGap(_message.Message):
-    """The output of one operator of the numerics program, or of a group of operators that cannot be distinguished, compared with
-    the same value on the host. Host and device use the exact inputs of the run. Entries are in the order of execution.
+    """The output of one operator of the numerics program, compared with the same value on the host. Operators that cannot be
+    distinguished are one group. Host and device use the exact inputs of the run. Entries are in the order of execution.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2490,35 +2592,39 @@ class NumericGap(_message.Message):
     HISTOGRAM_FIELD_NUMBER: _builtins.int
     FIRST_BAD_FIELD_NUMBER: _builtins.int
     snr_db: _builtins.float
-    """Signal-to-noise ratio in dB, capped at 300, which an exact match has; absent for NaN or an all-zero reference."""
+    """The signal-to-noise ratio in dB, capped at 300 for an exact match; absent for NaN or an all-zero reference."""
     mse: _builtins.float
-    """Mean squared error."""
+    """The mean squared error."""
     l1: _builtins.float
-    """Sum of the absolute differences."""
+    """The sum of the absolute differences."""
     max_abs_error: _builtins.float
+    """The largest absolute difference."""
     reference: Global___Reference.ValueType
     """The program on the host that provides `expected`."""
     module: _builtins.str
+    """Path of the module in the user's model."""
     backend: _builtins.str
     first_bad: _builtins.bool
-    """Whether Numerics.first_bad is this entry."""
+    """Whether this is the first operator that differs by more than rounding explains."""
     @_builtins.property
-    def ops(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def ops(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the operators in the graph."""
+
     @_builtins.property
     def source(self) -> _compile_pb2.SourceLine: ...
     @_builtins.property
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[_compile_pb2.SourceLine]:
-        """All source lines of a group; empty if there is at most one."""
+        """All lines of a group; empty for zero or one."""
 
     @_builtins.property
     def debug_handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def expected(self) -> Global___ValueSummary:
-        """The values of the host."""
+        """The value on the host."""
 
     @_builtins.property
     def actual(self) -> Global___ValueSummary:
-        """The values of the device."""
+        """The value on the device."""
 
     @_builtins.property
     def histogram(self) -> Global___ValueHistogram:
@@ -2576,7 +2682,7 @@ Global___NumericGap: _TypeAlias = NumericGap  # noqa: Y015
 
 @_typing.final
 class ValueSummary(_message.Message):
-    """Statistics of a value's elements. Quantized values are dequantized first."""
+    """The elements of one value; of a quantized value, the numbers that it represents."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2591,10 +2697,13 @@ class ValueSummary(_message.Message):
     dtype: _builtins.str
     """The dtype that the value was computed in."""
     min: _builtins.float
-    """Statistics of the finite elements; absent if no element is finite."""
+    """The smallest finite element; absent without finite elements."""
     max: _builtins.float
+    """The largest finite element."""
     mean: _builtins.float
+    """The mean of the finite elements."""
     stddev: _builtins.float
+    """The standard deviation of the finite elements."""
     nan_count: _builtins.int
     infinite_count: _builtins.int
     @_builtins.property
@@ -2636,7 +2745,7 @@ Global___ValueSummary: _TypeAlias = ValueSummary  # noqa: Y015
 
 @_typing.final
 class ValueHistogram(_message.Message):
-    """Number of elements in equal bins from `low` to `high`."""
+    """The elements of the expected and of the actual value, over the same bins of equal width from `low` to `high`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2647,9 +2756,13 @@ class ValueHistogram(_message.Message):
     low: _builtins.float
     high: _builtins.float
     @_builtins.property
-    def expected(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def expected(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Number of elements in each bin; of the shape (bins,)."""
+
     @_builtins.property
-    def actual(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def actual(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Number of elements in each bin; of the shape (bins,)."""
+
     def __init__(
         self,
         *,
@@ -2668,6 +2781,8 @@ Global___ValueHistogram: _TypeAlias = ValueHistogram  # noqa: Y015
 
 @_typing.final
 class Verdict(_message.Message):
+    """Whether the latency can be trusted."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STATUS_FIELD_NUMBER: _builtins.int
@@ -2693,6 +2808,8 @@ Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
 
 @_typing.final
 class VerdictReason(_message.Message):
+    """One reason why a latency cannot be trusted."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CODE_FIELD_NUMBER: _builtins.int
@@ -2700,12 +2817,13 @@ class VerdictReason(_message.Message):
     MEASURED_FIELD_NUMBER: _builtins.int
     THRESHOLD_FIELD_NUMBER: _builtins.int
     code: _builtins.str
-    """In UPPER_SNAKE_CASE. Stable: programs may depend on it."""
+    """UPPER_SNAKE word that programs may rely on."""
     message: _builtins.str
     """One sentence with the relevant values."""
     measured: _builtins.float
-    """The measured value and the threshold that it was compared with; absent if there is none."""
+    """The measured value, in the unit that `message` names; absent without a number."""
     threshold: _builtins.float
+    """The limit of `measured`, in the same unit."""
     def __init__(
         self,
         *,
@@ -2731,7 +2849,7 @@ Global___VerdictReason: _TypeAlias = VerdictReason  # noqa: Y015
 
 @_typing.final
 class RunTelemetry(_message.Message):
-    """Counters over the timed pass. A counter that the device does not have is absent."""
+    """Counters over the timed pass, and readings around it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2751,28 +2869,32 @@ class RunTelemetry(_message.Message):
     WAITS_FIELD_NUMBER: _builtins.int
     RUNNERS_CPU_NS_FIELD_NUMBER: _builtins.int
     cpu_time_ns: _builtins.int
+    """CPU time of the runner, in nanoseconds."""
     wall_time_ns: _builtins.int
+    """Wall time of the timed pass, in nanoseconds."""
     voluntary_switches: _builtins.int
+    """Number of voluntary context switches."""
     involuntary_switches: _builtins.int
+    """Number of involuntary context switches."""
     minor_faults: _builtins.int
+    """Number of minor page faults."""
     major_faults: _builtins.int
+    """Number of major page faults."""
     psi_cpu_some_us: _builtins.int
     """Time in microseconds during which at least one task of the device waited for a CPU (/proc/pressure/cpu)."""
     affinity: _builtins.str
-    """This field and those below are observed by the agent, beside the runner. The logical CPUs that the runner was allowed to
-    use, such as "0-3".
-    """
+    """The logical CPUs that the runner could use, such as `0-3`. The agent observes this and what follows, beside the runner."""
     sampler_cpu_ns: _builtins.int
-    """CPU time that sampling the series consumed."""
+    """CPU time that the series took, in nanoseconds."""
     runners_cpu_ns: _builtins.int
-    """For an interleaved attempt: CPU time of all runners between `before` and `after`, including loading and warm-ups."""
+    """CPU time of all runners of an interleaved attempt between `before` and `after`, in nanoseconds."""
     @_builtins.property
     def before(self) -> Global___SystemReading:
-        """Immediately before the timed pass."""
+        """The device right before the timed pass."""
 
     @_builtins.property
     def after(self) -> Global___SystemReading:
-        """Immediately after the timed pass."""
+        """The device right after the timed pass."""
 
     @_builtins.property
     def series(self) -> _containers.RepeatedCompositeFieldContainer[Global___TelemetryPoint]:
@@ -2876,29 +2998,33 @@ class SystemReading(_message.Message):
     SCREEN_ON_FIELD_NUMBER: _builtins.int
     THERMAL_STATUS_FIELD_NUMBER: _builtins.int
     throttle_count: _builtins.int
-    """Number of times that the CPUs have been throttled since boot, summed over all CPUs (x86)."""
+    """How often the CPUs were throttled since the start of the system (x86)."""
     battery_share: _builtins.float
     """Charge of the battery, 0 to 1."""
     charging: _builtins.bool
     load_1m: _builtins.float
-    """Load average over one minute."""
+    """Load average of the last minute."""
     runnable: _builtins.int
-    """Number of tasks that are running or runnable, excluding the task that reads this."""
+    """Number of tasks that ran or waited for a CPU, without the agent's own."""
     psi_cpu_avg10: _builtins.float
-    """The fraction (0 to 1) of the last ten seconds during which at least one task waited for the resource (/proc/pressure)."""
+    """Part of the last ten seconds in which some task waited for a CPU, 0 to 1."""
     psi_memory_avg10: _builtins.float
+    """Part of the last ten seconds in which some task waited for memory, 0 to 1."""
     psi_io_avg10: _builtins.float
+    """Part of the last ten seconds in which some task waited for a disk, 0 to 1."""
     memory_available_bytes: _builtins.int
+    """Memory that a new program could use, in bytes."""
     cpu_busy_ns: _builtins.int
-    """Counters since boot, summed over all CPUs: the time that they were not idle, and the time that a hypervisor took from them."""
+    """Time since the start of the system that CPUs were not idle, over all CPUs, in nanoseconds."""
     cpu_stolen_ns: _builtins.int
+    """Time since the start of the system that a hypervisor took from the CPUs, in nanoseconds."""
     elapsed_ms: _builtins.float
-    """As in TelemetryPoint."""
+    """Time since the start of the timed pass, in milliseconds."""
     screen_on: _builtins.bool
-    """For a phone: whether its screen is on."""
+    """Whether the screen of a phone was lit."""
     thermal_status: _builtins.int
-    """For a phone: how severely the system throttles because of heat, as Android numbers it: 0 none, 1 light, 2 moderate, 3
-    severe, 4 critical, 5 emergency, 6 shutdown.
+    """For a phone: how severely the system throttles because of heat, as Android numbers it: 0 none, 1 light, 2 moderate, 3 severe,
+    4 critical, 5 emergency, 6 shutdown.
     """
     @_builtins.property
     def cpus(self) -> _containers.RepeatedCompositeFieldContainer[Global___CpuReading]: ...
@@ -2990,6 +3116,8 @@ Global___SystemReading: _TypeAlias = SystemReading  # noqa: Y015
 
 @_typing.final
 class CpuReading(_message.Message):
+    """One CPU at one moment."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CPU_FIELD_NUMBER: _builtins.int
@@ -2999,8 +3127,9 @@ class CpuReading(_message.Message):
     cpu: _builtins.int
     """Number of the logical CPU."""
     frequency_hz: _builtins.int
+    """The current frequency, in Hz."""
     limit_hz: _builtins.int
-    """The highest frequency that is allowed at the moment."""
+    """The highest frequency that is allowed now, in Hz."""
     governor: _builtins.str
     def __init__(
         self,
@@ -3031,12 +3160,15 @@ Global___CpuReading: _TypeAlias = CpuReading  # noqa: Y015
 
 @_typing.final
 class ThermalZone(_message.Message):
+    """A temperature sensor at one moment."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     TEMPERATURE_C_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     temperature_c: _builtins.float
+    """Temperature in degrees Celsius."""
     def __init__(
         self,
         *,
@@ -3053,6 +3185,8 @@ Global___ThermalZone: _TypeAlias = ThermalZone  # noqa: Y015
 
 @_typing.final
 class CoolingDevice(_message.Message):
+    """What the system does against heat; a state above 0 slows something down."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
@@ -3075,6 +3209,8 @@ Global___CoolingDevice: _TypeAlias = CoolingDevice  # noqa: Y015
 
 @_typing.final
 class TelemetryPoint(_message.Message):
+    """One point of a series during the timed pass."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ELAPSED_MS_FIELD_NUMBER: _builtins.int
@@ -3084,20 +3220,20 @@ class TelemetryPoint(_message.Message):
     PSI_CPU_FIELD_NUMBER: _builtins.int
     BUSY_CPUS_FIELD_NUMBER: _builtins.int
     elapsed_ms: _builtins.float
-    """Time since the agent received the message that the timed pass had begun."""
+    """Time since the start of the timed pass, in milliseconds."""
     temperature_c: _builtins.float
-    """The temperature of the hottest zone."""
+    """Temperature of the hottest zone, in degrees Celsius."""
     load_1m: _builtins.float
-    """Load average over one minute."""
+    """Load average of the last minute."""
     psi_cpu: _builtins.float
-    """The fraction (0 to 1) of the time since the preceding point during which at least one task waited for a CPU."""
+    """Part of the time since the previous point in which some task waited for a CPU, 0 to 1."""
     busy_cpus: _builtins.float
     """Mean number of busy CPUs since the preceding point, including those of the runner: 2 means that two CPUs were busy all the
     time.
     """
     @_builtins.property
     def frequency_hz(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The highest clock frequency in each cluster of the device, in the order of the clusters; empty if it cannot be read."""
+        """The highest frequency within each cluster of the device, in Hz; empty if it cannot be read."""
 
     def __init__(
         self,
@@ -3134,7 +3270,7 @@ Global___TelemetryPoint: _TypeAlias = TelemetryPoint  # noqa: Y015
 
 @_typing.final
 class DeviceSetting(_message.Message):
-    """A setting of the device that measurements require."""
+    """A setting of the device that the agent changed for the run, or could not change."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -3145,7 +3281,7 @@ class DeviceSetting(_message.Message):
     APPLIED_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """The name of the setting: "governor"."""
+    """Name of the setting, such as `governor`."""
     cpus: _builtins.str
     """The logical CPUs that it applies to, such as "0-3"."""
     found: _builtins.str
@@ -3178,6 +3314,8 @@ Global___DeviceSetting: _TypeAlias = DeviceSetting  # noqa: Y015
 
 @_typing.final
 class GateWait(_message.Message):
+    """What a run waited for before it began."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     GATE_FIELD_NUMBER: _builtins.int
@@ -3187,11 +3325,13 @@ class GateWait(_message.Message):
     THRESHOLD_FIELD_NUMBER: _builtins.int
     gate: Global___Gate.ValueType
     waited_ms: _builtins.float
+    """Duration of the wait, in milliseconds."""
     passed: _builtins.bool
-    """Whether the condition was met; otherwise the run began regardless."""
+    """Whether the condition was reached; otherwise the run began without it."""
     measured: _builtins.float
-    """The last reading, and the limit that it must be below: degrees Celsius for COOL, runnable tasks per CPU for IDLE."""
+    """The last reading: degrees Celsius for COOL, runnable tasks per CPU for IDLE."""
     threshold: _builtins.float
+    """The limit of the reading."""
     def __init__(
         self,
         *,
@@ -3218,7 +3358,7 @@ Global___GateWait: _TypeAlias = GateWait  # noqa: Y015
 
 @_typing.final
 class Phase(_message.Message):
-    """One step of a cell's execution."""
+    """One phase of the cell's timeline."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -3228,10 +3368,11 @@ class Phase(_message.Message):
     DURATION_MS_FIELD_NUMBER: _builtins.int
     actor: _common_pb2.Actor.ValueType
     phase: _builtins.str
+    """Name of the phase, such as `COMPILE` or `TIMED`."""
     start_ms: _builtins.float
-    """Time since the submission of the job; negative for steps before it."""
+    """Start in milliseconds, relative to the job's submission; negative before it."""
     duration_ms: _builtins.float
-    """Measured by the actor's own monotonic clock."""
+    """Duration in milliseconds, on the actor's own monotonic clock."""
     def __init__(
         self,
         *,

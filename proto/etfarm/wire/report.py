@@ -16,7 +16,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from etfarm.v1 import common_pb2, job_pb2, report_pb2
 from etfarm.wire.errors import EtfarmError, UserError
 from etfarm.wire.report_keys import Json as Json
-from etfarm.wire.report_keys import Key, Shape, Type, keys_of, project
+from etfarm.wire.report_keys import Key, Shape, Type, is_interval, keys_of, project
 from etfarm.wire.series import Series, add_series
 from etfarm.wire.words import word_of
 
@@ -27,7 +27,7 @@ _BEYOND: Final = 1e300
 
 _JOB: Final = ("id", "name", "labels", "state", "submitted_at", "finished_at", "server_version")
 
-_ALWAYS: Final = {
+ALWAYS: Final = {
     "etfarm.v1.Report": ("id", "state"),
     "etfarm.v1.ReportModel": ("name",),
     "etfarm.v1.ReportDevice": ("id", "name"),
@@ -38,12 +38,6 @@ _ALWAYS: Final = {
     "job": ("id", "state", "submitted_at"),
 }
 """Required texts of each object, by which readers identify it."""
-
-_INTERVALS: Final = {
-    "p50_ci95_ns", "ratio_ci95", "mean_ci95_ns", "ttft_ci95_ns", "prefill_tokens_per_s_ci95", "decode_tokens_per_s_ci95",
-    "prefill_ci95_ns", "decode_ci95_ns",
-}  # fmt: skip
-"""Lists that hold a lower and an upper bound, or are empty."""
 
 _OPERATORS: Final = {
     "etfarm.v1.Report": "operators",
@@ -183,11 +177,11 @@ def _completed(value: Any, message: Descriptor, where: str) -> Any:
                 full[key.name] = empty[key.name]
                 continue
             full[key.name] = [_item(key, item, f"{at}[{place}]") for place, item in enumerate(present)]
-            if key.name in _INTERVALS and len(present) != 2:
+            if is_interval(key.field) and len(present) != 2:
                 raise BadDocument(f"{at} is not a lower and an upper bound.", _REMEDY, where=at)
         else:
             full[key.name] = _item(key, present, at)
-    _require_texts(full, _ALWAYS.get(message.full_name, ()), where)
+    _require_texts(full, ALWAYS.get(message.full_name, ()), where)
     _validate_relations(full, message, where)
     return full
 
@@ -232,7 +226,7 @@ def _completed_job(job: Json) -> Json:
     for at, item in {**texts, **{f"job.labels.{key}": item for key, item in full["labels"].items()}}.items():
         if not isinstance(item, str):
             raise BadDocument(f"{at} is {json.dumps(item)[:40]}, not a text.", _REMEDY, where=at)
-    _require_texts(full, _ALWAYS["job"], "job")
+    _require_texts(full, ALWAYS["job"], "job")
     return full
 
 

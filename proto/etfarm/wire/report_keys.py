@@ -54,6 +54,8 @@ class Key:
     """The field that the values come from, whose comment describes them."""
     message: Descriptor | None = None
     """The message of the values, if they are objects."""
+    about: str = ""
+    """Describes the key where the comment of `field` does not."""
 
 
 _LEFT_OUT: Final = {
@@ -67,36 +69,18 @@ _LEFT_OUT: Final = {
 _RENAMED: Final = {"etfarm.v1.OutputDifference": {"first": "one", "second": "other"}}
 """Keys that are not the names of their fields."""
 
-_NULL_WHEN_EMPTY: Final = {
+NULL_WHEN_EMPTY: Final = {
     "etfarm.v1.Report": {"accuracy", "operators", "numeric_gap"},
     "etfarm.v1.ReportModel": {"sources"},
     "etfarm.v1.Memory": {"planned_bytes"},
-    "etfarm.v1.Latency": {"p50_ci95_ns"},
-    "etfarm.v1.Run": {"p50_ci95_ns"},
-    "etfarm.v1.RunSpread": {"p50_ci95_ns"},
-    "etfarm.v1.Profile": {"mean_ci95_ns"},
-    "etfarm.v1.OperatorRow": {"mean_ci95_ns"},
-    "etfarm.v1.OperatorGroup": {"own_ci95_ns", "total_ci95_ns"},
-    "etfarm.v1.OperatorTime": {"time_ci95_ns"},
-    "etfarm.v1.OperatorChange": {"change_ci95_ns"},
-    "etfarm.v1.PairedRatio": {"ratio_ci95"},
     "etfarm.v1.Compilation": {"modules"},
     "etfarm.v1.ReportInputs": {"tensors"},
-    "etfarm.v1.LatencyChange": {"ratio_ci95"},
-    "etfarm.v1.RateChange": {"ratio_ci95"},
     "etfarm.v1.ComparedPair": {"delegation"},
     "etfarm.v1.Generation": {"prefill_operators"},
     "etfarm.v1.TracedEncoder": {"operators"},
-    "etfarm.v1.GenerationPointReport": {
-        "ttft_ci95_ns",
-        "prefill_tokens_per_s_ci95",
-        "decode_tokens_per_s_ci95",
-        "token_ns",
-    },
-    "etfarm.v1.GenerationPart": {"prefill_ci95_ns", "decode_ci95_ns"},
-    "etfarm.v1.GenerationRun": {"ttft_ci95_ns", "prefill_tokens_per_s_ci95", "decode_tokens_per_s_ci95"},
+    "etfarm.v1.GenerationPointReport": {"token_ns"},
 }
-"""Lists and maps of measurements, which are null if not measured. Every other empty list is [], every other map {}."""
+"""Lists and maps of measurements that are null if not measured, as intervals are. Other empty lists are [], other maps {}."""
 
 
 @cache
@@ -116,6 +100,11 @@ def keys_of(message: Descriptor) -> tuple[Key, ...]:
 def project(message: Message) -> Json:
     """Return the object of a message, with every key. Lists of series are empty."""
     return {key.name: key.read(message) for key in keys_of(message.DESCRIPTOR)}
+
+
+def is_interval(field: FieldDescriptor) -> bool:
+    """Whether a list holds the lower and the upper bound of an interval, or is empty."""
+    return field.is_repeated and "ci95" in field.name
 
 
 def _field_key(field: FieldDescriptor, name: str = "") -> Key:
@@ -151,7 +140,7 @@ def _map_values(field: FieldDescriptor) -> FieldDescriptor | None:
 def _read(message: Message, field: FieldDescriptor) -> Any:
     value = getattr(message, field.name)
     if field.is_repeated:
-        if not value and field.name in _NULL_WHEN_EMPTY.get(message.DESCRIPTOR.full_name, ()):
+        if not value and (is_interval(field) or field.name in NULL_WHEN_EMPTY.get(message.DESCRIPTOR.full_name, ())):
             return None
         if (values := _map_values(field)) is not None:
             return {key: _single(values, value[key]) for key in sorted(value)}
@@ -190,7 +179,8 @@ def _compile() -> Iterable[Key]:
             holders = {own[name]: message, of_compilation[name]: message.compilation}
             return [item for field in (first, second) for item in _read(holders[field], field)]
 
-        return Key(name, Type.OBJECT, Shape.LIST, read, own[name], own[name].message_type)
+        about = "In order; empty for a ready program." if name == "stages" else "Those of the compiler first."
+        return Key(name, Type.OBJECT, Shape.LIST, read, own[name], own[name].message_type, about)
 
     def inner(name: str) -> Key:
         key = _field_key(of_compilation[name])
@@ -199,8 +189,9 @@ def _compile() -> Iterable[Key]:
     artifact = common_pb2.Artifact.DESCRIPTOR
     yield _field_key(own["cached"])
     yield joined("stages")
+    program = of_compilation["program"]
     yield Key(
-        "program", Type.OBJECT, Shape.ONE, lambda message: program_json(message.compilation), of_compilation["program"], artifact
+        "program", Type.OBJECT, Shape.ONE, lambda message: program_json(message.compilation), program, artifact, "The .pte."
     )
     for name in ("etrecord", "delegation", "toolchain"):
         yield inner(name)
@@ -226,7 +217,7 @@ def _numerics() -> Iterable[Key]:
     artifact = common_pb2.Artifact.DESCRIPTOR
     for field in report_pb2.Numerics.DESCRIPTOR.fields:
         if field.name == "program":
-            yield Key("program", Type.OBJECT, Shape.ONE, program_json, field, artifact)
+            yield Key("program", Type.OBJECT, Shape.ONE, program_json, field, artifact, "The program of the numerics pass.")
         else:
             yield _field_key(field)
 
@@ -239,9 +230,34 @@ _COMPOSED: Final[Mapping[str, Callable[[], Iterable[Key]]]] = {
 
 _FILES: Final = report_pb2.Report.DESCRIPTOR.fields_by_name
 
+
+def _series(name: str, file: str, empty: list[int] | None, about: str) -> Key:
+    return Key(name, Type.INTEGER, Shape.LIST, lambda _: empty, _FILES[file], about=about)
+
+
 _ADDED: Final[Mapping[str, tuple[tuple[str, Key], ...]]] = {
-    "etfarm.v1.Latency": (("min_ns", Key("samples_ns", Type.INTEGER, Shape.LIST, lambda _: [], _FILES["samples"])),),
-    "etfarm.v1.Profile": (("shown", Key("times_ns", Type.INTEGER, Shape.LIST, lambda _: None, _FILES["trace_times"])),),
-    "etfarm.v1.OperatorRow": (("p10_ns", Key("times_ns", Type.INTEGER, Shape.LIST, lambda _: None, _FILES["trace_times"])),),
-}
+    "etfarm.v1.Latency": ((
+        "min_ns",
+        _series(
+            "samples_ns", "samples", [],
+            "Latency of each timed iteration in nanoseconds, int64, in the order measured; of the shape (iterations,). Empty if "
+            "the farm no longer stores the samples.",
+        ),
+    ),),
+    "etfarm.v1.Profile": ((
+        "shown",
+        _series(
+            "times_ns", "trace_times", None,
+            "Time of each traced execution in nanoseconds, in order; of the shape (iterations,).",
+        ),
+    ),),
+    "etfarm.v1.OperatorRow": ((
+        "p10_ns",
+        _series(
+            "times_ns", "trace_times", None,
+            "Time of each traced execution in nanoseconds, in order, in whole multiples of `resolution_ns`; of the shape "
+            "(iterations,), as `Profile.times_ns`; absent for a row without times.",
+        ),
+    ),),
+}  # fmt: skip
 """Keys without a field, each with the key that follows it: the series, which `etfarm.wire.series` reads from files."""

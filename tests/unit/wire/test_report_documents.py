@@ -9,7 +9,7 @@ import pytest
 
 from etfarm.wire import report
 from tests.support.documents import completed
-from tests.support.report_keys import KEYS
+from tests.support.report_keys import documented_keys
 
 
 def written() -> dict[str, Any]:
@@ -41,7 +41,7 @@ def test_keys_that_an_older_version_did_not_have_are_there_as_of_nothing() -> No
     ):  # fmt: skip
         del parent[key]
     (result,) = report.loads(json.dumps(older))["reports"]
-    assert set(result) == set(KEYS)
+    assert set(result) == set(documented_keys())
     assert result["numerics"] is result["latency"]["drift"] is result["operators"][0]["times_ns"] is None
     assert result["runs"] == [] and result["run_spread"] is None
     assert result["compile"]["modules"] is result["error"]["remedy"] is None

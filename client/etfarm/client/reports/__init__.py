@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from etfarm.client.reports.change import Method, NumberChange, OperatorOutcome, Outcome
-    from etfarm.client.reports.comparison import (
+    from etfarm.client.reports.comparisons import (
         AccuracyComparison,
         ComparedDevice,
         ComparedSide,
@@ -19,37 +18,95 @@ if TYPE_CHECKING:
         DelegatedOperator,
         DelegationComparison,
         Difference,
+        GenerationComparison,
+        GenerationPartComparison,
+        GenerationPointComparison,
         LatencyComparison,
+        LogitErrors,
+        LogitsComparison,
         MemoryComparison,
         NodeCounts,
+        NumberChange,
         OperatorChange,
         OperatorChanges,
         OperatorTime,
         OutputErrors,
         Pair,
+        RateChange,
         ReportName,
         SizeComparison,
         Unpaired,
     )
-    from etfarm.client.reports.compilation import (
+    from etfarm.client.reports.documents import (
+        Accuracy,
+        Analysis,
         Compile,
         CompileWarning,
+        CoolingDevice,
+        CpuReading,
         Delegation,
+        DeviceFacts,
+        DeviceSetting,
+        ErrorFacts,
+        FirstDifference,
+        FlowEncoder,
         Fp32Operator,
         Fp32Operators,
+        GateWait,
+        Generation,
+        GenerationAccuracy,
+        GenerationPart,
+        GenerationPoint,
+        GenerationReference,
+        GenerationRun,
         HostCheck,
+        Inputs,
+        InputTensor,
+        JobFacts,
+        LanguageModel,
+        Latency,
+        Load,
+        Measurement,
+        Memory,
         MethodSizes,
+        ModelFacts,
+        ModelFlow,
         ModuleFootprint,
+        NumericGap,
+        Numerics,
+        Operator,
         OperatorDelegation,
+        Operators,
         OutputCheck,
+        OutputDifference,
+        PairedRatio,
+        Phase,
         Place,
+        Profile,
         ProgramFile,
         ProgramSizes,
+        Repeatability,
+        Report,
+        Run,
+        Runner,
+        RunSpread,
         SelectedName,
         SelectedNames,
         SelectedOperator,
+        SourceFile,
+        SourceLine,
         Stage,
+        SystemReading,
+        Telemetry,
+        TelemetryPoint,
+        ThermalZone,
         Toolchain,
+        TracedEncoder,
+        TracedExecution,
+        ValueHistogram,
+        ValueSummary,
+        Verdict,
+        VerdictReason,
     )
     from etfarm.client.reports.enums import (
         Actor,
@@ -58,76 +115,30 @@ if TYPE_CHECKING:
         Execution,
         Gate,
         JobState,
+        Method,
         NumericReference,
         OperatorKind,
+        OperatorOutcome,
+        Outcome,
         PositionInput,
         RepeatabilityOutcome,
         RunSpreadSource,
         StopReason,
         VerdictStatus,
     )
-    from etfarm.client.reports.error_facts import ErrorFacts
-    from etfarm.client.reports.gate_result import Finding, GateLimit, GateOutcome, GateResult
-    from etfarm.client.reports.generation import (
-        FirstDifference,
-        FlowEncoder,
-        Generation,
-        GenerationAccuracy,
-        GenerationPart,
-        GenerationPoint,
-        GenerationReference,
-        GenerationRun,
-        LanguageModel,
-        ModelFlow,
-        TracedEncoder,
-        TracedExecution,
+    from etfarm.client.reports.gate_result import (
+        Finding,
+        GateLimit,
+        GateOutcome,
+        GateResult,
     )
-    from etfarm.client.reports.generation_comparison import (
-        GenerationComparison,
-        GenerationPartComparison,
-        GenerationPointComparison,
-        LogitErrors,
-        LogitsComparison,
-        RateChange,
+    from etfarm.client.reports.json_object import (
+        JsonObject,
     )
-    from etfarm.client.reports.json_object import JsonObject
-    from etfarm.client.reports.latency import (
-        Latency,
-        Load,
-        Measurement,
-        Memory,
-        OutputDifference,
-        PairedRatio,
-        Repeatability,
+    from etfarm.client.reports.result import JobResult
+    from etfarm.client.reports.samples import (
+        Samples,
     )
-    from etfarm.client.reports.numerics import Accuracy, NumericGap, Numerics, ValueHistogram, ValueSummary
-    from etfarm.client.reports.operators import Operator, Operators, Profile
-    from etfarm.client.reports.report import (
-        Analysis,
-        DeviceFacts,
-        Inputs,
-        InputTensor,
-        ModelFacts,
-        Phase,
-        Report,
-        Runner,
-        SourceFile,
-    )
-    from etfarm.client.reports.result import JobFacts, JobResult
-    from etfarm.client.reports.runs import Run, RunSpread
-    from etfarm.client.reports.samples import Samples
-    from etfarm.client.reports.source import SourceLine
-    from etfarm.client.reports.telemetry import (
-        CoolingDevice,
-        CpuReading,
-        DeviceSetting,
-        GateWait,
-        SystemReading,
-        Telemetry,
-        TelemetryPoint,
-        ThermalZone,
-    )
-    from etfarm.client.reports.verdict import Verdict, VerdictReason
 
 __all__ = [
     "Accuracy",
@@ -250,10 +261,7 @@ __all__ = [
     "VerdictStatus",
 ]
 
-_MODULES: Final = (
-    "enums", "samples", "source", "json_object", "latency", "operators", "compilation", "numerics", "telemetry", "verdict",
-    "runs", "error_facts", "generation", "report", "result", "change", "gate_result", "generation_comparison", "comparison",
-)  # fmt: skip
+_MODULES: Final = ("enums", "samples", "json_object", "documents", "gate_result", "result", "comparisons")
 """The modules with the classes, those that others import first."""
 
 

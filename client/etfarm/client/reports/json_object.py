@@ -32,6 +32,15 @@ class OpenEnum(StrEnum):
         return self.__class__, (self._value_,)
 
 
+class StateEnum(OpenEnum):
+    """The state of something that ends."""
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the state is final."""
+        return self.value in ("SUCCEEDED", "FAILED", "CANCELLED")
+
+
 class _Mismatch(Exception):
     """A value with another type than its field."""
 
@@ -201,7 +210,7 @@ def _conversions(hint: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]
     if issubclass(hint, JsonObject):
         return hint._parse, hint.to_dict
     if issubclass(hint, tuple):
-        (base,) = hint.__orig_bases__
+        *_, base = hint.__orig_bases__
         return _list_conversions(hint, typing.get_args(base)[0], None)
     if hint is float:
         return _read_float, _write_float

@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Self
 
 from etfarm.client.errors import JobFailed, OutputUnwritable, SeveralReports
+from etfarm.client.reports.documents import ErrorFacts, JobFacts, Report
 from etfarm.client.reports.enums import CellState, JobState
-from etfarm.client.reports.error_facts import ErrorFacts
 from etfarm.client.reports.json_object import JsonObject
-from etfarm.client.reports.report import Report
 from etfarm.wire.errors import Fault, error_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
 SCHEMA: Final = "etfarm.report/1"
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class JobFacts(JsonObject):
-    """A job in a document."""
-
-    id: str
-    name: str | None = None
-    labels: Mapping[str, str] = field(default_factory=dict)
-    state: JobState
-    submitted_at: str
-    """ISO 8601 in UTC."""
-    finished_at: str | None = None
-    """ISO 8601 in UTC; None if the job is not finished."""
-    server_version: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -93,24 +93,16 @@ def _objects(value: Any, kind: str = "") -> Any:
             yield from _objects(item)
 
 
-_NOT_OF_REPORTS = (".comparison", ".change", ".gate_result", ".generation_comparison", ".result", ".json_object")
-"""Modules with the classes of other documents."""
+def test_the_classes_are_what_would_be_generated() -> None:
+    script = Path(__file__).resolve().parents[4] / "client" / "generate_reports.py"
+    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_classes_have_exactly_the_keys_of_the_contract() -> None:
-    report = Report.from_dict(_report(Random(1), 1.0))
-    parsed = list(_objects(report))
+def test_the_classes_know_every_key_of_the_contract() -> None:
+    parsed = list(_objects(Report.from_dict(_report(Random(1), 1.0))))
     assert {type(each).__name__ for each in parsed if each.newer_keys} == set()
-    for each in parsed:
-        values = [getattr(each, field.name) for field in dataclasses.fields(each) if field.name != "newer_keys"]
-        assert len(values) == len(each.to_dict())
-    classes = {name: getattr(reports, name) for name in reports.__all__}
-    of_reports = {
-        name
-        for name, kind in classes.items()
-        if issubclass(kind, reports.JsonObject) and not kind.__module__.endswith(_NOT_OF_REPORTS)
-    }
-    assert {type(each).__name__ for each in parsed} == of_reports
+    assert len({type(each) for each in parsed}) > 50
 
 
 def test_each_word_of_the_contract_is_a_member_of_its_enum() -> None:
