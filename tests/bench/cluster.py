@@ -1,8 +1,11 @@
 """Several servers of one farm: what the death of one costs, and what forwarding costs. Agents are simulated.
 
+The servers have TLS and tokens, and jobs are those of two users in two projects.
+
 python -m tests.bench.cluster [killed] [stopped] [watching] [submitting] [--agents N] [--jobs N]
 
-killed:     2 servers, 200 agents, the leader killed with -9 during 500 jobs: none lost, none recorded twice, agents back.
+killed:     2 servers, 200 agents, the leader killed with -9 during 500 jobs, and started again: no job is lost, recorded twice or
+            failed, no client sees another error than UNAVAILABLE, agents are back.
 stopped:    2 servers, 20 agents, the leader stopped with SIGSTOP: how long users and agents wait for the other one.
 watching:   1,000 agents over 2 servers: from an agent's change of state to a watcher at the other server.
 submitting: jobs submitted per second at the leader, and at the other server, which forwards them.
@@ -27,19 +30,22 @@ from typing import Any, Final
 from etfarm.client import AsyncFarm
 from etfarm.client.models import CellChanged, CellState
 from etfarm.v1 import device_pb2, job_pb2
+from etfarm.wire.channel import Access
 from tests.bench.fleet import agents_in_processes, trivial_spec
 from tests.support import invariants
+from tests.support.credentials import USERS, Credentials
 from tests.support.farm_calls import FarmCalls, farm_calls
 from tests.support.postgres import QUICK, postgres_server
-from tests.support.servers import Servers
+from tests.support.servers import LEADING, Servers
 from tests.support.simulated_agent import SimulatedAgent
+from tests.support.takeovers import lead_job
 
 AGENTS, JOBS, AT_ONCE = 200, 500, 100
 AGENTS_OF_STOPPED: Final = 20
 FLEET, CHANGES, PAUSE_S = 1_000, 200, 0.05
 SUBMITTED, SUBMITTED_AT_ONCE = 400, 16
 LIMITS: Final = {
-    "killed": {"lost": 0, "twice": 0, "wrong": 0, "back_s": 5.0},
+    "killed": {"lost": 0, "twice": 0, "wrong": 0, "failed": 0, "errors": 0, "back_s": 5.0},
     "stopped": {"call_s": 6.0, "new_client_s": 6.0, "watch_s": 6.0, "agents_s": 6.0},
     "watching": {"p99_ms": 100.0},
     "submitting": {},
@@ -47,10 +53,10 @@ LIMITS: Final = {
 """The results are at most these."""
 
 
-async def lead_job(calls: FarmCalls, spec: job_pb2.JobSpec, turns: asyncio.Semaphore) -> tuple[str, list[job_pb2.JobEvent]]:
-    async with turns:
-        job = await calls.submit(spec)
-        return job.id, await calls.watch(job.id)
+def user_accesses(servers: Servers) -> list[Access]:
+    """Return the accesses of the users."""
+    assert Credentials.in_use is not None
+    return [Credentials.in_use.access(servers.addresses, name) for name in USERS]
 
 
 async def bench_killed(servers: Servers, agents: int, jobs: int) -> dict[str, Any]:
@@ -61,32 +67,39 @@ async def bench_killed(servers: Servers, agents: int, jobs: int) -> dict[str, An
         for agent in fleet:
             closing.push_async_callback(agent.stop)
         await asyncio.gather(*(agent.wait_connected() for agent in fleet))
-        calls = await closing.enter_async_context(farm_calls(servers.addresses))
-        spec, turns = await trivial_spec(calls), asyncio.Semaphore(AT_ONCE)
-        tasks = [asyncio.create_task(lead_job(calls, spec, turns)) for _ in range(jobs)]
+        users = [await closing.enter_async_context(farm_calls(servers.addresses, access)) for access in user_accesses(servers)]
+        specs, turns = [await trivial_spec(calls) for calls in users], asyncio.Semaphore(AT_ONCE)
+        owners = [number % len(users) for number in range(jobs)]
+        tasks = [asyncio.create_task(lead_job(users[owner], specs[owner], turns)) for owner in owners]
         while sum(task.done() for task in tasks) < jobs // 4:  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.05)
         before, running = [agent.connections for agent in fleet], [set(agent.active) for agent in fleet]
         began = time.monotonic()
         leader.kill9()
+        restarting = asyncio.create_task(asyncio.to_thread(leader.start))
         back: list[float] = []
         for agent, connections in zip(fleet, before, strict=True):
             await agent.until(lambda agent=agent, connections=connections: agent.connections > connections)
             back.append(time.monotonic() - began)
-        followed = dict(await asyncio.gather(*tasks))
-        known = {job.id for job in await calls.all_jobs()}
+        ended = await asyncio.gather(*tasks)
+        followed = {job_id: (users[owner], events) for owner, (job_id, events) in zip(owners, ended, strict=True)}
+        await restarting
+        known = {job.id for calls in users for job in await calls.all_jobs()}
         wrong, states, attempts = list[str](), Counter[str](), Counter[str]()
-        for job_id, events in followed.items():
+        for job_id, (calls, events) in followed.items():
             job = await calls.call(calls.jobs.Get, job_pb2.GetJobRequest(job_id=job_id))
             wrong += invariants.check_events(job, events) + invariants.check_reports(job, await calls.reports_of(job_id))
             states[job_pb2.JobState.Name(job.state)] += 1
             attempts.update(attempt.id for cell in job.cells for attempt in cell.attempts)
+    repeated = sum((calls.repeated for calls in users), Counter[str]())
     adopted = [agent.started[attempt] for agent, held in zip(fleet, running, strict=True) for attempt in held]
     return {
         "agents": agents, "jobs": len(followed), "lost": jobs - len(followed.keys() & known),
         "twice": len(known - followed.keys()), "wrong": len(wrong), "examples": wrong[:3], "states": dict(states),
+        "failed": len(followed) - states["JOB_STATE_SUCCEEDED"], "repeated": dict(repeated),
+        "errors": repeated.total() - repeated["UNAVAILABLE"],
         "attempts": len(attempts), "running_when_killed": len(adopted), "restarted": sum(number > 1 for number in adopted),
-        "back_s": max(back), "back_median_s": statistics.median(back), "new_leader": other.address in other.log,
+        "back_s": max(back), "back_median_s": statistics.median(back), "new_leader": LEADING in other.log,
     }  # fmt: skip
 
 
@@ -229,7 +242,7 @@ def main() -> int:
     results: dict[str, Any] = {}
     for name in options.benches or BENCHES:
         agents = options.agents or {"watching": FLEET, "stopped": AGENTS_OF_STOPPED}.get(name, AGENTS)
-        with postgres_server(QUICK) as database, tempfile.TemporaryDirectory() as folder:
+        with postgres_server(QUICK) as database, tempfile.TemporaryDirectory() as folder, Credentials(Path(folder)).used():
             servers = Servers(Path(folder), database.url("postgres"))
             try:
                 results[name] = asyncio.run(BENCHES[name](servers, agents, options.jobs))

@@ -32,6 +32,7 @@ import psutil
 
 from etfarm.v1 import common_pb2, job_pb2
 from tests.support import invariants
+from tests.support.credentials import RACK, Credentials
 from tests.support.farm import FarmProcess
 from tests.support.farm_calls import FarmCalls, farm_calls
 from tests.support.faults import faulty_archive, faulty_program
@@ -72,10 +73,11 @@ async def running_farm(
 @asynccontextmanager
 async def agents_in_processes(address: str, agents: int, processes: int = 1, prefix: str = "fleet") -> AsyncIterator[None]:
     """Simulated agents outside of this process, which connect while this goes on."""
+    variables = {} if Credentials.in_use is None else Credentials.in_use.environment(RACK)
     running = [
         subprocess.Popen(  # noqa: ASYNC220 - a moment
             [sys.executable, "-m", "tests.support.simulated_agent", address, f"{prefix}-{index}", str(agents // processes)],
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=os.environ | variables,
         )
         for index in range(processes)
     ]  # fmt: skip

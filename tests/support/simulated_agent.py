@@ -83,7 +83,7 @@ class SimulatedAgent:
         act: returns what to do about an attempt.
         run_s: seconds that each attempt takes.
         pause_s: seconds before each further connection; None for a real agent's pauses.
-        token: of an agent, for servers with tokens; without, that of the credentials in use.
+        token: of an agent, for servers with tokens; without, that of the credentials in use or of the environment.
     """
 
     def __init__(
@@ -115,7 +115,8 @@ class SimulatedAgent:
         self.refusals: list[str] = []
         """Reasons of the connections that the server refused."""
         in_use = Credentials.in_use
-        self._access = Access(server, token) if token or in_use is None else in_use.access(server, RACK)
+        own = Access(server, token) if token else Access.of(server)
+        self._access = own if token or in_use is None else in_use.access(server, RACK)
         self._pause_s = pause_s
         self._pauses = AgentConfig(self._access, name, Path()).pauses
         self._runs: dict[str, asyncio.Task[None]] = {}
