@@ -94,7 +94,8 @@ async def find_nodes(config: Config, within_s: float = SETTLE_S) -> tuple[Node, 
 async def find_jail(config: Config) -> JailReport:
     """Return the measures that isolate a real child process on this host. Takes less than a second without loading torch."""
     options = jail_options(config)
-    folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="etfarm-jail-")
+    work = config.data / "work"  # a server that is killed leaves nothing outside of it
+    folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="etfarm-jail-", dir=work if work.is_dir() else None)
     workers = Workers(
         preload=(), limits=limits(config), folder=Path(folder), concurrency=1,
         options=JailOptions(options.hidden, options.readable, required=False, first_user=options.first_user),
