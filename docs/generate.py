@@ -198,6 +198,7 @@ def make_settings() -> str:
     """Make a table of the settings of `etfarm serve`, as a file has them."""
     from etfarm.server.arguments import parser
     from etfarm.server.operation.settings import settable
+    from etfarm.server.options import declaration_of
 
     parts = ["| setting | value | meaning |", "|---|---|---|"]
     for name, action in settable(parser()).items():
@@ -209,6 +210,9 @@ def make_settings() -> str:
             value = f"list of {action.metavar}" if isinstance(action.default, list) else str(action.metavar)
         text = (action.help or "") % {"default": action.default, "prog": "etfarm serve"}
         meaning = text.replace("|", "\\|").replace(_HOME, "~")
+        declared = declaration_of(action)
+        if declared is not None and declared.is_reread:
+            meaning += "; read again when it changes"
         parts.append(f"| `{name}` | {value} | {meaning} |")
     return "\n".join(parts) + "\n"
 

@@ -2,30 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+from argparse import ArgumentTypeError
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
+from typing import Final
 
 from sqlalchemy import select
 
 from etfarm.server.artifacts.left_behind import require_known
 from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.s3.bucket import PATIENCE_S
-from etfarm.server.artifacts.s3.location import BucketLocation
-from etfarm.server.compile.screening.operators import Operators
+from etfarm.server.artifacts.s3.location import BucketLocation, read_endpoint
+from etfarm.server.compile.screening.operators import PLUGINS, Operators
+from etfarm.server.compile.screening.operators import read as read_operators
+from etfarm.server.devices.health.file import HealthSettings, read_settings
 from etfarm.server.devices.health.power import PowerRule
 from etfarm.server.devices.health.standing import HealthPolicy
 from etfarm.server.devices.reservations import MAX_DURATION_S
 from etfarm.server.devices.wheels import AgentWheel
 from etfarm.server.jobs.records.quotas import Quotas
 from etfarm.server.notices.settings import NoticeSettings
-from etfarm.server.reports.verdict import Thresholds
+from etfarm.server.operation import logs
+from etfarm.server.operation.blob_options import BLOBS, blob_options, bucket_of
+from etfarm.server.options import (
+    Option,
+    absolute,
+    gib,
+    mib,
+    not_negative,
+    option,
+    options,
+    positive,
+    seconds,
+    seconds_of_a_day,
+    seconds_or_none,
+    web_address,
+)
+from etfarm.server.reports.latency.thresholds import Thresholds
+from etfarm.server.reports.latency.thresholds import read as read_thresholds
 from etfarm.server.retention.limits import Limits
 from etfarm.server.state import schema
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.databases import WAIT_S, first_of
-from etfarm.server.workers.cluster.pool import require_ray
-from etfarm.wire.channel import Address
+from etfarm.server.workers.cluster.pool import PREFIX, require_ray
+from etfarm.wire.channel import Address, parse_address
 from etfarm.wire.errors import UserError, error_for
+from etfarm.wire.names import SETTING_PREFIX, data_folder
 from etfarm.wire.tls import read_certificates, read_identity
 
 LOCAL = "local"
@@ -35,123 +59,226 @@ DATABASE = "farm.sqlite"
 """File name of the database within the data folder."""
 
 
+_NOTICES: Final = ("notices", "POSTs of JSON when jobs end, gates fail, or devices are quarantined or offline for long.")
+
+
+def default_folder() -> Path:
+    """Return the default data folder."""
+    return data_folder() / "server"
+
+
+def _pool(text: str) -> str:
+    host, _, port = text.removeprefix(PREFIX).rpartition(":")
+    if text != LOCAL and not (text.startswith(PREFIX) and host and port.isdigit() and 0 < int(port) < 65536):
+        raise ArgumentTypeError(f"must be {LOCAL} or {PREFIX}HOST:PORT")
+    return text
+
+
+def _defaults(kind: type, form: str) -> str:
+    return ", ".join(form.format(name=each.name, default=each.default) for each in fields(kind))
+
+
 @dataclass(frozen=True)
 class Config:
-    """The configuration of one server."""
+    """The configuration of one server. Its attributes are the options of `etfarm serve`, whose help describes them."""
 
-    listen: Address
-    """Address to listen on; port 0 lets the system choose."""
-    data: Path
-    """Data folder: database, artifacts, and the child processes' folders. Only one server at a time uses it."""
-    database: DatabaseUrl | None = None
-    """The PostgreSQL database that is used instead of the SQLite file in the data folder; None for that."""
-    database_wait_s: float = WAIT_S
-    """Time for which work waits for the PostgreSQL server if that is unavailable."""
-    blobs: BucketLocation | None = None
-    """Bucket of the artifacts; None to keep them as files in the data folder."""
-    blobs_cache_bytes: int = 50 << 30
-    """Size up to which copies of the bucket's artifacts are kept in the data folder."""
-    blobs_presign: str = ""
-    """URL at which agents reach the bucket's server, to read artifacts from there; empty to read them through this server."""
-    blobs_wait_s: float = PATIENCE_S
-    """Time for which a request is repeated while the bucket's server fails."""
-    tokens: Path | None = None
-    """Token file. Without tokens, everyone who reaches the server is an admin."""
-    tls_cert: Path | None = None
-    """PEM certificate chain; None disables TLS."""
-    tls_key: Path | None = None
-    """PEM key of the certificate."""
-    tls_client_ca: Path | None = None
-    """PEM certificates of the CAs that must have signed client certificates; None to require no client certificate."""
-    insecure: bool = False
-    """Allow an address that others can reach without TLS and tokens."""
-    advertise: Address | None = None
-    """Address at which the farm's other servers reach this one; None for `listen`."""
-    workers: int = 1
-    """Maximum number of concurrent compilations and analyses."""
-    compile_pool: str = LOCAL
-    """Where compilations and analyses run: `local`, or `ray://HOST:PORT` of a Ray cluster's client server."""
-    compile_python: str | None = None
-    """Path of the Python that compiles on each node of the cluster; None for the one that started Ray there."""
-    threads: int = 2
-    """Number of threads of each compilation."""
-    memory_bytes: int = 8 << 30
-    """Memory that one compilation may allocate in addition to the prewarmed worker."""
-    cpu_s: int = 3600
-    """CPU time, over all threads, of one process of a compilation; ends processes that spin."""
-    compile_deadline_s: float = 1800.0
-    """Time limit of one process of a compilation: quantization is one, lowering another. The largest measured take minutes."""
-    stage_deadline_s: float = 900.0
-    """Time limit of one stage of a compilation, so that a stage that hangs ends before the compilation's time limit."""
-    analysis_deadline_s: float = 600.0
-    """Time limit of one analysis."""
-    patience_s: float = 60.0
-    """Time for which a run waits for its agent to reconnect before the cell is placed again."""
-    address_file: Path | None = None
-    """File to write the address to once the server listens, mode 0600."""
-    exit_with_stdin: bool = False
-    """End when stdin closes: the process that started the server holds the other end."""
-    prewarm: bool = True
-    """Load the toolchain into the compile workers at the start, not with the first task that needs it."""
-    build_bundle: bool = True
-    """Build the runner bundle for this machine's architecture if it is missing."""
-    project_storage_bytes: int | None = None
-    """Storage limit of a project without a limit of its own; 0 for no limit. None selects 20 GiB on a server that requires
-    tokens, else no limit."""
-    max_artifact_bytes: int = 16 << 30
-    """Maximum size of one artifact."""
-    require_jail: bool | None = None
-    """Whether a missing jail measure prevents the start; None requires the jail only if other machines can reach the server."""
-    jail_readable: tuple[Path, ...] = ()
-    """Files and folders that child processes may read, in addition to the system and the installed code."""
-    jail_user: int | None = None
-    """First of the user ids that child processes run as, one for each concurrent process, if the server is root; None to choose
-    one."""
-    operators: Operators = field(default_factory=Operators)
-    """Operators that uploaded programs may use."""
-    keep_free_bytes: int = 256 << 20
-    """Disk space that uploads leave free, so that the journal can always be written."""
-    work_free_bytes: int | None = None
-    """Free disk space below which new jobs, users' uploads and compilations are refused, so that the results of running work
-    still fit; None for one and a half times `keep_free_bytes`."""
-    begin_empty: bool = False
-    """Begin with an empty database, even if there are artifacts of a farm."""
-    drain_timeout_s: float = 30.0
-    """Time for which a server that stops lets running attempts and compilations go on; 0 stops at once."""
-    metrics: Address | None = None
-    """Address of the metrics and of the probes; None for none."""
-    metrics_hosts: tuple[str, ...] = ()
-    """Host names by which they may be requested, beside addresses and the names of this machine."""
-    web: Address | None = None
-    """Address of the farm's web page, a child process; None for none."""
-    web_public_url: str = ""
-    """The page's address behind a reverse proxy; empty without one."""
-    web_trusted_proxies: tuple[str, ...] = ()
-    """Addresses and networks of the page's reverse proxies that name their visitors' addresses."""
-    web_server: str = ""
-    """The server's address for the page, if its certificate names another host; `listen` if empty."""
-    log_format: str = "text"
-    """Format of the log: `text` or `json`."""
-    otlp: str | None = None
-    """URL of the OpenTelemetry collector that receives the traces of jobs; None for no traces."""
-    thresholds: Thresholds = field(default_factory=Thresholds)
-    """Thresholds beyond which a measurement is invalid."""
+    # fmt: off
+    listen: Address = option(
+        "--listen", "HOST:PORT, [IPV6]:PORT or unix:PATH; port 0: the system chooses (default %(default)s)",
+        default="127.0.0.1:7433", metavar="ADDRESS", build=parse_address)
+    # Absolute, since child processes have other working folders. Only one server at a time uses it.
+    data: Path = option(
+        "--data", lambda: f"its files (default: {default_folder()})".replace("%", "%%"),
+        metavar="DIR", read=Path, build=Path.absolute, absent=lambda: default_folder().absolute())
+    database: DatabaseUrl | None = option(
+        "--database", "PostgreSQL database for jobs and devices, as postgresql://etfarm@host/etfarm; needs etfarm[scale]. "
+        f"Keep a password out of the arguments: use --config, {SETTING_PREFIX}DATABASE, or passfile=FILE in the "
+        "URL (default: a SQLite file in --data)",
+        metavar="URL", read=DatabaseUrl.parse, is_secret=True)
+    database_wait_s: float = option(
+        "--database-wait", "how long work waits while the PostgreSQL server is unavailable (default %(default)g s)",
+        default=WAIT_S, metavar="S", read=seconds)
+    blobs: BucketLocation | None = options(*blob_options(), build=bucket_of, default=None)
+    blobs_cache_bytes: int = option(
+        "--blobs-cache-gib", "size up to which copies are kept in --data; those in use stay (default %(default)s)",
+        default=50, metavar="N", read=positive, build=gib, group=BLOBS)
+    blobs_presign: str = option(
+        "--blobs-presign", "let agents read artifacts from the S3 server, which they reach at this URL, by links that are "
+        "valid for 5 minutes; what they cannot read there comes through this server (default: everything does)",
+        metavar="URL", build=partial(read_endpoint, option="--blobs-presign"), absent=str, group=BLOBS)
+    blobs_wait_s: float = option(
+        "--blobs-wait", "how long a request is repeated while the S3 server fails (default %(default)g s)",
+        default=PATIENCE_S, metavar="S", read=seconds, group=BLOBS)
+    tokens: Path | None = option(
+        "--tokens", "lines of NAME ROLE TOKEN; ROLE is admin, user, agent or viewer",
+        metavar="FILE", read=Path, is_reread=True)
+    tls_cert: Path | None = option("--tls-cert", "PEM certificate chain", metavar="FILE", read=Path, is_reread=True)
+    tls_key: Path | None = option("--tls-key", "PEM key of the certificate", metavar="FILE", read=Path, is_reread=True)
+    tls_client_ca: Path | None = option(
+        "--tls-client-ca", "PEM certificates that clients' must be signed by", metavar="FILE", read=Path)
+    advertise: Address | None = option(
+        "--advertise", "with --database: address at which the farm's other servers reach this one (default: --listen)",
+        metavar="HOST:PORT", read=parse_address)
+    insecure: bool = option("--insecure", "listen for other machines without TLS and tokens", default=False)
+    workers: int = option("--workers", "compilations at a time (default %(default)s)", default=1, metavar="N", read=positive)
+    compile_pool: str = option(
+        "--compile-pool", "where compilations and analyses run: local, or ray://HOST:PORT of a Ray cluster's client server, "
+        "whose nodes run as many at a time as they have cpus. Needs etfarm[scale] here, and "
+        "etfarm[server,scale] in the same versions on each node (default %(default)s)",
+        default=LOCAL, metavar="POOL", read=_pool)
+    compile_python: str | None = option(
+        "--compile-python", "Python of the virtual environment that compiles on each node of the Ray cluster, such as "
+        "/opt/etfarm/bin/python (default: the Python that started Ray there)",
+        metavar="PATH", read=absolute)
+    threads: int = option(
+        "--threads", "threads of a compilation (default: cpus)", default=os.cpu_count() or 1, metavar="N", read=positive)
+    memory_bytes: int = option(
+        "--memory-gib", "memory of a compilation (default %(default)s)", default=8, metavar="N", read=positive, build=gib)
+    cpu_s: int = option(
+        "--cpu-limit", "CPU time of a compilation's process over all threads (default %(default)s s)",
+        default=3600, metavar="S", read=positive)
+    compile_deadline_s: float = option(
+        "--compile-timeout", "how long quantizing may take, and lowering (default %(default)g s)",
+        default=1800.0, metavar="S", read=seconds)
+    stage_deadline_s: float = option(
+        "--stage-timeout", "how long one stage of a compilation may take (default %(default)g s)",
+        default=900.0, metavar="S", read=seconds)
+    analysis_deadline_s: float = option(
+        "--analysis-timeout", "how long the analysis of a run may take (default %(default)g s)",
+        default=600.0, metavar="S", read=seconds)
+    patience_s: float = option(
+        "--patience", "how long a run waits for its agent (default %(default)g s)", default=60.0, metavar="S", read=float)
+    max_reservation_s: float = option(
+        "--max-reservation", "maximum time of a reservation until it must be renewed (default %(default)g s)",
+        default=MAX_DURATION_S, metavar="S", read=seconds)
+    project_storage_bytes: int | None = option(
+        "--project-storage-gib",
+        "storage limit of a project that has none of its own; 0: unlimited (default: 20 on a server with tokens, else unlimited)",
+        metavar="N", read=not_negative, build=gib)
+    max_artifact_bytes: int = option(
+        "--max-artifact-gib", "largest artifact that can be uploaded (default %(default)s)",
+        default=16, metavar="N", read=positive, build=gib)
+    keep_free_bytes: int = option(
+        "--keep-free-mib", "disk space that uploads leave free (default %(default)s)",
+        default=256, metavar="N", read=positive, build=mib)
+    work_free_bytes: int | None = option(
+        "--work-free-mib",
+        "free disk space below which new jobs are refused and compilations wait (default: one and a half times --keep-free-mib)",
+        metavar="N", read=positive, build=mib)
+    begin_empty: bool = option(
+        "--begin-empty", "begin with an empty database although there are artifacts of a farm, whose database is lost: they "
+        "stay, and nothing refers to them",
+        default=False, only_on_line=True)
+    drain_timeout_s: float = option(
+        "--drain-timeout", "how long running attempts and compilations may go on when the server is stopped; a second signal "
+        "stops at once (default %(default)g s)",
+        default=30.0, metavar="S", read=seconds_of_a_day)
+    metrics: Address | None = option(
+        "--metrics", "serve Prometheus metrics, /healthz and /readyz there, as 127.0.0.1:9464 (default: off)",
+        metavar="HOST:PORT", read=parse_address)
+    metrics_hosts: tuple[str, ...] = option(
+        "--metrics-host", "a further host name by which the metrics may be requested: browsers are led to them by names, so "
+        "only IP addresses, localhost, and this machine's own name are taken otherwise; repeatable",
+        default=[], metavar="NAME")
+    web: Address | None = option(
+        "--web", "serve the farm's web page there, as 127.0.0.1:8080; needs etfarm[web]; other machines "
+        "reach it by https with --tls-cert (default: off)",
+        metavar="HOST:PORT", read=parse_address)
+    web_public_url: str = option(
+        "--web-public-url", "the page's address behind a reverse proxy, as https://farm.example/etfarm",
+        default="", metavar="URL")
+    web_trusted_proxies: tuple[str, ...] = option(
+        "--web-trusted-proxy",
+        "address or network of a reverse proxy of the page whose X-Forwarded-For names each visitor's address; repeatable",
+        default=[], metavar="ADDRESS")
+    web_server: str = option(
+        "--web-server", "this server's address for the page, if its certificate has another host than --listen",
+        default="", metavar="ADDRESS")
+    otlp: str | None = option(
+        "--otlp", "send the traces of jobs to this OpenTelemetry collector, as http://127.0.0.1:4318/v1/traces (default: off)",
+        metavar="URL", read=web_address)
+    log_format: str = option("--log-format", "of stderr (default %(default)s)", default="text", choices=logs.FORMATS)
+    thresholds: Thresholds = option(
+        "--thresholds", "TOML of what makes a measurement INVALID, as max_drift = 0.2 (default: built in)",
+        metavar="FILE", read=Path, build=read_thresholds, absent=Thresholds)
+    reliability: HealthSettings = options(
+        Option(
+            flag="--health", metavar="FILE", read=Path,
+            help="TOML of when a device is suspect or quarantined, as quarantine_at = 4.0, and of commands that "
+            "power-cycle hung devices, [[power]] (default: built in)"),
+        Option(
+            flag="--health-interval", metavar="S", read=seconds_or_none,
+            help="interval of the health runs of idle devices; 0 disables them, the first one of a new device, and "
+            f"those after faults (default {HealthPolicy.interval_s:g} s)"),
+        build=read_settings, default_factory=HealthSettings,
+    )
+    agent_wheel: Path | None = option(
+        "--agent-wheel", "wheel of etfarm to which `etfarm agents upgrade` without --wheel upgrades agents (default: none)",
+        metavar="FILE", read=Path)
+    quotas: Quotas = option(
+        "--quota", "limit on the live work of one user or project; repeatable. Names and defaults: "
+        f"{_defaults(Quotas, '{name} ({default:,})')}",
+        default=[], metavar="NAME=N", build=Quotas.of)
+    retention: Limits = option(
+        "--keep", "how long, or up to which size, something is kept: LIMIT is an age (90d), a size (200GiB), both "
+        f"(90d,200GiB) or forever; repeatable. Names and defaults: {_defaults(Limits, '{name}={default}')}",
+        default=[], metavar="NAME=LIMIT", build=Limits.of)
+    notices: NoticeSettings = options(
+        Option(
+            flag="--webhook", default=[], metavar="URL", group=_NOTICES, is_secret=True,
+            help="send every notice there; repeatable. `etfarm webhooks add` does the same while the server runs"),
+        Option(
+            flag="--webhook-secret", default=[], metavar="FILE", read=Path, group=_NOTICES,
+            help="file whose first line signs the notices of --webhook; once, or once for each"),
+        Option(
+            flag="--webhook-allow", default=[], metavar="HOST", group=_NOTICES,
+            help="host that notices may go to though its address is not public: a name, *.NAME, an address, or a network as "
+            "10.0.0.0/8; repeatable"),
+        Option(
+            flag="--webhook-only-allowed", default=False, group=_NOTICES, help="send notices to hosts of --webhook-allow only"),
+        Option(
+            flag="--webhook-ca", metavar="FILE", read=Path, group=_NOTICES,
+            help="PEM certificates that receivers' may be signed by, besides the system's"),
+        Option(
+            flag="--offline-after", default=900.0, metavar="S", read=seconds, group=_NOTICES,
+            help="how long a device must be offline before that is reported (default %(default)g s)"),
+        build=NoticeSettings.of, default_factory=NoticeSettings,
+    )
+    require_jail: bool | None = option(
+        "--require-jail", "do not start unless the host allows every measure of the compile processes' jail (default: required "
+        "where other machines reach the address)",
+        has_twin=True)
+    jail_readable: tuple[Path, ...] = option(
+        "--jail-readable",
+        "file or folder that compile processes may read besides the system and the installed code; repeatable",
+        default=[], metavar="PATH", read=Path)
+    jail_user: int | None = option(
+        "--jail-user", "first of the user ids that compile processes run as, one for each worker and one more, where the "
+        "server is root (default: chosen, from 1900000000 on)",
+        metavar="UID", read=positive)
+    operators: Operators = option(
+        "--allow-operators", "file of operators that uploaded models may use besides the built-in list: one "
+        "NAMESPACE.NAME.OVERLOAD a line, # starts a comment; repeatable. A plug-in allows its own with an entry "
+        f"point in the group {PLUGINS}, whose name is the operator and whose value is the module that registers it",
+        default=[], metavar="FILE", read=Path, build=read_operators, absent=Operators)
+    prewarm: bool = option(
+        "--no-prewarm", "load the toolchain with the first compilation of a model, which then takes several seconds longer; "
+        "until then the server needs less memory (default: load it at the start)",
+        default=False)
+    build_bundle: bool = option("--no-bundle", "do not build the runner bundle for this machine", default=False)
+    address_file: Path | None = option("--address-file", "write the address there once listening", metavar="FILE", read=Path)
+    exit_with_stdin: bool = option("--exit-with-stdin", "end when stdin ends", default=False, only_on_line=True)
+    # fmt: on
 
-    max_reservation_s: float = MAX_DURATION_S
-    """Maximum time until a reservation of devices ends without a renewal."""
+    @property
+    def health(self) -> HealthPolicy:
+        """Rules by which devices become suspect or are quarantined, and how often their health is checked."""
+        return self.reliability.policy
 
-    health: HealthPolicy = field(default_factory=HealthPolicy)
-    """Rules by which devices become suspect or are quarantined, and how often their health is checked."""
-    power: tuple[PowerRule, ...] = ()
-    """Commands that switch hung devices off and on."""
-    agent_wheel: Path | None = None
-    """The wheel of etfarm to which agents are upgraded by default; None for none."""
-    quotas: Quotas = field(default_factory=Quotas)
-    """Limits on the live work of one user or project."""
-    retention: Limits = field(default_factory=Limits)
-    """What the server keeps."""
-    notices: NoticeSettings = field(default_factory=NoticeSettings)
-    """Webhooks of the options, and where notices may go."""
+    @property
+    def power(self) -> tuple[PowerRule, ...]:
+        """Commands that switch hung devices off and on."""
+        return self.reliability.power
 
     @property
     def asks_for_tokens(self) -> bool:

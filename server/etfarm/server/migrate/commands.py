@@ -9,7 +9,7 @@ from typing import Final
 
 from etfarm.server.arguments import parse_command, read_configuration
 from etfarm.server.migrate.migration import Migration, Moved, Place
-from etfarm.server.operation.blob_options import add_bucket_options, location_of
+from etfarm.server.operation.blob_options import bucket_options, location_of
 from etfarm.server.operation.data_option import add_data_option, data_of, require_owner
 from etfarm.server.operation.database_option import add_database_option
 from etfarm.server.operation.progress import Progress, size_text
@@ -83,12 +83,14 @@ def _parser() -> argparse.ArgumentParser:
                         help="leave behind artifacts that are missing or damaged in the farm, and exit with 1")  # fmt: skip
     group = parser.add_argument_group("where the artifacts are")
     group.add_argument("--blobs", metavar="URL", help="bucket that has them, as for `etfarm serve` (default: files in --data)")
-    add_bucket_options(group, "--blobs")
+    for each in bucket_options("--blobs"):
+        each.add(group)
     group = parser.add_argument_group("where to move the artifacts", "S3 needs etfarm[scale].")
     group.add_argument("--to-blobs", metavar="URL",
                        help=f"move them to this empty folder of a bucket, as s3://BUCKET/PREFIX, or, as {_FILES!r}, to files "
                        "in --data (default: they stay)")  # fmt: skip
-    add_bucket_options(group, "--to-blobs")
+    for each in bucket_options("--to-blobs"):
+        each.add(group)
     return parser
 
 

@@ -40,7 +40,6 @@ class NoticeSettings:
         urls: Sequence[str],
         secret_files: Sequence[Path],
         allowed: Sequence[str],
-        *,
         only_listed: bool,
         authorities: Path | None,
         offline_after_s: float,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qsl, urlsplit
 
+from etfarm.server.options import declaration_of
 from etfarm.server.state.database_url import BadDatabaseUrl, DatabaseUrl
 from etfarm.wire.channel import Address
 from etfarm.wire.errors import EtfarmError, UserError
@@ -22,9 +23,6 @@ from etfarm.wire.private import require_secret
 CONFIG: Final = "config"
 """The option that names the file."""
 
-_COMMAND_LINE_ONLY: Final = frozenset({"help", CONFIG, "check", "json", "print-unit", "exit-with-stdin", "begin-empty"})
-_SECRET: Final = frozenset({"database"})
-"""Options whose values may have a password: messages do not show them."""
 _MAX_FILE_BYTES: Final = 1 << 20
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
@@ -114,7 +112,7 @@ def parse(
             else:
                 value, source = action.default, DEFAULT
         setattr(namespace, action.dest, value)
-        if name not in _COMMAND_LINE_ONLY:
+        if name != CONFIG and not is_only_on_line(action):
             settings.append(Setting(name, value, source))
     return namespace, settings
 
@@ -189,7 +187,7 @@ def _read_file(path: Path, actions: Mapping[str, argparse.Action]) -> Iterator[t
         line = _line_of(text, name)
         source = f"{path.name}, line {line}" if line else path.name
         where = f"{path}, line {line}" if line else str(path)
-        if name not in actions or name in _COMMAND_LINE_ONLY:
+        if name not in actions or is_only_on_line(actions[name]):
             raise _unknown(where, name, _settable(actions))
         yield name, (_convert(actions[name], value, where, path.parent.absolute()), source)
 
@@ -223,12 +221,17 @@ def _read_environment(
 
 def settable(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     """Return the options that a file or the environment may set, by name."""
-    actions = {_name(action): action for action in parser._actions}
-    return {name: action for name, action in actions.items() if name not in _COMMAND_LINE_ONLY}
+    return {name: action for name, action in _by_name(parser).items() if not is_only_on_line(action)}
+
+
+def is_only_on_line(action: argparse.Action) -> bool:
+    """Return whether neither a file nor the environment may set an option (`Option.only_on_line`)."""
+    declared = declaration_of(action)
+    return declared is not None and declared.only_on_line
 
 
 def _settable(actions: Mapping[str, argparse.Action]) -> list[str]:
-    return sorted(actions.keys() - _COMMAND_LINE_ONLY)
+    return sorted(name for name, action in actions.items() if not is_only_on_line(action))
 
 
 def _unknown(where: str, name: str, known: Sequence[str]) -> BadSetting:
@@ -266,15 +269,17 @@ def _convert(action: argparse.Action, value: Any, where: str, folder: Path | Non
 
 
 def _convert_one(action: argparse.Action, name: str, value: Any, where: str, folder: Path | None) -> Any:
+    declared = declaration_of(action)
+    shown = "." if declared is not None and declared.is_secret else f", got {value!r}."
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        what = f"{where}: {name!r} must be a text or a number" + ("." if name in _SECRET else f", got {value!r}.")
+        what = f"{where}: {name!r} must be a text or a number" + shown
         raise BadSetting(what, "Correct the value.", setting=name)
     try:
         convert = action.type if callable(action.type) else str
         converted = convert(str(value))
     except (argparse.ArgumentTypeError, TypeError, ValueError, EtfarmError) as error:
         why = str(error) if isinstance(error, argparse.ArgumentTypeError) else "is not valid"
-        what = f"{where}: {name!r} {why}" + ("." if name in _SECRET else f", got {value!r}.")
+        what = f"{where}: {name!r} {why}" + shown
         raise BadSetting(what, "Correct the value; `etfarm serve --help` explains it.", setting=name) from None
     if action.choices is not None and converted not in action.choices:
         names = ", ".join(map(str, action.choices))

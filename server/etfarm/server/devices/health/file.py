@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from etfarm.server.devices.health.power import PowerRule, rules_of
@@ -15,7 +15,7 @@ from etfarm.wire.errors import error_for
 class HealthSettings:
     """The operator's settings for the health of devices."""
 
-    policy: HealthPolicy
+    policy: HealthPolicy = field(default_factory=HealthPolicy)
     power: tuple[PowerRule, ...] = ()
 
 

@@ -1,0 +1,190 @@
+"""Options as fields of a dataclass: each is declared once, and the command line, files and the environment set it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
+
+_OPTIONS: Final = "options"
+_BUILD: Final = "build"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One option of a command."""
+
+    flag: str
+    """With its dashes. `--no-NAME` sets a field to False."""
+    help: str | Callable[[], str]
+    """Its help; a function where that depends on the environment."""
+    metavar: str | None = None
+    read: Callable[[str], Any] | None = None
+    """Returns the value of a text; raises ArgumentTypeError, ValueError or an EtfarmError for others. None for texts."""
+    default: Any = None
+    """The value without the option: a list for an option that can be repeated, False for one without a value."""
+    choices: Sequence[str] | None = None
+    has_twin: bool = False
+    """Whether there is `--no-NAME`, too, and the value is None without both."""
+    only_on_line: bool = False
+    """Whether files and the environment cannot set it."""
+    is_secret: bool = False
+    """Whether its value may have a secret, so that messages do not show it."""
+    is_reread: bool = False
+    """Whether a running server reads the file again when it changes."""
+    group: tuple[str, str] | None = None
+    """Title and description of its group in the help."""
+
+    def add(self, parser: argparse._ActionsContainer) -> None:
+        """Add it to a parser."""
+        arguments: dict[str, Any] = {"help": self.help if isinstance(self.help, str) else self.help(), "default": self.default}
+        if self.has_twin:
+            arguments["action"] = argparse.BooleanOptionalAction
+        elif self.default is False:
+            arguments["action"] = "store_true"
+        else:
+            arguments |= {"type": self.read, "metavar": self.metavar, "choices": self.choices}
+            if isinstance(self.default, list):
+                arguments["action"] = "append"
+        vars(parser.add_argument(self.flag, **arguments))["declared"] = self
+
+
+def option(
+    flag: str,
+    help: str | Callable[[], str],
+    *,
+    build: Callable[[Any], Any] | None = None,
+    absent: Callable[[], Any] | None = None,
+    **others: Any,
+) -> Any:
+    """Return the field of one option.
+
+    Args:
+        build: returns the field's value of the option's; it is not called for None.
+        absent: returns the field's value without the option, if it is not that of the option's default.
+        others: further attributes of `Option`.
+    """
+    declared = Option(flag=flag, help=help, **others)
+    default = declared.default
+    if build is None:
+        build = _is_off if flag.startswith("--no-") else tuple if isinstance(default, list) else _same
+    metadata = {_OPTIONS: (declared,), _BUILD: build}
+    if absent is not None:
+        return field(default_factory=absent, metadata=metadata)
+    return field(default=default if default is None else build(default), metadata=metadata)
+
+
+def _is_off(value: Any) -> bool:
+    return not value
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def options(*declared: Option, build: Callable[..., Any], **others: Any) -> Any:
+    """Return the field that several options make together.
+
+    Args:
+        build: returns the field's value of the options', in order.
+        others: arguments of `dataclasses.field`.
+    """
+    return field(metadata={_OPTIONS: declared, _BUILD: build}, **others)
+
+
+def declaration_of(action: argparse.Action) -> Option | None:
+    """Return the option that an argument of a parser was added for; None for an argument that has none."""
+    return vars(action).get("declared")
+
+
+def options_of(kind: type) -> list[Option]:
+    """Return the options of a dataclass in the order of its fields."""
+    return [each for known in fields(kind) for each in known.metadata.get(_OPTIONS, ())]
+
+
+def add_options(parser: argparse.ArgumentParser, declared: Iterable[Option]) -> None:
+    """Add options to a parser, each to its group."""
+    groups: dict[tuple[str, str] | None, argparse._ActionsContainer] = {None: parser}
+    for each in declared:
+        if each.group is not None and each.group not in groups:
+            groups[each.group] = parser.add_argument_group(*each.group)
+        each.add(groups[each.group])
+
+
+def built(kind: type[T], arguments: argparse.Namespace) -> T:
+    """Return the dataclass that parsed options make.
+
+    Raises:
+        EtfarmError: a value is not valid.
+    """
+    values = {}
+    for known in fields(kind):  # type: ignore[arg-type]
+        declared: tuple[Option, ...] = known.metadata.get(_OPTIONS, ())
+        given = [getattr(arguments, each.flag.removeprefix("--").replace("-", "_")) for each in declared]
+        if len(given) > 1 or (given and given[0] is not None):
+            values[known.name] = known.metadata[_BUILD](*given)
+    return kind(**values)
+
+
+def positive(text: str) -> int:
+    """Return a whole number of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return value
+
+
+def not_negative(text: str) -> int:
+    """Return a whole number of at least 0."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError("must be 0 or more")
+    return value
+
+
+def absolute(text: str) -> str:
+    """Return an absolute path."""
+    if not text.startswith("/"):
+        raise argparse.ArgumentTypeError("must be an absolute path")
+    return text
+
+
+def seconds(text: str) -> float:
+    """Return a time above 0 s and at most a week."""
+    value = float(text)
+    if not 0 < value <= 604_800:
+        raise argparse.ArgumentTypeError("must be above 0 s and at most a week")
+    return value
+
+
+def seconds_or_none(text: str) -> float:
+    """Return a time as `seconds`, or 0."""
+    return 0.0 if float(text) == 0 else seconds(text)
+
+
+def seconds_of_a_day(text: str) -> float:
+    """Return a time of 0 s to a day."""
+    value = float(text)
+    if not 0 <= value <= 86_400:
+        raise argparse.ArgumentTypeError("must be 0 s to a day")
+    return value
+
+
+def web_address(text: str) -> str:
+    """Return a URL of http or https."""
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError("must begin with http:// or https://")
+    return text
+
+
+def gib(count: int) -> int:
+    """Return the bytes of a number of GiB."""
+    return count << 30
+
+
+def mib(count: int) -> int:
+    """Return the bytes of a number of MiB."""
+    return count << 20
