@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from etfarm.client.reports.json_object import JsonObject
 from etfarm.wire.errors import EtfarmError, Fault, error_of
@@ -11,8 +11,6 @@ from etfarm.wire.errors import EtfarmError, Fault, error_of
 if TYPE_CHECKING:
     import pandas as pd
 
-    from etfarm.client.reports.comparisons import Pair
-    from etfarm.client.reports.documents import ErrorFacts, ModelFacts, Operator
     from etfarm.client.reports.enums import CellState
     from etfarm.client.reports.gate_result import GateResult
 
@@ -52,7 +50,7 @@ class OperatorTable:
 
     if TYPE_CHECKING:
 
-        def __iter__(self) -> Iterator[Operator]: ...
+        def __iter__(self) -> Iterator[Any]: ...
 
     def to_pandas(self) -> pd.DataFrame:
         """Return a pandas DataFrame with a row for each operator.
@@ -79,8 +77,8 @@ class ReportMethods(JsonObject):
     if TYPE_CHECKING:
         id: str
         state: CellState
-        error: ErrorFacts | None
-        model: ModelFacts | None
+        error: Any
+        model: Any
 
     def __repr__(self) -> str:
         name = self.model.name if self.model else None
@@ -89,7 +87,10 @@ class ReportMethods(JsonObject):
     @property
     def failure(self) -> EtfarmError | None:
         """`error` as an exception; None if the cell has no error."""
-        return None if self.error is None else self.error.exception()
+        if self.error is None:
+            return None
+        failure: EtfarmError = self.error.exception()
+        return failure
 
     def to_pandas(self, table: Literal["operators", "samples", "generation", "tokens"] = "operators") -> pd.DataFrame:
         """Return one table of the report as a pandas DataFrame.
@@ -116,7 +117,7 @@ class ComparisonMethods(JsonObject):
     """A candidate compared with a base."""
 
     if TYPE_CHECKING:
-        pairs: tuple[Pair, ...]
+        pairs: tuple[Any, ...]
         gate: GateResult | None
 
     def __repr__(self) -> str:
