@@ -13,8 +13,8 @@ from etfarm.server.access.audit import AuditLog, Entry
 from etfarm.server.access.tokens import TOKENS_CHANGED, TokenTable
 from etfarm.server.arguments import parse_command
 from etfarm.server.artifacts.left_behind import require_known
+from etfarm.server.artifacts.s3.options import add_blob_options, location_of
 from etfarm.server.config import DATABASE
-from etfarm.server.operation.blob_options import add_blob_options, location_of
 from etfarm.server.operation.data_option import add_data_option, data_of
 from etfarm.server.operation.database_option import add_database_option
 from etfarm.server.state.database_url import DatabaseUrl

@@ -15,6 +15,7 @@ from etfarm.server.artifacts.left_behind import require_known
 from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.s3.bucket import PATIENCE_S
 from etfarm.server.artifacts.s3.location import BucketLocation, read_endpoint
+from etfarm.server.artifacts.s3.options import BLOBS, blob_options, bucket_of
 from etfarm.server.compile.screening.operators import PLUGINS, Operators
 from etfarm.server.compile.screening.operators import read as read_operators
 from etfarm.server.devices.health.file import HealthSettings, read_settings
@@ -24,8 +25,6 @@ from etfarm.server.devices.reservations import MAX_DURATION_S
 from etfarm.server.devices.wheels import AgentWheel
 from etfarm.server.jobs.records.quotas import Quotas
 from etfarm.server.notices.settings import NoticeSettings
-from etfarm.server.operation import logs
-from etfarm.server.operation.blob_options import BLOBS, blob_options, bucket_of
 from etfarm.server.options import (
     Option,
     absolute,
@@ -197,7 +196,7 @@ class Config:
     otlp: str | None = option(
         "--otlp", "send the traces of jobs to this OpenTelemetry collector, as http://127.0.0.1:4318/v1/traces (default: off)",
         metavar="URL", read=web_address)
-    log_format: str = option("--log-format", "of stderr (default %(default)s)", default="text", choices=logs.FORMATS)
+    log_format: str = option("--log-format", "of stderr (default %(default)s)", default="text", choices=("text", "json"))
     thresholds: Thresholds = option(
         "--thresholds", "TOML of what makes a measurement INVALID, as max_drift = 0.2 (default: built in)",
         metavar="FILE", read=Path, build=read_thresholds, absent=Thresholds)

@@ -12,11 +12,11 @@ from typing import Final
 
 from etfarm.server.arguments import parse_command
 from etfarm.server.artifacts.s3.location import BucketLocation
+from etfarm.server.artifacts.s3.options import add_blob_options, location_of
 from etfarm.server.backup.backup import back_up
 from etfarm.server.backup.restore import restore
 from etfarm.server.backup.revived import describe_revived
 from etfarm.server.config import DATABASE
-from etfarm.server.operation.blob_options import add_blob_options, location_of
 from etfarm.server.operation.data_option import add_data_option, data_of, require_owner
 from etfarm.server.operation.database_option import add_database_option
 from etfarm.server.operation.progress import Progress, size_text

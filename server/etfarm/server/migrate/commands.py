@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from etfarm.server.arguments import parse_command, read_configuration
+from etfarm.server.artifacts.s3.options import bucket_options, location_of
 from etfarm.server.migrate.migration import Migration, Moved, Place
-from etfarm.server.operation.blob_options import bucket_options, location_of
 from etfarm.server.operation.data_option import add_data_option, data_of, require_owner
 from etfarm.server.operation.database_option import add_database_option
 from etfarm.server.operation.progress import Progress, size_text

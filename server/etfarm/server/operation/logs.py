@@ -11,8 +11,6 @@ import structlog
 from etfarm.wire.errors import EtfarmError, FarmError
 from etfarm.wire.escapes import in_a_line, printable
 
-FORMATS = ("text", "json")
-
 
 def configure(log_format: str = "text", stream: TextIO | None = None) -> None:
     """Configure the log.
