@@ -5,15 +5,10 @@ from __future__ import annotations
 from etfarm.server.jobs import generation
 from etfarm.server.jobs.model import BadJob
 from etfarm.v1 import job_pb2
+from etfarm.wire.measurement import RANGES
 
-_MAX_TIMED = 1_000_000
-"""Number of timed iterations of all runs that agents assume if Measurement.max_samples is absent."""
 _MAX_REQUESTED = 10_000_000
 """Maximum number of timed iterations of all runs."""
-MAX_REPEAT = 50
-"""Maximum number of runs of an attempt."""
-_MAX_TRACED = 1_000
-"""Maximum number of traced iterations, which CandidateResult.traced_ns can hold."""
 
 
 def validate_measurement(spec: job_pb2.JobSpec) -> None:
@@ -40,24 +35,27 @@ def validate_measurement(spec: job_pb2.JobSpec) -> None:
             )
     if measurement.HasField("repeat"):
         _check_repeat(measurement)
-    if measurement.HasField("trace_iterations") and not 1 <= measurement.trace_iterations <= _MAX_TRACED:
-        raise BadJob(
-            f"`trace_iterations` must be 1 to {_MAX_TRACED:,}, got {measurement.trace_iterations}.",
-            "Choose a value in this range, or leave it out.",
-            field="trace_iterations",
-        )
+    if measurement.HasField("trace_iterations"):
+        _require_within("trace_iterations", measurement.trace_iterations)
     generation.check_request(spec)
     repeat = max(1, measurement.repeat)
-    most = measurement.max_samples if measurement.HasField("max_samples") else _MAX_TIMED // repeat
+    most = measurement.max_samples if measurement.HasField("max_samples") else RANGES["iterations"].max // repeat
     if measurement.iterations > most:
         what = f"`iterations` must be at most {most:,}, the samples that a timed pass keeps, got {measurement.iterations:,}."
         raise BadJob(what, "Choose a lower number, or leave it out.", field="iterations")
 
 
+def _require_within(field: str, value: int) -> None:
+    least, most = RANGES[field]
+    if not least <= value <= most:
+        raise BadJob(
+            f"`{field}` must be {least} to {most:,}, got {value}.", "Choose a value in this range, or leave it out.", field=field
+        )
+
+
 def _check_repeat(measurement: job_pb2.Measurement) -> None:
     repeat = measurement.repeat
-    if not 1 <= repeat <= MAX_REPEAT:
-        raise BadJob(f"`repeat` must be 1 to {MAX_REPEAT}, got {repeat}.", "Choose a value in this range.", field="repeat")
+    _require_within("repeat", repeat)
     if repeat > 1 and measurement.interleave:
         raise BadJob(
             "`repeat` cannot be combined with `interleave`, which starts each program several times itself.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,6 +24,7 @@ from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.wire.errors import EtfarmError, Kind, error_for
+from etfarm.wire.measurement import RANGES
 
 if TYPE_CHECKING:
     from etfarm.client.export.spec import ModelSpec
@@ -35,6 +36,11 @@ if TYPE_CHECKING:
 def main(argv: list[str]) -> int:
     """Run `etfarm bench`."""
     return execute(bench, argv, "bench")
+
+
+def _within(number: str) -> dict[str, Any]:
+    """Return the limits of an option."""
+    return RANGES[number]._asdict()
 
 
 def bench(
@@ -66,10 +72,10 @@ def bench(
     cores: Annotated[str, typer.Option("--cores", metavar="C", help="big, little, or cpus as 0-3.")] = "",
     iterations: Annotated[
         int | None,
-        typer.Option("--iterations", metavar="N", min=1, max=1_000_000, help="Minimum number of timed iterations. [100]"),
+        typer.Option("--iterations", metavar="N", **_within("iterations"), help="Minimum number of timed iterations. [100]"),
     ] = None,
     warmup: Annotated[
-        int | None, typer.Option("--warmup", metavar="N", min=0, max=2**31 - 1, help="Number of warm-up runs. [until steady]")
+        int | None, typer.Option("--warmup", metavar="N", **_within("warmup"), help="Number of warm-up runs. [until steady]")
     ] = None,
     min_time: Annotated[
         float | None,
@@ -77,7 +83,7 @@ def bench(
     ] = None,
     repeat: Annotated[
         int | None,
-        typer.Option("--repeat", metavar="N", min=1, max=50, help="Measure in N fresh processes, one after the other. [1]"),
+        typer.Option("--repeat", metavar="N", **_within("repeat"), help="Measure in N fresh processes, one after the other. [1]"),
     ] = None,
     interleave: Annotated[
         bool, typer.Option("--interleave", help="Measure the candidates in turns, and compare each with the first.")
@@ -85,7 +91,9 @@ def bench(
     no_profile: Annotated[bool, typer.Option("--no-profile", help="No traced pass, so no operators.")] = False,
     trace_iterations: Annotated[
         int | None,
-        typer.Option("--trace-iterations", metavar="N", min=1, max=1_000, help="Minimum number of traced iterations. [30]"),
+        typer.Option(
+            "--trace-iterations", metavar="N", **_within("trace_iterations"), help="Minimum number of traced iterations. [30]"
+        ),
     ] = None,
     numerics: Annotated[
         bool, typer.Option("--numerics", help="Also compare each operator's outputs, in a separate program and run.")
@@ -156,7 +164,7 @@ def bench(
     timeout: options.Timeout = None,
     priority: Annotated[
         int,
-        typer.Option("--priority", metavar="P", min=-100, max=100, help="Jobs with a higher priority run first."),
+        typer.Option("--priority", metavar="P", **_within("priority"), help="Jobs with a higher priority run first."),
     ] = 0,
     reservation: options.Reservation = None,
     deadline: options.Deadline = None,

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
@@ -27,6 +27,7 @@ from etfarm.client.web.uploads import Upload, Uploads
 from etfarm.client.web.visitors import farm, visitor_of
 from etfarm.wire import recipes as wire_recipes
 from etfarm.wire.errors import Fault, Kind, error_for, error_of
+from etfarm.wire.measurement import RANGES
 
 RECIPES_S: Final = 2.0
 """Seconds that the server may take to tell its recipes."""
@@ -223,8 +224,7 @@ def _option_fields(fields: Fields) -> Mapping[str, Field]:
             "Repeats",
             flag="--repeat",
             kind="number",
-            minimum=1,
-            maximum=50,
+            **_within("repeat"),
             hint="Fresh processes, one after the other.",
         ),
         Field("threads", "Threads", flag="--threads", hint="As `1,2,4`: a cell for each."),
@@ -233,11 +233,10 @@ def _option_fields(fields: Fields) -> Mapping[str, Field]:
             "Iterations",
             flag="--iterations",
             kind="number",
-            minimum=1,
-            maximum=1_000_000,
+            **_within("iterations"),
             hint="At least; 100 without.",
         ),
-        Field("priority", "Priority", flag="--priority", kind="number", minimum=-100, maximum=100, hint="Higher runs first."),
+        Field("priority", "Priority", flag="--priority", kind="number", **_within("priority"), hint="Higher runs first."),
         Field(
             "deadline",
             "Needed within",
@@ -253,6 +252,11 @@ def _option_fields(fields: Fields) -> Mapping[str, Field]:
         Field("labels", "Labels", flag="--label", kind="lines", hint="One `key=value` in each line."),
     )
     return {field.name: _filled(field, fields) for field in declared}
+
+
+def _within(number: str) -> dict[str, Any]:
+    least, most = RANGES[number]
+    return {"minimum": least, "maximum": most}
 
 
 def _filled(field: Field, fields: Fields) -> Field:
