@@ -21,7 +21,7 @@ from etfarm.server.devices.session import AgentSession
 from etfarm.server.state.engine import Database, DatabaseFull, DatabaseUnavailable
 from etfarm.v1 import agent_pb2, device_pb2
 from etfarm.v1.device_pb2 import Device
-from etfarm.wire.errors import error_for
+from etfarm.wire.errors import EtfarmError, error_for
 
 log = structlog.get_logger()
 
@@ -296,7 +296,11 @@ class Registry(DeviceDirectory):
             self._runs.device_went(device_id)
         if lost:
             self.changed(*lost)
-            await self._remember(lost)
+            try:
+                await self._remember(lost)
+            except EtfarmError as error:
+                if error.reason != "FENCED":  # the server that leads now has its own records of them
+                    raise
 
     async def _serve(self, session: AgentSession, device: Device, projects: frozenset[str]) -> None:
         """Assign a device to the connection that serves it.

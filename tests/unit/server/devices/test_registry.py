@@ -42,8 +42,8 @@ from etfarm.v1.device_pb2 import (
     HealthState,
     Reservation,
 )
-from etfarm.wire.errors import Kind
-from tests.support.databases import new_database
+from etfarm.wire.errors import Kind, error_for
+from tests.support.databases import Refusal, new_database
 from tests.support.golden import Golden
 
 pytestmark = pytest.mark.usefixtures("each_database")
@@ -573,3 +573,10 @@ async def test_a_new_device_is_restricted_as_all_others_of_its_token_are(world: 
     world.registry = world.new_registry()
     await world.registry.load()
     assert list(world.registry.get("b").projects) == ["audio", "vision"]
+
+
+async def test_a_server_that_no_longer_leads_lets_its_agents_go(world: World) -> None:
+    session = await world.connect("pi")
+    world.database.guard = refusal = Refusal(error_for("FENCED", "This server no longer leads the farm.", "Try again."))
+    await world.registry.disconnect(session)
+    assert refusal.has_refused.is_set() and not world.registry.serves(session, "pi")
