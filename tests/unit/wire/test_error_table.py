@@ -16,13 +16,19 @@ ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("proto", "client", "server", "device_agents")
 
 
-def calls() -> Iterator[tuple[str, ast.Call]]:
-    """Yield the calls of `error_for` in the packages, each with its place."""
+def nodes() -> Iterator[tuple[str, ast.AST]]:
+    """Yield the nodes of the packages' modules, each with its file."""
     for package in PACKAGES:
         for file in sorted((ROOT / package / "etfarm").rglob("*.py")):
             for node in ast.walk(ast.parse(file.read_text())):
-                if isinstance(node, ast.Call) and ast.unparse(node.func) == "error_for":
-                    yield f"{file.relative_to(ROOT)}:{node.lineno}", node
+                yield str(file.relative_to(ROOT)), node
+
+
+def calls() -> Iterator[tuple[str, ast.Call]]:
+    """Yield the calls of `error_for` in the packages, each with its place."""
+    for file, node in nodes():
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "error_for":
+            yield f"{file}:{node.lineno}", node
 
 
 def test_each_reason_is_raised_and_has_the_metadata_that_the_table_names() -> None:
@@ -45,6 +51,21 @@ def test_an_error_has_the_fault_and_the_kind_of_its_row() -> None:
         fault, kind = row.partition(": ")[0].split()
         assert (type(error), error.fault, error.kind, error.reason) == (types[Fault(fault)], fault, Kind(kind), reason)
         assert (str(error), error.remedy, error.stage) == ("It is so. Do this.", "Do this.", "LOAD")
+
+
+def test_an_error_has_its_reason_from_the_start() -> None:
+    set_later = {
+        file
+        for file, node in nodes()
+        if isinstance(node, ast.Attribute)
+        and node.attr == "reason"
+        and isinstance(node.ctx, ast.Store)
+        and ast.unparse(node.value) != "self"
+    }
+    assert set_later == {
+        "proto/etfarm/wire/errors.py",  # in the functions that make errors without a class
+        "server/etfarm/server/devices/health/book.py",  # of a message
+    }
 
 
 def test_a_reason_or_a_key_that_is_in_no_row_is_a_mistake() -> None:

@@ -20,7 +20,7 @@ from etfarm.v1 import common_pb2
 from etfarm.wire import digest
 from etfarm.wire.bundles import NotABundle
 from etfarm.wire.chunks import Progressed
-from etfarm.wire.errors import EtfarmError, error_for
+from etfarm.wire.errors import EtfarmError, Fault, error_for, error_of
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class Lease:
 def _checked(name: str) -> str:
     """Return the digest, which becomes a file name, if it is valid."""
     if not digest.is_digest(name):
-        raise error_for("DIGEST_MALFORMED", f"{name!r} is not a sha256.", digest=name)
+        raise error_of(Fault.FARM, "DIGEST_MALFORMED", f"{name!r} is not a sha256.", metadata={"digest": name})
     return name
 
 

@@ -25,9 +25,7 @@ def require_digest(digest: str) -> None:
     """Raise an error if `digest` is not a digest.
 
     Raises:
-        BAD_UPLOAD: with the reason DIGEST_MALFORMED.
+        DIGEST_MALFORMED: it is none.
     """
     if not digests.is_digest(digest):
-        error = error_for("BAD_UPLOAD", f"A digest must be a sha256 in lower-case hex, got {digest!r}.")
-        error.reason = "DIGEST_MALFORMED"
-        raise error
+        raise error_for("DIGEST_MALFORMED", f"A digest must be a sha256 in lower-case hex, got {digest!r}.")

@@ -24,7 +24,7 @@ from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.room import Room
 from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.wire.chunks import append
-from etfarm.wire.errors import EtfarmError, error_for
+from etfarm.wire.errors import error_for
 
 log = structlog.get_logger()
 
@@ -212,15 +212,9 @@ def _check_chunk(chunk: artifact_pb2.Chunk, received: int, size_bytes: int) -> N
             committed_bytes=received,
         )  # fmt: skip
     if len(chunk.data) > MAX_CHUNK_BYTES:
-        raise _too_many_bytes(f"A chunk must have at most 1 MiB, got {len(chunk.data)} bytes.")
+        raise error_for("TOO_MANY_BYTES", f"A chunk must have at most 1 MiB, got {len(chunk.data)} bytes.")
     if received + len(chunk.data) > size_bytes:
-        raise _too_many_bytes(f"More bytes arrived than the {size_bytes} announced.")
-
-
-def _too_many_bytes(message: str) -> EtfarmError:
-    error = error_for("BAD_UPLOAD", message)
-    error.reason = "TOO_MANY_BYTES"
-    return error
+        raise error_for("TOO_MANY_BYTES", f"More bytes arrived than the {size_bytes} announced.")
 
 
 def _hashed_name(holder: str) -> str:

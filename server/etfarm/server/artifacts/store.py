@@ -43,7 +43,7 @@ from etfarm.server.state.steady_clock import SteadyClock
 from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.wire import digest as digests
 from etfarm.wire.chunks import CHUNK_BYTES, spans
-from etfarm.wire.errors import Kind, error_for
+from etfarm.wire.errors import error_for
 
 __all__ = [
     "MAX_CHUNK_BYTES",
@@ -400,7 +400,7 @@ class Store:
         Raises:
             ArtifactNotFound: the store does not hold the artifact.
             ArtifactDamaged: its bytes changed on the disk.
-            BAD_UPLOAD: `offset` is beyond the end (reason OFFSET_PAST_END).
+            OFFSET_PAST_END: `offset` is beyond the end.
         """
         require_digest(digest)
         reading = await self.blobs.read(digest)
@@ -411,9 +411,8 @@ class Store:
             size, verified = reading.size_bytes, asyncio.ensure_future(reading.verified)
             try:
                 if not 0 <= offset <= size:
-                    error = error_for("BAD_UPLOAD", f"offset must be 0 to {size}, the size of {digest[:12]}, got {offset}.")
-                    error.reason, error.kind = "OFFSET_PAST_END", Kind.OUT_OF_RANGE
-                    raise error
+                    what = f"offset must be 0 to {size}, the size of {digest[:12]}, got {offset}."
+                    raise error_for("OFFSET_PAST_END", what)
                 for start, length in spans(offset, size, CHUNK_BYTES):
                     await reading.reach(start + length)
                     data = await self._run(os.pread, file.fileno(), length, start)

@@ -30,7 +30,7 @@ from etfarm.server.workers.errors import BadAnswer
 from etfarm.server.workers.reader_threads import Readers
 from etfarm.v1 import agent_pb2, common_pb2
 from etfarm.wire.bundles import MAX_MANIFEST_BYTES, BundleManifest, NotABundle, check_archive
-from etfarm.wire.errors import EtfarmError, FarmError, error_for
+from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.names import prebuilt_runner
 
 log = structlog.get_logger()
@@ -264,9 +264,7 @@ async def run_bundle_build(scratch: Path, *arguments: str) -> str:
     if process.returncode != 0:
         lines = err.decode(errors="replace").strip().splitlines()
         message = (lines[-1] if lines else f"it ended with {process.returncode}").removeprefix("etfarm: ")
-        error = FarmError(message)
-        error.reason = "BUNDLE_BUILD_FAILED"
-        raise error
+        raise error_for("BUNDLE_BUILD_FAILED", message)
     return out.decode().strip()
 
 

@@ -36,6 +36,10 @@ class DeviceLacks(UserError):
 
     reason = "BACKEND_MISSING"
 
+    def __init__(self, message: str, remedy: str, *, reason: str = "", **metadata: str) -> None:
+        super().__init__(message, remedy, **metadata)
+        self.reason = reason or self.reason
+
 
 class AgentCannotGenerate(DeviceLacks):
     """A device whose agent is of a version that cannot measure the generation of text."""
@@ -205,11 +209,10 @@ def require_support(facts: compile_pb2.MethodFacts, runner: Runner, device: Devi
         )
     missing = sorted(set(facts.operators) - set(runner.operators))
     if missing and runner.operators:
-        error = DeviceLacks(
+        raise DeviceLacks(
             f"The program needs the kernel {', '.join(missing)}, which {device.name} ({device.arch}) does not have.",
             "Change the model, or offer a runner that has it with `etfarm bundle add`.",
             missing=",".join(missing),
             device=device.name,
+            reason="OPERATOR_MISSING",
         )
-        error.reason = "OPERATOR_MISSING"
-        raise error

@@ -29,6 +29,10 @@ class LimitExceeded(UserError):
     refused: Message | None = None
     """The decoded message that was refused; None if it was refused before decoding."""
 
+    def __init__(self, message: str, remedy: str = "", *, reason: str = "LIMIT_EXCEEDED", **metadata: Any) -> None:
+        super().__init__(message, remedy, **metadata)
+        self.reason = reason
+
 
 @dataclass(frozen=True)
 class Limit:
@@ -360,9 +364,8 @@ def _text_rule(name: str, limit: Limit, unit: str) -> Callable[[Any], None]:
         if len(value) > limit.most:
             raise exceeded(name, limit, unit, len(value))
         if is_digest and not digest.is_digest(value):
-            error = LimitExceeded(f"A digest must be a sha256 in lower-case hex, got {value!r}.", field=name)
-            error.reason = "DIGEST_MALFORMED"
-            raise error
+            what = f"A digest must be a sha256 in lower-case hex, got {value!r}."
+            raise LimitExceeded(what, reason="DIGEST_MALFORMED", field=name)
 
     return rule
 
@@ -392,9 +395,7 @@ def exceeded(name: str, limit: Limit, unit: str, got: int) -> LimitExceeded:
     entry = _ENTRY.fullmatch(name)
     what = f"`{name}`" if entry is None else f"A {entry[3]} of `{entry[1]}.{re.sub(r'(?<!^)(?=[A-Z])', '_', entry[2]).lower()}`"
     message = f"{what} must have at most {limit.most:,} {unit}, got {got:,}."
-    error = LimitExceeded(message, limit.remedy or "Send less.", field=name, limit=limit.most, got=got)
-    error.reason = limit.reason
-    return error
+    return LimitExceeded(message, limit.remedy or "Send less.", reason=limit.reason, field=name, limit=limit.most, got=got)
 
 
 def _is_map(field: FieldDescriptor) -> bool:

@@ -76,13 +76,11 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
         self, request: artifact_pb2.FindMissingArtifactsRequest, context: object
     ) -> artifact_pb2.FindMissingArtifactsResponse:
         if len(request.digests) > _MAX_DIGESTS:
-            error = error_for(
-                "BAD_UPLOAD",
+            raise error_for(
+                "DIGEST_MALFORMED",
                 f"A request must have at most {_MAX_DIGESTS} digests, got {len(request.digests)}.",
                 f"Ask for {_MAX_DIGESTS} at a time.",
             )
-            error.reason = "DIGEST_MALFORMED"
-            raise error
         missing = await self._store.missing(request.digests, holder_of(caller()))
         return artifact_pb2.FindMissingArtifactsResponse(missing=missing)
 
@@ -98,11 +96,9 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
             async with asyncio.timeout(self._store.limits.upload_idle_s):
                 first = await anext(aiter(request_iterator), None)
         if first is None or first.WhichOneof("message") != "header":
-            error = error_for(
-                "BAD_UPLOAD", "The first message of an upload must be its header.", "Send UploadArtifactRequest.header first."
+            raise error_for(
+                "NO_HEADER", "The first message of an upload must be its header.", "Send UploadArtifactRequest.header first."
             )
-            error.reason = "NO_HEADER"
-            raise error
         principal = caller()
         # An agent of a farm without tokens is an admin.
         return await self._store.receive(
