@@ -43,7 +43,7 @@ def convert_server(folder: Path, *, to: str = OLDEST) -> str:
 
     Raises:
         FolderInUse: a server runs in the folder.
-        DatabaseDamaged, DatabaseForeign, DatabaseTooNew: the database cannot be used.
+        DatabaseDamaged, DATABASE_FOREIGN, DATABASE_TOO_NEW: the database cannot be used.
     """
     path = folder / DATABASE
     with locked(folder):

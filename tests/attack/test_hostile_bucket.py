@@ -24,7 +24,7 @@ import pytest
 import trustme
 from structlog.testing import capture_logs
 
-from etfarm.server.artifacts.errors import ArtifactDamaged, ArtifactNotFound
+from etfarm.server.artifacts.errors import ArtifactDamaged
 from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.s3 import blobs
 from etfarm.server.artifacts.s3.blobs import BucketBlobs, key_of
@@ -37,6 +37,7 @@ from etfarm.wire.errors import EtfarmError, Fault
 from tests.support.databases import new_database
 from tests.support.hostile_s3 import HostileS3, Lie, facts, hostile_s3, listing, reply
 from tests.support.receivers import drip, hang, raw, receiver, status
+from tests.support.refusals import refuses
 from tests.support.s3 import S3Server
 
 pytestmark = pytest.mark.slow(reason="waits for retries, and sends floods")
@@ -217,7 +218,7 @@ async def test_an_object_under_the_digest_of_none_is_not_read(world: World) -> N
     """Whoever can write the bucket cannot bring an artifact into the farm."""
     digest = artifact_of(OTHER).digest
     world.s3.objects[key_of(digest)] = OTHER
-    with pytest.raises(ArtifactNotFound):
+    with refuses("ARTIFACT_NOT_FOUND"):
         await read(world.store, digest)
     assert not [request for request in world.s3.requests if digest in request]
 

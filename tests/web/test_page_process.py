@@ -19,7 +19,7 @@ from etfarm.client.errors import EtfarmError
 from etfarm.client.web.forms import CsrfTokens
 from etfarm.client.web.options import WebOptions
 from etfarm.client.web.pages.devices import DEVICES
-from etfarm.client.web.visitors import LinkUsed, Visitors
+from etfarm.client.web.visitors import Visitors
 from tests.support.farm import Daemon, etfarm
 from tests.support.refusals import refuses
 from tests.support.web import Visit, WebFarm, csrf_of, start_page
@@ -144,7 +144,7 @@ async def test_a_code_is_for_a_few_minutes(web: WebFarm) -> None:
     visitors = Visitors(WebOptions(web.process.address), lambda name, **values: "", clock)
     code = visitors.create_code(web.tokens["user"])
     clock.now_s += 901.0
-    with pytest.raises(LinkUsed):
+    with refuses("SIGN_IN_LINK_USED"):
         await visitors.enter(code)
 
 

@@ -46,22 +46,6 @@ class DiskFull(DeviceError):
     kind = Kind.RESOURCE_EXHAUSTED
 
 
-class SelfTestFailed(DeviceError):
-    """A runner that fails its self-test after a program ended abnormally: the device is to blame."""
-
-    reason = "DEVICE_SELF_TEST_FAILED"
-
-    def __init__(self, why: str, program_error: EtfarmError) -> None:
-        super().__init__(
-            f"The runner no longer answers on this device ({why}), after a program ended with {program_error.reason}.",
-            "Check the device: memory, disk, temperature, the kernel's log.",
-            stage=program_error.stage,
-        )
-        self.metadata.update(
-            program_error.metadata, self_test=why, program_error=program_error.reason, program_message=program_error.message
-        )
-
-
 def runner_does_not_work(digest: str, arch: str, why: str) -> EtfarmError:
     """Return the error of a bundle's runner that fails its self-test at its first use on this device, before any program."""
     return error_for(

@@ -26,7 +26,7 @@ from etfarm.server.jobs.records.tags import Tags
 from etfarm.server.jobs.records.verification import find_damaged
 from etfarm.server.jobs.waiting_list import WaitingList
 from etfarm.server.notices.notices import Notices
-from etfarm.server.operation.intake import Intake, ServerStopping
+from etfarm.server.operation.intake import Intake
 from etfarm.server.operation.monitor import Monitor
 from etfarm.server.operation.settings import Setting
 from etfarm.server.parts import Access, Background, Children, Fleet, Jobs, Storage, now
@@ -55,7 +55,7 @@ from etfarm.server.workers.child_pool import ChildPool
 from etfarm.server.workers.jail.measures import JailReport
 from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.v1 import farm_pb2
-from etfarm.wire.errors import FarmError
+from etfarm.wire.errors import FarmError, error_for
 
 if TYPE_CHECKING:
     from etfarm.server.cluster.lead import Lead
@@ -206,7 +206,8 @@ async def running(
                 or "nothing"
             )
 
-        ended = ServerStopping.of_calls() if lead is None else lead.ended()
+        stops = error_for("SERVER_STOPPING", "The server stops.", "Try again once it has started again; jobs are kept.")
+        ended = stops if lead is None else lead.ended()
         end = partial(end_calls, server, interceptor.calls, ended, _GRACE_S)
         try:
             yield Server(address, monitor.address, certificates.reload, drain, in_progress, end)

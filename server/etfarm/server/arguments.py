@@ -53,7 +53,7 @@ def read_configuration(path: Path) -> argparse.Namespace:
     """Return the options of `etfarm serve` with a configuration file alone.
 
     Raises:
-        BadSetting: the file is not valid.
+        BAD_SETTING: the file is not valid.
     """
     return settings.parse(parser(), ["--config", str(path)], {})[0]
 
@@ -62,6 +62,6 @@ def parse_command(command: argparse.ArgumentParser, argv: Sequence[str]) -> tupl
     """Return the options of a command that has some of the server's, and each one's value with its source.
 
     Raises:
-        BadSetting: the configuration file or a variable is not valid for `etfarm serve`.
+        BAD_SETTING: the configuration file or a variable is not valid for `etfarm serve`.
     """
     return settings.parse(command, argv, os.environ, parser())

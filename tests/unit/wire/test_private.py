@@ -10,15 +10,14 @@ import pytest
 import trustme
 
 from etfarm.server.arguments import parser
-from etfarm.server.artifacts.s3.location import BadBlobs, BucketLocation
-from etfarm.server.notices.errors import BadWebhook
+from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.notices.settings import NoticeSettings
 from etfarm.server.operation import settings
-from etfarm.server.operation.settings import BadSetting
-from etfarm.server.rpc.door.token_file import BadTokenFile, Tokens
+from etfarm.server.rpc.door.token_file import Tokens
 from etfarm.wire.errors import UserError
 from etfarm.wire.private import FolderNotPrivate, close_umask, find_openness, make_private, read_secret
-from etfarm.wire.tls import BadTlsFile, read_identity
+from etfarm.wire.tls import read_identity
+from tests.support.refusals import refuses
 
 OTHER = 4712
 
@@ -50,17 +49,17 @@ def read_configuration(folder: Path) -> Path:
     return folder / "secret"
 
 
-READERS: dict[Callable[[Path], Path], tuple[type[UserError], Callable[[Path], object]]] = {
-    read_tokens: (BadTokenFile, Tokens.read),
-    read_key: (BadTlsFile, lambda path: read_identity(path.with_name("cert.pem"), path)),
-    read_credentials: (BadBlobs, lambda path: BucketLocation.of("s3://bucket/farm", {}, credentials=path)),
+READERS: dict[Callable[[Path], Path], tuple[str, Callable[[Path], object]]] = {
+    read_tokens: ("BAD_TOKEN_FILE", Tokens.read),
+    read_key: ("BAD_TLS_FILE", lambda path: read_identity(path.with_name("cert.pem"), path)),
+    read_credentials: ("BAD_BLOBS", lambda path: BucketLocation.of("s3://bucket/farm", {}, credentials=path)),
     read_webhook_secret: (
-        BadWebhook,
+        "BAD_WEBHOOK",
         lambda path: NoticeSettings.of(
             ["https://hooks.example/x"], [path], [], only_listed=False, authorities=None, offline_after_s=1.0
         ),
     ),
-    read_configuration: (BadSetting, lambda path: settings.parse(parser(), ["--config", str(path)], {})),
+    read_configuration: ("BAD_SETTING", lambda path: settings.parse(parser(), ["--config", str(path)], {})),
 }  # fmt: skip
 
 
@@ -68,7 +67,7 @@ READERS: dict[Callable[[Path], Path], tuple[type[UserError], Callable[[Path], ob
 def test_every_file_with_a_secret_follows_one_rule(
     tmp_path: Path, create: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error, read = READERS[create]
+    reason, read = READERS[create]
     path = create(tmp_path)
     path.chmod(0o600)
     read(path)
@@ -78,14 +77,14 @@ def test_every_file_with_a_secret_follows_one_rule(
     for mode in (0o604, 0o640, 0o620, 0o602):
         path.chmod(mode)
         for each in (path, link):
-            with pytest.raises(error, match=f"The file {each} has a secret, and other users may .* `chmod 600 {each}`"):
+            with refuses(reason, match=f"The file {each} has a secret, and other users may .* `chmod 600 {each}`"):
                 read(each)
     path.chmod(0o600)
     os.chown(path, OTHER, OTHER)
     if create is read_configuration:
         read(path)  # root may prepare a unit, or a check, for the server's user
         monkeypatch.setattr(os, "geteuid", lambda: OTHER + 1)
-    with pytest.raises(error, match=f"belongs to user {OTHER}.*chown {os.geteuid()} {path}"):
+    with refuses(reason, match=f"belongs to user {OTHER}.*chown {os.geteuid()} {path}"):
         read(path)
 
 

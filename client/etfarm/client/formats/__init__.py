@@ -13,18 +13,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import error_for
 
 Json = dict[str, Any]
 
 NAMES: Final = ("json", "csv", "parquet", "html", "markdown", "junit", "perfetto", "model-explorer", "executorch")
 """The names of all formats."""
-
-
-class NoSuchReport(UserError):
-    """No report of a document, or more than one, matches a name."""
-
-    reason = "REPORT_NOT_FOUND"
 
 
 def label(report: Mapping[str, Any]) -> str:
@@ -45,7 +39,7 @@ def only(document: Json, wanted: Sequence[str]) -> Json:
     `wanted` has their numbers from 0, or prefixes of their cells' or their own ids.
 
     Raises:
-        NoSuchReport: no report, or more than one, matches a name.
+        REPORT_NOT_FOUND: no report, or more than one, matches a name.
     """
     if not wanted:
         return document
@@ -56,7 +50,7 @@ def only(document: Json, wanted: Sequence[str]) -> Json:
         matches = [place for place, report in enumerate(reports) if _is_called(report, place, name)]
         if len(matches) != 1:
             what = f"Several reports begin with {name!r}" if matches else f"There is no report {name!r}"
-            raise NoSuchReport(f"{what}.", f"There are {there}.", report=name)
+            raise error_for("REPORT_NOT_FOUND", f"{what}.", f"There are {there}.", report=name)
         places += matches
     return {**document, "reports": [reports[place] for place in sorted(set(places))]}
 

@@ -58,7 +58,7 @@ async def compare(stubs: Stubs | None, base: Compared, candidate: Compared, gate
 
     Raises:
         BadDocument: a file does not exist, or has other content.
-        NoSuchReport, NothingToCompare: no report matches the selection; no report has a counterpart on the other
+        REPORT_NOT_FOUND, NothingToCompare: no report matches the selection; no report has a counterpart on the other
             side.
         EtfarmError: JOB_NOT_FOUND; SERVER_UNREACHABLE.
     """

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Final, Protocol
 
-from etfarm.client.errors import EtfarmError, Kind, UserError
+from etfarm.client.errors import EtfarmError
 from etfarm.client.submit.prepared import PreparedModel
 from etfarm.wire.errors import error_for, error_of
 
@@ -32,16 +32,6 @@ SUFFIXES: Final = (".pt2", ".pte")
 MAX_NAME_CHARACTERS: Final = 120
 
 _BUFFER_BYTES: Final = 1 << 20
-
-
-class UploadGone(UserError):
-    """Error of a submission whose file is not there any more."""
-
-    reason = "MODEL_FILE_GONE"
-    kind = Kind.NOT_FOUND
-
-    def __init__(self) -> None:
-        super().__init__("The file is not there: none was chosen, or it was sent long ago.", "Choose the file again.")
 
 
 @dataclass(frozen=True)
@@ -132,11 +122,13 @@ class Uploads:
         """Return a visitor's file.
 
         Raises:
-            UploadGone: the visitor has none of this id.
+            MODEL_FILE_GONE: the visitor has none of this id.
         """
         upload = self._uploads.get(identity)
         if upload is None or upload.owner != owner:
-            raise UploadGone
+            raise error_for(
+                "MODEL_FILE_GONE", "The file is not there: none was chosen, or it was sent long ago.", "Choose the file again."
+            )
         return upload
 
     def remove(self, upload: Upload) -> None:

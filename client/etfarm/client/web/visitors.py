@@ -19,13 +19,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from etfarm.client.aio import AsyncFarm
-from etfarm.client.errors import EtfarmError, Kind, UserError
+from etfarm.client.errors import EtfarmError, Kind
 from etfarm.client.models import ServerInfo
 from etfarm.client.transport.server_wait import BRIEF_S
 from etfarm.client.web.forms import CsrfTokens
 from etfarm.client.web.live import Feeds, Render
 from etfarm.client.web.options import WebOptions
 from etfarm.client.web.turns import FairSlots, Refusals, TooManyRequests
+from etfarm.wire.errors import error_for
 
 CODE_TIMEOUT_S: Final = 900.0
 """Seconds for which the one-time link can be used."""
@@ -38,26 +39,6 @@ MAX_SIGN_INS_OF_ADDRESS: Final = 4
 MAX_WAITING: Final = 32
 WAIT_S: Final = 20.0
 """Seconds that a sign-in waits for others at most."""
-
-
-class NotSignedIn(UserError):
-    """Error of a page for visitors who have not signed in, or no longer are."""
-
-    reason = "NOT_SIGNED_IN"
-    kind = Kind.UNAUTHENTICATED
-
-    def __init__(self) -> None:
-        super().__init__("You are not signed in.", "Sign in with a token of the farm.")
-
-
-class LinkUsed(UserError):
-    """Error of a one-time link that was used before, or that is too old."""
-
-    reason = "SIGN_IN_LINK_USED"
-    kind = Kind.UNAUTHENTICATED
-
-    def __init__(self) -> None:
-        super().__init__("The sign-in link was used before, or it is too old.", "Sign in with a token of the farm.")
 
 
 @dataclass
@@ -174,12 +155,16 @@ class Visitors:
         """Return a new visitor for a one-time code.
 
         Raises:
-            LinkUsed: there is no such code any more.
+            SIGN_IN_LINK_USED: there is no such code any more.
             EtfarmError: as `sign_in`.
         """
         token, until_s = self._codes.pop(code, ("", 0.0))
         if self._clock() > until_s:
-            raise LinkUsed
+            raise error_for(
+                "SIGN_IN_LINK_USED",
+                "The sign-in link was used before, or it is too old.",
+                "Sign in with a token of the farm.",
+            )
         return await self.sign_in(token, owner)
 
     def find(self, request: Request) -> Visitor | None:
@@ -314,11 +299,11 @@ def visitor_of(request: Request) -> Visitor:
     """Return the visitor of a request.
 
     Raises:
-        NotSignedIn: the request belongs to no visitor.
+        NOT_SIGNED_IN: the request belongs to no visitor.
     """
     visitor = request.scope.get("state", {}).get("visitor")
     if not isinstance(visitor, Visitor):
-        raise NotSignedIn
+        raise error_for("NOT_SIGNED_IN", "You are not signed in.", "Sign in with a token of the farm.")
     return visitor
 
 
@@ -326,6 +311,6 @@ async def farm(request: Request) -> AsyncFarm:
     """Return the client that acts for the visitor.
 
     Raises:
-        NotSignedIn: the request belongs to no visitor.
+        NOT_SIGNED_IN: the request belongs to no visitor.
     """
     return visitor_of(request).account.farm

@@ -23,7 +23,6 @@ from etfarm.device_agents.attempts.steps import CandidateSteps
 from etfarm.device_agents.attempts.transfers import Transfers, attempt_channel
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.device.inventory import choose_cpus, format_cpu_list
-from etfarm.device_agents.errors import SelfTestFailed
 from etfarm.device_agents.targets.base import Target
 from etfarm.v1 import agent_pb2, job_pb2
 from etfarm.wire import tensors
@@ -96,14 +95,14 @@ class Attempt:
         finally:
             self.phase = ""
             shutil.rmtree(self.folder, ignore_errors=True)
-        broken = next((result.error for result in results if result.error.reason == SelfTestFailed.reason), None)
+        broken = next((result.error for result in results if result.error.reason == "DEVICE_SELF_TEST_FAILED"), None)
         return agent_pb2.RunResult(attempt_id=start.attempt_id, device_id=start.device_id, candidates=results, error=broken)
 
     async def _carry_out(self, transfers: Transfers, lease: Lease) -> list[agent_pb2.CandidateResult]:
         """Run the candidates one after the other, and none after the device failed; return their results."""
         results: list[agent_pb2.CandidateResult] = []
         for index, candidate in enumerate(self.start.candidates):
-            if results and results[-1].error.reason == SelfTestFailed.reason:
+            if results and results[-1].error.reason == "DEVICE_SELF_TEST_FAILED":
                 results.append(agent_pb2.CandidateResult(cell_id=candidate.cell_id, error=results[-1].error))
                 continue
             results.append(await self.execution(candidate, transfers, lease, self.folder / str(index)).run())

@@ -7,11 +7,10 @@ import logging
 from contextlib import AbstractAsyncContextManager
 from typing import Final
 
-from etfarm.device_agents.errors import SelfTestFailed
 from etfarm.device_agents.runners import errors
 from etfarm.device_agents.runners.remote import RemoteRunner
 from etfarm.device_agents.targets.base import Provisions, Target
-from etfarm.wire.errors import EtfarmError
+from etfarm.wire.errors import EtfarmError, error_for
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +24,7 @@ def self_test_limit_s(target: Target, provisions: Provisions) -> float:
 
 
 async def attribute_fault(error: EtfarmError, starting: AbstractAsyncContextManager[RemoteRunner], limit_s: float) -> EtfarmError:
-    """Return `error` if the program is to blame, or SelfTestFailed if the device fails without the program too.
+    """Return `error` if the program is to blame, or DEVICE_SELF_TEST_FAILED if the device fails without the program too.
 
     Args:
         error: one of ABNORMAL_EXITS.
@@ -39,6 +38,12 @@ async def attribute_fault(error: EtfarmError, starting: AbstractAsyncContextMana
     except (EtfarmError, TimeoutError) as failure:
         why = str(failure) or f"no answer within {limit_s:g} s"
         log.error("the self-test failed: %s", why)
-        return SelfTestFailed(why, error)
+        values = error.metadata | {"self_test": why, "program_error": error.reason, "program_message": error.message}
+        return error_for(
+            "DEVICE_SELF_TEST_FAILED",
+            f"The runner no longer answers on this device ({why}), after a program ended with {error.reason}.",
+            "Check the device: memory, disk, temperature, the kernel's log.",
+            stage=error.stage, **values,
+        )  # fmt: skip
     error.metadata["self_test"] = "passed"
     return error

@@ -24,7 +24,6 @@ from etfarm.device_agents.attempts.transfers import Transfers
 from etfarm.device_agents.conditions.sampler import Watch
 from etfarm.device_agents.conditions.telemetry import run_telemetry
 from etfarm.device_agents.device.inventory import choose_cpus, format_cpu_list
-from etfarm.device_agents.errors import SelfTestFailed
 from etfarm.device_agents.runners.errors import ProgramOutOfMemory
 from etfarm.device_agents.runners.protocol import Measured, MeasurePlan
 from etfarm.device_agents.runners.remote import RemoteRunner
@@ -327,7 +326,7 @@ class InterleavedAttempt(Attempt):
         return [] if self._broken(turns) is not None else [each for each in turns if each.live]
 
     def _broken(self, turns: Sequence[Turns]) -> Turns | None:
-        return next((each for each in turns if each.execution.result.error.reason == SelfTestFailed.reason), None)
+        return next((each for each in turns if each.execution.result.error.reason == "DEVICE_SELF_TEST_FAILED"), None)
 
 
 def _has_room(each: Turns, plan: MeasurePlan) -> bool:

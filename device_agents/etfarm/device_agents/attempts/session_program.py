@@ -14,18 +14,12 @@ from etfarm.device_agents.runners import errors
 from etfarm.device_agents.runners.protocol import DEFAULT_INPUTS_SEED, MeasurePlan, MethodInfo, Runner, TensorInfo
 from etfarm.v1 import common_pb2, session_pb2
 from etfarm.wire import sessions, tensors
-from etfarm.wire.errors import EtfarmError, UserError
+from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.status import to_proto
 from etfarm.wire.words import value_of
 
 _WARMUP: Final = 10
 _MAX_TIME_S: Final = 60.0
-
-
-class MethodMissing(UserError):
-    """A requested method that the program does not have."""
-
-    reason = "METHOD_MISSING"
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,7 @@ class ServedProgram:
         """Load the program and some of its methods; return the callable methods.
 
         Raises:
-            MethodMissing: the program lacks some of `methods`.
+            METHOD_MISSING: the program lacks some of `methods`.
             EtfarmError: as `Runner.load` and `Runner.load_method`.
         """
         self.stage = "LOAD"
@@ -172,7 +166,8 @@ class ServedProgram:
         if method == self._current:
             return None
         if method not in self._methods:
-            raise MethodMissing(
+            raise error_for(
+                "METHOD_MISSING",
                 f"The program has no method {method!r}.",
                 f"It has: {', '.join(sorted(self._methods))}. Choose with --method (method=).",
                 method=method,

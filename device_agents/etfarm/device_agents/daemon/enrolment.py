@@ -24,7 +24,7 @@ from etfarm.v1 import agent_pb2
 from etfarm.v1.agent_pb2_grpc import AgentServiceStub
 from etfarm.wire.atomic_write import write_atomically
 from etfarm.wire.channel import Access
-from etfarm.wire.errors import EtfarmError, Kind, UserError
+from etfarm.wire.errors import EtfarmError, Kind, error_for
 from etfarm.wire.farm_channel import NEW_TOKEN, can_prove, farm_channel
 from etfarm.wire.farm_proof import Proofs
 from etfarm.wire.names import ENROLMENT_PREFIX, OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, TLS_CA_VARIABLE, TOKEN_VARIABLE
@@ -34,25 +34,6 @@ log = logging.getLogger(__name__)
 
 TOKEN_FILE: Final = "token"
 """Name of the file in the agent's data folder that holds the token, with mode 0600."""
-
-
-class TokenWithheld(UserError):
-    """An agent whose own token is for another address than that of the server, which refuses it without a token."""
-
-    reason = "TOKEN_WITHHELD"
-    kind = Kind.UNAUTHENTICATED
-
-    def __init__(self, kept: str, access: Access, *, knows_farm: bool) -> None:
-        if knows_farm:
-            why = "without TLS, nothing proves that the same farm is there"
-            remedy = f"Give --tls-ca (or {TLS_CA_VARIABLE}) if the farm has a certificate, or --server {kept};"
-        else:
-            why = "the agent has not connected there since it can recognize its farm"
-            remedy = f"Start it once with --server {kept}, without an HTTP proxy, where it learns which farm that is;"
-        super().__init__(
-            f"This agent's token is for the server at {kept}, and was not sent to {access.server}: {why}.",
-            f"{remedy} {NEW_TOKEN}", server=access.server, kept=kept,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -83,7 +64,7 @@ class Enrolment:
     """How an agent connects."""
 
     access: Access
-    withheld: TokenWithheld | None = None
+    withheld: EtfarmError | None = None
     """Why its own token is not used, if it has one for another address."""
 
 
@@ -104,7 +85,7 @@ async def enroll(
 
     Raises:
         EtfarmError: the server refuses the enrolment.
-        TokenWithheld: the enrolment token was exchanged before for a token that is for another address.
+        TOKEN_WITHHELD: the enrolment token was exchanged before for a token that is for another address.
         FolderUnusable: the token cannot be written to the data folder.
     """
     path = folder / TOKEN_FILE
@@ -120,7 +101,7 @@ async def enroll(
         # A token must not be sent to another farm than the one that gave it.
         if kept.server == access.server or (kept.farm_id and can_prove(access)):
             return Enrolment(_own_access(access, path, kept))
-        withheld = TokenWithheld(kept.server, access, knows_farm=bool(kept.farm_id))
+        withheld = _withhold(kept, access)
         if is_enrolment:
             raise withheld
         return Enrolment(access, withheld)
@@ -131,6 +112,21 @@ async def enroll(
     kept.write(path)
     log.info("enrolled as agent %s; its token is in %s", agent_id, path)
     return Enrolment(_own_access(access, path, kept))
+
+
+def _withhold(kept: _Kept, access: Access) -> EtfarmError:
+    """Return the error of an agent whose own token is for another address than the server's, which refuses it without a token."""
+    if kept.farm_id:
+        why = "without TLS, nothing proves that the same farm is there"
+        remedy = f"Give --tls-ca (or {TLS_CA_VARIABLE}) if the farm has a certificate, or --server {kept.server};"
+    else:
+        why = "the agent has not connected there since it can recognize its farm"
+        remedy = f"Start it once with --server {kept.server}, without an HTTP proxy, where it learns which farm that is;"
+    return error_for(
+        "TOKEN_WITHHELD",
+        f"This agent's token is for the server at {kept.server}, and was not sent to {access.server}: {why}.",
+        f"{remedy} {NEW_TOKEN}", server=access.server, kept=kept.server,
+    )  # fmt: skip
 
 
 def _own_access(access: Access, path: Path, kept: _Kept) -> Access:

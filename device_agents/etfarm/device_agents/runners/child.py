@@ -12,8 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from etfarm.device_agents.runners import errors
-from etfarm.wire.errors import EtfarmError
+from etfarm.wire.errors import EtfarmError, error_for
 
 MAX_LINE_BYTES = 16 << 20
 """Maximum length of a line of a runner's answer."""
@@ -74,7 +73,7 @@ class Child(Protocol):
 
 
 Spawn = Callable[[Sequence[str], Path], Awaitable[Child]]
-"""Function that starts a command line in a folder; raises RunnerBroken if it cannot be started."""
+"""Function that starts a command line in a folder; raises RUNNER_BROKEN if it cannot be started."""
 
 
 class _Group(asyncio.subprocess.SubprocessStreamProtocol):
@@ -163,7 +162,7 @@ async def spawn_here(command: Sequence[str], folder: Path) -> LocalChild:
     """Start `command` on this machine.
 
     Raises:
-        RunnerBroken: the command cannot be started.
+        RUNNER_BROKEN: the command cannot be started.
     """
     loop = asyncio.get_running_loop()
     kills = oom_kills()
@@ -184,9 +183,9 @@ async def spawn_here(command: Sequence[str], folder: Path) -> LocalChild:
     except OSError as error:
         number = errno.errorcode.get(error.errno or 0, str(error.errno))
         why = f"{error.strerror} ({number})"
-        raise errors.RunnerBroken(f"The runner {command[0]} cannot be started: {why}.", errno=number) from error
+        raise error_for("RUNNER_BROKEN", f"The runner {command[0]} cannot be started: {why}.", errno=number) from error
     except ValueError as error:
-        raise errors.RunnerBroken(f"The runner {command[0]} cannot be started: {error}.") from error
+        raise error_for("RUNNER_BROKEN", f"The runner {command[0]} cannot be started: {error}.") from error
     with contextlib.suppress(OSError):  # it has ended already, or the kernel refuses
         # If memory runs out, the program is killed, and not the agent or another process of the machine.
         Path(f"/proc/{transport.get_pid()}/oom_score_adj").write_text(_OOM_SCORE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from etfarm.wire.errors import EtfarmError, FarmError, Kind, UserError, error_for
+from etfarm.wire.errors import EtfarmError, Kind, UserError, error_for
 
 _WITHOUT_DATA = "If its weights are in a .ptd file, give that too: without it XNNPACK crashes here."
 _KILLED = "Check what kills processes on the device, such as a watchdog or a limit of a service."
@@ -166,12 +166,6 @@ def cores_unavailable(stage: str, message: str) -> EtfarmError:
 def device_storage_failed(stage: str, message: str) -> EtfarmError:
     """Return the error of a file that the device could not write, mostly because its disk is full."""
     return error_for("DEVICE_STORAGE_FAILED", _sentence(message), "Free space on the device.", stage=stage, detail=message)
-
-
-class RunnerBroken(FarmError):
-    """A runner that could not be started or violates its protocol: a fault of etfarm, not of the program."""
-
-    reason = "RUNNER_BROKEN"
 
 
 def runner_killed(stage: str, log: Sequence[str]) -> EtfarmError:

@@ -33,7 +33,7 @@ class NativeRunner(RemoteRunner):
         """Start a runner with `command` (`Bundle.command()`) in `folder`; it is killed and reaped at the end.
 
         Raises:
-            RunnerBroken: the command cannot be started.
+            RUNNER_BROKEN: the command cannot be started.
         """
         async with cls.connect(command, folder, limits or Limits(), on_log, spawn) as runner:
             yield runner

@@ -108,7 +108,7 @@ class RunnerProcess:
             spawn: starts the process, here or on another machine, where `folder` is too.
 
         Raises:
-            RunnerBroken: the command cannot be started.
+            RUNNER_BROKEN: the command cannot be started.
             As `spawn`.
         """
         options = [] if limits.data_bytes is None else ["--limit-data-bytes", str(limits.data_bytes)]
@@ -153,7 +153,7 @@ class RunnerProcess:
 
         Raises:
             ProgramCrashed, ProgramHung, ProgramOutOfMemory: the process has ended.
-            RunnerBroken, DEVICE_RUNNER_KILLED: the process has ended, and the program is not to blame.
+            RUNNER_BROKEN, DEVICE_RUNNER_KILLED: the process has ended, and the program is not to blame.
             RUNNER_CLOSED: the process had ended before.
             InputMismatch, OPERATOR_MISSING, BACKEND_MISSING, ProgramFailed and others: the command was refused; the process is
                 usable.
@@ -288,7 +288,7 @@ class RunnerProcess:
                 else:
                     raise ValueError(f"a {kind} of {event.get('command')!r}")
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError, asyncio.LimitOverrunError) as error:
-                raise errors.RunnerBroken(f"The runner's answer to {command} violates the protocol: {error}.") from error
+                raise error_for("RUNNER_BROKEN", f"The runner's answer to {command} violates the protocol: {error}.") from error
 
     async def _over(self, error: EtfarmError | None) -> NoReturn:
         """End the process and raise `error`, or the error that its exit code implies."""
@@ -310,7 +310,7 @@ class RunnerProcess:
             how = f"by {_signal_name(-code)}" if code is not None and code < 0 else f"with exit code {code}"
             detail = "".join(f": {text}" for text in ["; ".join(lines[-3:])] if text)
             message = f"The runner ended {how} before it had a program{detail}."
-            return errors.RunnerBroken(message, stage=self.stage, exit_code=code)
+            return error_for("RUNNER_BROKEN", message, stage=self.stage, exit_code=code)
         fatal = next((line.message for line in reversed(self._log) if line.level == "F"), "")
         if not fatal and code == -signal.SIGABRT:
             # A log that is not captured has no levels, and the abort's own message comes last. Earlier lines belong to other
@@ -360,7 +360,7 @@ class RunnerProcess:
             case "FILE":
                 return errors.device_storage_failed(stage, message)
             case code:
-                return errors.RunnerBroken(f"The runner refused a command: {message}.", stage=stage, code=code)
+                return error_for("RUNNER_BROKEN", f"The runner refused a command: {message}.", stage=stage, code=code)
 
     def _is_about_memory(self, text: str) -> bool:
         return any(word in text.lower() for word in _MEMORY_WORDS)

@@ -237,7 +237,7 @@ class Runner(Protocol):
         """Return the runner's identity and what it can run."""
 
     async def self_test(self) -> tuple[str, ...]:
-        """Return the kernels and backends that computed known results without a program; raise RunnerBroken if one did not."""
+        """Return the kernels and backends that computed known results without a program; raise RUNNER_BROKEN if one did not."""
 
     async def threads(self, count: int) -> int:
         """Set the size of the thread pool; only before `load`."""

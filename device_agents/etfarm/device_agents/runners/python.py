@@ -43,7 +43,7 @@ class PythonRunner(RemoteRunner):
         """Start a child that works in `folder`; it is killed and reaped at the end. Its first answer takes about a second.
 
         Raises:
-            RunnerBroken: the child cannot be started.
+            RUNNER_BROKEN: the child cannot be started.
         """
         async with cls.connect(cls.command(), folder, limits or Limits(), on_log, spawn) as runner:
             yield runner

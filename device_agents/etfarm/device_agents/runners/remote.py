@@ -38,6 +38,7 @@ from etfarm.device_agents.runners.protocol import (
 from etfarm.device_agents.runners.score import Scored, ScoreRequest, read_scored
 from etfarm.device_agents.runners.streaming import OnTokens, Streamed, StreamRequest, TokenReader
 from etfarm.wire.chunks import Progressed
+from etfarm.wire.errors import error_for
 from etfarm.wire.fixed_numbers import how_to_vary
 from etfarm.wire.tensors import BadTensorFile, Value
 
@@ -65,7 +66,7 @@ class RemoteRunner:
         """Start a runner with `command` in `folder`; it is killed and reaped at the end.
 
         Raises:
-            RunnerBroken: the command cannot be started.
+            RUNNER_BROKEN: the command cannot be started.
             As `spawn`.
         """
         process = await RunnerProcess.start(command, folder, limits, on_log, spawn)
@@ -113,13 +114,13 @@ class RemoteRunner:
         """Return the runner's identity and what it can run.
 
         Raises:
-            RunnerBroken: the runner has another version of the protocol, or does not follow it.
+            RUNNER_BROKEN: the runner has another version of the protocol, or does not follow it.
         """
         event, _ = await self._process.request("hello", stage="START")
         with self._reading("hello"):
             protocol = answers.whole(event, "protocol")
         if protocol != PROTOCOL:
-            raise errors.RunnerBroken(f"The runner speaks protocol {protocol}, not {PROTOCOL}.")
+            raise error_for("RUNNER_BROKEN", f"The runner speaks protocol {protocol}, not {PROTOCOL}.")
         with self._reading("hello"):
             executorch, arch = (answers.text(event, key) for key in ("executorch", "arch"))
             backends, operators = (answers.texts(event, key) for key in ("backends", "operators"))
@@ -128,13 +129,13 @@ class RemoteRunner:
             return Hello(protocol, executorch, arch, backends, operators, confined, commands)
 
     async def self_test(self) -> tuple[str, ...]:
-        """Return the kernels and backends that computed known results; RunnerBroken names the first that did not."""
+        """Return the kernels and backends that computed known results; RUNNER_BROKEN names the first that did not."""
         event, _ = await self._process.request("self_test", stage="START")
         with self._reading("self_test"):
             return answers.texts(event, "passed")
 
     async def threads(self, count: int) -> int:
-        """Set the size of the thread pool; raise RunnerBroken after `load`."""
+        """Set the size of the thread pool; raise RUNNER_BROKEN after `load`."""
         event, _ = await self._process.request("threads", [("n", count)], stage="START")
         with self._reading("threads"):
             return answers.whole(event, "threads")
@@ -347,12 +348,12 @@ class RemoteRunner:
         """End a runner whose answer to a command violates the protocol.
 
         Raises:
-            RunnerBroken: the answer has missing or invalid fields.
+            RUNNER_BROKEN: the answer has missing or invalid fields.
         """
         try:
             yield
         except (ValueError, TypeError, KeyError, OverflowError, BadTensorFile) as error:
-            broken = errors.RunnerBroken(f"The runner's answer to {command} violates the protocol: {error}.")
+            broken = error_for("RUNNER_BROKEN", f"The runner's answer to {command} violates the protocol: {error}.")
             self._process.distrust(broken)
             raise broken from error
 

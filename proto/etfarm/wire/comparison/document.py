@@ -21,7 +21,7 @@ def compare(base: Side, candidate: Side, gate: Gate | None = None) -> Json:
     """Return the document etfarm.comparison/1 of two sides.
 
     Raises:
-        NoSuchReport: a side's choice matches none of its reports.
+        REPORT_NOT_FOUND: a side's choice matches none of its reports.
         NothingToCompare: no report of a side has a counterpart on the other.
     """
     of_base, of_candidate = base.chosen, candidate.chosen

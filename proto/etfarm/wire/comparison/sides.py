@@ -49,7 +49,7 @@ class Side:
         Numbers start at 0, as in `etfarm jobs show`.
 
         Raises:
-            NoSuchReport: no report matches.
+            REPORT_NOT_FOUND: no report matches.
         """
         reports = list(self.reports)
         if self.choice is None:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from etfarm.wire.errors import EtfarmError, FarmError, Kind, UserError, error_for
+from etfarm.wire.errors import EtfarmError, FarmError, Kind, error_for
 
 
-class ArtifactNotFound(UserError):
-    """A digest that the store does not hold, or that none of the caller's holders holds."""
-
-    reason = "ARTIFACT_NOT_FOUND"
-    kind = Kind.NOT_FOUND
-
-    def __init__(self, digest: str) -> None:
-        super().__init__(f"The store does not hold {digest[:12]}.", "Upload it again.", digest=digest)
+def artifact_not_found(digest: str) -> EtfarmError:
+    """Return the error of a digest that the store does not hold, or that none of the caller's holders holds."""
+    return error_for("ARTIFACT_NOT_FOUND", f"The store does not hold {digest[:12]}.", "Upload it again.", digest=digest)
 
 
 def artifact_not_of_attempt(digest: str) -> EtfarmError:

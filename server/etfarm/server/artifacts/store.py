@@ -21,9 +21,9 @@ from etfarm.server.artifacts.blobs import Blobs, Verified
 from etfarm.server.artifacts.digests import require_digest, slices
 from etfarm.server.artifacts.errors import (
     ArtifactDamaged,
-    ArtifactNotFound,
     DiskFull,
     artifact_missing,
+    artifact_not_found,
     quota_exceeded,
 )  # fmt: skip
 from etfarm.server.artifacts.file_blobs import FileBlobs
@@ -48,7 +48,6 @@ from etfarm.wire.errors import error_for
 __all__ = [
     "MAX_CHUNK_BYTES",
     "ArtifactDamaged",
-    "ArtifactNotFound",
     "DiskFull",
     "Store",
     "artifact_missing",
@@ -139,7 +138,7 @@ class Store:
         """Return the path of an artifact's file, which `bring` or `require_whole` has made readable. Never write it.
 
         Raises:
-            ArtifactNotFound: the store does not hold the artifact.
+            ARTIFACT_NOT_FOUND: the store does not hold the artifact.
             ArtifactDamaged: the artifact is damaged and has not been stored again.
         """
         path = self.place(digest)
@@ -148,7 +147,7 @@ class Store:
         return path
 
     def _missing_error(self, digest: str) -> Exception:
-        return ArtifactDamaged(digest) if self.integrity.is_damaged(digest) else ArtifactNotFound(digest)
+        return ArtifactDamaged(digest) if self.integrity.is_damaged(digest) else artifact_not_found(digest)
 
     async def has(self, digest: str) -> bool:
         """Return whether the artifact is stored completely. The caller may refer to it from now on, so it stays."""
@@ -398,7 +397,7 @@ class Store:
         """Yield the artifact's bytes from `offset` on. The last chunk is sent only after this process has verified all bytes.
 
         Raises:
-            ArtifactNotFound: the store does not hold the artifact.
+            ARTIFACT_NOT_FOUND: the store does not hold the artifact.
             ArtifactDamaged: its bytes changed on the disk.
             OFFSET_PAST_END: `offset` is beyond the end.
         """

@@ -39,7 +39,7 @@ from etfarm.server.transfer.database import FarmDatabase, copy_rows, require_thi
 from etfarm.server.transfer.files import sync_folder
 from etfarm.server.transfer.rows import OnProgress
 from etfarm.wire import digest as digests
-from etfarm.wire.errors import FarmError, Kind, error_for
+from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.private import make_private
 
 _LOCK_WAIT_S: Final = 120.0
@@ -47,25 +47,20 @@ _LOCK_WAIT_S: Final = 120.0
 
 _LOCK_POLL_S: Final = 0.2
 
+_FREE_DISK: Final = "Free disk there, and run it again: it continues."
 
-class BackupFailed(FarmError):
-    """A backup whose files cannot be written, such as for lack of space."""
 
-    reason = "BACKUP_FAILED"
-    kind = Kind.FAILED_PRECONDITION
+def backup_failed(what: str, folder: Path, error: OSError) -> EtfarmError:
+    """Return the error for a folder that cannot be written.
 
-    @classmethod
-    def of(cls, what: str, folder: Path, error: OSError) -> BackupFailed:
-        """Return the error for a folder that cannot be written.
-
-        Args:
-            what: what fails, such as "The backup in /mnt/backup cannot be written".
-        """
-        remedy = "Free disk there, and run it again: it continues."
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            created = f"install -d -m 700 -o {os.geteuid()} {folder}"
-            remedy = f"Create it for the user of this command, as root: `{created}`; or choose another folder."
-        return cls(f"{what}: {error.strerror or error}.", remedy)
+    Args:
+        what: what fails, such as "The backup in /mnt/backup cannot be written".
+    """
+    remedy = _FREE_DISK
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        created = f"install -d -m 700 -o {os.geteuid()} {folder}"
+        remedy = f"Create it for the user of this command, as root: `{created}`; or choose another folder."
+    return error_for("BACKUP_FAILED", f"{what}: {error.strerror or error}.", remedy)
 
 
 @dataclass(frozen=True)
@@ -102,7 +97,7 @@ def back_up(
     Raises:
         BACKUP_REFUSED: `data` is no data folder of a server, or `folder` has other files.
         BackupRunning: another backup of the data folder is running.
-        BackupFailed: a file cannot be written.
+        BACKUP_FAILED: a file cannot be written.
         FolderNotPrivate: `folder` belongs to another user, or cannot be closed to others.
         DatabaseDamaged, DATABASE_TOO_NEW: the database cannot be backed up.
         EtfarmError: PostgreSQL or the bucket cannot be used.
@@ -120,7 +115,7 @@ def back_up(
                 wanted = dict(connection.execute("SELECT digest, size_bytes FROM artifacts ORDER BY digest"))
             copied = asyncio.run(_copy_artifacts(data, folder, blobs, wanted, on_progress, link=link))
     except OSError as error:
-        raise BackupFailed.of(f"The backup in {folder} cannot be written", folder, error) from error
+        raise backup_failed(f"The backup in {folder} cannot be written", folder, error) from error
     name = f"farm-{sha256[:16]}.sqlite"
     part.replace(folder / name)
     missing = sorted(copied.lost)
@@ -235,7 +230,7 @@ def _copy_pages(source: Path, part: Path, folder: Path) -> None:
             writer.execute("PRAGMA journal_mode=DELETE")
     except sqlite3.Error as error:
         if "full" in str(error):
-            raise BackupFailed(f"The disk of {folder} is full.", "Free disk there, and run it again: it continues.") from error
+            raise error_for("BACKUP_FAILED", f"The disk of {folder} is full.", _FREE_DISK) from error
         raise damage.error_of(source, error) or error from error
 
 

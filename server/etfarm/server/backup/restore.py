@@ -22,7 +22,7 @@ from etfarm.server.artifacts.s3.claim import OWNER, claim, owner_of
 from etfarm.server.artifacts.s3.errors import BlobsUnavailable, checked
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.backup import manifest as manifests
-from etfarm.server.backup.backup import BackupFailed
+from etfarm.server.backup.backup import backup_failed
 from etfarm.server.backup.errors import BackupDamaged
 from etfarm.server.backup.manifest import Manifest
 from etfarm.server.backup.revived import revoke_tokens
@@ -74,7 +74,7 @@ def restore(
         SERVERS_RUNNING: a server of the PostgreSQL database runs.
         BACKUP_REFUSED: the backup is incomplete or of a newer etfarm, or the data folder has other files.
         BackupDamaged: a file of the backup is missing or has other contents.
-        BackupFailed: a file cannot be written.
+        BACKUP_FAILED: a file cannot be written.
         DatabaseDamaged: the database in the backup is damaged.
     """
     manifest = manifests.read(backup)
@@ -115,7 +115,7 @@ def restore(
             asyncio.run(_leave_bucket(BucketArtifacts(blobs, data), marker.farm_id))
         raise
     except OSError as error:
-        raise BackupFailed.of(f"{data} cannot be restored", data, error) from error
+        raise backup_failed(f"{data} cannot be restored", data, error) from error
     return manifest
 
 
@@ -240,11 +240,12 @@ def _require_room(data: Path, size_bytes: int) -> None:
     """Require disk space before anything is written: a full disk stops what else is on it.
 
     Raises:
-        BackupFailed: there is less.
+        BACKUP_FAILED: there is less.
     """
     free_bytes = shutil.disk_usage(data).free
     if size_bytes > free_bytes:
-        raise BackupFailed(
+        raise error_for(
+            "BACKUP_FAILED",
             f"{data} cannot be restored: it needs {size_bytes} bytes of disk, and {free_bytes} are free.",
             "Free disk there, and run it again: it continues.",
         )

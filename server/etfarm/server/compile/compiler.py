@@ -342,7 +342,7 @@ class Compiler:
         """Return the recipe with the specifications of its plug-ins, as `RecipeCatalog.check`.
 
         Raises:
-            RecipeUnavailable, UNKNOWN_RECIPE, UNKNOWN_STAGE: this server cannot compile with it.
+            RECIPE_UNAVAILABLE, UNKNOWN_RECIPE, UNKNOWN_STAGE: this server cannot compile with it.
         """
         return await self._catalog.check(recipe)
 

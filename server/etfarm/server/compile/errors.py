@@ -11,7 +11,7 @@ from typing import Final
 
 from etfarm.server.compile.alternatives import use_instead
 from etfarm.wire.dim_guards import WHOLE_NUMBERS, computes_in_floats, how_to_exclude
-from etfarm.wire.errors import EtfarmError, FarmError, Kind, UserError, error_for
+from etfarm.wire.errors import EtfarmError, UserError, error_for
 from etfarm.wire.fixed_numbers import how_to_vary
 
 
@@ -167,23 +167,20 @@ def unbounded_size(stage: str, symbol: str, operators: str) -> EtfarmError:
     )  # fmt: skip
 
 
-class MissingOutVariants(UserError):
-    """Some operators are not delegated, and ExecuTorch has no kernel for them.
+def missing_out_variants(stage: str, operators: str, names: str) -> EtfarmError:
+    """Return the error of operators that no delegate took, and for which ExecuTorch has no kernel.
 
     Args:
         operators: the operators with their source lines, like `aten::bincount at models/net.py:31 (torch.bincount(x))`.
         names: the operators without source lines.
     """
-
-    reason = "MISSING_OUT_VARIANTS"
-
-    def __init__(self, stage: str, operators: str, names: str) -> None:
-        super().__init__(
-            f"ExecuTorch has no kernel for operators that no delegate took: {operators}.",
-            f"{use_instead(names)}: ExecuTorch's portable kernels lack some Core ATen operators too. "
-            "Or use a recipe whose backend supports them.",
-            stage=stage, operators=names, places=operators,
-        )  # fmt: skip
+    return error_for(
+        "MISSING_OUT_VARIANTS",
+        f"ExecuTorch has no kernel for operators that no delegate took: {operators}.",
+        f"{use_instead(names)}: ExecuTorch's portable kernels lack some Core ATen operators too. "
+        "Or use a recipe whose backend supports them.",
+        stage=stage, operators=names, places=operators,
+    )  # fmt: skip
 
 
 _TORCHAO: Final = (
@@ -193,23 +190,17 @@ _TORCHAO: Final = (
 )
 
 
-class UnsupportedQuantizedOp(UserError):
-    """Some quantized operators are not delegated, and ExecuTorch has no kernel for them.
-
-    If other operators are affected too, the error is `MissingOutVariants`.
-    """
-
-    reason = "UNSUPPORTED_QUANTIZED_OP"
-
-    def __init__(self, stage: str, operators: str, names: str) -> None:
-        super().__init__(
-            "The recipe's backend does not support these quantized operators, and ExecuTorch has no kernel for them: "
-            f"{operators}.",
-            _TORCHAO if "torchao::" in names
-            else "Use a backend that supports this quantization (XNNPACK: per-tensor and per-channel int8, 4-bit linears), or "
-            "leave these layers in fp32.",
-            stage=stage, operators=names, places=operators,
-        )  # fmt: skip
+def unsupported_quantized_op(stage: str, operators: str, names: str) -> EtfarmError:
+    """Return the error of operators as in `missing_out_variants` that are all quantized ones."""
+    return error_for(
+        "UNSUPPORTED_QUANTIZED_OP",
+        "The recipe's backend does not support these quantized operators, and ExecuTorch has no kernel for them: "
+        f"{operators}.",
+        _TORCHAO if "torchao::" in names
+        else "Use a backend that supports this quantization (XNNPACK: per-tensor and per-channel int8, 4-bit linears), or "
+        "leave these layers in fp32.",
+        stage=stage, operators=names, places=operators,
+    )  # fmt: skip
 
 
 def operator_not_core_aten(stage: str, operators: str, names: str, *, has_kernel: bool = True) -> EtfarmError:
@@ -444,19 +435,15 @@ def program_cannot_run(
     )  # fmt: skip
 
 
-class RecipeUnavailable(FarmError):
-    """This server lacks what the recipe, or one of its stages, needs.
+def recipe_unavailable(recipe: str, missing: str, stage: str = "") -> EtfarmError:
+    """Return the error that this server lacks what the recipe, or one of its stages, needs.
 
     Args:
         recipe: the recipe's name; empty if only the stage is known.
     """
-
-    reason = "RECIPE_UNAVAILABLE"
-    kind = Kind.FAILED_PRECONDITION
-
-    def __init__(self, recipe: str, missing: str, stage: str = "") -> None:
-        super().__init__(
-            f"This server cannot {f'compile recipe {recipe}' if recipe else f'run {stage}'}: {missing}.",
-            "Install it on the server, or choose a recipe that `etfarm recipes list` shows as available.",
-            stage=stage, recipe=recipe, missing=missing,
-        )  # fmt: skip
+    return error_for(
+        "RECIPE_UNAVAILABLE",
+        f"This server cannot {f'compile recipe {recipe}' if recipe else f'run {stage}'}: {missing}.",
+        "Install it on the server, or choose a recipe that `etfarm recipes list` shows as available.",
+        stage=stage, recipe=recipe, missing=missing,
+    )  # fmt: skip

@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 from typing import Final
 
 from etfarm.server.compile import answers
-from etfarm.server.compile.errors import RecipeUnavailable
+from etfarm.server.compile.errors import recipe_unavailable
 from etfarm.server.workers.child_pool import ChildPool
 from etfarm.v1 import common_pb2, compile_pb2
 from etfarm.wire import recipes
@@ -50,7 +50,7 @@ class RecipeCatalog:
         """Return the recipe with the specifications of its plug-ins, if it can be compiled here.
 
         Raises:
-            RecipeUnavailable: something is missing on this server; the message says what.
+            RECIPE_UNAVAILABLE: something is missing on this server; the message says what.
             UNKNOWN_RECIPE, UNKNOWN_STAGE: no installed plug-in has it.
         """
         resolved = await self.resolve(recipe)
@@ -78,14 +78,14 @@ class RecipeCatalog:
         """Refuse a recipe that this server cannot compile with. One that needs nothing that may be missing does not wait.
 
         Raises:
-            RecipeUnavailable: something is missing on this server; the message says what.
+            RECIPE_UNAVAILABLE: something is missing on this server; the message says what.
         """
         if any(part.specification.needs for part in recipe.parts):
             await self.recipes()
         missing = {row.name: row.missing for row in self._listed.recipes if not row.available} if self._listed else {}
         for part in recipe.parts:
             if part.name in missing:
-                raise RecipeUnavailable(part.name, missing[part.name].rstrip("."))
+                raise recipe_unavailable(part.name, missing[part.name].rstrip("."))
 
 
 def _require_stages(recipe: Recipe) -> None:

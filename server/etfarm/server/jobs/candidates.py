@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from etfarm.server.jobs.cells.requirements import MethodMissing
+from etfarm.server.jobs.cells.requirements import method_missing
 from etfarm.server.jobs.client_versions import require_later_client
 from etfarm.server.jobs.model import BadJob
 from etfarm.v1 import common_pb2, job_pb2
@@ -40,7 +40,7 @@ def validate_methods(candidate: job_pb2.Candidate, spec: job_pb2.JobSpec) -> Non
 
     Raises:
         BadJob: a name or the number of calibration samples is not valid.
-        MethodMissing: the job names a method that the model lacks.
+        METHOD_MISSING: the job names a method that the model lacks.
     """
     model = candidate.model
     for name in (*model.methods, *model.constant_methods):
@@ -71,11 +71,11 @@ def validate_methods(candidate: job_pb2.Candidate, spec: job_pb2.JobSpec) -> Non
         raise BadJob(message, "Give fewer calls.", limit=MAX_CALLS)
     for call in model.calls:
         if (name := call.method[:200]) not in model.methods:
-            raise MethodMissing(f"{candidate.name} has no method {name!r}.", name, sorted(model.methods))
+            raise method_missing(f"{candidate.name} has no method {name!r}.", name, sorted(model.methods))
     known = sorted({*model.methods, *model.constant_methods})
     for name in (*spec.methods, *sorted(spec.inputs), *sorted(spec.further_inputs)):
         if name not in known:
-            raise MethodMissing(f"{candidate.name} has no method {name!r}.", name, known)
+            raise method_missing(f"{candidate.name} has no method {name!r}.", name, known)
 
 
 def _is_source(file: common_pb2.SourceFile) -> bool:

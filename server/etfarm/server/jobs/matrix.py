@@ -7,18 +7,17 @@ from collections.abc import Iterator, Sequence
 from etfarm.server.jobs.cells import groups
 from etfarm.server.jobs.model import BadJob
 from etfarm.v1 import job_pb2
+from etfarm.wire.errors import EtfarmError, error_for
 
 MAX_CELLS = 1000
 """Maximum number of cells of a job; a larger matrix is better submitted as several jobs."""
 
 
-class TooManyCells(BadJob):
-    """A matrix that is too large for one job."""
-
-    reason = "TOO_MANY_CELLS"
-
-    def __init__(self) -> None:
-        super().__init__(f"The job would have more than {MAX_CELLS} cells.", "Send it as several jobs.", limit=MAX_CELLS)
+def too_many_cells() -> EtfarmError:
+    """Return the error of a matrix that is too large for one job."""
+    return error_for(
+        "TOO_MANY_CELLS", f"The job would have more than {MAX_CELLS} cells.", "Send it as several jobs.", limit=MAX_CELLS
+    )
 
 
 def require_partners(job: job_pb2.Job) -> None:

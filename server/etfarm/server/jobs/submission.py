@@ -18,7 +18,7 @@ from etfarm.server.devices.selection import select_devices
 from etfarm.server.jobs.candidates import validate_methods, validate_program, validate_stages_done
 from etfarm.server.jobs.cells.limits import check_waiting
 from etfarm.server.jobs.cells.requirements import DeviceLacks
-from etfarm.server.jobs.matrix import MAX_CELLS, TooManyCells, build_cells, require_partners
+from etfarm.server.jobs.matrix import MAX_CELLS, build_cells, require_partners, too_many_cells
 from etfarm.server.jobs.measurement_rules import validate_measurement
 from etfarm.server.jobs.model import BadJob as BadJob
 from etfarm.server.workers.fair_slots import FairSlots
@@ -29,7 +29,7 @@ from etfarm.v1.device_pb2 import Device
 from etfarm.wire import digest as digests
 from etfarm.wire import recipes, selectors, stages
 from etfarm.wire.cores import CoresUnknown, choose_cpus, require_cpus
-from etfarm.wire.errors import EtfarmError, Fault, error_of
+from etfarm.wire.errors import EtfarmError, Fault, error_for, error_of
 from etfarm.wire.recipes import Recipe
 
 _LARGE_SPEC = 64 << 10
@@ -41,12 +41,6 @@ _NAMED_DEVICES = 3
 _SMALL_RECIPE = 4096
 _LABEL = 100
 _LABELS = "Give at most 100 printable characters."
-
-
-class NoCandidate(BadJob):
-    """A job without a candidate, or a candidate without a source."""
-
-    reason = "NO_CANDIDATE"
 
 
 class Submission:
@@ -117,7 +111,7 @@ class Submission:
             UserError: the spec is invalid; see JobService.Submit for the reasons.
         """
         if not spec.candidates:
-            raise NoCandidate("The job has no candidate.", "Name at least one model.")
+            raise error_for("NO_CANDIDATE", "The job has no candidate.", "Name at least one model.")
         validate_measurement(spec)
         self._require_urls(spec.notify_urls)
         check_waiting(spec, at)
@@ -187,7 +181,7 @@ class Submission:
             cell.update_time.CopyFrom(job.create_time)
             job.cells.append(cell)
             if len(job.cells) > MAX_CELLS:
-                raise TooManyCells()
+                raise too_many_cells()
         require_partners(job)
         job.state = job_pb2.JobState.JOB_STATE_QUEUED
         return job
@@ -201,7 +195,9 @@ class Submission:
             return ""
         if not is_sourceless:
             if not candidate.model.methods:
-                raise NoCandidate(f"The candidate {candidate.name!r} has neither a model nor a program.", "Give one of them.")
+                raise error_for(
+                    "NO_CANDIDATE", f"The candidate {candidate.name!r} has neither a model nor a program.", "Give one of them."
+                )
             validate_methods(candidate, spec)
         recipe = await self._recipe(candidate.recipe)
         if recipe.json != candidate.recipe:
@@ -249,7 +245,7 @@ class Submission:
                 self._require_runner(matches)
             choices += [(index, f"id={device.id}") for device in matches] if choice.all else [(index, choice.selector)]
             if len(choices) > MAX_CELLS:
-                raise TooManyCells()
+                raise too_many_cells()
         return choices
 
     async def _require_backends(self, spec: job_pb2.JobSpec, devices: Sequence[Device]) -> None:

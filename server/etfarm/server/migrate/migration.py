@@ -173,7 +173,7 @@ class Migration:
         """Refuse a file that somebody has changed: opening it would run its triggers.
 
         Raises:
-            DatabaseForeign: it is not as etfarm wrote it.
+            DATABASE_FOREIGN: it is not as etfarm wrote it.
         """
         revision = untrusted.revision_of(path)
         if revision is None:
@@ -182,7 +182,7 @@ class Migration:
         try:
             untrusted.validate(path, self._scratch / "schema", revision, self._on_progress)
         except untrusted.Malformed as error:
-            raise damage.DatabaseForeign(path, str(error)) from error
+            raise damage.database_foreign(path, str(error)) from error
 
     def _has_farm(self, database: FarmDatabase) -> bool:
         if database.url is None:

@@ -3,19 +3,7 @@
 from __future__ import annotations
 
 from etfarm.server.artifacts.room import Room
-from etfarm.wire.errors import FarmError, Kind
-
-
-class ServerStopping(FarmError):
-    """New work for a server that is about to stop, or a call that is open when it stops."""
-
-    reason = "SERVER_STOPPING"
-    kind = Kind.UNAVAILABLE
-
-    @classmethod
-    def of_calls(cls) -> ServerStopping:
-        """Return the error of calls that are open."""
-        return cls("The server stops.", "Try again once it has started again; jobs are kept.")
+from etfarm.wire.errors import error_for
 
 
 class Intake:
@@ -34,18 +22,20 @@ class Intake:
         """Refuse new work of a server that stops.
 
         Raises:
-            ServerStopping: the server is about to stop.
+            SERVER_STOPPING: the server is about to stop.
         """
         if self.is_stopping:
-            raise ServerStopping(
-                "The server is about to stop and accepts no new work.", "Try again once it has started again; jobs are kept."
+            raise error_for(
+                "SERVER_STOPPING",
+                "The server is about to stop and accepts no new work.",
+                "Try again once it has started again; jobs are kept.",
             )
 
     def require_open(self) -> None:
         """Refuse new work that needs space on the disk.
 
         Raises:
-            ServerStopping: the server is about to stop.
+            SERVER_STOPPING: the server is about to stop.
             DiskFull: the disk is full.
         """
         self.require_running()

@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, urlsplit
 from etfarm.server.options import declaration_of
 from etfarm.server.state.database_url import BadDatabaseUrl, DatabaseUrl
 from etfarm.wire.channel import Address
-from etfarm.wire.errors import EtfarmError, UserError
+from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.names import SETTING_PREFIX
 from etfarm.wire.private import require_secret
 
@@ -33,12 +33,6 @@ HIDDEN: Final = "…"
 _SECRET_NAME: Final = re.compile("secret|password|token|key")
 _URL: Final = re.compile(r"\b([a-z][a-z0-9+.-]*)://([^/?#\s,]*)([^\s,]*)", re.IGNORECASE)
 _PASSWORD: Final = re.compile(r"\b(\w*(?:secret|password|token|key)\w*)=\S+", re.IGNORECASE)
-
-
-class BadSetting(UserError):
-    """A configuration file or an environment variable that does not set an option."""
-
-    reason = "BAD_SETTING"
 
 
 @dataclass(frozen=True)
@@ -86,7 +80,7 @@ def parse(
             all of them, and no option of the command alone.
 
     Raises:
-        BadSetting: the file cannot be read; or it or the environment has an unknown option, or a value that is not valid.
+        BAD_SETTING: the file cannot be read; or it or the environment has an unknown option, or a value that is not valid.
     """
     actions = _by_name(parser)
     known = _by_name(server or parser)
@@ -172,17 +166,23 @@ def _read_file(path: Path, actions: Mapping[str, argparse.Action]) -> Iterator[t
             data = file.read(_MAX_FILE_BYTES + 1)
             text = data.decode()
             if len(data) > _MAX_FILE_BYTES:
-                raise BadSetting(f"The configuration file {path} has more than {_MAX_FILE_BYTES >> 20} MiB.", "Check --config.")
+                raise error_for(
+                    "BAD_SETTING", f"The configuration file {path} has more than {_MAX_FILE_BYTES >> 20} MiB.", "Check --config."
+                )
             table = tomllib.loads(text)
             if any(has_secret(name, each) for name, value in table.items() for each in _values_of(value)):
-                require_secret(file.fileno(), path, partial(BadSetting, path=path), of_any_owner=True)
+                require_secret(file.fileno(), path, partial(error_for, "BAD_SETTING", path=path), of_any_owner=True)
     except OSError as error:
         what = f"The configuration file {path} cannot be read: {error.strerror}."
-        raise BadSetting(what, "Check --config.", path=path) from None
+        raise error_for("BAD_SETTING", what, "Check --config.", path=path) from None
     except UnicodeDecodeError:
-        raise BadSetting(f"The configuration file {path} is not UTF-8 text.", "Check --config.", path=path) from None
+        raise error_for(
+            "BAD_SETTING", f"The configuration file {path} is not UTF-8 text.", "Check --config.", path=path
+        ) from None
     except tomllib.TOMLDecodeError as error:
-        raise BadSetting(f"The configuration file {path} is not valid TOML: {error}.", "Correct it.", path=path) from None
+        raise error_for(
+            "BAD_SETTING", f"The configuration file {path} is not valid TOML: {error}.", "Correct it.", path=path
+        ) from None
     for name, value in table.items():
         line = _line_of(text, name)
         source = f"{path.name}, line {line}" if line else path.name
@@ -234,10 +234,10 @@ def _settable(actions: Mapping[str, argparse.Action]) -> list[str]:
     return sorted(name for name, action in actions.items() if not is_only_on_line(action))
 
 
-def _unknown(where: str, name: str, known: Sequence[str]) -> BadSetting:
+def _unknown(where: str, name: str, known: Sequence[str]) -> EtfarmError:
     near = difflib.get_close_matches(name[:100], known, n=1, cutoff=0.5)
     remedy = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(known)}."
-    return BadSetting(f"{where}: there is no setting {name[:100]!r}.", remedy, setting=name[:100])
+    return error_for("BAD_SETTING", f"{where}: there is no setting {name[:100]!r}.", remedy, setting=name[:100])
 
 
 def _is_repeatable(action: argparse.Action) -> bool:
@@ -251,19 +251,23 @@ def _convert(action: argparse.Action, value: Any, where: str, folder: Path | Non
         folder: base of relative paths; None for the working folder.
 
     Raises:
-        BadSetting: the value is not valid for the option.
+        BAD_SETTING: the value is not valid for the option.
     """
     name = _name(action)
     if _is_repeatable(action):
         # NAME=N options may be a table.
         items = [f"{key}={item}" for key, item in value.items()] if isinstance(value, dict) else value
         if not isinstance(items, list):
-            raise BadSetting(f"{where}: {name!r} must be a list, got {value!r}.", "Write it in brackets.", setting=name)
+            raise error_for(
+                "BAD_SETTING", f"{where}: {name!r} must be a list, got {value!r}.", "Write it in brackets.", setting=name
+            )
         return [_convert_one(action, name, item, where, folder) for item in items]
     if action.nargs == 0:
         word = str(value).lower() if isinstance(value, (bool, str)) else ""
         if word not in _TRUE | _FALSE:
-            raise BadSetting(f"{where}: {name!r} must be true or false, got {value!r}.", "Correct the value.", setting=name)
+            raise error_for(
+                "BAD_SETTING", f"{where}: {name!r} must be true or false, got {value!r}.", "Correct the value.", setting=name
+            )
         return word in _TRUE
     return _convert_one(action, name, value, where, folder)
 
@@ -273,17 +277,19 @@ def _convert_one(action: argparse.Action, name: str, value: Any, where: str, fol
     shown = "." if declared is not None and declared.is_secret else f", got {value!r}."
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         what = f"{where}: {name!r} must be a text or a number" + shown
-        raise BadSetting(what, "Correct the value.", setting=name)
+        raise error_for("BAD_SETTING", what, "Correct the value.", setting=name)
     try:
         convert = action.type if callable(action.type) else str
         converted = convert(str(value))
     except (argparse.ArgumentTypeError, TypeError, ValueError, EtfarmError) as error:
         why = str(error) if isinstance(error, argparse.ArgumentTypeError) else "is not valid"
         what = f"{where}: {name!r} {why}" + shown
-        raise BadSetting(what, "Correct the value; `etfarm serve --help` explains it.", setting=name) from None
+        raise error_for("BAD_SETTING", what, "Correct the value; `etfarm serve --help` explains it.", setting=name) from None
     if action.choices is not None and converted not in action.choices:
         names = ", ".join(map(str, action.choices))
-        raise BadSetting(f"{where}: {name!r} must be one of {names}, got {value!r}.", "Correct the value.", setting=name)
+        raise error_for(
+            "BAD_SETTING", f"{where}: {name!r} must be one of {names}, got {value!r}.", "Correct the value.", setting=name
+        )
     return folder / converted if folder is not None and isinstance(converted, Path) else converted
 
 

@@ -13,14 +13,14 @@ from sqlalchemy import ColumnElement, Connection, and_, exists, func, select, tu
 
 from etfarm.server.access.scope import FARM_HOLDER, agent_holder
 from etfarm.server.artifacts.digests import require_digest
-from etfarm.server.artifacts.errors import ArtifactNotFound
+from etfarm.server.artifacts.errors import artifact_not_found
 from etfarm.server.artifacts.store import Store
 from etfarm.server.artifacts.uses import ARTIFACT, GRANULARITY_S, LEASE_S
-from etfarm.server.retention.errors import ArtifactInUse
 from etfarm.server.retention.references import References, is_needed_by, is_referred_to
 from etfarm.server.state import schema
 from etfarm.server.state.backup_lock import BackupLock, BackupRunning
 from etfarm.server.state.engine import Database
+from etfarm.wire.errors import EtfarmError, error_for
 
 log = structlog.get_logger()
 
@@ -191,8 +191,8 @@ class ArtifactCollection:
             force: whether to delete it even if it was used within the lease.
 
         Raises:
-            ArtifactNotFound: the store does not have it.
-            ArtifactInUse: something refers to it, or it was used within the lease.
+            ARTIFACT_NOT_FOUND: the store does not have it.
+            ARTIFACT_IN_USE: something refers to it, or it was used within the lease.
             BackupRunning: a backup reads the store.
         """
         require_digest(digest)
@@ -209,19 +209,23 @@ class ArtifactCollection:
 
                 facts = await self._database.write(find)
                 if facts is None:
-                    raise ArtifactNotFound(digest)
+                    raise artifact_not_found(digest)
                 used_at, holders = facts
                 referrers = [f"{kind} {key}" for kind, key in await self._references.of(digest, _NAMED)]
                 referrers += ["the farm itself"] if FARM_HOLDER in holders else []
                 referrers += ["a result that an agent has not delivered"] if any(map(_is_agent, holders)) else []
                 referrers += ["a live session or attempt"] if digest in self._in_use() else []
                 if referrers:
-                    raise ArtifactInUse.of_referrers(digest, referrers)
+                    raise _in_use(digest, referrers)
                 used_s = now_s - max(used_at.timestamp(), self._store.uses.marked_at_s(digest))
                 if not force and used_s < self._lease_s:
-                    raise ArtifactInUse.of_lease(digest, used_s, self._lease_s)
+                    raise error_for(
+                        "ARTIFACT_IN_USE",
+                        f"Artifact {digest[:12]} was used {max(0, used_s) / 60:.0f} minutes ago; a job may be about to name it.",
+                        f"Try again {self._lease_s / 60:.0f} minutes after its last use, or use --force.", digest=digest,
+                    )  # fmt: skip
                 if not await self._store.remove([digest], unused_since_s=now_s if force else now_s - self._lease_s):
-                    raise ArtifactInUse.of_referrers(digest, ["an upload, or a request of this moment"])
+                    raise _in_use(digest, ["an upload, or a request of this moment"])
 
 
 def _total_bytes(connection: Connection) -> int:
@@ -274,3 +278,13 @@ def _facts_of(connection: Connection, digest: str) -> tuple[datetime, set[str]] 
         return None
     holders = connection.execute(select(holdings.c.holder).where(holdings.c.digest == digest)).scalars()
     return max(row.used_at, row.stored_at), set(holders)
+
+
+def _in_use(digest: str, referrers: Sequence[str]) -> EtfarmError:
+    """Return the error for an artifact that something refers to."""
+    names = ", ".join(referrers)
+    return error_for(
+        "ARTIFACT_IN_USE",
+        f"Artifact {digest[:12]} is used by {names}.",
+        "Delete that first: `etfarm jobs delete`; cached results go with `etfarm retention`.", digest=digest, referrers=names,
+    )  # fmt: skip

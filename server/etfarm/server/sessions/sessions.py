@@ -24,7 +24,7 @@ from etfarm.server.devices.reservations import Reservations
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.scheduling.waiting import open_to
 from etfarm.server.devices.selection import select_devices
-from etfarm.server.jobs.cells.requirements import MethodMissing, Requirements
+from etfarm.server.jobs.cells.requirements import Requirements, method_missing
 from etfarm.server.jobs.records.quotas import Counted, Quotas
 from etfarm.server.sessions.errors import ForeignStream, agent_cannot_generate_in_sessions
 from etfarm.server.sessions.leasing import Leasing
@@ -341,7 +341,7 @@ class Sessions:
         methods = outcome.compilation.facts.methods
         for name in request.methods:
             if name not in methods:
-                raise MethodMissing(f"The program has no method {name!r}.", name, methods)
+                raise method_missing(f"The program has no method {name!r}.", name, methods)
         return [methods[name] for name in request.methods or sorted(methods)]
 
     async def _listen(self, session: Session, lease: Lease, reader: AsyncIterator[agent_pb2.SessionReply], holder: str) -> None:

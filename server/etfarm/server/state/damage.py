@@ -63,16 +63,12 @@ def database_lost(database: object, place: str, data: Path, owner: str = "") -> 
     )  # fmt: skip
 
 
-class DatabaseForeign(FarmError):
-    """A SQLite database of another program."""
-
-    reason = "DATABASE_FOREIGN"
-    kind = Kind.FAILED_PRECONDITION
-
-    def __init__(self, path: Path, why: str) -> None:
-        super().__init__(
-            f"{path} is not a database of etfarm: {why}.", "Move it aside, or choose another --data.", path=path, why=why
-        )
+def database_foreign(path: Path, why: str) -> EtfarmError:
+    """Return the error of a SQLite database of another program."""
+    return error_for(
+        "DATABASE_FOREIGN",
+        f"{path} is not a database of etfarm: {why}.", "Move it aside, or choose another --data.", path=path, why=why,
+    )  # fmt: skip
 
 
 def check(path: Path, head: str, known: Iterable[str], *, whole: bool = False) -> None:
@@ -84,7 +80,7 @@ def check(path: Path, head: str, known: Iterable[str], *, whole: bool = False) -
         whole: whether to check all pages and indexes, however long that takes.
 
     Raises:
-        DATABASE_UNUSABLE, DatabaseDamaged, DatabaseForeign, DATABASE_TOO_NEW, DATABASE_TOO_OLD: the file cannot be used; the
+        DATABASE_UNUSABLE, DatabaseDamaged, DATABASE_FOREIGN, DATABASE_TOO_NEW, DATABASE_TOO_OLD: the file cannot be used; the
             error has a remedy.
     """
     if path.is_dir():
@@ -201,7 +197,7 @@ def _check_schema(connection: sqlite3.Connection, path: Path, head: str, known: 
     if not tables:
         return
     if "alembic_version" not in tables:
-        raise DatabaseForeign(path, f"it has the tables {', '.join(sorted(tables)[:5])}")
+        raise database_foreign(path, f"it has the tables {', '.join(sorted(tables)[:5])}")
     revisions = [row[0] for row in connection.execute("SELECT version_num FROM alembic_version")]
     if not revisions:
         raise DatabaseDamaged(path, "it has no revision")
@@ -212,7 +208,7 @@ def _check_schema(connection: sqlite3.Connection, path: Path, head: str, known: 
         return
     if len(revisions) == 1:
         require_known(revision)
-    raise DatabaseForeign(path, f"its revision is {revision[:40]!r}")
+    raise database_foreign(path, f"its revision is {revision[:40]!r}")
 
 
 def _check_tables(connection: sqlite3.Connection, path: Path, tables: set[str]) -> None:

@@ -106,7 +106,7 @@ class Database(ABC):
         """Check the database, then create or migrate the tables.
 
         Raises:
-            DATABASE_UNUSABLE, DatabaseDamaged, DatabaseForeign, DATABASE_TOO_NEW: the database cannot be used.
+            DATABASE_UNUSABLE, DatabaseDamaged, DATABASE_FOREIGN, DATABASE_TOO_NEW: the database cannot be used.
             DatabaseUnavailable: its server does not answer.
             DatabaseFull: the disk has no space for the tables. The database is unchanged.
         """

@@ -475,9 +475,9 @@ def test_a_report_is_chosen_by_its_number_or_its_cells_beginning() -> None:
     assert formats.only(created, ["1"])["reports"] == created["reports"][1:]
     assert formats.only(created, ["abc"])["reports"] == created["reports"][:1]
     assert formats.only(created, []) == created
-    with pytest.raises(formats.NoSuchReport, match=r"There is no report '7'\. There are 0 "):
+    with refuses("REPORT_NOT_FOUND", match=r"There is no report '7'\. There are 0 "):
         formats.only(created, ["7"])
-    with pytest.raises(formats.NoSuchReport, match="Several reports begin with 'ab'"):
+    with refuses("REPORT_NOT_FOUND", match="Several reports begin with 'ab'"):
         formats.only(created, ["ab"])
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from etfarm.client.submit.prepared import PreparedModel
 from etfarm.client.web import uploads
-from etfarm.client.web.uploads import UploadGone, Uploads
+from etfarm.client.web.uploads import Uploads
 from etfarm.wire.errors import EtfarmError, UserError
 from tests.support.refusals import refuses
 
@@ -37,11 +37,11 @@ async def test_a_file_is_stored_as_it_is_and_removed(stored: Uploads) -> None:
     assert upload.path.read_bytes() == b"abc" and upload.path.suffix == ".pt2"
     assert (upload.name, upload.model.name, upload.size_bytes) == ("net.PT2", "net", 3)
     assert stored.get("ann", upload.id) is upload
-    with pytest.raises(UploadGone):
+    with refuses("MODEL_FILE_GONE"):
         stored.get("bob", upload.id)
     stored.remove(upload)
     assert not upload.path.exists()
-    with pytest.raises(UploadGone):
+    with refuses("MODEL_FILE_GONE"):
         stored.get("ann", upload.id)
 
 

@@ -16,6 +16,7 @@ from etfarm.wire import tensors
 from etfarm.wire.errors import FarmError
 from etfarm.wire.tensors import Tensor
 from tests.support.programs import Program, program
+from tests.support.refusals import refuses
 from tests.support.runner import (  # noqa: F401 - fixtures among them
     Start,
     arrays,
@@ -186,7 +187,7 @@ async def test_a_program_that_is_no_language_model_is_refused(runner: RemoteRunn
 async def test_a_traced_method_does_not_generate(runner: RemoteRunner) -> None:
     await runner.load(program("decoder_start").path)
     await runner.load_method("forward", trace=True)
-    with pytest.raises(errors.RunnerBroken, match="with a tracer"):
+    with refuses("RUNNER_BROKEN", match="with a tracer"):
         await runner.generate(request_of(program("decoder_start")), 60)
 
 

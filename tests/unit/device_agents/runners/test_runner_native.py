@@ -177,14 +177,14 @@ async def test_the_same_program_fits_without_a_budget(native_runner: RemoteRunne
 
 
 async def test_a_runner_that_cannot_start_is_the_farms_fault(tmp_path: Path) -> None:
-    with pytest.raises(errors.RunnerBroken, match="cannot be started"):
+    with refuses("RUNNER_BROKEN", match="cannot be started"):
         async with NativeRunner.start([str(tmp_path / "nothing")], tmp_path):
             pass
     async with NativeRunner.start(["/bin/sh", "-c", "echo no libc here >&2; exit 127"], tmp_path) as runner:
-        with pytest.raises(errors.RunnerBroken, match="no libc here"):
+        with refuses("RUNNER_BROKEN", match="no libc here"):
             await runner.hello()
     async with NativeRunner.start(["/bin/echo", "something else"], tmp_path) as runner:
-        with pytest.raises(errors.RunnerBroken, match="violates the protocol"):
+        with refuses("RUNNER_BROKEN", match="violates the protocol"):
             await runner.hello()
 
 

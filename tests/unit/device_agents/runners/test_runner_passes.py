@@ -102,7 +102,7 @@ async def test_measure_reports_its_progress(runner: RemoteRunner) -> None:
 
 async def test_a_measurement_is_never_traced(runner: RemoteRunner) -> None:
     await loaded(runner, program("add"), trace=True)
-    with pytest.raises(errors.RunnerBroken, match="loaded with a tracer"):
+    with refuses("RUNNER_BROKEN", match="loaded with a tracer"):
         await runner.measure(QUICK)
 
 
@@ -121,7 +121,7 @@ async def test_inspector_reads_the_trace_and_the_intermediate_outputs(runner: Re
     assert len([event for event in block.events if event.is_delegated_op]) >= 2
 
     await runner.load_method("forward", trace=True, debug=True)
-    with pytest.raises(errors.RunnerBroken, match="runs by the debug command only"):
+    with refuses("RUNNER_BROKEN", match="runs by the debug command only"):
         await runner.run()
     debugged = await runner.debug(tmp_path / "debug.etdp", tmp_path / "debug.bin")
     assert debugged.dump_bytes == debugged.dump.stat().st_size > 0

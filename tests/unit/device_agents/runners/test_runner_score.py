@@ -15,6 +15,7 @@ from etfarm.device_agents.runners.remote import RemoteRunner
 from etfarm.device_agents.runners.score import Scored, ScoreRequest
 from etfarm.wire.errors import FarmError
 from tests.support.programs import Program, program
+from tests.support.refusals import refuses
 from tests.support.runner import native_runner, runner, runner_bundle, start, start_native  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.slow(reason="starts a runner for each test, and the Python one loads torch")
@@ -117,5 +118,5 @@ async def test_wrong_requests_leave_the_runner_usable(runner: RemoteRunner) -> N
 async def test_a_traced_method_does_not_score(runner: RemoteRunner) -> None:
     await runner.load(program("decoder_start").path)
     await runner.load_method("forward", trace=True)
-    with pytest.raises(errors.RunnerBroken, match="with a tracer"):
+    with refuses("RUNNER_BROKEN", match="with a tracer"):
         await runner.score(REQUEST, VOCABULARY, 60)

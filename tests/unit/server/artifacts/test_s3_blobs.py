@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from etfarm.server.artifacts.errors import ArtifactDamaged, ArtifactNotFound, DiskFull
+from etfarm.server.artifacts.errors import ArtifactDamaged, DiskFull
 from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.s3.blobs import BucketBlobs, key_of
 from etfarm.server.artifacts.s3.bucket import PIECE_BYTES, Bucket
@@ -33,6 +33,7 @@ from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import Kind
 from tests.support.databases import Refusal, new_database
 from tests.support.golden import Golden
+from tests.support.refusals import refuses
 from tests.support.s3 import S3Server
 from tests.support.s3_proxy import S3Proxy, proxy_to
 from tests.support.stores import Stores
@@ -140,7 +141,7 @@ async def test_a_new_server_with_an_empty_folder_serves_everything(world: World)
     assert (await world.store.upload_status(DIGEST, "vision")).complete
     assert await world.store.absent([DIGEST, "a" * 64]) == ["a" * 64]
     assert world.copies() == set(), "what is asked for is not fetched"
-    with pytest.raises(ArtifactNotFound):
+    with refuses("ARTIFACT_NOT_FOUND"):
         world.store.path(DIGEST)
     await world.store.require_whole([DIGEST, "a" * 64])
     assert world.store.path(DIGEST).read_bytes() == DATA

@@ -18,7 +18,6 @@ from sqlalchemy import select
 from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.store import (
     ArtifactDamaged,
-    ArtifactNotFound,
     DiskFull,
     Store,
 )  # fmt: skip
@@ -276,7 +275,7 @@ async def test_what_is_no_digest_reaches_no_file(store: Store, digest: str) -> N
 
 
 async def test_an_artifact_that_is_not_there_is_named(golden: Golden, store: Store) -> None:
-    with pytest.raises(ArtifactNotFound) as refused:
+    with refuses("ARTIFACT_NOT_FOUND") as refused:
         await read(store, "a" * 64)
     golden.check(refused.value)
 
@@ -425,5 +424,5 @@ async def test_a_deletion_is_no_loss(store: Store) -> None:
     assert [each async for row in store.verify() for each in row[3]] == []
     store.blobs.restore([artifact.digest])
     assert await store.remove([artifact.digest], unused_since_s=1e18) == {artifact.digest}
-    with pytest.raises(ArtifactNotFound):
+    with refuses("ARTIFACT_NOT_FOUND"):
         await anext(store.chunks(artifact.digest, 0))

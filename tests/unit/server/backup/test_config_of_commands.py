@@ -12,10 +12,10 @@ from etfarm.server import bootstrap
 from etfarm.server.backup.backup import back_up
 from etfarm.server.backup.commands import _options, backup_main, restore_main
 from etfarm.server.migrate.commands import main as migrate_main
-from etfarm.server.operation.settings import BadSetting
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.transfer.database import FarmDatabase
 from tests.support.full_farm import contents, new_farm
+from tests.support.refusals import refuses
 from tests.support.s3 import S3Server
 
 SIZES = (0, 10)
@@ -90,14 +90,14 @@ def test_the_first_token_is_created_in_the_database_of_the_configuration(
 )
 def test_a_mistake_in_the_configuration_is_refused_as_by_serve(tmp_path: Path, line: str, why: str) -> None:
     (tmp_path / "farm.toml").write_text(line)
-    with pytest.raises(BadSetting) as refused:
+    with refuses("BAD_SETTING") as refused:
         backup_main([str(tmp_path / "backup"), "--config", str(tmp_path / "farm.toml")])
     assert why in str(refused.value)
 
 
 def test_a_variable_that_names_no_setting_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ETFARM_SERVE_LINK", "true")
-    with pytest.raises(BadSetting, match="ETFARM_SERVE_LINK"):
+    with refuses("BAD_SETTING", match="ETFARM_SERVE_LINK"):
         backup_main([str(tmp_path / "backup")])
 
 
@@ -110,7 +110,7 @@ def test_a_move_to_the_places_of_a_configuration(
     assert contents(FarmDatabase(farm.path, database)) == before
     printed = capsys.readouterr().out
     assert f"etfarm serve --config {config}" in printed
-    with pytest.raises(BadSetting, match="no setting"):
+    with refuses("BAD_SETTING", match="no setting"):
         (tmp_path / "bad.toml").write_text("databse = 'x'")
         migrate_main(["--data", str(farm.path.parent), "--to-config", str(tmp_path / "bad.toml")])
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from etfarm.server.compile.recipe_catalog import RecipeUnavailable
 from etfarm.wire import recipes
 from tests.support.compiling_children import LOWERED, QUANTIZED, World, error_of, stage_names
 from tests.support.refusals import refuses
@@ -12,7 +9,7 @@ from tests.support.refusals import refuses
 
 async def test_a_recipe_with_missing_tools_is_refused_by_name(world: World) -> None:
     coreml = recipes.parse("coreml_fp16")
-    with pytest.raises(RecipeUnavailable, match="coremltools"):
+    with refuses("RECIPE_UNAVAILABLE", match="coremltools"):
         await world.compiler.check(coreml)
     world.start_compiler()
     outcome = await world.compile(await world.model("x", coreml.json))

@@ -15,7 +15,7 @@ from etfarm.server.artifacts.blobs import place_of
 from etfarm.server.artifacts.s3.blobs import key_of
 from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.claim import OWNER
-from etfarm.server.artifacts.s3.location import BadBlobs, BucketLocation
+from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.cluster.shared_blobs import identify_folder
 from etfarm.server.cluster.stopped import stopped
 from etfarm.server.migrate.commands import main
@@ -415,11 +415,11 @@ def test_the_command_says_what_to_change_and_what_it_left_behind(
         main(["--data", data, "--to-database", "sqlite", "--to-blobs-endpoint", "https://s3.example"])
     with pytest.raises(BadDatabaseUrl):
         main(["--data", data, "--to-database", "mysql://host/farm"])
-    with pytest.raises(BadBlobs, match=r"^--to-blobs must be s3://"):
+    with refuses("BAD_BLOBS", match=r"^--to-blobs must be s3://"):
         main(["--data", data, "--to-blobs", "http://host/bucket"])
-    with pytest.raises(BadBlobs, match=r"^--to-blobs-endpoint is plain http to another machine"):
+    with refuses("BAD_BLOBS", match=r"^--to-blobs-endpoint is plain http to another machine"):
         main(["--data", data, "--to-blobs", location.url, "--to-blobs-endpoint", "http://s3.example"])
-    with pytest.raises(BadBlobs, match="nowhere") as missing:
+    with refuses("BAD_BLOBS", match="nowhere") as missing:
         main(["--data", data, "--to-blobs", location.url, "--to-blobs-credentials", f"{data}/nowhere"])
     assert "--to-blobs-credentials" in missing.value.remedy
     with pytest.raises(UserError, match="is not a server's data folder"):

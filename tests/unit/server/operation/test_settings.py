@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from etfarm.server.arguments import config_of, parser
-from etfarm.server.operation.settings import DEFAULT, HIDDEN, BadSetting, Setting, parse
+from etfarm.server.operation.settings import DEFAULT, HIDDEN, Setting, parse
+from tests.support.refusals import refuses
 
 
 def write(folder: Path, text: str) -> str:
@@ -91,23 +92,23 @@ def test_quotas_may_be_a_table_and_a_higher_source_replaces_a_list(tmp_path: Pat
     ],
 )
 def test_a_mistake_in_a_file_is_named_with_its_line(tmp_path: Path, text: str, expected: str) -> None:
-    with pytest.raises(BadSetting) as refused:
+    with refuses("BAD_SETTING") as refused:
         parse(parser(), ["--config", write(tmp_path, text)], {})
     assert expected in str(refused.value)
 
 
 def test_unusable_files_and_variables_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadSetting, match="cannot be read: No such file"):
+    with refuses("BAD_SETTING", match="cannot be read: No such file"):
         parse(parser(), ["--config", str(tmp_path / "none.toml")], {})
     (tmp_path / "latin.toml").write_bytes(b'data = "\xe4"\n')
-    with pytest.raises(BadSetting, match="is not UTF-8"):
+    with refuses("BAD_SETTING", match="is not UTF-8"):
         parse(parser(), ["--config", str(tmp_path / "latin.toml")], {})
     (tmp_path / "huge.toml").write_bytes(b"#" * ((1 << 20) + 1))
-    with pytest.raises(BadSetting, match="more than 1 MiB"):
+    with refuses("BAD_SETTING", match="more than 1 MiB"):
         parse(parser(), ["--config", str(tmp_path / "huge.toml")], {})
-    with pytest.raises(BadSetting, match="Did you mean 'ETFARM_SERVE_WORKERS'"):
+    with refuses("BAD_SETTING", match="Did you mean 'ETFARM_SERVE_WORKERS'"):
         parse(parser(), [], {"ETFARM_SERVE_WORKER": "2"})
-    with pytest.raises(BadSetting, match="ETFARM_SERVE_WORKERS: 'workers' is not valid, got 'two'"):
+    with refuses("BAD_SETTING", match="ETFARM_SERVE_WORKERS: 'workers' is not valid, got 'two'"):
         parse(parser(), [], {"ETFARM_SERVE_WORKERS": "two"})
 
 

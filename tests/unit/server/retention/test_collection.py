@@ -15,7 +15,6 @@ import pytest
 from sqlalchemy import select
 
 from etfarm.server.access.scope import FARM_HOLDER, agent_holder
-from etfarm.server.artifacts.errors import ArtifactNotFound
 from etfarm.server.artifacts.store import Store
 from etfarm.server.artifacts.uses import LEASE_S
 from etfarm.server.compile.cache import Cache
@@ -26,7 +25,6 @@ from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.tags import Tags
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.retention.collection import ArtifactCollection
-from etfarm.server.retention.errors import ArtifactInUse
 from etfarm.server.retention.references import References
 from etfarm.server.state import schema
 from etfarm.server.state.backup_lock import BackupLock, BackupRunning
@@ -204,10 +202,10 @@ async def test_what_something_refers_to_stays(world: World, refer: Referring) ->
     collection = world.collection()
     assert (await collection.collect(0)).count == 1
     assert await world.stored() == {kept.digest}
-    with pytest.raises(ArtifactInUse) as refused:
+    with refuses("ARTIFACT_IN_USE") as refused:
         await collection.delete(kept.digest, force=True)
     assert refused.value.metadata["referrers"]
-    with pytest.raises(ArtifactNotFound):
+    with refuses("ARTIFACT_NOT_FOUND"):
         await collection.delete(other.digest)
 
 
@@ -253,7 +251,7 @@ async def test_a_recent_use_is_a_lease_also_for_a_later_server(world: World) -> 
         world.store = store
         collection = world.collection(LEASE_S)
         assert (await collection.collect()).count == 0
-        with pytest.raises(ArtifactInUse, match="minutes ago"):
+        with refuses("ARTIFACT_IN_USE", match="minutes ago"):
             await collection.delete(artifact.digest)
     world.passed += timedelta(hours=3)
     assert (await world.collection(LEASE_S).collect()).count == 1

@@ -9,10 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from etfarm.client.formats import NoSuchReport, html
+from etfarm.client.formats import html
 from etfarm.client.web.templating import render
 from etfarm.client.web.turns import FairSlots
 from etfarm.client.web.visitors import farm, visitor_of
+from etfarm.wire.errors import error_for
 
 MAX_REPORTS: Final = 32
 """Number of reports on one page; each has its samples and operators."""
@@ -46,13 +47,15 @@ def _choose(document: dict[str, Any], cells: list[str]) -> dict[str, Any]:
     """Return the document with the reports of these cells; all without any.
 
     Raises:
-        NoSuchReport: no report is of one of them.
+        REPORT_NOT_FOUND: no report is of one of them.
     """
     if not cells:
         return document
     reports = [report for report in document["reports"] if report["cell"] in cells]
     if not reports:
-        raise NoSuchReport("There is no report of this cell.", "It has one when the cell has ended.", cells=cells[:10])
+        raise error_for(
+            "REPORT_NOT_FOUND", "There is no report of this cell.", "It has one when the cell has ended.", cells=cells[:10]
+        )
     return {**document, "reports": reports}
 
 

@@ -19,7 +19,7 @@ import structlog
 
 from etfarm.server.artifacts.blobs import BLOBS, CACHE, Reading, Verified
 from etfarm.server.artifacts.digests import require_digest
-from etfarm.server.artifacts.errors import ArtifactDamaged, ArtifactNotFound, DiskFull
+from etfarm.server.artifacts.errors import ArtifactDamaged, DiskFull, artifact_not_found
 from etfarm.server.artifacts.holdings import Holdings
 from etfarm.server.artifacts.integrity import Integrity
 from etfarm.server.artifacts.s3 import cache as caches
@@ -383,7 +383,7 @@ class BucketBlobs:
                 await transfer.reach(position)
             except Overtaken:
                 if not await is_whole():
-                    raise (ArtifactDamaged if self.integrity.is_damaged(digest) else ArtifactNotFound)(digest) from None
+                    raise (ArtifactDamaged if self.integrity.is_damaged(digest) else artifact_not_found)(digest) from None
 
         async def is_whole() -> bool:
             is_whole = await shielded(flight.task)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import error_for
 from etfarm.wire.private import read_secret
 from etfarm.wire.tls import read_certificates
 
@@ -21,12 +22,6 @@ _MAX_PREFIX: Final = 200
 _MAX_FILE_BYTES: Final = 64 << 10
 _LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 DEFAULT_REGION: Final = "us-east-1"
-
-
-class BadBlobs(UserError):
-    """Options of the bucket that are missing, or not valid."""
-
-    reason = "BAD_BLOBS"
 
 
 @dataclass(frozen=True)
@@ -85,14 +80,15 @@ class BucketLocation:
             option: the option that names the bucket, for errors.
 
         Raises:
-            BadBlobs: an option is missing or not valid.
+            BAD_BLOBS: an option is missing or not valid.
             BadTlsFile: the certificates cannot be read.
         """
         bucket, _, prefix = url.removeprefix(SCHEME).rstrip("/").partition("/")
         if not url.startswith(SCHEME) or not _BUCKET.fullmatch(bucket):
-            raise BadBlobs(f"{option} must be s3://BUCKET or s3://BUCKET/PREFIX, got {url[:100]!r}.", "Correct it.")
+            raise error_for("BAD_BLOBS", f"{option} must be s3://BUCKET or s3://BUCKET/PREFIX, got {url[:100]!r}.", "Correct it.")
         if prefix and (len(prefix) > _MAX_PREFIX or not _PREFIX.fullmatch(prefix)):
-            raise BadBlobs(
+            raise error_for(
+                "BAD_BLOBS",
                 f"The prefix of {option} is not valid: {prefix[:100]!r}.",
                 f"Use at most {_MAX_PREFIX} letters, digits, '.', '_' and '-', with single slashes between them.",
             )
@@ -117,7 +113,7 @@ def read_endpoint(url: str, option: str = "--blobs-endpoint") -> str:
         option: the option that names it, for errors.
 
     Raises:
-        BadBlobs: it is no http or https URL, or plain http to another machine.
+        BAD_BLOBS: it is no http or https URL, or plain http to another machine.
     """
     if not url:
         return ""
@@ -128,10 +124,11 @@ def read_endpoint(url: str, option: str = "--blobs-endpoint") -> str:
         parts, host = urlsplit(""), None
     if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment or parts.username is not None:
         shown = url[:100] if "@" not in url else "a URL with a password"
-        raise BadBlobs(f"{option} is not a URL of an S3 server: {shown}.", "Give it as https://s3.example:8333.")
+        raise error_for("BAD_BLOBS", f"{option} is not a URL of an S3 server: {shown}.", "Give it as https://s3.example:8333.")
     if parts.scheme == "http" and host not in _LOOPBACK:
         authority = f"{option.removesuffix('-endpoint')}-ca" if option.endswith("-endpoint") else ""
-        raise BadBlobs(
+        raise error_for(
+            "BAD_BLOBS",
             f"{option} is plain http to another machine: {url[:100]}.",
             f"Use https; {authority} names the certificate of your own authority." if authority else "Use https.",
         )
@@ -140,21 +137,28 @@ def read_endpoint(url: str, option: str = "--blobs-endpoint") -> str:
 
 def _from_file(path: Path, option: str) -> Credentials:
     try:
-        text = read_secret(path, BadBlobs, _MAX_FILE_BYTES).decode()
+        text = read_secret(path, partial(error_for, "BAD_BLOBS"), _MAX_FILE_BYTES).decode()
     except OSError as error:
-        raise BadBlobs(f"The file {path} cannot be read: {error.strerror}.", f"Check {option}-credentials.") from None
+        raise error_for(
+            "BAD_BLOBS", f"The file {path} cannot be read: {error.strerror}.", f"Check {option}-credentials."
+        ) from None
     except UnicodeDecodeError:
-        raise BadBlobs(f"The file {path} is not UTF-8 text.", f"Check {option}-credentials.") from None
+        raise error_for("BAD_BLOBS", f"The file {path} is not UTF-8 text.", f"Check {option}-credentials.") from None
     lines = [words for line in text.splitlines() if (words := line.partition("#")[0].split())]
     if len(lines) != 1 or len(lines[0]) not in (2, 3):
-        raise BadBlobs(f"The file {path} is not one line of ACCESS_KEY SECRET_KEY.", "A third word is the session token, if any.")
+        raise error_for(
+            "BAD_BLOBS",
+            f"The file {path} is not one line of ACCESS_KEY SECRET_KEY.",
+            "A third word is the session token, if any.",
+        )
     return Credentials(*lines[0])
 
 
 def _from_environment(environment: Mapping[str, str], option: str) -> Credentials:
     access_key, secret_key = environment.get("AWS_ACCESS_KEY_ID", ""), environment.get("AWS_SECRET_ACCESS_KEY", "")
     if not access_key or not secret_key:
-        raise BadBlobs(
+        raise error_for(
+            "BAD_BLOBS",
             f"{option} has no credentials.",
             f"Give {option}-credentials FILE, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. "
             "Nothing else is asked for them.",

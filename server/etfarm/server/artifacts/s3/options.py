@@ -66,7 +66,7 @@ def bucket_of(
         option: the option that names the bucket, for errors.
 
     Raises:
-        BadBlobs: an option is missing or not valid.
+        BAD_BLOBS: an option is missing or not valid.
     """
     if not url:
         return None
@@ -82,7 +82,7 @@ def location_of(arguments: argparse.Namespace, option: str = "blobs") -> BucketL
         option: the destination of the option that names the bucket.
 
     Raises:
-        BadBlobs: an option is missing or not valid.
+        BAD_BLOBS: an option is missing or not valid.
     """
     url, endpoint, region, credentials, authorities = (
         getattr(arguments, option + part) for part in ("", "_endpoint", "_region", "_credentials", "_ca")

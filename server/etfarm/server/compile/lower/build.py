@@ -16,7 +16,7 @@ from executorch.exir.passes import MemoryPlanningPass
 from executorch.export import ExportRecipe, LoweringRecipe, QuantizationRecipe
 from executorch.export.recipe_registry import recipe_registry
 
-from etfarm.server.compile.errors import RecipeUnavailable
+from etfarm.server.compile.errors import recipe_unavailable
 from etfarm.server.compile.lower import components, plugins
 from etfarm.server.compile.program.descriptions import first_line
 from etfarm.server.compile.program.explain import stage_failed
@@ -51,7 +51,7 @@ def resolved(recipe: Recipe) -> Recipe:
     """Return the recipe with the specifications of its plug-ins; its identity stays the same.
 
     Raises:
-        RecipeUnavailable, PluginFailed, UNKNOWN_RECIPE_ARGUMENT, BadRecipeArgument: as `plugins.recipe`.
+        RECIPE_UNAVAILABLE, PLUGIN_FAILED, UNKNOWN_RECIPE_ARGUMENT, BadRecipeArgument: as `plugins.recipe`.
         BAD_STAGES: the recipe's stages do not match its quantization.
     """
     return recipes.with_plugins(recipe, {part.name: specification(part) for part in recipe.parts if part.is_plugin})
@@ -61,7 +61,7 @@ def specification(part: Part) -> Specification:
     """Return the specification of a plug-in's recipe; detect quantization that it does not declare.
 
     Raises:
-        RecipeUnavailable, PluginFailed: as `plugins.recipe`.
+        RECIPE_UNAVAILABLE, PLUGIN_FAILED: as `plugins.recipe`.
     """
     described = plugins.specification(part.name) or Specification(
         part.name, "", Quantization.NONE, "an installed plug-in's recipe"
@@ -80,7 +80,7 @@ def export_recipe(recipe: Recipe, methods: Sequence[str]) -> ExportRecipe:
         methods: all methods of the program; those without partitioners in the recipe file get the recipe's.
 
     Raises:
-        RecipeUnavailable: a provider, its tools or a plug-in are not installed here.
+        RECIPE_UNAVAILABLE: a provider, its tools or a plug-in are not installed here.
         BAD_RECIPE_COMBINATION: the parts contradict each other.
         BAD_RECIPE_FIELD: an operator of [edge] is unknown here.
         StageFailed: a provider refuses the arguments.
@@ -120,7 +120,7 @@ def quantization(recipe: Recipe, method: str) -> QuantizationRecipe | None:
     """Return a new QuantizationRecipe of one method; None if PT2E does not quantize it.
 
     Raises:
-        RecipeUnavailable, BAD_RECIPE_COMBINATION, StageFailed: as `export_recipe`.
+        RECIPE_UNAVAILABLE, BAD_RECIPE_COMBINATION, StageFailed: as `export_recipe`.
     """
     method_quantizers = recipe.options.methods.get(method, MethodOptions()).quantizers
     configured = recipe.options.quantizers if method_quantizers is None else method_quantizers
@@ -158,7 +158,7 @@ def _build_part(part: Part) -> ExportRecipe:
             arguments = components.coreml_arguments(part.arguments) if coreml else dict(part.arguments)
             return ExportRecipe.get_recipe(_find_recipe_type(part), **arguments)
     except (ImportError, OSError) as error:
-        raise RecipeUnavailable(part.name, first_line(error)) from error
+        raise recipe_unavailable(part.name, first_line(error)) from error
     except ValueError as error:
         raise stage_failed("SOURCE_TRANSFORM", error) from error
 
@@ -170,7 +170,7 @@ def _find_recipe_type(part: Part) -> Any:
         for recipe_type in recipe_registry.get_supported_recipes(registered):
             if recipe_type.value == part.name:
                 return recipe_type
-    raise RecipeUnavailable(part.name, f"no provider of {backend} recipes has it")
+    raise recipe_unavailable(part.name, f"no provider of {backend} recipes has it")
 
 
 def _apply_edge(recipe: Recipe, part: ExportRecipe) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from etfarm.server.compile.errors import RecipeUnavailable
+from etfarm.server.compile.errors import recipe_unavailable
 from etfarm.server.compile.lower.selection import Selection
 from etfarm.server.compile.program import resizes
 from etfarm.server.compile.program.descriptions import first_line
@@ -22,7 +22,7 @@ def partitioners(components: Sequence[Component]) -> list[Any]:
     """Return ExecuTorch's Partitioners in the order of `components`.
 
     Raises:
-        RecipeUnavailable: a package that a partitioner needs is not installed here.
+        RECIPE_UNAVAILABLE: a package that a partitioner needs is not installed here.
     """
     return [_build(_PARTITIONERS, component) for component in components]
 
@@ -84,7 +84,7 @@ def quantizers(components: Sequence[Component]) -> list[Any]:
     """Return PT2E Quantizers of torchao in the order of `components`.
 
     Raises:
-        RecipeUnavailable: as `partitioners`.
+        RECIPE_UNAVAILABLE: as `partitioners`.
     """
     return [_build(_QUANTIZERS, component) for component in components]
 
@@ -103,7 +103,7 @@ def _build(table: Mapping[str, Callable[[Arguments], Any]], component: Component
     try:
         return table[component.name](component.arguments)
     except (ImportError, OSError) as error:
-        raise RecipeUnavailable(component.name, first_line(error)) from error
+        raise recipe_unavailable(component.name, first_line(error)) from error
 
 
 def _xnnpack_partitioner(arguments: Arguments) -> Any:

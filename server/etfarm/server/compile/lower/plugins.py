@@ -14,30 +14,16 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
-from etfarm.server.compile.errors import RecipeUnavailable
+from etfarm.server.compile.errors import recipe_unavailable
 from etfarm.server.compile.program.descriptions import first_line
 from etfarm.server.workers.errors import is_out_of_memory
-from etfarm.wire.errors import FarmError, UserError
+from etfarm.wire.errors import EtfarmError, UserError, error_for
 from etfarm.wire.recipes import BadRecipeArgument, Specification, bad_recipe_field, unknown_recipe_argument
 from etfarm.wire.recipes.values import shown
 
 RECIPES: Final = "etfarm.recipes"
 STAGES: Final = "etfarm.stages"
 """Groups of the entry points."""
-
-
-class PluginFailed(RecipeUnavailable):
-    """An installed plug-in violates the contract of its entry point; the server's owner has to fix it."""
-
-    reason = "PLUGIN_FAILED"
-
-    def __init__(self, name: str, missing: str) -> None:
-        FarmError.__init__(
-            self,
-            f"This server cannot use {name}: {missing}.",
-            "Tell the server's owner, or use another plug-in. The job's log has the plug-in's traceback.",
-            recipe=name, missing=missing,
-        )  # fmt: skip
 
 
 class PluginRefused(BadRecipeArgument):
@@ -65,10 +51,10 @@ def recipe(name: str, arguments: Mapping[str, object]) -> Any:
     """Return a new ExportRecipe of a plug-in.
 
     Raises:
-        RecipeUnavailable: no such plug-in is installed.
+        RECIPE_UNAVAILABLE: no such plug-in is installed.
         UNKNOWN_RECIPE_ARGUMENT: the recipe has no argument of that name.
         BadRecipeArgument: a required argument is missing, or the recipe raises TypeError or ValueError for the arguments.
-        PluginFailed: the plug-in cannot be imported, fails without arguments, or does not return an ExportRecipe.
+        PLUGIN_FAILED: the plug-in cannot be imported, fails without arguments, or does not return an ExportRecipe.
     """
     from executorch.export import ExportRecipe
 
@@ -76,7 +62,7 @@ def recipe(name: str, arguments: Mapping[str, object]) -> Any:
     _check_arguments(name, _load(point), arguments)
     result = _call(point, dict(arguments))
     if not isinstance(result, ExportRecipe):
-        raise PluginFailed(name, f"{_display_name(point)} returned {type(result).__name__}, not an ExportRecipe")
+        raise _plugin_failed(name, f"{_display_name(point)} returned {type(result).__name__}, not an ExportRecipe")
     return result
 
 
@@ -84,7 +70,7 @@ def specification(name: str) -> Specification | None:
     """Return the specification of a plug-in's recipe; None if it has none.
 
     Raises:
-        RecipeUnavailable, PluginFailed: as `recipe`.
+        RECIPE_UNAVAILABLE, PLUGIN_FAILED: as `recipe`.
     """
     point = _find_entry_point(RECIPES, name)
     described = getattr(_load(point), "specification", None)
@@ -95,8 +81,8 @@ def stage(name: str, replaced: str) -> Any:
     """Return a new Stage of a plug-in for the stage `replaced`.
 
     Raises:
-        RecipeUnavailable: no such plug-in is installed.
-        PluginFailed: the plug-in cannot be imported, or does not return a Stage.
+        RECIPE_UNAVAILABLE: no such plug-in is installed.
+        PLUGIN_FAILED: the plug-in cannot be imported, or does not return a Stage.
         BAD_RECIPE_FIELD: the plug-in replaces another stage than the recipe's file states.
     """
     from executorch.export.stages import Stage
@@ -104,7 +90,7 @@ def stage(name: str, replaced: str) -> Any:
     point = _find_entry_point(STAGES, name)
     result = _call(point, {})
     if not isinstance(result, Stage):
-        raise PluginFailed(name, f"{_display_name(point)} returned {type(result).__name__}, not a Stage")
+        raise _plugin_failed(name, f"{_display_name(point)} returned {type(result).__name__}, not a Stage")
     kind = getattr(result.stage_type, "name", str(result.stage_type))
     if kind != replaced:
         allowed = f"a plug-in's stage that replaces it, but {_display_name(point)} replaces {kind}"
@@ -115,7 +101,7 @@ def stage(name: str, replaced: str) -> Any:
 def _find_entry_point(group: str, name: str) -> EntryPoint:
     points = [point for point in entry_points(group=group) if point.name == name]
     if not points:
-        raise RecipeUnavailable(name, f"no installed package has the entry point {name} in {group}")
+        raise recipe_unavailable(name, f"no installed package has the entry point {name} in {group}")
     return points[0]
 
 
@@ -156,7 +142,17 @@ def _failure(point: EntryPoint, what: str, error: Exception) -> Exception:
     if is_out_of_memory(error):
         return error
     traceback.print_exception(error)
-    return PluginFailed(point.name, f"{_display_name(point)} {what} ({first_line(error)})")
+    return _plugin_failed(point.name, f"{_display_name(point)} {what} ({first_line(error)})")
+
+
+def _plugin_failed(name: str, missing: str) -> EtfarmError:
+    """Return the error that a plug-in violates the contract of its entry point; the server's owner has to fix it."""
+    return error_for(
+        "PLUGIN_FAILED",
+        f"This server cannot use {name}: {missing}.",
+        "Tell the server's owner, or use another plug-in. The job's log has the plug-in's traceback.",
+        recipe=name, missing=missing,
+    )  # fmt: skip
 
 
 def _display_name(point: EntryPoint) -> str:

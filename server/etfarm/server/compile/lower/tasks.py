@@ -81,7 +81,7 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
     Raises:
         UserError: the model, its calibration inputs or the recipe are at fault; see `compile.errors`.
         QuantizedNothing: the recipe has no quantizers for any of the methods.
-        RecipeUnavailable: this host cannot compile the recipe.
+        RECIPE_UNAVAILABLE: this host cannot compile the recipe.
     """
     torch.set_num_threads(request.threads)
     recipe = build.resolved(recipes.from_json(request.recipe_json))
@@ -299,7 +299,7 @@ def lower_model(request: LowerRequest, folder: Path, emit: Callable[[bytes], Non
 
     Raises:
         UserError: the model or the recipe is at fault; see `compile.errors`.
-        RecipeUnavailable: this host cannot compile the recipe.
+        RECIPE_UNAVAILABLE: this host cannot compile the recipe.
     """
     smoke = SmokeRunner(folder / "smoke.log")  # forks, so it must come first; see SmokeRunner
     try:

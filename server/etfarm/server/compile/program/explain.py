@@ -12,17 +12,17 @@ from typing import Any, Final
 
 from etfarm.server.compile.alternatives import use_instead
 from etfarm.server.compile.errors import (
-    MissingOutVariants,
-    RecipeUnavailable,
     StageFailed,
-    UnsupportedQuantizedOp,
     data_dependent_branch,
     dim_specialized,
+    missing_out_variants,
     operator_not_core_aten,
     operator_with_effects,
+    recipe_unavailable,
     training_mode,
     unbounded_size,
     unsupported_dtypes,
+    unsupported_quantized_op,
 )
 from etfarm.server.compile.program.descriptions import (
     CONTROL_FLOW,
@@ -69,7 +69,7 @@ def stage_failed(stage: str, error: BaseException, programs: Programs | None = N
         if match is not None:
             return explained(stage, match, text, programs or {})
     if isinstance(cause, ImportError):
-        return RecipeUnavailable("", first_line(cause), stage)
+        return recipe_unavailable("", first_line(cause), stage)
     return StageFailed(stage, type(error).__name__, first_line(error) + _describe_culprit(cause))
 
 
@@ -88,8 +88,8 @@ def _missing_out_variants(stage: str, match: re.Match[str], text: str, programs:
     if training:
         return _training_mode(stage, training[0], programs)
     quantized = [name for name in names if name.startswith(_QUANTIZED)]
-    kind = UnsupportedQuantizedOp if len(quantized) == len(names) else MissingOutVariants
-    return kind(stage, describe_operators(names, programs), ", ".join(names))
+    explained = unsupported_quantized_op if len(quantized) == len(names) else missing_out_variants
+    return explained(stage, describe_operators(names, programs), ", ".join(names))
 
 
 def _not_core_aten(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:

@@ -65,7 +65,7 @@ class DeviceAttempts:
             subject: what waits, for people.
 
         Raises:
-            DeadlineMissed, WaitedTooLong: no device was free in time.
+            DeadlineMissed, MAX_WAIT_OVER: no device was free in time.
             ReservationNotFound, ReservationEnded: the reservation that the waiting run names is not there any more.
         """
         attempt_id = self._new_id()

@@ -50,7 +50,7 @@ class Dispatch:
 
         Raises:
             DeviceLacks: no device that the selector matches can run them.
-            DeadlineMissed, WaitedTooLong: no device was free in time.
+            DeadlineMissed, MAX_WAIT_OVER: no device was free in time.
         """
         job, first = cell_runs[0].job, cell_runs[0].cell
         selector = selectors.parse(first.selector)

@@ -8,7 +8,7 @@ from typing import Final
 from etfarm.server.devices.scheduling.waiting import MAX_PRIORITY, MIN_PRIORITY
 from etfarm.server.jobs.model import BadJob
 from etfarm.v1.job_pb2 import JobSpec
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import EtfarmError, Kind, UserError, error_for
 
 MAX_WAIT_S: Final = 30 * 86_400.0
 """Maximum of JobSpec.max_wait_s."""
@@ -36,18 +36,14 @@ class DeadlineMissed(DeadlinePassed):
         )
 
 
-class WaitedTooLong(UserError):
-    """A cell that found no device within the time for which its job lets it wait."""
-
-    reason = "MAX_WAIT_OVER"
-    kind = Kind.FAILED_PRECONDITION
-
-    def __init__(self, why: str, waited_s: float) -> None:
-        super().__init__(
-            f"The cell waited {_duration(waited_s)} for a device, the maximum that its job allows{_because(why)}.",
-            "Give a longer --max-wait, a higher --priority or other devices; `etfarm queue` shows what waits.",
-            waited_s=round(waited_s, 3),
-        )
+def waited_too_long(why: str, waited_s: float) -> EtfarmError:
+    """Return the error of a cell that found no device within the time for which its job lets it wait."""
+    return error_for(
+        "MAX_WAIT_OVER",
+        f"The cell waited {_duration(waited_s)} for a device, the maximum that its job allows{_because(why)}.",
+        "Give a longer --max-wait, a higher --priority or other devices; `etfarm queue` shows what waits.",
+        waited_s=round(waited_s, 3),
+    )
 
 
 def check_waiting(spec: JobSpec, at: datetime) -> None:

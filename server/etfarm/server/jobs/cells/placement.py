@@ -18,7 +18,7 @@ from etfarm.server.devices.scheduling.pieces import Kind
 from etfarm.server.devices.scheduling.ranking import AGEING_S, Shares, aged_priority
 from etfarm.server.devices.scheduling.usage import Ledger, SentPrograms
 from etfarm.server.devices.scheduling.waiting import Party, Waiting, open_to
-from etfarm.server.jobs.cells.limits import DeadlineMissed, WaitedTooLong
+from etfarm.server.jobs.cells.limits import DeadlineMissed, waited_too_long
 from etfarm.v1.device_pb2 import Device
 from etfarm.v1.job_pb2 import QueuedRun
 from etfarm.wire.selectors import Selector
@@ -151,7 +151,7 @@ class Placement:
             subject: what waits, for people.
 
         Raises:
-            DeadlineMissed, WaitedTooLong: no device was free in time.
+            DeadlineMissed, MAX_WAIT_OVER: no device was free in time.
         """
         now_s = self._now().timestamp()
         since_s = now_s if subject.since is None else subject.since.timestamp()
@@ -332,7 +332,7 @@ class Placement:
             if request.chosen.done():
                 continue  # its caller is being cancelled
             is_late = request.waiting.deadline_s is not None and request.waiting.deadline_s <= now_s
-            limit = DeadlineMissed if is_late else WaitedTooLong
+            limit = DeadlineMissed if is_late else waited_too_long
             request.chosen.set_exception(limit(request.why or "", now_s - request.since_s))
         if self._alarm is not None:
             self._alarm.cancel()

@@ -19,16 +19,13 @@ from etfarm.v1 import common_pb2, compile_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire import selectors, tensors
 from etfarm.wire.cores import TooManyThreads, has_cpus, require_cpus
-from etfarm.wire.errors import EtfarmError, UserError
+from etfarm.wire.errors import EtfarmError, UserError, error_for
 
 
-class MethodMissing(UserError):
-    """A method that the program does not have."""
-
-    reason = "METHOD_MISSING"
-
-    def __init__(self, what: str, method: str, known: Iterable[str]) -> None:
-        super().__init__(what, f"It has: {', '.join(sorted(known))}. Choose with --method (methods=).", method=method)
+def method_missing(what: str, method: str, known: Iterable[str]) -> EtfarmError:
+    """Return the error of a method that the program does not have."""
+    remedy = f"It has: {', '.join(sorted(known))}. Choose with --method (methods=)."
+    return error_for("METHOD_MISSING", what, remedy, method=method)
 
 
 class DeviceLacks(UserError):
@@ -71,7 +68,7 @@ class Requirements:
         """Determine the cell's method and refuse inputs that do not fit it, before a device receives them.
 
         Raises:
-            MethodMissing: the program has no such method.
+            METHOD_MISSING: the program has no such method.
             InputMismatch: a count, dtype, shape or dim order is not what the method takes.
             NotALanguageModel, CONTEXT_TOO_SHORT: the job requests generation that the program cannot do.
             GENERATION_NOT_REQUESTED: a language model would be measured on made-up inputs.
@@ -87,10 +84,10 @@ class Requirements:
         if cell.method not in methods and not job.spec.methods and len(methods) == 1:
             cell.method = next(iter(methods))
         if cell.method not in methods:
-            raise MethodMissing(f"{cell.candidate_name} has no method {cell.method!r}.", cell.method, methods)
+            raise method_missing(f"{cell.candidate_name} has no method {cell.method!r}.", cell.method, methods)
         if unknown := sorted(set(job.spec.inputs) - set(methods)):
             what = f"The inputs are for the method {unknown[0]!r}, which {cell.candidate_name} does not have."
-            raise MethodMissing(what, unknown[0], methods)
+            raise method_missing(what, unknown[0], methods)
         inputs = job.spec.inputs.get(cell.method)
         if inputs is not None:
             await self._check_artifact(inputs, cell.method, methods[cell.method])

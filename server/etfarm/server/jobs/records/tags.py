@@ -15,7 +15,7 @@ from etfarm.server.access.scope import Scope
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.server.state.sql import insert
-from etfarm.wire.errors import UserError, error_for
+from etfarm.wire.errors import error_for
 
 LATEST = "latest"
 """Reserved name of the newest job; not a tag."""
@@ -25,18 +25,6 @@ MAX_TAGS: Final = 100
 
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 _JOB_ID = re.compile(r"[0-9a-f]{16}\Z")
-
-
-class BadTag(UserError):
-    """A tag with invalid characters, or one that would be mistaken for a job id."""
-
-    reason = "BAD_TAG"
-
-
-class TooManyTags(BadTag):
-    """A job with the maximum number of tags."""
-
-    reason = "TOO_MANY_TAGS"
 
 
 @dataclass(frozen=True)
@@ -65,8 +53,8 @@ class Tags:
             The id of the job that had the tag before; empty if no job had it.
 
         Raises:
-            BadTag: the tag is not a valid name.
-            TooManyTags: the job already has the maximum number of tags.
+            BAD_TAG: the tag is not a valid name.
+            TOO_MANY_TAGS: the job already has the maximum number of tags.
             NotYours: the tag belongs to another user.
         """
         _check(tag)
@@ -75,8 +63,11 @@ class Tags:
             known = find_tag(connection, tag, Scope(frozenset({project})))
             _validate_owner(tag, known, caller, is_admin)
             if len(set(tags_of(connection, job_id)) - {tag}) >= MAX_TAGS:
-                raise TooManyTags(
-                    f"Job {job_id} has {MAX_TAGS} tags.", "Remove one with `etfarm report tag NAME --remove`.", limit=MAX_TAGS
+                raise error_for(
+                    "TOO_MANY_TAGS",
+                    f"Job {job_id} has {MAX_TAGS} tags.",
+                    "Remove one with `etfarm report tag NAME --remove`.",
+                    limit=MAX_TAGS,
                 )
             row = {
                 "project": project,
@@ -149,13 +140,16 @@ def tags_of(connection: Connection, job_id: str) -> Sequence[str]:
 
 def _check(tag: str) -> None:
     if not _TAG.match(tag):
-        raise BadTag(
+        raise error_for(
+            "BAD_TAG",
             f"{tag[:80]!r} is not a valid tag.",
             "Use letters, digits, dots, dashes and underscores, 64 at most, a letter or digit first.",
             tag=tag[:80],
         )
     if tag == LATEST or _JOB_ID.match(tag):
-        raise BadTag(f"{tag!r} is reserved: it already selects a job.", "Choose another tag, for example baseline.", tag=tag)
+        raise error_for(
+            "BAD_TAG", f"{tag!r} is reserved: it already selects a job.", "Choose another tag, for example baseline.", tag=tag
+        )
 
 
 def _validate_owner(name: str, tag: Tag | None, caller: str, is_admin: bool) -> None:

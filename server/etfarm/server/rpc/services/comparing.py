@@ -31,7 +31,7 @@ async def compare(
         scope: the projects that the caller sees.
 
     Raises:
-        JOB_NOT_FOUND, NoSuchReport, NothingToCompare: see ReportService.Compare.
+        JOB_NOT_FOUND, REPORT_NOT_FOUND, NothingToCompare: see ReportService.Compare.
     """
     base = await _select(journal, request.base, version, scope)
     candidate = await _select(journal, request.candidate, version, scope)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from etfarm.server.artifacts.errors import ArtifactNotFound
+from etfarm.server.artifacts.errors import artifact_not_found
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.compile.upload_screening import Screening
@@ -40,6 +40,6 @@ class CompileService(compile_pb2_grpc.CompileServiceServicer):
         principal, digest = caller(), request.digest
         self._store.place(digest)  # refuses what is no digest
         if principal.role != ADMIN and not await self._store.holds(digest, readable_holders(principal)):
-            raise ArtifactNotFound(digest)
+            raise artifact_not_found(digest)
         await self._store.require_whole([digest])
         return await self._screening.inspect(digest, principal.project, is_program=_IS_PROGRAM.get(request.format))

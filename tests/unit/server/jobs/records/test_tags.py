@@ -10,7 +10,7 @@ import pytest
 
 from etfarm.server.access.ownership import NotYours
 from etfarm.server.access.scope import EVERYTHING, Scope
-from etfarm.server.jobs.records.tags import MAX_TAGS, Tags, TooManyTags, tags_of
+from etfarm.server.jobs.records.tags import MAX_TAGS, Tags, tags_of
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from tests.support.databases import new_database
@@ -77,7 +77,7 @@ async def test_a_job_may_not_have_any_number_of_tags(database: Database) -> None
     tags = Tags(database, lambda: NOW)
     for number in range(MAX_TAGS):
         await tags.put(f"t{number:03}", "one", project="default", caller="ann", is_admin=False)
-    with pytest.raises(TooManyTags, match="has 100 tags"):
+    with refuses("TOO_MANY_TAGS", match="has 100 tags"):
         await tags.put("one-more", "one", project="default", caller="ann", is_admin=False)
     await tags.put("t000", "one", project="default", caller="ann", is_admin=False)
     assert len(await of(database, "one")) == MAX_TAGS

@@ -45,7 +45,7 @@ def find(name: str, outcome: Outcome, *, server: str | None, tls_ca: str | None,
 
     Raises:
         BadDocument: the file does not exist, or has other content.
-        NoSuchReport: no report matches the choice after `#`.
+        REPORT_NOT_FOUND: no report matches the choice after `#`.
         EtfarmError: JOB_NOT_FOUND; SERVER_UNREACHABLE.
     """
     from etfarm.client.aio import AsyncFarm
@@ -67,7 +67,7 @@ def chosen(document: dict[str, Any], file: str | None, choice: str | None) -> di
     """Return the document with the reports that the text after `#` chooses; all without one.
 
     Raises:
-        NoSuchReport: no report matches.
+        REPORT_NOT_FOUND: no report matches.
     """
     side = comparison.Side(document["reports"], document["job"], file, choice)
     return {**document, "reports": side.chosen}
