@@ -92,13 +92,3 @@ def generation_unsupported(kind: str, what: str = "measure the generation of tex
         "Build the runner's bundle again with `etfarm bundle build`, and add it with `bundle add`.",
         runner=kind,
     )
-
-
-def scoring_unsupported(kind: str) -> EtfarmError:
-    """Return the error of a runner that cannot score tokens, because it was built before that was added."""
-    return error_for(
-        "SCORING_UNSUPPORTED",
-        f"The {kind} runner cannot score tokens, which the accuracy of generation needs.",
-        "Build the runner's bundle again with `etfarm bundle build`, and add it with `bundle add`.",
-        runner=kind,
-    )

@@ -28,7 +28,7 @@ from etfarm.server.workers.jail.isolation import JailOptions
 from etfarm.server.workers.jail.measures import NETWORK, JailReport, jail_incomplete
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
-from etfarm.wire.errors import EtfarmError, error_for
+from etfarm.wire.errors import EtfarmError
 from etfarm.wire.private import make_private
 
 log = structlog.get_logger()
@@ -191,13 +191,3 @@ async def _require_blobs(config: Config) -> None:
         await Bucket(config.blobs, patience_s=config.blobs_wait_s).check()
     except BlobsAway as error:
         log.warning("starting without the artifacts' S3 server", error=error.message, remedy=error.remedy)
-
-
-def folder_unusable(folder: Path) -> EtfarmError:
-    """Return the error of a data folder that cannot be created or written."""
-    return error_for(
-        "DATA_FOLDER_UNUSABLE",
-        f"The data folder cannot be used: {folder} cannot be written.",
-        "Choose another --data.",
-        path=folder,
-    )

@@ -147,19 +147,6 @@ def training_mode(method: str, module: str) -> EtfarmError:
     )
 
 
-def model_not_on_cpu(method: str, tensor: str, device: str) -> EtfarmError:
-    """Return the error that a weight or an input is on a device other than the CPU, or on none (meta)."""
-    return error_for(
-        "MODEL_NOT_ON_CPU",
-        f"{method}: {tensor} is on {device!r}; programs are exported on the CPU.",
-        "Call .cpu() on the module and on its inputs, or load real weights where it is 'meta'.",
-        stage=STAGE,
-        method=method,
-        tensor=tensor,
-        device=device,
-    )
-
-
 class UnsupportedInput(UserError):
     """An input has a dtype or type that no device supports."""
 
@@ -211,19 +198,6 @@ def calibration_mismatch(method: str, sample: int | str, what: str, *, stage: st
         stage=stage,
         method=method,
         sample=sample,
-    )
-
-
-def no_calibration_samples(model: str) -> EtfarmError:
-    """Return the error that a calibration set is empty.
-
-    Without this error, the model's own samples would be used silently.
-    """
-    return error_for(
-        "NO_CALIBRATION_SAMPLES",
-        f"The calibration set for {model} has no sample.",
-        "Give arrays named like the inputs, with at least one sample on axis 0 if it is batched; or leave it out.",
-        model=model,
     )
 
 
@@ -306,18 +280,6 @@ def recipe_needs_eager_module(recipe: str, model: str) -> EtfarmError:
         "Give the module itself, or file.py:factory; or use a pt2e recipe, such as xnnpack_pt2e_int8_static_per_channel.",
         recipe=recipe,
         model=model,
-    )
-
-
-def nothing_to_transform(model: str, recipe: str, kinds: str, there: str) -> EtfarmError:
-    """Return the error that the recipe's source transform matches nothing in the module, so that it would stay fp32."""
-    return error_for(
-        "NOTHING_TO_TRANSFORM",
-        f"{model} has no {kinds} that {recipe} could quantize; it has {there or 'no submodules with weights'}.",
-        "Use a pt2e recipe, such as xnnpack_pt2e_int8_static_per_channel, which quantizes convolutions too.",
-        stage=TRANSFORM_STAGE,
-        model=model,
-        recipe=recipe,
     )
 
 

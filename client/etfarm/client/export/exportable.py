@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from etfarm.client.export.errors import BadModel, UnsupportedInput, model_not_on_cpu
+from etfarm.client.export.errors import STAGE, BadModel, UnsupportedInput
 from etfarm.client.export.samples import input_leaves, leaf_names
+from etfarm.wire.errors import error_for
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,4 +40,12 @@ def must_be_exportable(method: str, module: nn.Module, args: tuple[Any, ...], kw
     for name, tensor in [*weights, *((f"input {name}", leaf) for name, leaf in inputs)]:
         device = getattr(tensor, "device", None)
         if device is not None and device.type != "cpu":
-            raise model_not_on_cpu(method, name, str(device))
+            raise error_for(
+                "MODEL_NOT_ON_CPU",
+                f"{method}: {name} is on {str(device)!r}; programs are exported on the CPU.",
+                "Call .cpu() on the module and on its inputs, or load real weights where it is 'meta'.",
+                stage=STAGE,
+                method=method,
+                tensor=name,
+                device=str(device),
+            )

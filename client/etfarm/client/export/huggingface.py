@@ -27,7 +27,6 @@ from etfarm.client.export.huggingface_folder import (
     Folder,
     read_folder,
     remote_code_refused,
-    too_many_random_weights,
     unsupported_architecture,
 )
 from etfarm.client.export.noise import quiet, quiet_natively
@@ -342,7 +341,16 @@ def _require_few_parameters(transformers: Any, folder: Folder, kind: str, config
             )
     elif count > limit:
         size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-        raise too_many_random_weights(str(folder.path), count, limit, size_bytes)
+        raise error_for(
+            "TOO_MANY_RANDOM_WEIGHTS",
+            f"{folder.path!s} has no checkpoint, and its model has {count:,} parameters, {size_bytes / 1e9:.1f} GB: at most "
+            f"{limit:,} are created at random.",
+            f"Give hf:FOLDER:max_parameters={count} if this machine and the server have memory for several copies, reduce "
+            "num_hidden_layers in config.json, or add the checkpoint.",
+            folder=str(folder.path),
+            parameters=count,
+            limit=limit,
+        )
 
 
 def _must_be_whole(folder: Folder, loaded: Any) -> None:

@@ -68,24 +68,6 @@ class BadCheckpoint(UserError):
     reason = "BAD_CHECKPOINT"
 
 
-def too_many_random_weights(folder: str, parameters: int, limit: int, size_bytes: int) -> EtfarmError:
-    """Return the error of a model without a checkpoint that has more parameters than are created at random.
-
-    Args:
-        parameters: their number.
-        limit: the number that is allowed.
-        size_bytes: the memory that they would take.
-    """
-    return error_for(
-        "TOO_MANY_RANDOM_WEIGHTS",
-        f"{folder} has no checkpoint, and its model has {parameters:,} parameters, {size_bytes / 1e9:.1f} GB: at most "
-        f"{limit:,} are created at random.",
-        f"Give hf:FOLDER:max_parameters={parameters} if this machine and the server have memory for several copies, reduce "
-        "num_hidden_layers in config.json, or add the checkpoint.",
-        folder=folder, parameters=parameters, limit=limit,
-    )  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Folder:
     """What the files of a folder say, before transformers is imported."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etfarm.client.export.errors import nothing_to_transform, source_transform_failed, with_article
+from etfarm.client.export.errors import TRANSFORM_STAGE, source_transform_failed, with_article
 from etfarm.client.export.noise import quiet
 from etfarm.client.export.source import ModelSource
 from etfarm.client.export.subclasses import has_subclasses, unwrap
@@ -87,7 +87,14 @@ class Transform:
             return  # they may add some
         shown = ", ".join(f"{count} {kind}" for kind, count in sorted(there.items(), key=lambda item: -item[1])[:4])
         kinds = "nn.Linear or nn.Embedding" if config.filter_fn is not None else "nn.Linear"
-        raise nothing_to_transform(name, self.recipe.text, kinds, shown)
+        raise error_for(
+            "NOTHING_TO_TRANSFORM",
+            f"{name} has no {kinds} that {self.recipe.text} could quantize; it has {shown or 'no submodules with weights'}.",
+            "Use a pt2e recipe, such as xnnpack_pt2e_int8_static_per_channel, which quantizes convolutions too.",
+            stage=TRANSFORM_STAGE,
+            model=name,
+            recipe=self.recipe.text,
+        )
 
     def apply(self, method: str) -> tuple[nn.Module, float | None]:
         """Return the method's module to export and the duration in ms; the user's own module and None if nothing changed.

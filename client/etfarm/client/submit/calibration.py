@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from etfarm.client.export.errors import calibration_mismatch, no_calibration_samples
+from etfarm.client.export.errors import calibration_mismatch
 from etfarm.client.submit import input_names, npz
 from etfarm.client.submit.input_types import find_mismatches
 from etfarm.client.submit.inputs import Arrays, in_order, named_arrays
 from etfarm.wire import digest, tensors
+from etfarm.wire.errors import error_for
 
 if TYPE_CHECKING:
     from etfarm.client.submit.prepared import PreparedExport
@@ -47,7 +48,12 @@ def calibrated(
             _must_match(method, label, ordered, prepared.input_types)
             samples.setdefault(method, []).append(_kept(tensors.encode(ordered), folder))
     if not samples:
-        raise no_calibration_samples(model)
+        raise error_for(
+            "NO_CALIBRATION_SAMPLES",
+            f"The calibration set for {model} has no sample.",
+            "Give arrays named like the inputs, with at least one sample on axis 0 if it is batched; or leave it out.",
+            model=model,
+        )
     methods = {
         name: replace(method, calibration=tuple(samples.get(name, ()))) if name in samples else method
         for name, method in export.methods.items()

@@ -16,7 +16,6 @@ from etfarm.device_agents.adb.errors import (
     PhoneFull,
     PhoneGone,
     PhoneSilent,
-    adb_address_malformed,
     adb_missing,
     phone_answer_too_long,
 )
@@ -42,7 +41,6 @@ __all__ = [
     "ShellInput",
     "ShellProcess",
     "State",
-    "adb_address_malformed",
     "adb_missing",
     "phone_answer_too_long",
     "server_address",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from etfarm.device_agents.adb.errors import adb_address_malformed
+from etfarm.wire.errors import error_for
 
 DEFAULT_ADDRESS: Final = "tcp:127.0.0.1:5037"
 
@@ -44,4 +44,9 @@ def parse(address: str) -> Endpoint:
     host, _, port = rest.rpartition(":")
     if kind == "tcp" and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16:
         return Endpoint(host=host.removeprefix("[").removesuffix("]") or "127.0.0.1", port=int(port))
-    raise adb_address_malformed(address)
+    raise error_for(
+        "ADB_ADDRESS_MALFORMED",
+        f"{address!r} is not an address of an adb server.",
+        "Give tcp:HOST:PORT, tcp:PORT or localfilesystem:PATH in ADB_SERVER_SOCKET, or unset it.",
+        address=address,
+    )

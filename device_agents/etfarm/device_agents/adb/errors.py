@@ -33,16 +33,6 @@ def remedy_of(text: str) -> str:
     return next((remedy for word, remedy in _REFUSALS if word in text.lower()), "")
 
 
-def adb_address_malformed(address: str) -> EtfarmError:
-    """Return the error of an ADB_SERVER_SOCKET, or an equivalent setting, that is not a valid address."""
-    return error_for(
-        "ADB_ADDRESS_MALFORMED",
-        f"{address!r} is not an address of an adb server.",
-        "Give tcp:HOST:PORT, tcp:PORT or localfilesystem:PATH in ADB_SERVER_SOCKET, or unset it.",
-        address=address,
-    )
-
-
 def adb_missing(why: str) -> EtfarmError:
     """Return the error of an adb program that is not installed or cannot start its server."""
     return error_for("ADB_MISSING", f"adb cannot be started: {why}", "Install it, on Debian with `apt-get install adb`.", why=why)

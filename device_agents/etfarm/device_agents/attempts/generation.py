@@ -12,8 +12,9 @@ from etfarm.device_agents.attempts.cache import Lease
 from etfarm.device_agents.attempts.generation_passes import GenerationPasses, Measured, trace_of, validate_plan
 from etfarm.device_agents.attempts.transfers import Transfers
 from etfarm.device_agents.device.inventory import choose_cpus
-from etfarm.device_agents.errors import generation_unsupported, scoring_unsupported
+from etfarm.device_agents.errors import generation_unsupported
 from etfarm.v1 import agent_pb2, job_pb2
+from etfarm.wire.errors import error_for
 from etfarm.wire.status import to_proto
 from etfarm.wire.tensors import Value
 
@@ -115,7 +116,12 @@ class GenerationExecution(Execution):
         async with self.start_runner() as runner:
             with self.phase("SCORE"):
                 if _SCORE_COMMAND not in (await runner.hello()).commands:
-                    raise scoring_unsupported(runner.kind)
+                    raise error_for(
+                        "SCORING_UNSUPPORTED",
+                        f"The {runner.kind} runner cannot score tokens, which the accuracy of generation needs.",
+                        "Build the runner's bundle again with `etfarm bundle build`, and add it with `bundle add`.",
+                        runner=runner.kind,
+                    )
                 own = agent_pb2.CandidateResult()
                 await self.load_program(runner, cpus, into=own)
                 passes = GenerationPasses(runner, plan, own, self, self._encoder_inputs)

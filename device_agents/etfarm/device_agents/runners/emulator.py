@@ -18,7 +18,7 @@ from typing import Final
 
 from etfarm.device_agents.device import inventory
 from etfarm.v1 import device_pb2
-from etfarm.wire.errors import EtfarmError, UserError, error_for
+from etfarm.wire.errors import UserError, error_for
 
 DEFAULT_CPUS: Final = {"aarch64": "cortex-a76"}
 """Default processor by architecture; these are all architectures that can be emulated. Not qemu's own default `max`: see
@@ -67,17 +67,6 @@ class EmulatorMissing(UserError):
             arch=arch,
             program=program,
         )
-
-
-def cpu_unknown(cpu: str, known: list[str], why: str) -> EtfarmError:
-    """Return the error of a processor that the emulator does not support."""
-    return error_for(
-        "CPU_UNKNOWN",
-        f"The emulator cannot emulate {cpu!r}: {why}.",
-        f"Choose one of {', '.join(known)}; properties may follow, as in max,sme=off.",
-        cpu=cpu,
-        known=",".join(known),
-    )
 
 
 @dataclass(frozen=True)
@@ -173,7 +162,13 @@ class Emulator:
             why = lines[-1].removeprefix(f"{Path(self.path).name}: ").rstrip(".") if lines else _ending(process.returncode)
             known = self.models()
             if lines and process.returncode == 1:
-                raise cpu_unknown(self.cpu, known, why)
+                raise error_for(
+                    "CPU_UNKNOWN",
+                    f"The emulator cannot emulate {self.cpu!r}: {why}.",
+                    f"Choose one of {', '.join(known)}; properties may follow, as in max,sme=off.",
+                    cpu=self.cpu,
+                    known=",".join(known),
+                )
             raise error_for("EMULATOR_FAILED", f"{self.path} does not run a program: {why}.", path=self.path, why=why)
         try:
             words = struct.unpack(f"<{_PROBE_BYTES // 8}Q", process.stdout)

@@ -10,16 +10,6 @@ def artifact_not_found(digest: str) -> EtfarmError:
     return error_for("ARTIFACT_NOT_FOUND", f"The store does not hold {digest[:12]}.", "Upload it again.", digest=digest)
 
 
-def artifact_not_of_attempt(digest: str) -> EtfarmError:
-    """Return the error of an artifact that no attempt on a device of the agent needs, as far as the farm knows."""
-    return error_for(
-        "ARTIFACT_NOT_OF_ATTEMPT",
-        f"The farm gives {digest[:12]} to agents only while an attempt on their devices needs it, and no attempt does.",
-        "Submit the job again if it failed because of this.",
-        digest=digest,
-    )  # fmt: skip
-
-
 def artifact_missing(digest: str) -> EtfarmError:
     """Return the error of an artifact that a request names and the store does not hold."""
     return error_for("ARTIFACT_MISSING", f"Artifact {digest[:12]} is not stored.", "Upload it first.", digest=digest)
@@ -37,35 +27,6 @@ class ArtifactDamaged(FarmError):
             "Submit the job again: a new upload or compilation replaces it. Have the server's disk or S3 bucket checked.",
             digest=digest,
         )
-
-
-def upload_idle(digest: str, idle_s: float, committed_bytes: int) -> EtfarmError:
-    """Return the error of an upload whose stream sent nothing for too long."""
-    return error_for(
-        "UPLOAD_IDLE",
-        f"The upload of {digest[:12]} sent nothing for {idle_s:g} s.", "Ask GetUploadStatus and continue there.",
-        digest=digest, committed_bytes=committed_bytes,
-    )  # fmt: skip
-
-
-def upload_too_large(size_bytes: int, limit_bytes: int) -> EtfarmError:
-    """Return the error of an artifact larger than the server accepts."""
-    return error_for(
-        "LIMIT_EXCEEDED",
-        f"An artifact must have at most {limit_bytes} bytes, got {size_bytes}.",
-        "Ask the farm's admin for a larger `etfarm serve --max-artifact-gib`.",
-        limit_bytes=limit_bytes, size_bytes=size_bytes,
-    )  # fmt: skip
-
-
-def too_many_uploads(limit: int) -> EtfarmError:
-    """Return the error of a holder with the maximum number of concurrent uploads."""
-    return error_for(
-        "LIMIT_EXCEEDED",
-        f"A project may have at most {limit} uploads in progress.",
-        "Wait until some of them finish.",
-        limit=limit,
-    )
 
 
 def quota_exceeded(holder: str, limit_bytes: int, used_bytes: int, needed_bytes: int = 0) -> EtfarmError:

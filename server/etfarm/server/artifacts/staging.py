@@ -16,9 +16,6 @@ import structlog
 
 from etfarm.server.artifacts.errors import (
     DiskFull,
-    too_many_uploads,
-    upload_idle,
-    upload_too_large,
 )  # fmt: skip
 from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.room import Room
@@ -90,14 +87,25 @@ class Staging:
         if artifact.size_bytes < 0:
             raise error_for("BAD_UPLOAD", f"`size_bytes` must be 0 or more, got {artifact.size_bytes}.")
         if artifact.size_bytes > self._limits.artifact_bytes:
-            raise upload_too_large(artifact.size_bytes, self._limits.artifact_bytes)
+            raise error_for(
+                "LIMIT_EXCEEDED",
+                f"An artifact must have at most {self._limits.artifact_bytes} bytes, got {artifact.size_bytes}.",
+                "Ask the farm's admin for a larger `etfarm serve --max-artifact-gib`.",
+                limit_bytes=self._limits.artifact_bytes,
+                size_bytes=artifact.size_bytes,
+            )
         digest = artifact.digest
         if (holder, digest) in self._streams:
             raise error_for(
                 "UPLOAD_IN_PROGRESS", f"Another stream is uploading {digest[:12]}.", "Wait for it, or try again.", digest=digest
             )
         if sum(other == holder for other, _ in self._streams) >= self._limits.uploads:
-            raise too_many_uploads(self._limits.uploads)
+            raise error_for(
+                "LIMIT_EXCEEDED",
+                f"A project may have at most {self._limits.uploads} uploads in progress.",
+                "Wait until some of them finish.",
+                limit=self._limits.uploads,
+            )
 
     async def receive(
         self,
@@ -178,7 +186,13 @@ class Staging:
         except TimeoutError:
             if not clock.expired():
                 raise
-            raise upload_idle(digest, self._limits.upload_idle_s, received) from None
+            raise error_for(
+                "UPLOAD_IDLE",
+                f"The upload of {digest[:12]} sent nothing for {self._limits.upload_idle_s:g} s.",
+                "Ask GetUploadStatus and continue there.",
+                digest=digest,
+                committed_bytes=received,
+            ) from None
 
     def _evict(self, holder: str) -> None:
         """Delete a holder's oldest parts beyond the limit, except active ones."""

@@ -13,7 +13,7 @@ import structlog
 from grpc.aio import ServicerContext
 
 from etfarm.server.access.tokens import Credential, Unauthenticated, key_of
-from etfarm.server.cluster.errors import NoLeader, bad_metadata
+from etfarm.server.cluster.errors import NoLeader
 from etfarm.server.cluster.known_tokens import StandbyAuthentication
 from etfarm.server.cluster.leadership import Leader
 from etfarm.server.cluster.links import Link, Links
@@ -25,7 +25,7 @@ from etfarm.server.rpc.door.token_file import sent_key
 from etfarm.server.workers.fair_slots import FairSlots
 from etfarm.v1.common_pb2 import Principal
 from etfarm.wire.authority import network_of
-from etfarm.wire.errors import EtfarmError, Kind
+from etfarm.wire.errors import EtfarmError, Kind, error_for
 from etfarm.wire.status import from_rpc_error
 
 log = structlog.get_logger()
@@ -304,7 +304,12 @@ class Forwarding:
         ]
         for name, value in sent:
             if not name.endswith("-bin") and not (isinstance(value, str) and value.isascii() and value.isprintable()):
-                raise bad_metadata(name)
+                raise error_for(
+                    "BAD_METADATA",
+                    f"The metadata {name!r} of the call has a value beyond printable ASCII.",
+                    "Send binary values as NAME-bin.",
+                    name=name,
+                )
         return (*sent, *forwarded_metadata(self._peer(context), leader.secret))
 
 

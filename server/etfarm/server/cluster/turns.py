@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
-from etfarm.server.cluster.errors import message_overdue
 from etfarm.server.workers.fair_slots import FairSlots
+from etfarm.wire.errors import error_for
 
 AT_ONCE: Final = 4
 """Number of messages of one owner that are received and passed on at a time."""
@@ -59,7 +59,12 @@ class Turns:
                 async with self._all.take(account or owner), asyncio.timeout(self._limit_s):
                     yield
             except TimeoutError:
-                raise message_overdue(self._limit_s) from None
+                raise error_for(
+                    "MESSAGE_OVERDUE",
+                    f"A message of the call did not arrive within {self._limit_s:g} s.",
+                    "Try again over a faster connection.",
+                    limit_s=self._limit_s,
+                ) from None
             finally:
                 lending.cancel()
                 if is_lent:

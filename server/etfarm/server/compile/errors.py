@@ -56,16 +56,6 @@ def name_not_found(argument: str, name: str, methods: str, why: str, nearest: Se
     )  # fmt: skip
 
 
-def already_quantized(recipe: str, method: str) -> EtfarmError:
-    """Return the error that the program already has quantized operators and cannot be quantized again."""
-    return error_for(
-        "ALREADY_QUANTIZED",
-        f"{method} is already quantized, and recipe {recipe} would quantize it again.",
-        "Lower it with xnnpack_fp32, which keeps its quantized operators, or export the fp32 model.",
-        stage="QUANTIZE", recipe=recipe, method=method,
-    )  # fmt: skip
-
-
 def dim_without_maximum(method: str, argument: str, dim: int, symbol: str) -> EtfarmError:
     """Return the error that a dynamic dimension has no finite maximum; ExecuTorch plans memory for the largest input."""
     return error_for(
@@ -247,20 +237,6 @@ def operator_with_effects(stage: str, operators: str, names: str) -> EtfarmError
     )  # fmt: skip
 
 
-def calibration_failed(method: str, sample: str, why: str) -> EtfarmError:
-    """Return the error that the model fails on a calibration sample, although its shapes and dtypes fit.
-
-    Args:
-        sample: the sample's name in the message.
-    """
-    return error_for(
-        "CALIBRATION_FAILED",
-        f"{method} fails on {sample}: {why}.",
-        "Give samples that the model accepts: indices within their tables, sizes within the ranges of the dynamic dims.",
-        stage="QUANTIZE", method=method, sample=sample, why=why,
-    )  # fmt: skip
-
-
 class QuantizerFailed(UserError):
     """The model accepts a sample, but no longer once the recipe's quantizer has inserted its observers.
 
@@ -277,16 +253,6 @@ class QuantizerFailed(UserError):
             "recipe.",
             stage="QUANTIZE", recipe=recipe, method=method, why=why, source=where,
         )  # fmt: skip
-
-
-def no_example_inputs(method: str) -> EtfarmError:
-    """Return the error that the program carries no example inputs to calibrate with."""
-    return error_for(
-        "NO_EXAMPLE_INPUTS",
-        f"The .pt2 has no example inputs for {method}, which calibration needs.",
-        "Export it again: torch.export.save keeps the example inputs.",
-        stage="QUANTIZE", method=method,
-    )  # fmt: skip
 
 
 def calibration_mismatch(method: str, sample: int, why: str) -> EtfarmError:

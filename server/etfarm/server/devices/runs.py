@@ -10,22 +10,12 @@ from typing import Final
 
 from etfarm.server.access.scope import DEFAULT_PROJECT, agent_holder
 from etfarm.v1 import agent_pb2
-from etfarm.wire.errors import DeviceError, EtfarmError, error_for
+from etfarm.wire.errors import DeviceError, error_for
 
 Progressed = Callable[[agent_pb2.RunProgress], None]
 
 PERMIT_TIMEOUT_S: Final = 30.0
 """Maximum time for which an agent's download waits until an earlier server's attempt is resumed."""
-
-
-def attempt_not_resumed(attempt_id: str) -> EtfarmError:
-    """Return the error of an attempt of an earlier server whose artifacts this one does not know yet."""
-    return error_for(
-        "ATTEMPT_NOT_RESUMED",
-        f"The server has not resumed attempt {attempt_id} yet.",
-        "Try again in a few seconds.",
-        attempt=attempt_id,
-    )
 
 
 class AttemptLost(DeviceError):
@@ -168,7 +158,12 @@ class Runs:
             return True
         for run in runs:
             if not run.permitted.is_set():
-                raise attempt_not_resumed(run.attempt_id)
+                raise error_for(
+                    "ATTEMPT_NOT_RESUMED",
+                    f"The server has not resumed attempt {run.attempt_id} yet.",
+                    "Try again in a few seconds.",
+                    attempt=run.attempt_id,
+                )
         return False
 
     def has_answer(self, attempt_id: str) -> bool:

@@ -22,13 +22,3 @@ def webhook_not_found(webhook_id: str) -> EtfarmError:
     """Return the error of an id that no webhook has."""
     shown = webhook_id[:80]
     return error_for("WEBHOOK_NOT_FOUND", f"There is no webhook {shown!r}.", "`etfarm webhooks list` shows the ids.", id=shown)
-
-
-def webhook_configured(webhook_id: str) -> EtfarmError:
-    """Return the error of a webhook of the server's options, which no command changes."""
-    return error_for(
-        "WEBHOOK_CONFIGURED",
-        f"Webhook {webhook_id} comes from the server's options.",
-        "Start the server without this --webhook to remove it.",
-        id=webhook_id,
-    )

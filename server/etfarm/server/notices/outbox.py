@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Row, and_, bindparam, delete, exists, func, i
 
 from etfarm.server.access.scope import DEFAULT_PROJECT, EVERYTHING, Scope
 from etfarm.server.notices import events
-from etfarm.server.notices.errors import webhook_configured, webhook_not_found
+from etfarm.server.notices.errors import webhook_not_found
 from etfarm.server.notices.events import Notice
 from etfarm.server.notices.posting import Outcome
 from etfarm.server.state import schema
@@ -145,7 +145,12 @@ class Outbox:
         def write(connection: Connection) -> Row[Any]:
             row = _webhook(connection, webhook_id)
             if row.configured:
-                raise webhook_configured(webhook_id)
+                raise error_for(
+                    "WEBHOOK_CONFIGURED",
+                    f"Webhook {webhook_id} comes from the server's options.",
+                    "Start the server without this --webhook to remove it.",
+                    id=webhook_id,
+                )
             _delete(connection, webhook_id)
             return row
 

@@ -22,7 +22,7 @@ from etfarm.server.operation.settings import Setting, plain
 from etfarm.server.rpc.door.token_file import Tokens
 from etfarm.server.workers.cluster.nodes import NodeState, no_compile_node
 from etfarm.server.workers.jail.measures import NETWORK, JailReport, Measure, jail_incomplete
-from etfarm.wire.errors import EtfarmError
+from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.private import FolderNotPrivate, find_openness
 from etfarm.wire.tls import expiry_of
 
@@ -161,7 +161,14 @@ def _check_nodes(result: Result, config: Config) -> None:
 def _check_folder(result: Result, config: Config) -> None:
     existing = next(path for path in (config.data, *config.data.parents) if path.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-        result.problems.append(preflight.folder_unusable(existing))
+        result.problems.append(
+            error_for(
+                "DATA_FOLDER_UNUSABLE",
+                f"The data folder cannot be used: {existing} cannot be written.",
+                "Choose another --data.",
+                path=existing,
+            )
+        )
         return
     for folder in (config.data, config.data / ARTIFACTS):
         try:

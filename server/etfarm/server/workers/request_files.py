@@ -12,17 +12,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 from etfarm.server.workers.jail.file_view import MAX_READABLE
-from etfarm.wire.errors import EtfarmError, error_for
-
-
-def too_many_files(count: int) -> EtfarmError:
-    """Return the error that a job needs more files at a time than can be mounted for a child."""
-    return error_for(
-        "TOO_MANY_FILES",
-        f"A job may use at most {MAX_READABLE} files at a time, got {count}.",
-        "Use fewer calibration inputs.",
-        files=count,
-    )
+from etfarm.wire.errors import error_for
 
 
 def files_of(request: object) -> list[Path]:
@@ -33,7 +23,12 @@ def files_of(request: object) -> list[Path]:
     """
     files = list(dict.fromkeys(_paths(request)))
     if len(files) > MAX_READABLE:
-        raise too_many_files(len(files))
+        raise error_for(
+            "TOO_MANY_FILES",
+            f"A job may use at most {MAX_READABLE} files at a time, got {len(files)}.",
+            "Use fewer calibration inputs.",
+            files=len(files),
+        )
     return files
 
 

@@ -18,7 +18,7 @@ from etfarm.device_agents.daemon.phones.trial import Trial
 from etfarm.device_agents.daemon.phones.tries import FailedTries
 from etfarm.device_agents.targets.phones.alive import while_alive
 from etfarm.device_agents.targets.phones.claim import Claim, LivenessProbe
-from etfarm.device_agents.targets.phones.errors import PhoneListedTwice, phone_not_ready, phone_too_old, phone_unsupported
+from etfarm.device_agents.targets.phones.errors import PhoneListedTwice, phone_not_ready
 from etfarm.device_agents.targets.phones.folder import ROOT
 from etfarm.device_agents.targets.phones.phone import Phone, recognize
 from etfarm.v1 import device_pb2
@@ -170,7 +170,12 @@ class Fleet:
             # A change of its state ends this.
             await asyncio.Event().wait()
         if "shell_v2" not in await self._adb.features(serial):
-            raise phone_too_old(serial)
+            raise error_for(
+                "PHONE_TOO_OLD",
+                f"The phone {serial} is too old: its adb does not report exit codes (shell_v2).",
+                "Use one with Android 8 or later.",
+                serial=serial,
+            )
         probe = await LivenessProbe.open(self._adb, serial)
         try:
             device = await while_alive(recognize(self._adb, serial), probe, self._options)
@@ -186,7 +191,14 @@ class Fleet:
         async with place:
             self._known[serial] = device
             if device.arch not in _ARCHES:
-                raise phone_unsupported(serial, device.arch)
+                raise error_for(
+                    "PHONE_UNSUPPORTED",
+                    f"The phone {serial} runs {device.arch or 'unknown'} programs only, and runners are for 64-bit Arm "
+                    "(aarch64).",
+                    "Use a phone whose Android has 64 bits: `adb shell getprop ro.product.cpu.abilist` names arm64-v8a there.",
+                    serial=serial,
+                    arch=device.arch,
+                )
             await self._serve_as(device, serial)
 
     async def _serve_as(self, device: device_pb2.Device, serial: str) -> None:

@@ -13,8 +13,8 @@ from contextlib import suppress
 from typing import Final, Self
 
 from etfarm.device_agents.adb import AdbServer, PhoneGone, PhoneSilent, ShellProcess
-from etfarm.device_agents.targets.phones.errors import PhoneRefused, phone_taken
-from etfarm.wire.errors import DeviceError
+from etfarm.device_agents.targets.phones.errors import PhoneRefused
+from etfarm.wire.errors import DeviceError, error_for
 
 _TAKEN: Final = 75
 _FIRST_S: Final = 10.0
@@ -127,5 +127,11 @@ class Claim(LivenessProbe):
                 # This agent's own claim, over a dead link that the phone still considers alive.
                 await adb.run(serial, _end_script(root, int(pid)), deadline_s=_FIRST_S)
                 return await cls.take(adb, serial, root, owner, again=True)
-            raise phone_taken(serial, former or line)
+            raise error_for(
+                "PHONE_TAKEN",
+                f"The phone {serial} is served by another agent ({former or line or 'unknown'}).",
+                "Stop that one, or leave the phone to it; two at once would disturb each other's measurements.",
+                serial=serial,
+                owner=former or line,
+            )
         raise PhoneRefused(serial, "make a folder for etfarm", complaint or line)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from etfarm.device_agents.adb import Phone, State
 from etfarm.wire.errors import DeviceError, EtfarmError, Kind, error_for
 
@@ -27,27 +25,6 @@ def phone_not_ready(phone: Phone) -> EtfarmError:
     )
 
 
-def phone_unsupported(serial: str, arch: str) -> EtfarmError:
-    """Return the error of a phone for whose programs there is no runner bundle."""
-    return error_for(
-        "PHONE_UNSUPPORTED",
-        f"The phone {serial} runs {arch or 'unknown'} programs only, and runners are for 64-bit Arm (aarch64).",
-        "Use a phone whose Android has 64 bits: `adb shell getprop ro.product.cpu.abilist` names arm64-v8a there.",
-        serial=serial,
-        arch=arch,
-    )
-
-
-def phone_too_old(serial: str) -> EtfarmError:
-    """Return the error of a phone whose adbd cannot report a command's exit code."""
-    return error_for(
-        "PHONE_TOO_OLD",
-        f"The phone {serial} is too old: its adb does not report exit codes (shell_v2).",
-        "Use one with Android 8 or later.",
-        serial=serial,
-    )
-
-
 class PhoneListedTwice(DeviceError):
     """A phone that adb also lists by another serial, by which it is served."""
 
@@ -59,17 +36,6 @@ class PhoneListedTwice(DeviceError):
         super().__init__(
             f"The phone {serial} is already served as {device_id}: it is connected twice.", serial=serial, device=device_id
         )
-
-
-def phone_taken(serial: str, owner: str) -> EtfarmError:
-    """Return the error of a phone that another agent serves."""
-    return error_for(
-        "PHONE_TAKEN",
-        f"The phone {serial} is served by another agent ({owner or 'unknown'}).",
-        "Stop that one, or leave the phone to it; two at once would disturb each other's measurements.",
-        serial=serial,
-        owner=owner,
-    )
 
 
 class PhoneRefused(DeviceError):
@@ -107,14 +73,4 @@ def phone_storage_damaged(serial: str, files: str) -> EtfarmError:
         "Check its storage: `adb shell df /data` and `adb shell dmesg`.",
         serial=serial,
         files=files,
-    )
-
-
-def runner_not_confined(active: Sequence[str]) -> EtfarmError:
-    """Return the error of an unconfined runner on a phone whose agent requires confined runners."""
-    return error_for(
-        "RUNNER_NOT_CONFINED",
-        f"The runner on the phone must be confined by seccomp, but is confined by {', '.join(active) or 'nothing'} only.",
-        "Build a new bundle with `etfarm bundle build`, or start the agent without --require-jail.",
-        active=",".join(active),
     )

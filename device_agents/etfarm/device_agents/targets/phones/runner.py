@@ -15,10 +15,10 @@ from etfarm.device_agents.runners.child import MAX_LINE_BYTES, Child
 from etfarm.device_agents.runners.native import NativeRunner
 from etfarm.device_agents.runners.process import RunnerProcess
 from etfarm.device_agents.runners.protocol import Debugged, Hello, Loaded, OnProgress, Traced
-from etfarm.device_agents.targets.phones.errors import PhoneRefused, runner_not_confined
+from etfarm.device_agents.targets.phones.errors import PhoneRefused
 from etfarm.device_agents.targets.phones.folder import PhoneFolder
 from etfarm.wire.chunks import Progressed
-from etfarm.wire.errors import DeviceError, EtfarmError
+from etfarm.wire.errors import DeviceError, EtfarmError, error_for
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +158,13 @@ class PhoneRunner(NativeRunner):
         """
         hello = await super().hello()
         if self.must_be_confined and "seccomp" not in hello.confined:
-            raise runner_not_confined(hello.confined)
+            raise error_for(
+                "RUNNER_NOT_CONFINED",
+                "The runner on the phone must be confined by seccomp, but is confined by "
+                f"{', '.join(hello.confined) or 'nothing'} only.",
+                "Build a new bundle with `etfarm bundle build`, or start the agent without --require-jail.",
+                active=",".join(hello.confined),
+            )
         log.debug("the phone's runner is confined by %s", ", ".join(hello.confined) or "nothing")
         return hello
 

@@ -25,18 +25,6 @@ from etfarm.server.workers.errors import is_disk_full, is_out_of_memory
 from etfarm.wire.errors import EtfarmError, error_for
 
 
-def external_constants_clash(constant: str, first: str, second: str) -> EtfarmError:
-    """Return the error that constants of two methods have the same name in a data file."""
-    return error_for(
-        "EXTERNAL_CONSTANTS_CLASH",
-        f"The constant {constant} differs between {first} and {second}, but a data file identifies constants by name only: "
-        "both methods would read the same one.",
-        "Name the methods' modules differently (wrap each in a module with its own attribute), or leave out "
-        "external_constants.",
-        stage="TO_EXECUTORCH", constant=constant, methods=f"{first},{second}",
-    )  # fmt: skip
-
-
 class Stages:
     """The reporter of stages, which also records their durations.
 
@@ -265,7 +253,16 @@ def _check_external(manager: Any) -> None:
                 continue
             other, first = seen.setdefault(spec.target, (method, value))
             if first is not value and not (first.dtype == value.dtype and torch.equal(first, value)):
-                raise external_constants_clash(spec.target, other, method)
+                raise error_for(
+                    "EXTERNAL_CONSTANTS_CLASH",
+                    f"The constant {spec.target} differs between {other} and {method}, but a data file identifies constants by "
+                    "name only: both methods would read the same one.",
+                    "Name the methods' modules differently (wrap each in a module with its own attribute), or leave out "
+                    "external_constants.",
+                    stage="TO_EXECUTORCH",
+                    constant=spec.target,
+                    methods=f"{other},{method}",
+                )
 
 
 def _check_replacement(name: str, stage: Any) -> None:

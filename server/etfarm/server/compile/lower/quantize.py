@@ -29,11 +29,8 @@ from etfarm.server.compile.errors import (
     QuantizedNothing,
     QuantizerFailed,
     StageFailed,
-    already_quantized,
-    calibration_failed,
     calibration_mismatch,
     calibration_not_finite,
-    no_example_inputs,
 )
 from etfarm.server.compile.inputs import InputMismatch, check_inputs
 from etfarm.server.compile.inspect import signature
@@ -46,6 +43,7 @@ from etfarm.server.graphs.call_sequence import unchanged
 from etfarm.server.graphs.quantized_outputs import QUANTIZING, is_quantized
 from etfarm.server.workers.errors import is_out_of_memory
 from etfarm.wire import tensors
+from etfarm.wire.errors import error_for
 from etfarm.wire.recipes import Options
 from etfarm.wire.shared_state import PREFIX, buffer_names, written_buffers
 
@@ -76,9 +74,22 @@ def check(program: Any, name: str, method: str) -> None:
         NO_EXAMPLE_INPUTS: the program carries no example inputs.
     """
     if is_quantized(program):
-        raise already_quantized(name, method)
+        raise error_for(
+            "ALREADY_QUANTIZED",
+            f"{method} is already quantized, and recipe {name} would quantize it again.",
+            "Lower it with xnnpack_fp32, which keeps its quantized operators, or export the fp32 model.",
+            stage="QUANTIZE",
+            recipe=name,
+            method=method,
+        )
     if program.example_inputs is None:
-        raise no_example_inputs(method)
+        raise error_for(
+            "NO_EXAMPLE_INPUTS",
+            f"The .pt2 has no example inputs for {method}, which calibration needs.",
+            "Export it again: torch.export.save keeps the example inputs.",
+            stage="QUANTIZE",
+            method=method,
+        )
 
 
 def quantize(
@@ -218,7 +229,16 @@ def _calibrate(
                     inputs, line = _not_finite(program, args, kwargs), _not_finite_line(program, args, kwargs)
                     raise calibration_not_finite(method, sample, inputs, line) from error
                 if why := _failure_of_model(program, args, kwargs):
-                    raise calibration_failed(method, sample, why) from error
+                    raise error_for(
+                        "CALIBRATION_FAILED",
+                        f"{method} fails on {sample}: {why}.",
+                        "Give samples that the model accepts: indices within their tables, sizes within the ranges of the "
+                        "dynamic dims.",
+                        stage="QUANTIZE",
+                        method=method,
+                        sample=sample,
+                        why=why,
+                    ) from error
                 raise QuantizerFailed(name, method, first_line(error), _failing_line(prepared, args, kwargs)) from error
             if time.monotonic() - last_logged > _LOG_INTERVAL_S:
                 last_logged = time.monotonic()

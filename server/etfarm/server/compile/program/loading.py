@@ -18,12 +18,12 @@ from etfarm.server.compile.errors import dim_without_maximum, dynamic_number, tr
 from etfarm.server.compile.program.descriptions import describe_place, first_line
 from etfarm.server.compile.program.places import all_nodes, places
 from etfarm.server.compile.screening import archives, screen
-from etfarm.server.compile.screening.errors import NotAPt2, pt2_of_another_torch, unknown_structure
+from etfarm.server.compile.screening.errors import NotAPt2, pt2_of_another_torch
 from etfarm.server.compile.screening.operators import Operators
 from etfarm.server.graphs.programs import read_program
 from etfarm.server.workers.errors import is_out_of_memory
 from etfarm.server.workers.limits import limit_loading
-from etfarm.wire.errors import EtfarmError
+from etfarm.wire.errors import EtfarmError, error_for
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +98,12 @@ def _unreadable_error(graph: bytes, why: str) -> EtfarmError:
         why: torch's message.
     """
     if (match := _UNKNOWN_CLASS.search(why)) is not None:
-        return unknown_structure(match[1])
+        return error_for(
+            "UNKNOWN_STRUCTURE",
+            f"The .pt2 takes or returns objects of the class {match[1]}, which the server does not have.",
+            "Give etfarm the module itself, or file.py:factory: it exports such objects as dicts. Or return a tuple or dict.",
+            kind=match[1],
+        )
     program = json.loads(graph)
     ours = torch.__version__.partition("+")[0]
     stated = program.get("torch_version")

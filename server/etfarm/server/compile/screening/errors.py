@@ -18,20 +18,6 @@ class NotAPt2(UserError):
         )
 
 
-def unknown_structure(kind: str) -> EtfarmError:
-    """Return the error that the exported program takes or returns objects of a class that the server does not have.
-
-    Args:
-        kind: the class as the file names it.
-    """
-    return error_for(
-        "UNKNOWN_STRUCTURE",
-        f"The .pt2 takes or returns objects of the class {kind}, which the server does not have.",
-        "Give etfarm the module itself, or file.py:factory: it exports such objects as dicts. Or return a tuple or dict.",
-        kind=kind,
-    )
-
-
 def pt2_of_another_torch(written: str, ours: str, why: str) -> EtfarmError:
     """Return the error that the exported program is from a version of torch whose programs the server's torch cannot read.
 

@@ -14,7 +14,7 @@ import structlog
 
 from etfarm.server.access.projects import require_active
 from etfarm.server.access.scope import FARM_HOLDER, agent_holder
-from etfarm.server.artifacts.errors import artifact_not_found, artifact_not_of_attempt
+from etfarm.server.artifacts.errors import artifact_not_found
 from etfarm.server.artifacts.holdings import Holding
 from etfarm.server.artifacts.store import Store
 from etfarm.server.retention.collection import ArtifactCollection
@@ -112,7 +112,15 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
     async def Download(self, request: artifact_pb2.DownloadArtifactRequest, context: object) -> AsyncIterator[artifact_pb2.Chunk]:
         principal = caller()
         if not await self._may_read(principal, request.digest):
-            raise artifact_not_of_attempt(request.digest) if principal.role == AGENT else artifact_not_found(request.digest)
+            if principal.role != AGENT:
+                raise artifact_not_found(request.digest)
+            raise error_for(
+                "ARTIFACT_NOT_OF_ATTEMPT",
+                f"The farm gives {request.digest[:12]} to agents only while an attempt on their devices needs it, and no attempt "
+                "does.",
+                "Submit the job again if it failed because of this.",
+                digest=request.digest,
+            )
         if request.accepts_link and (link := await self._store.link(request.digest, request.offset)) is not None:
             yield artifact_pb2.Chunk(offset=request.offset, link=link)
             return
