@@ -315,6 +315,7 @@ async def test_a_full_phone_is_reported(server: Server, launch: Launch, adb_phon
     assert "df -h /data" in cell.error.remedy
 
 
+@pytest.mark.remedy("PHONE_NOT_READY")
 async def test_an_unauthorized_phone_is_listed_with_a_remedy_and_served_once_authorized(
     server: Server, launch: Launch, adb_phone: AdbPhone
 ) -> None:

@@ -134,6 +134,7 @@ async def test_a_certificate_of_another_authority_is_named_as_ever(site: Site, t
     assert not server.tokens
 
 
+@pytest.mark.remedy("SERVER_UNREACHABLE")
 async def test_a_name_that_is_not_in_the_certificate_is_refused_as_ever(site: Site) -> None:
     server = FarmServer(site, "localhost")
     async with server.running() as address:

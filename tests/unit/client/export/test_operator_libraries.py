@@ -111,6 +111,7 @@ def test_a_program_without_such_operators_is_not_touched() -> None:
     assert {"aten.layer_norm.default", "aten.add_.Tensor"} <= set(names)
 
 
+@pytest.mark.remedy("UNKNOWN_OPERATOR")
 def test_the_remedy_for_an_operator_without_a_composite_kernel_works_for_modules_and_programs(
     library: Any, tmp_path: Path
 ) -> None:

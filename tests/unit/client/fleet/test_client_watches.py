@@ -159,6 +159,7 @@ async def test_a_job_waits_while_none_of_its_live_cells_works(farm: tuple[Farm, 
     assert summary.describe_work(received[1]) == "1 compiling, 1 waiting for device"
 
 
+@pytest.mark.remedy("RESERVATION_NOT_OPEN")
 async def test_a_reservation_is_renewed_until_it_is_released(farm: tuple[Farm, Stubs]) -> None:
     served, stubs = farm
     reservation = AsyncReservation(lambda: stubs, device_pb2.ReserveDeviceRequest(count=2, duration_s=0.1))

@@ -213,6 +213,7 @@ class Connected:
         await asyncio.Event().wait()
 
 
+@pytest.mark.remedy("TOO_MANY_FEEDS")
 async def test_feeds_in_use_are_bounded_and_unused_ones_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "MAX_FEEDS", 2)
 

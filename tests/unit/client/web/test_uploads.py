@@ -32,6 +32,7 @@ async def accept(path: Path, *, name: str) -> PreparedModel:
     return PreparedModel(name, program=path)
 
 
+@pytest.mark.remedy("MODEL_FILE_GONE")
 async def test_a_file_is_stored_as_it_is_and_removed(stored: Uploads) -> None:
     upload = await stored.store("ann", "token of ann", "net.PT2", chunks(b"ab", b"", b"c"), accept)
     assert upload.path.read_bytes() == b"abc" and upload.path.suffix == ".pt2"
@@ -43,6 +44,8 @@ async def test_a_file_is_stored_as_it_is_and_removed(stored: Uploads) -> None:
     assert not upload.path.exists()
     with refuses("MODEL_FILE_GONE"):
         stored.get("ann", upload.id)
+    again = await stored.store("ann", "token of ann", "net.PT2", chunks(b"abc"), accept)
+    assert stored.get("ann", again.id) is again
 
 
 @pytest.mark.parametrize(("name", "expected"), [("../../x.pte", "x.pte"), ("C:\\models\\x.pte", "x.pte"), ("<b>.pte", "<b>.pte")])
@@ -58,6 +61,7 @@ async def test_other_names_are_refused(stored: Uploads, name: str) -> None:
         await stored.store("ann", "token of ann", name, chunks(b"x"), accept)
 
 
+@pytest.mark.remedy("MODEL_FILE_NOT_STORED")
 async def test_all_files_together_are_bounded(stored: Uploads) -> None:
     await stored.store("ann", "token of ann", "x.pte", chunks(bytes(6_000)), accept)
     with refuses("MODEL_FILE_NOT_STORED"):

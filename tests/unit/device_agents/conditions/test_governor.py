@@ -161,6 +161,7 @@ def test_a_file_of_somebody_else_writes_nothing_into_the_system(tmp_path: Path, 
     assert (tmp_path / "etc/passwd").read_text() == "root"
 
 
+@pytest.mark.remedy("GOVERNOR_UNKNOWN")
 def test_one_that_the_kernel_does_not_list_is_refused_at_the_start(tmp_path: Path) -> None:
     root = board(tmp_path)
     only = root / POLICIES / "policy4" / "scaling_available_governors"

@@ -158,6 +158,7 @@ async def test_a_debug_file_on_a_full_disk_is_the_devices_fault_and_the_runner_g
     assert (await runner.debug(tmp_path / "debug.etdp", tmp_path / "debug.bin")).dump_bytes > 0
 
 
+@pytest.mark.remedy("DEVICE_STORAGE_FAILED")
 async def test_a_debug_file_gets_no_larger_than_it_may(runner: RemoteRunner, tmp_path: Path) -> None:
     await loaded(runner, program("add"), trace=True, debug=True)
     etdump, dump = tmp_path / "debug.etdp", tmp_path / "debug.bin"

@@ -103,6 +103,7 @@ async def test_two_that_claim_a_new_identity_at_once_are_not_both_admitted(datab
     assert farm.principal_of("a1") == "rack"
 
 
+@pytest.mark.remedy("TOO_MANY_AGENTS")
 async def test_one_token_claims_a_bounded_number_of_identities(
     golden: Golden, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

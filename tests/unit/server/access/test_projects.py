@@ -131,6 +131,7 @@ async def test_a_member_that_no_token_can_be_of_is_refused_and_nothing_is_made(p
         await projects.add_member("default", member)
 
 
+@pytest.mark.remedy("PROJECT_EXISTS", "BAD_PROJECT", "MEMBER_NOT_FOUND")
 async def test_changes_of_what_is_not_there_are_refused(projects: Projects) -> None:
     await projects.create("vision", ["ann"], None, by="root")
     with refuses("PROJECT_EXISTS"):
@@ -146,6 +147,10 @@ async def test_changes_of_what_is_not_there_are_refused(projects: Projects) -> N
         with refuses("BAD_PROJECT"):
             await projects.update("vision", limit)
     assert (await projects.get("vision")).members == ("ann",)
+    await projects.create("audio", ["bob"], None, by="root")
+    await projects.update("vision", 1)
+    await projects.remove_member("vision", "ann")
+    assert (await projects.get("vision")).members == ()
 
 
 async def test_a_page_has_a_scopes_projects_with_what_they_hold(database: Database, projects: Projects) -> None:

@@ -51,6 +51,7 @@ async def test_tokens_that_are_of_no_use_do_not_make_a_name_ambiguous(tokens: To
     assert (ended.agent_id, ended.enrolment) == ("a1", False) and tokens.find(own) is None
 
 
+@pytest.mark.remedy("TOKEN_AMBIGUOUS")
 async def test_a_name_with_several_usable_tokens_is_refused_with_their_ids(tokens: TokenTable) -> None:
     created = [(await tokens.create("bob", ROLE_USER, by="root"))[0] for _ in range(2)]
     with refuses("TOKEN_AMBIGUOUS") as refused:

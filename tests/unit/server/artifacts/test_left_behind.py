@@ -111,6 +111,7 @@ def test_a_shared_folder_of_artifacts_is_one_farms(
     assert not list((tmp_path / ARTIFACTS).glob("owner.id.*"))
 
 
+@pytest.mark.remedy("DATABASE_LOST")
 def test_an_empty_database_takes_a_shared_folder_after_its_claim_is_deleted(
     tmp_path: Path, shared: Callable[[], tuple[Path, DatabaseUrl, Store]], new_postgres: Callable[[], DatabaseUrl]
 ) -> None:

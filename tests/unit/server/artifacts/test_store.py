@@ -108,6 +108,7 @@ async def test_a_stream_that_breaks_keeps_what_came(store: Store) -> None:
     assert (await send(store, DATA[100:], offset=100)).complete
 
 
+@pytest.mark.remedy("CHUNK_OUT_OF_PLACE")
 @pytest.mark.parametrize("offset", [0, 99, 101])
 async def test_a_chunk_out_of_place_is_refused_and_what_is_committed_stays(golden: Golden, store: Store, offset: int) -> None:
     await send(store, DATA[:100])
@@ -120,6 +121,7 @@ async def test_a_chunk_out_of_place_is_refused_and_what_is_committed_stays(golde
     assert (await send(store, DATA[100:], offset=100)).complete
 
 
+@pytest.mark.remedy("DIGEST_MISMATCH")
 async def test_other_bytes_of_the_same_size_are_discarded(golden: Golden, store: Store) -> None:
     with refuses("DIGEST_MISMATCH") as refused:
         await send(store, DATA[::-1])
@@ -138,10 +140,12 @@ async def test_a_part_that_rotted_on_the_disk_is_found_out(store: Store, tmp_pat
         await send(store, DATA[100:], offset=100)
 
 
+@pytest.mark.remedy("TOO_MANY_BYTES")
 async def test_more_bytes_than_announced_are_refused(store: Store) -> None:
     with refuses("TOO_MANY_BYTES") as refused:
         await send(store, DATA + b"x", cuts=[5000])
     assert refused.value.kind is Kind.INVALID_ARGUMENT
+    assert (await send(store, DATA[5000:], offset=5000)).complete
 
 
 async def test_a_size_that_is_not_the_digests_is_not_stored(store: Store) -> None:
@@ -168,6 +172,7 @@ class Gate(NamedTuple):
         yield Chunk(offset=100, data=DATA[100:])
 
 
+@pytest.mark.remedy("UPLOAD_IN_PROGRESS")
 async def test_two_streams_of_one_upload_do_not_mix(store: Store) -> None:
     gate = Gate(asyncio.Event(), asyncio.Event())
     first = asyncio.create_task(store.receive(artifact_of(DATA), gate.chunks(), "vision", "ann"))
@@ -274,10 +279,19 @@ async def test_what_is_no_digest_reaches_no_file(store: Store, digest: str) -> N
         await read(store, digest)
 
 
+@pytest.mark.remedy("ARTIFACT_NOT_FOUND", "OFFSET_PAST_END")
 async def test_an_artifact_that_is_not_there_is_named(golden: Golden, store: Store) -> None:
     with refuses("ARTIFACT_NOT_FOUND") as refused:
         await read(store, "a" * 64)
     golden.check(refused.value)
+    digest = artifact_of(DATA).digest
+    with refuses("ARTIFACT_NOT_FOUND"):
+        await read(store, digest)
+    assert (await send(store)).complete
+    assert await read(store, digest) == DATA
+    with refuses("OFFSET_PAST_END"):
+        await anext(store.chunks(digest, len(DATA) + 1))
+    assert (await anext(store.chunks(digest, len(DATA) - 1))).data == DATA[-1:]
 
 
 @pytest.mark.parametrize("offset", [0, 1, len(DATA) - 1, len(DATA)])

@@ -221,6 +221,7 @@ def test_lost_artifacts_of_each_engine_are_named(farm: FarmDatabase, place: Plac
     assert done.lost == done.manifest.missing == (digest,)
 
 
+@pytest.mark.remedy("RESTORE_UNFINISHED", "COPY_UNFINISHED")
 def test_an_interrupted_restore_to_postgresql_continues(
     farm: FarmDatabase, new_place: Callable[[], Place], tmp_path: Path
 ) -> None:
@@ -245,6 +246,7 @@ def test_an_interrupted_restore_to_postgresql_continues(
     assert contents(FarmDatabase(data / "farm.sqlite", target.database)) == before
 
 
+@pytest.mark.remedy("SERVERS_RUNNING")
 @pytest.mark.slow(reason="starts a server beside a restore")
 def test_no_server_leads_nor_opens_the_database_of_a_restore_from_its_beginning_on(
     farm: FarmDatabase, new_place: Callable[[], Place], tmp_path: Path
@@ -296,6 +298,7 @@ def test_a_damaged_backup_leaves_the_database_for_another_one(
     assert contents(FarmDatabase(farm.path, target.database)) == contents(farm)
 
 
+@pytest.mark.remedy("BACKUP_REFUSED")
 @pytest.mark.parametrize("keep_identity", [False, True])
 def test_a_damaged_backup_leaves_the_bucket_for_another_one(
     farm: FarmDatabase, new_place: Callable[[], Place], tmp_path: Path, *, keep_identity: bool

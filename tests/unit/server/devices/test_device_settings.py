@@ -98,6 +98,7 @@ async def test_a_label_that_is_not_valid_changes_nothing(world: World, labels: d
     assert (world.labels, world.changes) == ({"rack": "1"}, changes)
 
 
+@pytest.mark.remedy("BAD_LABEL")
 async def test_a_device_has_a_limited_number_of_labels(world: World) -> None:
     await world.connect(rack="1")
     await world.registry.label("pi", {f"k{index}": "" for index in range(MAX_LABELS - 1)}, [])

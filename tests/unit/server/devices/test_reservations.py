@@ -145,12 +145,15 @@ def test_devices_that_cannot_be_used_are_not_reserved() -> None:
     )
 
 
+@pytest.mark.remedy("BAD_RESERVATION")
 @pytest.mark.parametrize(("seconds", "count"), [(0.5, 1), (3601, 1), (60, 0), (60, 1001), (60, -1), (float("nan"), 1)])
 async def test_durations_and_counts_have_bounds(world: World, seconds: float, count: int) -> None:
     await world.connect(board("a"))
     with refuses("BAD_RESERVATION"):
         await world.reserve("", seconds, count=count)
     assert world.registry.get("a").reservation.id == ""
+    await world.reserve("", 60, count=1)
+    assert world.registry.get("a").reservation.id
 
 
 async def test_a_repeated_request_returns_the_same_reservation(world: World) -> None:
@@ -160,6 +163,7 @@ async def test_a_repeated_request_returns_the_same_reservation(world: World) -> 
     assert (await world.reserve(owner="cleo", request_id="once")).id != first.id
 
 
+@pytest.mark.remedy("REQUEST_ID_USED")
 @pytest.mark.parametrize(
     "change",
     [{"selector": "arch=aarch64"}, {"seconds": 61}, {"count": 2}, {"reason": "another"}, {"project": "audio"}],
@@ -355,6 +359,7 @@ async def test_a_cancelled_wait_leaves_the_device_free(world: World) -> None:
     assert world.registry.get("a").attempt_id == ""
 
 
+@pytest.mark.remedy("DEVICE_NOT_RESERVED")
 async def test_a_selector_must_match_a_device_of_the_reservation(world: World) -> None:
     await world.connect(board("a"), board("b", arch="armv7l"))
     reserved = await world.reserve("id=a")
@@ -365,6 +370,7 @@ async def test_a_selector_must_match_a_device_of_the_reservation(world: World) -
         await world.reservations.require_device(reserved.id, "vision", ["arch=armv7l"], devices)
     assert refused.value.message == "No device of the reservation r1 matches 'arch=armv7l'."
     assert refused.value.remedy == "It has board-a."
+    assert await world.reservations.require_device(reserved.id, "vision", ["name=board-a"], devices)
     with pytest.raises(ReservationNotFound):
         await world.reservations.require_device(reserved.id, "audio", [""], devices)
 

@@ -136,6 +136,7 @@ async def test_a_device_whose_runs_do_not_end_stays_drained(golden: Golden, worl
     assert world.registry.get("pi").HasField("drain") and world.tokens.find(own) is not None
 
 
+@pytest.mark.remedy("DEVICES_BUSY")
 async def test_a_device_that_ends_nothing_at_once_is_not_forgotten_yet(golden: Golden, world: World) -> None:
     await world.enrol("a1")
     await world.connect("a1", "pi")
@@ -215,6 +216,7 @@ async def test_only_an_agent_without_devices_is_removed(golden: Golden, world: W
         await world.retirement.remove_agent("rack")
 
 
+@pytest.mark.remedy("AGENT_AMBIGUOUS")
 async def test_a_principal_with_several_agents_names_none(golden: Golden, world: World) -> None:
     for agent in ("a1", "a2"):
         await world.connect(agent)

@@ -102,6 +102,7 @@ def test_what_does_not_fit_into_the_context_is_refused(asked: job_pb2.Measuremen
     assert why in f"{refused.value.message} {refused.value.remedy}" and refused.value.metadata["context"] == "64"
 
 
+@pytest.mark.remedy("CONTEXT_TOO_SHORT")
 def test_a_static_prompt_needs_whole_chunks() -> None:
     static = facts({"prefill": method(tensor("int64", 1, 16), tensor("int64", 1)), "decode": method(*[tensor("int64", 1, 1)] * 1,
                     tensor("int64", 1))})  # fmt: skip

@@ -238,6 +238,7 @@ async def test_refused(golden: Golden, world: World, change: Change, reason: str
     assert world.screened == [world.store.path(artifact_of(b"net").digest)]
 
 
+@pytest.mark.remedy("TOO_MANY_CELLS")
 @pytest.mark.parametrize("more", [0, 1])
 async def test_a_job_has_a_most_of_cells(golden: Golden, world: World, more: int) -> None:
     spec = JobSpec(candidates=[await world.model()], devices=[DeviceChoice()], threads=range(1, MAX_CELLS + 1 + more))

@@ -181,6 +181,7 @@ def test_an_interrupted_move_leaves_the_farm_where_it_was_and_goes_on(
     assert objects_of(location) == files
 
 
+@pytest.mark.remedy("ARTIFACTS_LOST")
 def test_a_damaged_artifact_ends_a_move_or_is_left_behind(farm: FarmDatabase, location: BucketLocation) -> None:
     files = blobs_of(blobs(farm))
     rotten, missing, *whole = sorted(files)
@@ -265,6 +266,7 @@ def test_the_unfinished_copy_of_another_farm_is_no_target(farm: FarmDatabase, da
         move(farm, LOCAL, Place(database, None))
 
 
+@pytest.mark.remedy("TARGET_NOT_EMPTY")
 def test_what_an_earlier_move_left_is_not_overwritten(farm: FarmDatabase, new_postgres: Callable[[], DatabaseUrl]) -> None:
     first = Place(new_postgres(), None)
     move(farm, LOCAL, first)
@@ -385,6 +387,7 @@ def test_the_farm_forgets_where_its_blobs_were(farm: FarmDatabase, database: Dat
     assert claim(database, location.url) == identify_folder(farm.path.parent / "artifacts")
 
 
+@pytest.mark.remedy("MOVE_FAILED")
 def test_a_file_that_cannot_be_written_is_named_and_the_move_goes_on(farm: FarmDatabase, location: BucketLocation) -> None:
     files, there = blobs_of(blobs(farm)), Place(None, location)
     move(farm, LOCAL, there)

@@ -319,6 +319,7 @@ async def test_a_quarantined_device_is_reported_with_the_reason(tmp_path: Path) 
     assert document["text"] == "Device board is quarantined: 3 of the last 4 attempts ended in DEVICE_FAULT."
 
 
+@pytest.mark.remedy("WEBHOOK_CONFIGURED")
 async def test_webhooks_of_options_follow_the_options_and_are_not_removed_by_commands(tmp_path: Path) -> None:
     def settings(*hooks: str) -> NoticeSettings:
         return NoticeSettings(tuple((f"http://127.0.0.1/{hook}", "s" * 16) for hook in hooks), ALLOWED)

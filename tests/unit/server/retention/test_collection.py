@@ -244,6 +244,7 @@ async def test_a_project_stops_paying_for_what_only_another_needs(world: World) 
     assert await world.store.holds(artifact.digest, ["speech"]) and not await world.store.holds(artifact.digest, ["vision"])
 
 
+@pytest.mark.remedy("ARTIFACT_IN_USE")
 async def test_a_recent_use_is_a_lease_also_for_a_later_server(world: World) -> None:
     artifact = await world.put("model")
     assert await world.store.missing([artifact.digest], "default") == []
@@ -334,6 +335,7 @@ async def test_a_backup_whose_lock_was_lost_has_failed(world: World, postgres_da
         await world.collection().collect()
 
 
+@pytest.mark.remedy("JOB_LIVE", "JOB_TAGGED")
 async def test_a_job_is_deleted_with_its_rows_and_a_live_or_tagged_one_is_not(world: World) -> None:
     job = await world.job()
     with refuses("JOB_LIVE"):

@@ -359,6 +359,7 @@ def test_a_quantizer_that_another_leaves_nothing_is_refused(
     golden.check(refused.value)
 
 
+@pytest.mark.remedy("BAD_RECIPE_COMBINATION")
 def test_a_files_quantizers_stand_in_place_of_recipes_that_could_not_be_combined() -> None:
     names = '["xnnpack_pt2e_int8_static_per_channel", "xnnpack_pt2e_int8_dynamic_per_channel"]'
     with refuses("BAD_RECIPE_COMBINATION", match="a recipe file"):
@@ -424,6 +425,7 @@ def test_stages_in_any_valid_order_are_the_pipeline(expected: str, stages: tuple
     assert recipes.from_toml(f"{expected}stages = {json.dumps(stages)}").stages == stages
 
 
+@pytest.mark.remedy("BAD_STAGES")
 def test_only_a_stage_of_the_recipe_can_be_replaced(golden: Golden) -> None:
     with refuses("BAD_STAGES") as refused:
         recipes.from_toml(f'{XNNPACK}[replace]\nTO_BACKEND = "acme.x"')

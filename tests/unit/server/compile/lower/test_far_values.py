@@ -214,6 +214,7 @@ async def test_a_max_pool_behind_a_pad_is_close(workers: Workers, tmp_path: Path
     assert sqnr_db(model(x), run(one.pte, [x])[0]) > 20
 
 
+@pytest.mark.remedy("CALIBRATION_NOT_FINITE")
 @pytest.mark.asyncio(loop_scope="session")
 async def test_what_gives_nan_has_its_line_and_the_remedy_helps(workers: Workers, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -544,6 +544,7 @@ async def test_pages_of_jobs_are_of_the_scope(world: World) -> None:
     assert await world.journal.list(2, None, Scope(frozenset())) == ([], None)
 
 
+@pytest.mark.remedy("TAG_AMBIGUOUS")
 async def test_a_tag_of_several_projects_is_the_active_ones_else_ambiguous(world: World) -> None:
     tags, both = Tags(world.database, world.now), frozenset({"audio", "vision"})
     for name, project in (("job-1", "vision"), ("job-2", "audio")):
@@ -553,5 +554,6 @@ async def test_a_tag_of_several_projects_is_the_active_ones_else_ambiguous(world
     assert (await world.journal.get("base", VISION)).id == "job-1"
     with refuses("TAG_AMBIGUOUS", match="audio, vision"):
         await world.journal.get("base", Scope(both))
+    assert (await world.journal.get("base", Scope(both, "vision"))).id == "job-1"
     assert await tags.remove("base", "", scope=AUDIO, caller="owner-of-audio", is_admin=False) == "job-2"
     assert (await world.journal.get("base", Scope(both))).id == "job-1"

@@ -62,6 +62,7 @@ async def test_a_job_that_is_over_makes_room_and_a_request_that_is_known_needs_n
     await submit(journal, "job-2")
 
 
+@pytest.mark.remedy("QUOTA_EXCEEDED")
 async def test_cells_are_counted_over_all_live_jobs_of_a_user(journal: Journal) -> None:
     job = await submit(journal, "job-0", cells=3)
     with refuses("QUOTA_EXCEEDED", match="live cells"):

@@ -51,6 +51,7 @@ async def test_a_tag_moves_only_by_its_owner_or_an_admin_and_stays_its_owners(da
     assert await tags.put("baseline", "one", project="default", caller="ann", is_admin=False) == "two"
 
 
+@pytest.mark.remedy("TAG_NOT_FOUND")
 async def test_a_tag_is_taken_away_only_by_its_owner_or_an_admin(golden: Golden, database: Database) -> None:
     tags = Tags(database, lambda: NOW)
     await tags.put("baseline", "one", project="default", caller="ann", is_admin=False)
@@ -73,12 +74,17 @@ async def test_a_job_may_have_several_tags(database: Database) -> None:
     assert await of(database, "one") == ["baseline", "v2"]
 
 
+@pytest.mark.remedy("TOO_MANY_TAGS", "BAD_TAG")
 async def test_a_job_may_not_have_any_number_of_tags(database: Database) -> None:
     tags = Tags(database, lambda: NOW)
     for number in range(MAX_TAGS):
         await tags.put(f"t{number:03}", "one", project="default", caller="ann", is_admin=False)
     with refuses("TOO_MANY_TAGS", match="has 100 tags"):
         await tags.put("one-more", "one", project="default", caller="ann", is_admin=False)
+    with refuses("BAD_TAG"):
+        await tags.put("one more", "one", project="default", caller="ann", is_admin=False)
+    await tags.remove("t001", "one", scope=EVERYTHING, caller="ann", is_admin=False)
+    await tags.put("one-more", "one", project="default", caller="ann", is_admin=False)
     await tags.put("t000", "one", project="default", caller="ann", is_admin=False)
     assert len(await of(database, "one")) == MAX_TAGS
 

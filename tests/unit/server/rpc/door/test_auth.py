@@ -142,6 +142,7 @@ def test_a_local_address_needs_nothing(listen: str) -> None:
     assert config(listen).check() is None  # type: ignore[func-returns-value]  # else it raises
 
 
+@pytest.mark.remedy("EXPOSED")
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:1", "192.168.0.2:1", "board:1"])
 def test_an_address_that_others_reach_needs_tls_and_tokens(golden: Golden, listen: str, tmp_path: Path) -> None:
     identity = trustme.CA().issue_cert("farm.example")
