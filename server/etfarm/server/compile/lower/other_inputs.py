@@ -7,13 +7,23 @@ a model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any, Final
 
 import torch
 
-from etfarm.server.compile.lower.unseen_values import SEED, SHARES, STATE_SCALE, Changes, Exploration, Ranges, Visit
+from etfarm.server.compile.lower.unseen_values import (
+    SEED,
+    SHARES,
+    STATE_SCALE,
+    Changes,
+    Exploration,
+    Ranges,
+    Visit,
+    name_of,
+)
 
 _CALLS: Final = 16
 """Number of calls in which the model gets its results again, which shows what its states become."""
@@ -23,6 +33,12 @@ _FACTORS: Final = (4.0, -1.0, 0.25, 0.05)
 """What floats are multiplied with for that; less matters where the model divides by it."""
 _STEPS: Final = (1000, 100, 16, 4, 1)
 """What is added to integers and to numbers that were 0.0, as far as the model accepts it."""
+_MOVING: Final = frozenset({
+    "cat", "stack", "slice", "select", "narrow", "split", "split_with_sizes", "chunk", "getitem", "index_select", "roll", "where",
+    "index_put", "index_copy", "scatter", "slice_scatter", "select_scatter", "view", "reshape", "flatten", "unflatten", "squeeze",
+    "unsqueeze", "permute", "transpose", "clone", "contiguous", "detach", "alias", "to", "_to_copy", "copy",
+})  # fmt: skip
+"""Names of operators that a cache is continued with."""
 
 Test = Callable[[Ranges], bool]
 
@@ -64,11 +80,21 @@ class OtherInputs:
         """
         if not nodes or self._try({}) is None:
             return dict.fromkeys(nodes, False)
-        pairs = _pair(self._model.first, nodes, self._model.results)
+        returned = self._model.returned
+        moved = {node: [i for i, each in enumerate(returned) if node in _find_sources(each, _is_moving)] for node in nodes}
+        pairs = _pair(self._model.first, nodes, self._model.results, moved)
         values = self._call_again(pairs)
         results = self._find_clipped(values) or dict.fromkeys(values, True)
-        others = {node: _make_normal(node, self._model.first[node], STATE_SCALE) for node in nodes if node not in pairs}
-        return results | self._find_clipped(others)
+
+        def scale(node: Any) -> float:
+            # A result may have an input's shape by chance, and is no state for sure if it is the only one.
+            is_state = node in pairs and len(returned) > len(pairs) and node in _find_sources(returned[pairs[node]])
+            return 1.0 if is_state else STATE_SCALE
+
+        caches = [node for node in pairs if pairs[node] in moved[node]]
+        others = {node: _make_normal(node, self._model.first[node], scale(node)) for node in nodes if node not in caches}
+        clipped = self._find_clipped(others)
+        return results | {node: was_run for node, was_run in clipped.items() if was_run or node not in pairs}
 
     def _call_again(self, pairs: Mapping[Any, int]) -> dict[Any, torch.Tensor]:
         """Return what inputs become where the model gets its results in its next call; empty if int8 clips nothing of that.
@@ -108,7 +134,7 @@ class OtherInputs:
             change = Changes({node: same}).change
             changes = [{node: partial(change, share=share)} for share in SHARES]
             ranges = self._model.unseen if is_alone else self._try(*changes)
-            if ranges is not None and self._is_kept(ranges) and not (is_integer and not _is_wide(value)):
+            if ranges is not None and self._is_kept(ranges) and not (is_integer and (same == 0 or not _is_wide(value))):
                 return None
         is_count = node in self._model.changed and not value.is_floating_point() and abs(same) > 1
         has_run = False
@@ -137,15 +163,36 @@ def _is_wide(value: torch.Tensor) -> bool:
     return bool(value.numel() > (value.shape[0] if value.dim() else 1))
 
 
-def _pair(first: Mapping[Any, Any], nodes: Sequence[Any], results: Sequence[Any]) -> dict[Any, int]:
-    """Return the positions of the results that inputs may get in the next call, by the inputs' nodes: the last ones that fit."""
+def _pair(
+    first: Mapping[Any, Any], nodes: Sequence[Any], results: Sequence[Any], moved: Mapping[Any, Collection[int]]
+) -> dict[Any, int]:
+    """Return the positions of the results that inputs may get in the next call, by the inputs' nodes: the last ones that fit.
+
+    Those that have parts of the inputs come first.
+    """
     pairs: dict[Any, int] = {}
-    for fits in (_has_shape, _may_append):
+    tries = product((moved, dict.fromkeys(nodes, range(len(results)))), (_has_shape, _may_append))
+    for among, fits in tries:
         for node in reversed(nodes):
-            free = [i for i, result in enumerate(results) if i not in pairs.values() and fits(first[node], result)]
+            free = [i for i in sorted(among[node]) if i not in pairs.values() and fits(first[node], results[i])]
             if free and node not in pairs:
                 pairs[node] = free[-1]
     return pairs
+
+
+def _find_sources(result: Any, passes: Callable[[Any], bool] = lambda _: True) -> set[Any]:
+    """Return the nodes that a result is computed from, as far as nodes in between pass."""
+    sources, pending = {result}, [result]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, torch.fx.Node) and passes(node):
+            pending += set(node.all_input_nodes) - sources
+            sources.update(node.all_input_nodes)
+    return sources
+
+
+def _is_moving(node: Any) -> bool:
+    return node.op == "call_module" or name_of(node).rstrip("_") in _MOVING
 
 
 def _has_shape(value: torch.Tensor, result: Any) -> bool:

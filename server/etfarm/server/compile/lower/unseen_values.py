@@ -181,6 +181,8 @@ class Exploration:
         """The inputs among them that a softmax makes nothing of where they are far below others."""
         self.results: list[Any] = []
         """What the model returned last, flattened."""
+        self.returned = [each for node in prepared.graph.find_nodes(op="output") for each in pytree.tree_leaves(node.args)]
+        """The nodes of what the model returns, flattened."""
         self.inputs: list[str] = []
         """Names of the inputs that were the same in all samples, and can be others."""
         self.buffers: list[str] = []

@@ -92,6 +92,17 @@ def cached(model: Function, x: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
     return (model.b(x) @ keys.transpose(1, 2) / WIDTH**0.5).softmax(-1) @ keys, keys
 
 
+def gated(model: Function, x: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+    update = torch.sigmoid(model.a(x) + model.b(state))
+    state = (1 - update) * torch.tanh(model.c(x)) + update * state
+    return model.c(state), state
+
+
+def shifted(model: Function, x: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
+    keys = torch.cat([cache[:, 4:], model.a(x)], 1)
+    return (model.b(x) @ keys.transpose(1, 2) / WIDTH**0.5).softmax(-1) @ keys, keys
+
+
 def some(shape: tuple[int, ...], other: Tensor, scale: float = 1.0) -> list[Inputs]:
     return [(scale * torch.randn(shape), other) for _ in range(8)]
 
@@ -106,11 +117,14 @@ def some(shape: tuple[int, ...], other: Tensor, scale: float = 1.0) -> list[Inpu
     (decay, (1, WIDTH), torch.zeros(1, WIDTH)),
     (decay, (1, WIDTH), torch.linspace(-0.1, 0.1, WIDTH)[None]),
     (lambda model, x, style: model.c(model.b(model.a(x) + style))[:, :4], (4, WIDTH), torch.zeros(4, WIDTH)),
+    (lambda model, x, style: model.c(model.b(model.a(x) + style)), (4, WIDTH), torch.zeros(4, WIDTH)),
+    (lambda model, x, style: (model.c(model.b(model.a(x) + style)), model.a(x)), (4, WIDTH), torch.zeros(4, WIDTH)),
     (lambda model, x, at: model.b(3 * model.a(x) + at), (4, WIDTH), torch.tensor([0.0])),
     (lambda model, x, sigma: model.b(torch.relu(model.a(x) / sigma)), (4, WIDTH), torch.ones(4, 1)),
     (lambda model, x, counts: model.b(torch.relu(model.a(x) * counts.float())), (4, WIDTH), torch.ones(4, WIDTH).long()),
-], ids=["positions", "gain", "guidance", "start", "time", "speaker", "state", "initial", "style", "number", "sigma",
-        "counts"])  # fmt: skip
+    (lambda model, x, counts: model.b(model.a(x) + counts.float()), (4, WIDTH), torch.zeros(4, WIDTH).long()),
+], ids=["positions", "gain", "guidance", "start", "time", "speaker", "state", "initial", "style", "style only",
+        "style and features", "number", "sigma", "counts", "counts from zero"])  # fmt: skip
 def test_an_input_that_int8_would_clip_is_named(
     tmp_path: Path, function: Callable[..., Tensor], shape: tuple[int, ...], other: Tensor
 ) -> None:
@@ -143,12 +157,18 @@ def add_bert(model: Function, x: Tensor, mask: Tensor) -> Tensor:
     (add_bert, (1, TOKENS, WIDTH), [torch.ones(1, TOKENS, dtype=torch.long)] * 8),
     (lambda model, x, mask: attend(model, x, lambda s: s.masked_fill(~mask[:, None], -1e9) + model.position_bias),
      (1, TOKENS, WIDTH), [torch.ones(1, TOKENS, dtype=torch.bool)] * 8),
+    (add_bert, (1, TOKENS, WIDTH), [(torch.arange(TOKENS) < 5).float()[None]] * 8),
+    (lambda model, x, mask: model.b(torch.relu(model.a(x)) * mask), (1, TOKENS, WIDTH),
+     [(torch.arange(TOKENS) < 5).float()[None, :, None]] * 8),
     (cached, (1, 4, WIDTH), [torch.zeros(1, 4, WIDTH)] * 8),
+    (shifted, (1, 4, WIDTH), [torch.zeros(1, 8, WIDTH)] * 8),
+    (gated, (1, WIDTH), [torch.zeros(1, WIDTH)] * 8),
     (rotate, (1, 4, WIDTH), [torch.arange(4) + 5 * index for index in range(8)]),
     (lambda model, x, at: model.b(model.a(x) + model.words(at)), (4, WIDTH), [torch.zeros(4, dtype=torch.long)] * 8),
     (lambda model, x, unused: model.a(x), (4, WIDTH), [torch.ones(4)] * 8),
     (lambda model, x, gain: torch.tanh(model.a(x)).sum() * gain, (4, WIDTH), [torch.tensor([0.5])] * 8),
-], ids=["float", "integer", "bool", "cache", "varied", "token", "unused", "fp32"])  # fmt: skip
+], ids=["float", "integer", "bool", "holes", "factor with holes", "cache", "shifted", "gated",
+        "varied", "token", "unused", "fp32"])  # fmt: skip
 def test_other_inputs_are_not_named(
     tmp_path: Path, function: Callable[..., Tensor], shape: tuple[int, ...], samples: Sequence[Tensor]
 ) -> None:
