@@ -17,7 +17,7 @@ from executorch.export import ExportSession, StageType
 
 from etfarm.server.compile.errors import StageFailed
 from etfarm.server.compile.inspect import footprint
-from etfarm.server.compile.lower import branches, build, regions, rejections, remainders, shared_state
+from etfarm.server.compile.lower import branches, build, memory_formats, regions, rejections, remainders, shared_state
 from etfarm.server.compile.program.descriptions import describe_control_flow
 from etfarm.server.compile.program.explain import stage_failed
 from etfarm.server.compile.result import Delegation, Place, StageEvent, StageTime
@@ -156,7 +156,7 @@ def lower(
         for kind, stage in session.get_all_registered_stages().items():
             stage.run = hooks.watched(kind.name, stage)
         lowered = hooks.lowered
-        with footprint.kept_graphs() as lowered.graphs, regions.interpreted(), branches.kept_handles():
+        with footprint.kept_graphs() as lowered.graphs, regions.interpreted(), branches.kept_handles(), memory_formats.separate():
             session.export()
         lowered.manager = session.get_stage_artifacts()[StageType[pipeline.stages[-1]]].data
         if pipeline.stages[-1] != "TO_EXECUTORCH":
