@@ -523,7 +523,7 @@ def _refusals(method: str, base: Path, what: str = "torch.export", graph: Graph 
         name = type(error).__name__
         if (dim or name == "AssertionError") and (padding := find_padding(error, base)) is not None:
             why = "torch.cat gets a tensor that is empty for some of its sizes"
-            dim = DimSpecialized(method, dim.metadata["dims"] if dim else "a dim", why, PADDING, str(padding))
+            dim = DimSpecialized(method, dim.metadata["dims"] if dim else "a dim", why, PADDING, padding)
         if dim is not None:
             raise dim from error
         if name == "SerializeError":

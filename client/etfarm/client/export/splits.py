@@ -66,8 +66,10 @@ def find_split(error: BaseException, base: Path) -> Split | None:
     return next(_splits(graph, base), None) if graph is not None else None
 
 
-def find_padding(error: BaseException, base: Path) -> Place | None:
+def find_padding(error: BaseException, base: Path) -> str | None:
     """Return the line of a torch.cat with a tensor that is empty for some sizes, in the graph as of `find_split`; None without.
+
+    It is empty if the operator has no line of the user's.
 
     torch.export 2.13 drops empty tensors there, and the conditions of that exclude sizes, or end in an assertion.
     """
@@ -80,7 +82,7 @@ def find_padding(error: BaseException, base: Path) -> Place | None:
         for part in node.args[0]:
             sizes = [size for size in part.meta["val"].shape if is_symbolic(size)]
             if any(size.node.shape_env.bound_sympy(size.node.expr).lower <= 0 for size in sizes):
-                return place_in(node.meta.get("stack_trace") or "", base)
+                return str(place_in(node.meta.get("stack_trace") or "", base) or "")
     return None
 
 

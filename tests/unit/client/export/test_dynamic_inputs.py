@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim
 
-from etfarm.client.export import ModelSource, export_source
+from etfarm.client.export import ModelSource, export_source, splits
 from etfarm.client.export import errors as e
 from etfarm.wire.errors import EtfarmError
 
@@ -116,6 +116,13 @@ def test_a_join_with_what_may_be_empty_is_named_with_a_pad(body: Any, padded: An
     for size in (2, 8, 13, 16):
         x = torch.rand(size, 3)
         assert torch.equal(called(x), body(x, size))
+
+
+def test_the_pad_is_named_where_the_line_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splits, "place_in", lambda text, base: None)
+    with pytest.raises(e.DimSpecialized) as caught:
+        export_source(joined(lambda x, n: torch.cat([x, torch.zeros(16 - n, 3)]), 2, 16), name="m")
+    assert caught.value.remedy.startswith("Pad with ") and "None" not in caught.value.message
 
 
 @pytest.mark.parametrize(
