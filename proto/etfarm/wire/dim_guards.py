@@ -28,6 +28,45 @@ WHOLE_NUMBERS: Final = (
 """Remedy for sizes that are computed in floats."""
 
 
+EXPONENT: Final = "_operator.pow by a size"
+REMAINDER: Final = "_operator.mod of a fraction"
+MISSING_FUNCTIONS: Final = {
+    "math.ceil": ("math.ceil of a size", "-(-n // 4) for math.ceil(n / 4)"),
+    "math.floor": ("math.floor of a size", "n // 4 for math.floor(n / 4)"),
+    "builtins.round": ("round of a size", "(3 * n + 5) // 10 for round(n * 0.3)"),
+    "_operator.abs": ("abs of a size", "the factor torch.tensor(n - 4).abs() for abs(n - 4)"),
+    "_operator.and_": ("size & number", "n % 4 for n & 3"),
+    "_operator.or_": ("size | number", "n // 4 * 4 + 3 for n | 3"),
+    "torch.sym_sum": ("torch.sym_sum", "n + k for torch.sym_sum([n, k])"),
+    "torch.sym_ite": ("torch.sym_ite", "the factor torch.where(torch.tensor(n) > 5, 2, 3) for torch.sym_ite(n > 5, 2, 3)"),
+    REMAINDER: ("remainder that is a fraction", "the factor torch.tensor(n) % 2.5 for n % 2.5"),
+    "_operator.pow of a fraction": ("power of a size that is a fraction", "the factor torch.tensor(n) ** -0.5 for n ** -0.5"),
+    EXPONENT: ("power whose exponent is a size", "the factor 2 ** torch.tensor(n) for 2 ** n"),
+}  # fmt: skip
+"""Functions of sizes that torch 2.13 does not save or load again, or that ExecuTorch 1.5 does not compute, with what gives the
+same number.
+"""
+_IN_ARCHIVES: Final = {
+    "BitwiseFn_bitwise_and": "_operator.and_",
+    "BitwiseFn_bitwise_or": "_operator.or_",
+    "FloatPow": "_operator.pow of a fraction",
+    "Piecewise": "torch.sym_ite",
+    "PowByNatural": EXPONENT,
+}
+"""Such functions that torch saves, by the names that archives have for them."""
+
+
+def how_to_replace(function: str) -> str:
+    """Return what to write in place of a function in `MISSING_FUNCTIONS`."""
+    return f"Write {MISSING_FUNCTIONS[function][1]}, where n is a size, such as x.shape[0]."
+
+
+def how_to_replace_in(expression: str) -> str:
+    """Return what to write in place of the first such function in an archive's expression of sizes; empty if there is none."""
+    name = next((name for name in re.findall(r"(\w+)\(", expression) if name in _IN_ARCHIVES), "")
+    return how_to_replace(_IN_ARCHIVES[name]) if name else ""
+
+
 def computes_in_floats(guard: str) -> bool:
     """Return whether a condition on sizes has arithmetic whose results torch.export fixes, above all that of floats."""
     return _FLOATS.search(guard) is not None

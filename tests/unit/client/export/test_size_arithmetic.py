@@ -61,6 +61,8 @@ def must_equal(body: Body, other: Body, dim: Any, sizes: Iterable[int]) -> None:
         (lambda n: 2**n, "no power whose exponent is a size", "2 ** torch.tensor(n) for 2 ** n", lambda n: 2 ** torch.tensor(n)),
         (lambda n: 0.5**n, "no power whose exponent is a size", "2 ** torch.tensor(n)", lambda n: 0.5 ** torch.tensor(n)),
         (lambda n: n**n, "no power whose exponent is a size", "2 ** torch.tensor(n)", lambda n: n ** torch.tensor(n)),
+        (lambda n: n % 2.3, "no remainder that is a fraction", "torch.tensor(n) % 2.5 for", lambda n: torch.tensor(n) % 2.3),
+        (lambda n: -n * 0.5 % 3.1, "no remainder that is", "torch.tensor(n) % 2.5", lambda n: torch.tensor(-n * 0.5) % 3.1),
         (lambda n: n**-0.5, "no power of a size", "torch.tensor(n) ** -0.5 for", lambda n: torch.tensor(n) ** -0.5),
     ],
 )  # fmt: skip

@@ -37,7 +37,7 @@ def separate() -> Iterator[None]:
             before = duplicate
         insert(own, module, before, after, copy, parameters)
 
-    def transpose_before_scales(own: Any, module: Any, value: Any, user: Any) -> None:
+    def transpose_before_scales(own: Any, module: Any, value: Any, user: Any) -> Any:
         if not is_dynamic_qdq(value) or not Pass.is_nhwc_node(value):
             return to_contiguous(own, module, value, user)
         quantize = value.args[0]

@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import logging
+import operator
 import re
 import traceback
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch._export.serde import schema
 
-from etfarm.server.compile.errors import dim_without_maximum, dynamic_number, training_mode
+from etfarm.server.compile.errors import StageFailed, dim_without_maximum, dynamic_number, training_mode
 from etfarm.server.compile.program.descriptions import describe_place, first_line
 from etfarm.server.compile.program.places import all_nodes, places
 from etfarm.server.compile.screening import archives, screen
@@ -23,6 +24,7 @@ from etfarm.server.compile.screening.operators import Operators
 from etfarm.server.graphs.programs import read_program
 from etfarm.server.workers.errors import is_out_of_memory
 from etfarm.server.workers.limits import limit_loading
+from etfarm.wire.dim_guards import REMAINDER, how_to_replace
 from etfarm.wire.errors import EtfarmError, error_for
 
 _log = logging.getLogger(__name__)
@@ -159,11 +161,16 @@ def check(program: Any, method: str) -> None:
         TRAINING_MODE: batch norm or dropout in training mode.
         UNSUPPORTED_INPUT: an input is a number that was declared dynamic.
         DIM_WITHOUT_MAXIMUM: a dynamic dim of an input has no finite maximum.
+        StageFailed: a remainder is that of a fraction, which the runtime refuses.
     """
     for node in all_nodes(program):
         if node.op == "call_function" and _is_training(node):
-            operator = str(node.target).rpartition(".")[0].removeprefix("aten.")
-            raise training_mode(method, operator, where=describe_place(places([node])))
+            name = str(node.target).rpartition(".")[0].removeprefix("aten.")
+            raise training_mode(method, name, where=describe_place(places([node])))
+        if node.target is operator.mod and isinstance(node.meta.get("val"), torch.SymFloat):
+            line = describe_place(places([node]))
+            why = f"ExecuTorch computes no remainder of a fraction{f', as at {line}' if line else ''}."
+            raise StageFailed("TORCH_EXPORT", "NotImplementedError", why, how_to_replace(REMAINDER))
     inputs = {s.arg.name for s in program.graph_signature.input_specs if s.kind.name == "USER_INPUT"}
     for node in program.graph.nodes:
         value = node.meta.get("val") if node.op == "placeholder" and node.name in inputs else None

@@ -17,7 +17,7 @@ from typing import Final
 from etfarm.server.compile.errors import dim_specialized
 from etfarm.server.compile.screening import operators
 from etfarm.server.compile.screening.errors import OperatorNotAllowed, UnsafeModel, unknown_operator
-from etfarm.wire.dim_guards import why_floats
+from etfarm.wire.dim_guards import how_to_replace_in, why_floats
 from etfarm.wire.errors import EtfarmError, error_for
 
 MAX_EXPRESSION: Final = 20_000
@@ -97,7 +97,7 @@ def check_symbol(text: str, where: str) -> None:
     tree = _parse(text, where, "expr_str")
     nodes = _list_nodes(tree, text, where, "expr_str")
     if not all(map(_is_symbol_node, nodes)) or not _has_short_numbers(nodes, text) or _is_costly(nodes):
-        raise _unsafe("UNSAFE_EXPRESSION", where, "expr_str", text)
+        raise _unsafe("UNSAFE_EXPRESSION", where, "expr_str", text, how_to_replace_in(text))
 
 
 def _is_costly(nodes: list[ast.AST]) -> bool:
@@ -513,5 +513,5 @@ def _is_short_text(value: object) -> bool:
     return isinstance(value, str) and len(value) <= 100
 
 
-def _unsafe(vector: str, where: str, what: str, text: str) -> UnsafeModel:
-    return UnsafeModel(vector, where, f"has a {what} that could be code: {text[:120]!r}")
+def _unsafe(vector: str, where: str, what: str, text: str, remedy: str = "") -> UnsafeModel:
+    return UnsafeModel(vector, where, f"has a {what} that could be code: {text[:120]!r}", remedy)

@@ -96,6 +96,35 @@ def test_numbers_that_are_divided_by_a_size_are_loaded(factor: Any, tmp_path: Pa
         torch.testing.assert_close(run(pte, [x])[0], model(x))
 
 
+@pytest.mark.parametrize(("factor", "remedy", "mended"), [
+    (lambda n: 2**n, "2 ** torch.tensor(n) for 2 ** n", lambda n: 2 ** torch.tensor(n)),
+    (lambda n: n**-0.5, "torch.tensor(n) ** -0.5 for n ** -0.5", lambda n: torch.tensor(n) ** -0.5),
+    (lambda n: torch.sym_ite(n > 5, 2, 3), "torch.where(torch.tensor(n) > 5, 2, 3) for torch.sym_ite(n > 5, 2, 3)",
+     lambda n: torch.where(torch.tensor(n) > 5, 2, 3)),
+    (lambda n: n & 3, "n % 4 for n & 3", lambda n: n % 4),
+    (lambda n: n | 3, "n // 4 * 4 + 3 for n | 3", lambda n: n // 4 * 4 + 3),
+    (lambda n: n % 2.3, "torch.tensor(n) % 2.5 for n % 2.5", lambda n: torch.tensor(n) % 2.3),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:This API and all of its related functionality")
+@pytest.mark.numeric
+def test_functions_of_sizes_that_programs_lack_have_a_remedy(factor: Any, remedy: str, mended: Any, tmp_path: Path) -> None:
+    def loaded(of_size: Any) -> Any:
+        dims = {"x": {0: torch.export.Dim("n", min=2, max=9)}}
+        torch.export.save(torch.export.export(Divided(of_size), (torch.rand(6, 4),), dynamic_shapes=dims), tmp_path / "saved.pt2")
+        (tmp_path / "loaded").mkdir(exist_ok=True)
+        program = loading.load(tmp_path / "saved.pt2", tmp_path / "loaded")
+        loading.check(program, "forward")
+        return program
+
+    with pytest.raises(EtfarmError) as caught:
+        loaded(factor)
+    assert remedy in caught.value.remedy
+    pte = lowered_here(loaded(mended), "portable")
+    for size in (2, 6, 9):
+        x = torch.rand(size, 4)
+        torch.testing.assert_close(run(pte, [x])[0], Divided(factor)(x))
+
+
 class Branches(torch.nn.Module):
     def __init__(self, branch: Any) -> None:
         super().__init__()
