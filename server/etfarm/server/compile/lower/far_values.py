@@ -85,6 +85,8 @@ class Kept:
     """Names of the inputs that were the same in all of calibration, and of which int8 clips what other values give."""
     untried: list[str] = field(default_factory=list)
     """Names of such inputs that the model takes no other values of, as far as was tried."""
+    grown: list[str] = field(default_factory=list)
+    """Names of the method's own buffers, of which int8 clips what they become in calls after those of calibration."""
 
 
 class FarValuesKept(Reviewed):
@@ -176,6 +178,9 @@ class FarValuesKept(Reviewed):
         )
         self.kept.clipped, self.kept.untried = others.find_uncovered()
         self.kept.inputs = [name for name in self.kept.inputs if name not in others.idle]
+        ranges, grown = exploration.go_on()
+        if any(_is_beyond(ranges[near], observer, _MIN_CLIPPED) for near, observer in in_int8):
+            self.kept.grown = grown
 
     def _annotated(self) -> Iterator[tuple[int, Any]]:
         """Yield the annotated operators with the ordinal of their graph."""

@@ -145,13 +145,19 @@ def quantize(
     samples = (pytree.tree_leaves(sample) for index, sample in indexed if index in common.chosen)
     # What other methods write is as little seen in calibration as what inputs had in common.
     foreign = {name for name in buffer_names(program).values() if name.startswith(PREFIX)} - initial.keys()
-    state = State(initial.keys(), foreign, partial(_restore, prepared, initial))
+    final = {name: buffer.clone() for name, buffer in prepared.named_buffers() if name in initial}
+
+    def go_on() -> int:
+        _restore(prepared, final)
+        return common.count
+
+    state = State(initial.keys(), foreign, partial(_restore, prepared, initial), go_on)
     if kept is not None:
         kept.is_blank = common.is_blank
     # Inputs that show nothing at all are no example of use: what never applied in them says nothing about any operator.
     has_found = far_kept is not None and far_kept.find(prepared, samples, {} if common.is_blank else common.same, state)
     if kept is not None and far_kept is not None:
-        kept.clipped, kept.untried = far_kept.kept.clipped, far_kept.kept.untried
+        kept.clipped, kept.untried, kept.grown = far_kept.kept.clipped, far_kept.kept.untried, far_kept.kept.grown
     elif kept is not None and not common.is_blank:
         # What other quantizers make of other values is not followed.
         names, placeholders = values.input_names(program), prepared.graph.find_nodes(op="placeholder")

@@ -134,6 +134,13 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
                 )  # fmt: skip
             elif quantize.is_static(modules[method]):
                 _warn_of_same(method, kept, result["warnings"])
+            if kept.grown and not kept.is_blank:
+                _warn(
+                    result["warnings"], "STATE_GROWS",
+                    f"In calls after those of calibration, the buffers {', '.join(kept.grown)} of {method} give operators values "
+                    "that int8 clips. Give as many calibration inputs as a session has calls, in their order, or keep the layers "
+                    "that these buffers reach in fp32 (skip_modules).",
+                )  # fmt: skip
         if not quantizing:
             raise QuantizedNothing(name, " or ".join(programs))
         failed = [failure for failure in failures if not isinstance(failure, QuantizedNothing)]

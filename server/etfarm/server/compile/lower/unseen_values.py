@@ -28,6 +28,9 @@ Visit = Callable[[Any, torch.Tensor], torch.Tensor]
 _FIRST_SAMPLES: Final = 8
 _MAX_SAMPLES: Final = 16
 """Numbers of samples that the model runs on again, before and after the change of what all have in common."""
+_MIN_CALLS: Final = 16
+_MAX_CALLS: Final = 64
+"""Numbers of calls after calibration: as many as it had, within these."""
 _MAX_ATTEMPTS: Final = 32
 """Number of times that the samples are run with something changed: more than one if the model refuses some of it."""
 SHARES: Final = (0.5, 0.125, 0.0)
@@ -72,6 +75,8 @@ class State:
     """Names of those that only other methods change."""
     restore: Callable[[], None]
     """Gives the method's own ones their initial values."""
+    go_on: Callable[[], int] = lambda: 0
+    """Gives them those at the end of calibration, and returns the number of its calls."""
 
 
 class Common:
@@ -82,7 +87,8 @@ class Common:
         """Indices of the first samples, and of those in which an input is the first time not what it was in all before."""
         self._same = _Same()
         self._tensors: dict[int, torch.Tensor] = {}
-        self._count = 0
+        self.count = 0
+        """Number of samples."""
         self._varies = False
 
     @property
@@ -98,7 +104,7 @@ class Common:
     @property
     def same(self) -> Mapping[int, Any]:
         """These, and the tensors of inputs that were the same tensor in at least two samples, and in all."""
-        return {**self._tensors, **self.values} if self._count > 1 else self.values
+        return {**self._tensors, **self.values} if self.count > 1 else self.values
 
     def note(self, leaves: Iterable[Any]) -> None:
         """Take in the next sample's flattened inputs."""
@@ -106,15 +112,15 @@ class Common:
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 self._same.note(position, leaf)
-                if not self._count and leaf.numel():
+                if not self.count and leaf.numel():
                     self._tensors[position] = leaf
                 elif position in self._tensors and not torch.equal(self._tensors[position], leaf):
                     del self._tensors[position]
                 # Whole numbers may be tokens, whose embeddings are not alike.
                 self._varies |= position not in self.values or not leaf.is_floating_point()
-        if self._count < _FIRST_SAMPLES or (before - self.values.keys() and len(self.chosen) < _MAX_SAMPLES):
-            self.chosen.append(self._count)
-        self._count += 1
+        if self.count < _FIRST_SAMPLES or (before - self.values.keys() and len(self.chosen) < _MAX_SAMPLES):
+            self.chosen.append(self.count)
+        self.count += 1
 
 
 class Ranges:
@@ -163,6 +169,7 @@ class Exploration:
     def __init__(self, prepared: torch.fx.GraphModule, observers: type[Any], state: State) -> None:
         self._prepared = prepared
         self._observers = observers
+        self._state = state
         self.restore = state.restore
         """Gives the method's own buffers their initial values."""
         varying = _find_varying(prepared.graph, {*state.own, *state.foreign})
@@ -216,6 +223,19 @@ class Exploration:
         self._explore_masks(samples, [node for node in changed if node in inputs and self.is_zero(node) and _is_mask(node)])
         self.inputs = [str(node.target) for node in changed if node in inputs]
         self.buffers = [str(node.target).removeprefix(PREFIX) for node in changed if node in self._states]
+
+    def go_on(self) -> tuple[Ranges, list[str]]:
+        """Return the values of calls after those of calibration, and the names of the buffers whose values become larger."""
+        ranges = Ranges()
+        calls = self._state.go_on()
+        buffers = {name: buffer for name, buffer in self._prepared.named_buffers() if name in self._state.own and buffer.numel()}
+        before = {name: float(buffer.abs().max()) for name, buffer in buffers.items()}
+        grown: list[str] = []
+        for call in range(min(max(calls, _MIN_CALLS), _MAX_CALLS) if self.samples and buffers else 0):
+            if self.execute(self.samples[call % len(self.samples)], [{}], ranges):
+                break
+            grown = [name for name, buffer in buffers.items() if float(buffer.abs().max()) > before[name]] or grown
+        return ranges, grown or list(buffers)
 
     def is_zero(self, node: Any) -> bool:
         """Return whether an input was a float tensor of zeros in all samples."""
