@@ -33,6 +33,7 @@ from etfarm.client.export.forgetting import EagerCall, attributes_kept
 from etfarm.client.export.mutation import (
     assignments_written,
     changes_constants,
+    find_overlapping_write,
     find_shared_buffers,
     keep_mutations,
     show_views,
@@ -286,6 +287,12 @@ class _Export:
                 remedy="Compute within the region, and write to buffers after it.",
             )  # fmt: skip
         show_views(program)
+        if (node := find_overlapping_write(program)) is not None:
+            raise export_failed(
+                method, "RuntimeError", "the model writes to a tensor whose elements share memory.",
+                str(place_in(node.meta.get("stack_trace") or "", self.base) or ""),
+                remedy="Clone what expand or torch.meshgrid returns before you write to it: y = y.clone().",
+            )  # fmt: skip
         must_be_savable(method, program, self.base)
         must_be_whole(method, program, self.base)
         keep_constants(program)

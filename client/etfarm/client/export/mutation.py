@@ -146,8 +146,8 @@ def keep_mutations(program: ExportedProgram) -> tuple[str, ...]:
 def show_views(program: ExportedProgram) -> None:
     """Write operators that return their tensor, or a view of it, with operators that say so, in a program that writes to tensors.
 
-    The schemas of einsum and dropout say that they return new tensors. run_decompositions believes it, and loses what is written
-    to the one tensor for those who read the other.
+    The schemas of einsum, meshgrid and dropout say that they return new tensors. run_decompositions believes it, and loses what
+    is written to the one tensor for those who read the other.
     """
     import torch
 
@@ -157,6 +157,9 @@ def show_views(program: ExportedProgram) -> None:
     for part in parts:
         for node in part.graph.nodes:
             name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+            if name in ("broadcast_tensors", "meshgrid"):
+                _expand(node)
+                continue
             if name == "einsum" and len(node.args[1]) == 1:
                 view = _permuted(node)
             else:
@@ -166,6 +169,57 @@ def show_views(program: ExportedProgram) -> None:
                 part.graph.erase_node(node)
         part.recompile()
     name_outputs(program)
+
+
+def _expand(node: Any) -> None:
+    """Put expansions of its tensors in place of a meshgrid or a broadcast."""
+    import torch
+
+    aten = torch.ops.aten
+    tensors, values = node.args[0], node.meta["val"]
+
+    def call(target: Any, val: Any, *args: Any) -> Any:
+        new = node.graph.call_function(target, args)
+        new.meta = {**node.meta, "val": val}
+        return new
+
+    def size_of(size: Any) -> Any:
+        if isinstance(size, int):
+            return size
+        shapes = ((each, each.meta["val"].shape) for each in tensors)
+        places = ((each, dim) for each, shape in shapes for dim, other in enumerate(shape) if str(other) == str(size))
+        return call(aten.sym_size.int, size, *next(places))
+
+    with node.graph.inserting_before(node):
+        for user in list(node.users):
+            index = user.args[1]
+            view, value = tensors[index], values[index]
+            if "meshgrid" in str(node.target):
+                own = 1 - index if index < 2 and node.kwargs.get("indexing") == "xy" else index
+                lengths = [size if dim == own else 1 for dim, size in enumerate(value.shape)]
+                shape = [size_of(size) for size in lengths]
+                view = call(aten.view.default, view.meta["val"].view(lengths), view, shape)
+            user.replace_all_uses_with(call(aten.expand.default, value, view, [size_of(size) for size in value.shape]))
+            node.graph.erase_node(user)
+    node.graph.erase_node(node)
+
+
+def find_overlapping_write(program: ExportedProgram) -> Any:
+    """Return the first node that writes to a tensor whose elements share memory, as an expanded one's do; None without.
+
+    Eager mode refuses that, and a program computes something.
+    """
+    import torch
+
+    parts = [part for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    nodes = (node for part in parts for node in part.graph.nodes)
+    return next((node for node in nodes if any(map(_overlaps, written_values(node)))), None)
+
+
+def _overlaps(node: Any) -> bool:
+    value = node.meta.get("val")
+    sizes = zip(value.shape, value.stride(), strict=True) if hasattr(value, "stride") else ()
+    return any(stride == 0 and not (isinstance(size, int) and size < 2) for size, stride in sizes)
 
 
 def _permuted(node: Any) -> Any:

@@ -87,7 +87,35 @@ def without_writes(m: Any, x: Tensor) -> Any:
     return torch.einsum("bchw->bhwc", m.dropout(x))
 
 
+def to_the_tensor_of_a_grid(m: Any, x: Tensor) -> Any:
+    y = m.line(x[0, 0])
+    rows, columns = torch.meshgrid(y[0], y[1, :3], indexing="ij")
+    y.mul_(2)
+    return rows + columns
+
+
+def to_a_part_of_a_grid(m: Any, x: Tensor) -> Any:
+    y = m.line(x[0, 0])
+    rows, columns = torch.meshgrid(y[0], y[1, :3], indexing="xy")
+    rows[0, 0] = 5.0
+    return y, rows * columns
+
+
+def to_a_broadcast(m: Any, x: Tensor) -> Any:
+    y = m.line(x[0, 0])
+    wide, _ = torch.broadcast_tensors(y[:1], x[0, 0])
+    wide[0].mul_(2)
+    return y, wide * 1
+
+
+def clone_of_a_grid(m: Any, x: Tensor) -> Any:
+    rows = torch.meshgrid(x[0, 0, 0], x[0, 0, 1], indexing="ij")[0].clone()
+    rows[0] = 5.0
+    return rows * x[0, 0]
+
+
 BODIES = (
+    to_the_tensor_of_a_grid, to_a_part_of_a_grid, to_a_broadcast, clone_of_a_grid,
     to_the_view, to_the_tensor, to_a_diagonal, in_the_order_of_letters, to_a_sum, to_a_product, after_a_dropout, to_a_state,
     without_writes,
 )  # fmt: skip
@@ -108,6 +136,43 @@ def test_what_is_written_to_a_view_is_read_after_decomposition(body: Any, table:
     for _ in range(2):
         expected, actual = pytree.tree_leaves(model(x)), pytree.tree_leaves(lowered(x))
         assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(expected, actual, strict=True))
+
+
+def grid(m: Any, x: Tensor) -> Any:
+    rows, columns = torch.meshgrid(x[0, 0, 0], x[0, 0, 1], indexing="ij")
+    rows[0] = 5.0
+    return rows + columns
+
+
+def expanded(m: Any, x: Tensor) -> Any:
+    return m.line(x)[:1].expand(4, 4, 4, 4).mul_(2)
+
+
+@pytest.mark.parametrize("body", [grid, expanded])
+def test_writes_that_eager_mode_refuses_are_to_be_made_to_a_clone(body: Any) -> None:
+    model, x = Model(body).eval(), torch.randn(2, 4, 4, 4)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="single memory location"):
+        model(x)
+    with refuses("EXPORT_FAILED", match=r"test_written_views\.py:\d+ .*whose elements share memory") as caught:
+        saved(model, x)
+    assert "before you write to it: y = y.clone()" in caught.value.remedy  # as `clone_of_a_grid` does
+
+
+def test_a_grid_of_dynamic_sizes_keeps_them() -> None:
+    model, x = Model(to_the_tensor_of_a_grid_of_all).eval(), torch.randn(5, 4)
+    source = ModelSource.of(model, (x,), dynamic_shapes={"x": {0: torch.export.Dim("n", min=2, max=9)}})
+    pt2 = export_source(source, name="m").methods["forward"].pt2
+    program = torch.export.load(io.BytesIO(pt2)).run_decompositions({}).module()  # type: ignore[arg-type]
+    for size in (2, 9):
+        x = torch.randn(size, 4)
+        assert torch.allclose(model(x), program(x), atol=1e-6)
+
+
+def to_the_tensor_of_a_grid_of_all(m: Any, x: Tensor) -> Any:
+    y = m.line(x)
+    rows, columns = torch.meshgrid(y[:, 0], y[0], indexing="ij")
+    y.mul_(2)
+    return rows + columns
 
 
 @pytest.mark.parametrize(("body", "names"), [(to_a_state, {"state"}), (to_the_view, set())])
