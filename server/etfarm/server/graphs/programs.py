@@ -21,10 +21,17 @@ def read_program(source: str | BinaryIO) -> Any:
 
     Args:
         source: a path that ends in .pt2, or an open file.
+
+    Raises:
+        ValueError: a region does not fit its graph; or torch's own exceptions.
     """
     with _cache_type_hints(), _cache_expressions():
         program = load_pt2(source).exported_programs["model"]
-    inline_regions(program)
+    try:
+        inline_regions(program)
+    except (IndexError, KeyError, StopIteration, ValueError) as error:
+        why = "a region of torch.no_grad or torch.autocast does not fit the graph that it calls"
+        raise ValueError(why) from error
     return program
 
 

@@ -39,6 +39,7 @@ the JSON of a model with such operators contains."""
 _VERSION: Final = re.compile(r"[0-9]{1,4}(\.[0-9]{1,8}){1,3}[0-9a-z.+]{0,40}")
 """Versions of torch that may be quoted from a file: `2.13.0+cpu`, `2.14.0a0+git1234567`."""
 _UNKNOWN_CLASS: Final = re.compile(r"Deserializing ([\w.]{1,200}) in pytree is not registered")
+_EMPTY_REGION: Final = re.compile(r"Node\.meta wrap_with_(?:set_grad_enabled|autocast)\w* is missing val field")
 _MAX_MAJOR: Final = 1_000_000
 
 
@@ -116,6 +117,12 @@ def _unreadable_error(graph: bytes, why: str) -> EtfarmError:
         return pt2_of_another_torch(written, ours, f"its schema is version {major}, not {schema.SCHEMA_VERSION[0]}")
     if written and written.partition("+")[0] != ours:
         return pt2_of_another_torch(written, ours, why.rstrip("."))
+    if _EMPTY_REGION.search(why):
+        return NotAPt2(
+            f"torch {ours} cannot read a region of torch.no_grad or torch.autocast that returns nothing",
+            "Export it within torch.no_grad(), which makes no regions of that, and return something from those of "
+            "torch.autocast. Or give etfarm the module itself, or file.py:factory.",
+        )
     return NotAPt2(f"torch {ours} cannot read it ({why})")
 
 

@@ -12,10 +12,8 @@ class NotAPt2(UserError):
 
     reason = "NOT_A_PT2"
 
-    def __init__(self, why: str) -> None:
-        super().__init__(
-            f"The model is not a valid .pt2: {why}.", 'Write one with torch.export.save(program, "model.pt2").', why=why
-        )
+    def __init__(self, why: str, remedy: str = 'Write one with torch.export.save(program, "model.pt2").') -> None:
+        super().__init__(f"The model is not a valid .pt2: {why}.", remedy, why=why)
 
 
 def pt2_of_another_torch(written: str, ours: str, why: str) -> EtfarmError:

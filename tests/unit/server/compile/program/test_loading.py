@@ -74,6 +74,62 @@ def test_a_broken_program_of_this_torch_is_no_pt2(tmp_path: Path, schema: dict[s
     assert len(error.message) < 1000
 
 
+class Region(torch.nn.Module):
+    """Has a region without gradients, which returns something or nothing."""
+
+    def __init__(self, *, returns: bool) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(4))
+        self.returns = returns
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = x.sin()
+        with torch.no_grad():
+            z = y * 2 + x if self.returns else self.count.add_(1)
+        return y + (z if self.returns else x)
+
+
+def load_region(folder: Path, model: Region, change: Any = lambda node: None, *, gradients: bool = True) -> Any:
+    """Return a program that is loaded with the node of its region changed."""
+    with torch.set_grad_enabled(gradients):
+        torch.export.save(torch.export.export(model.eval(), (torch.rand(4, 4),)), folder / "saved.pt2")
+    with zipfile.ZipFile(folder / "saved.pt2") as old, zipfile.ZipFile(folder / "changed", "w") as new:
+        for member in old.infolist():
+            data = old.read(member)
+            if member.filename.endswith("models/model.json"):
+                program = json.loads(data)
+                nodes = program["graph_module"]["graph"]["nodes"]
+                for node in nodes:
+                    if "wrap_with_set_grad_enabled" in node["target"]:
+                        change(node)
+                data = json.dumps(program).encode()
+            new.writestr(member, data)
+    (folder / "loaded").mkdir()
+    return loading.load(folder / "changed", folder / "loaded")
+
+
+def return_nothing(node: Any) -> None:
+    (graph,) = (each["arg"]["as_graph"]["graph"] for each in node["inputs"] if "as_graph" in each["arg"])
+    graph["outputs"] = []
+
+
+@pytest.mark.parametrize("change", [
+    lambda node: node["inputs"].pop(), lambda node: node.update(inputs=node["inputs"][:1]), return_nothing,
+])  # fmt: skip
+def test_a_region_that_does_not_fit_its_graph_is_named(change: Any, tmp_path: Path) -> None:
+    with pytest.raises(EtfarmError, match="does not fit the graph that it calls") as caught:
+        load_region(tmp_path, Region(returns=True), change)
+    assert caught.value.reason == "NOT_A_PT2"
+
+
+def test_a_region_that_returns_nothing_has_a_remedy(tmp_path: Path) -> None:
+    with pytest.raises(EtfarmError, match="that returns nothing") as caught:
+        load_region(tmp_path, Region(returns=False))
+    assert caught.value.remedy.startswith("Export it within torch.no_grad()")
+    (tmp_path / "again").mkdir()
+    assert load_region(tmp_path / "again", Region(returns=False), gradients=False)
+
+
 class Divided(torch.nn.Module):
     def __init__(self, factor: Any) -> None:
         super().__init__()
