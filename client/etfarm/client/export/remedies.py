@@ -71,6 +71,11 @@ _REMEDIES: Final = (
         INDEX,
     ),
     (
+        re.compile(r"outs_to_grad length \(\d+\) != tangents length"),
+        "A scan with weights carries no integers: give it the numbers of the steps to go through, scan(step, h, (x, "
+        "torch.arange(n))), and index with w.index_select(0, i.reshape(1))[0].",
+    ),
+    (
         re.compile(r"SerializeError"),
         "In branches and loops, use no tensors that they create from numbers: create those outside, or as buffers.",
     ),

@@ -99,6 +99,28 @@ def written_in_scan(write: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any,
     return body
 
 
+def counted_in_scan(m: Any, x: Tensor) -> Any:
+    table = m.gru.weight_ih_l0
+
+    def step(carried: tuple[Tensor, Tensor], v: Tensor) -> Any:
+        index, h = carried
+        h = h + table[index.item()] * v
+        return (index + 1, h), h.clone()
+
+    return scan(step, (torch.tensor(0), torch.zeros(3)), x, dim=0)[1]
+
+
+def numbered_in_scan(m: Any, x: Tensor) -> Any:
+    table = m.gru.weight_ih_l0
+
+    def step(h: Tensor, each: tuple[Tensor, Tensor]) -> Any:
+        v, index = each
+        h = h + table.index_select(0, index.reshape(1))[0] * v
+        return h, h.clone()
+
+    return scan(step, torch.zeros(3), (x, torch.arange(2)), dim=0)[1]
+
+
 def assign_at(h: Tensor, position: Tensor) -> Tensor:
     h[position.item()] = 1.0
     return h
@@ -197,6 +219,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str, Callable[...
         written_in_scan(assign_at), (X, POSITIONS), "write with torch.where(torch.arange(n) == i, new, old)",
         written_in_scan(lambda h, at: torch.where(torch.arange(4) == at, 1.0, h)),
     ),
+    "number carried by a scan": (counted_in_scan, (X,), "scan(step, h, (x, torch.arange(n)))", numbered_in_scan),
     "unsqueeze_": (
         lambda m, x: x.unsqueeze_(0) * 2, (X.clone(),), "Write x = x.unsqueeze(dim), instead",
         lambda m, x: x.unsqueeze(0) * 2,
