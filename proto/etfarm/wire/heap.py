@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 from typing import Final
 
+TRIM_S: Final = 60.0
+"""Time between two returns of unused memory: one takes about a millisecond."""
 _M_ARENA_MAX: Final = -8
 """The option that limits malloc's arenas. Source: mallopt(3) and malloc.h."""
 
@@ -24,3 +27,10 @@ def give_memory_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+async def keep_trimmed(every_s: float = TRIM_S) -> None:
+    """Return unused memory again and again: between calls of different sizes, megabytes of the heap stay unused for hours."""
+    while True:
+        await asyncio.sleep(every_s)
+        await asyncio.to_thread(give_memory_back)

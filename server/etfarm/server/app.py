@@ -56,6 +56,7 @@ from etfarm.server.workers.jail.measures import JailReport
 from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.v1 import farm_pb2
 from etfarm.wire.errors import FarmError, error_for
+from etfarm.wire.heap import keep_trimmed
 
 if TYPE_CHECKING:
     from etfarm.server.cluster.lead import Lead
@@ -169,6 +170,7 @@ async def running(
         background.start(notices.watch_quarantines(fleet.health.on_quarantined, fleet.registry.known), "quarantines")
         background.start(notices.watch_offline(jobs.placement.devices), "offline-devices")
         background.start(certificates.watch(), "certificates")
+        background.start(keep_trimmed(), "heap")
         background.start(jobs.probing.run(), "health-runs")
         background.start(PowerCycles(fleet.registry, fleet.health, config.power, now).run(), "power-cycles")
         if (port := port_of(address)) is not None:
