@@ -39,6 +39,7 @@ from etfarm.v1 import (
 )
 from etfarm.wire import digest
 from etfarm.wire.chunks import artifact_of
+from etfarm.wire.names import PROTOCOL_VERSION
 from tests.support.contract import RPCS
 from tests.support.databases import postgres_databases as postgres_databases
 from tests.support.door import Door
@@ -166,7 +167,7 @@ def fresh(world: World, caller: str) -> Message:
 def submit(world: World, caller: str) -> Message:
     """Return a request for a job that compiles the project's program."""
     spec = job_pb2.JobSpec(candidates=[job_pb2.Candidate(name="again", program=world.program)])
-    return job_pb2.SubmitJobRequest(request_id=uuid.uuid4().hex, spec=spec)
+    return job_pb2.SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id=uuid.uuid4().hex, spec=spec)
 
 
 def open_session(world: World, caller: str) -> Message:
@@ -241,7 +242,7 @@ TABLE: Final[dict[str, tuple[Request, Row]]] = {
         people(*[DENIED] * 6) | {"agent": TAKEN},
     ),
     "AgentService.Enroll": (
-        fixed(agent_pb2.EnrollAgentRequest(agent_id=str(uuid.UUID(int=0)))),
+        fixed(agent_pb2.EnrollAgentRequest(protocol_version=PROTOCOL_VERSION, agent_id=str(uuid.UUID(int=0)))),
         ADMINS | {"agent": PASSES, "other_agent": PASSES},
     ),
     "AgentService.ListAgents": (fixed(agent_pb2.ListAgentsRequest()), ADMINS),

@@ -32,6 +32,7 @@ from etfarm.v1 import (
 from etfarm.wire import digest
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.chunks import artifact_of, upload
+from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 from tests.support.farm import Daemon
 from tests.support.programs import program
@@ -165,7 +166,9 @@ async def test_a_forged_measurement_is_a_device_fault_and_never_valid(
         devices=[job_pb2.DeviceChoice(selector=f"id={thief.devices[0].id}")],
         measurement=job_pb2.Measurement(iterations=1000),
     )  # fmt: skip
-    job = await jobs.Submit(job_pb2.SubmitJobRequest(request_id=f"forged-{executed}", spec=spec))
+    job = await jobs.Submit(
+        job_pb2.SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id=f"forged-{executed}", spec=spec)
+    )
     for _ in range(3):
         start = await thief.started()
         (candidate,) = start.candidates
@@ -209,7 +212,9 @@ async def enrolled(root: grpc.aio.Channel, server: str, principal: str, agent_id
         token_pb2.CreateTokenRequest(principal=principal, role=common_pb2.ROLE_AGENT, enrolment=True)
     )
     async with open_channel(Access(server, created.secret)) as channel:
-        answer = await agent_pb2_grpc.AgentServiceStub(channel).Enroll(agent_pb2.EnrollAgentRequest(agent_id=agent_id))
+        answer = await agent_pb2_grpc.AgentServiceStub(channel).Enroll(
+            agent_pb2.EnrollAgentRequest(protocol_version=PROTOCOL_VERSION, agent_id=agent_id)
+        )
     return answer.token
 
 
@@ -305,7 +310,7 @@ async def test_an_agent_can_only_download_its_attempts_artifacts(channels: dict[
         devices=[job_pb2.DeviceChoice(selector=f"id={board.devices[0].id}")],
     )  # fmt: skip
     jobs = job_pb2_grpc.JobServiceStub(channels["ann"])
-    job = await jobs.Submit(job_pb2.SubmitJobRequest(request_id="read", spec=spec))
+    job = await jobs.Submit(job_pb2.SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id="read", spec=spec))
     start = await board.started()
     assert start.candidates[0].program.pte.digest == pte
     assert await downloads(channels["rack"], pte) == ""
@@ -345,7 +350,7 @@ async def test_a_device_named_like_an_architecture_does_not_capture_its_jobs(
         devices=[job_pb2.DeviceChoice(selector="cores=7")],
     )  # fmt: skip
     jobs = job_pb2_grpc.JobServiceStub(channels["ann"])
-    job = await jobs.Submit(job_pb2.SubmitJobRequest(request_id="any", spec=spec))
+    job = await jobs.Submit(job_pb2.SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id="any", spec=spec))
     started = asyncio.ensure_future(board.started())
 
     async def over() -> None:

@@ -436,25 +436,33 @@ async def test_an_enrolment_token_enrolls_a_single_agent(door: Door, admin: grpc
         # Without a message: grpc.aio replaces the status by INTERNAL when the server ends the stream in the moment of a write.
         # An agent tries again, and has the status after one or two tries.
         assert (await refusal(agents.Connect().read())).reason == "PERMISSION_DENIED"
-        enrolled = await agents.Enroll(agent_pb2.EnrollAgentRequest(agent_id="the-agent"))
+        enrolled = await agents.Enroll(agent_pb2.EnrollAgentRequest(protocol_version=PROTOCOL_VERSION, agent_id="the-agent"))
         assert enrolled.principal == "board-7"
-        error = await refusal(agents.Enroll(agent_pb2.EnrollAgentRequest(agent_id="another")))
+        error = await refusal(agents.Enroll(agent_pb2.EnrollAgentRequest(protocol_version=PROTOCOL_VERSION, agent_id="another")))
         assert error.reason == "NOT_AN_ENROLMENT_TOKEN"
     async with door.channel(enrolled.token) as channel:
         principal = (await farm_info(channel)).principal
         assert (principal.name, principal.role, principal.agent_id) == ("board-7", common_pb2.ROLE_AGENT, "the-agent")
-        error = await refusal(agent_pb2_grpc.AgentServiceStub(channel).Enroll(agent_pb2.EnrollAgentRequest(agent_id="the-agent")))
+        error = await refusal(
+            agent_pb2_grpc.AgentServiceStub(channel).Enroll(
+                agent_pb2.EnrollAgentRequest(protocol_version=PROTOCOL_VERSION, agent_id="the-agent")
+            )
+        )
         assert error.reason == "NOT_AN_ENROLMENT_TOKEN"
         # Another principal's enrolment does not take the identity; the same one's replaces a token that was lost.
         thief = await create(admin, "thief", common_pb2.ROLE_AGENT, enrolment=True)
         async with door.channel(thief.secret) as other:
             error = await refusal(
-                agent_pb2_grpc.AgentServiceStub(other).Enroll(agent_pb2.EnrollAgentRequest(agent_id="the-agent"))
+                agent_pb2_grpc.AgentServiceStub(other).Enroll(
+                    agent_pb2.EnrollAgentRequest(protocol_version=PROTOCOL_VERSION, agent_id="the-agent")
+                )
             )
             assert (error.reason, error.metadata["agent_id"]) == ("AGENT_BOUND", "the-agent")
         again = await create(admin, "board-7", common_pb2.ROLE_AGENT, enrolment=True)
         async with door.channel(again.secret) as other:
-            await agent_pb2_grpc.AgentServiceStub(other).Enroll(agent_pb2.EnrollAgentRequest(agent_id="the-agent"))
+            await agent_pb2_grpc.AgentServiceStub(other).Enroll(
+                agent_pb2.EnrollAgentRequest(protocol_version=PROTOCOL_VERSION, agent_id="the-agent")
+            )
         assert (await refusal(farm_info(channel))).reason == "UNAUTHENTICATED"
 
 
@@ -467,7 +475,9 @@ async def test_an_enrolment_token_cannot_take_a_known_agents_identity(door: Door
     stream.cancel()
     created = await create(admin, "thief", common_pb2.ROLE_AGENT, enrolment=True)
     async with door.channel(created.secret) as channel:
-        enroll = agent_pb2_grpc.AgentServiceStub(channel).Enroll(agent_pb2.EnrollAgentRequest(agent_id="old-agent"))
+        enroll = agent_pb2_grpc.AgentServiceStub(channel).Enroll(
+            agent_pb2.EnrollAgentRequest(protocol_version=PROTOCOL_VERSION, agent_id="old-agent")
+        )
         assert (await refusal(enroll)).reason == "AGENT_BOUND"
 
 

@@ -200,7 +200,7 @@ async def test_a_result_that_contradicts_its_files_or_plan_is_the_devices_fault(
         devices=[job_pb2.DeviceChoice(selector=f"id={thief.devices[0].id}")],
         measurement=job_pb2.Measurement(iterations=100, no_profile=True),
     )  # fmt: skip
-    job = await jobs.Submit(job_pb2.SubmitJobRequest(request_id=name, spec=spec))
+    job = await jobs.Submit(job_pb2.SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id=name, spec=spec))
     for _ in range(3):
         start = await thief.started()
         result = agent_pb2.CandidateResult(
@@ -232,7 +232,7 @@ async def test_a_job_stays_small_whatever_its_agent_reports(channels: dict[str, 
         name="chatty", candidates=[job_pb2.Candidate(name="add", program=compile_pb2.Program(pte=pte))],
         devices=[job_pb2.DeviceChoice(selector=f"id={thief.devices[0].id}")],
     )  # fmt: skip
-    job = await jobs.Submit(job_pb2.SubmitJobRequest(request_id="chatty", spec=spec))
+    job = await jobs.Submit(job_pb2.SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id="chatty", spec=spec))
     texts = {f"text {number}": "\N{PILE OF POO}" * 30_000 for number in range(100)}
     for _ in range(3):
         start = await thief.started()

@@ -168,7 +168,9 @@ async def test_overlong_names_are_refused(served: FarmProcess, channel: grpc.aio
     }
     for field, spec in specs.items():
         async with others_are_served(served.address):
-            error = await refusal(stub.Submit(job_pb2.SubmitJobRequest(request_id=field, spec=spec)))
+            error = await refusal(
+                stub.Submit(job_pb2.SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id=field, spec=spec))
+            )
         assert (error.reason, error.metadata["field"]) == ("LIMIT_EXCEEDED", field)
     assert (await stub.List(job_pb2.ListJobsRequest())).jobs is not None
 
@@ -281,7 +283,9 @@ async def submitted(channel: grpc.aio.Channel, inputs: bytes, agent: Agent) -> j
     candidate = spec.candidates.add(name="conv")
     candidate.program.pte.digest = digest.of_bytes(created.bytes)
     spec.inputs["forward"].digest = digest.of_bytes(inputs)
-    job = await jobs.Submit(job_pb2.SubmitJobRequest(request_id=digest.of_bytes(inputs), spec=spec))
+    job = await jobs.Submit(
+        job_pb2.SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id=digest.of_bytes(inputs), spec=spec)
+    )
     async with asyncio.timeout(WAIT_S):
         async for event in jobs.Watch(job_pb2.WatchJobRequest(job_id=job.id)):
             if event.job_state in (job_pb2.JOB_STATE_FAILED, job_pb2.JOB_STATE_SUCCEEDED):
@@ -359,8 +363,10 @@ async def test_exceeded_quotas_are_refused_by_name_and_others_continue(tmp_path_
             await upload(artifact_pb2_grpc.ArtifactServiceStub(channel), artifact_of(data), data)
             spec = job_pb2.JobSpec(devices=[job_pb2.DeviceChoice()])
             spec.candidates.add(name="conv").program.pte.digest = digest.of_bytes(data)
-            first = await jobs.Submit(job_pb2.SubmitJobRequest(request_id="1", spec=spec))
-            error = await refusal(jobs.Submit(job_pb2.SubmitJobRequest(request_id="2", spec=spec)))
+            first = await jobs.Submit(job_pb2.SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id="1", spec=spec))
+            error = await refusal(
+                jobs.Submit(job_pb2.SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id="2", spec=spec))
+            )
             assert (error.reason, error.metadata["quota"]) == ("QUOTA_EXCEEDED", "live_jobs_per_user")
             assert "etfarm jobs cancel" in error.remedy
             watching = jobs.Watch(job_pb2.WatchJobRequest(job_id=first.id))
@@ -379,7 +385,7 @@ async def test_exceeded_quotas_are_refused_by_name_and_others_continue(tmp_path_
             async with asyncio.timeout(WAIT_S):
                 while await watching.read() is not grpc.aio.EOF:
                     pass
-            second = await jobs.Submit(job_pb2.SubmitJobRequest(request_id="3", spec=spec))
+            second = await jobs.Submit(job_pb2.SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id="3", spec=spec))
             await jobs.Cancel(job_pb2.CancelJobRequest(job_id=second.id))
             agent.outgoing.put_nowait(None)
     finally:

@@ -14,6 +14,7 @@ import pytest
 from etfarm.v1 import artifact_pb2, artifact_pb2_grpc, common_pb2, farm_pb2, farm_pb2_grpc, token_pb2, token_pb2_grpc
 from etfarm.wire import chunks
 from etfarm.wire.channel import Access, open_channel
+from etfarm.wire.names import PROTOCOL_VERSION
 from tests.support.contract import WAIT_S
 
 pytestmark = pytest.mark.slow(reason="a server sends its clients answers without end")
@@ -55,7 +56,7 @@ class Farm(farm_pb2_grpc.FarmServiceServicer):
     """Reports the same version as the client."""
 
     async def GetServerInfo(self, request: farm_pb2.GetServerInfoRequest, context: object) -> farm_pb2.ServerInfo:
-        return farm_pb2.ServerInfo(version=version("etfarm"), workers_ready=True)
+        return farm_pb2.ServerInfo(version=version("etfarm"), workers_ready=True, protocol_version=PROTOCOL_VERSION)
 
 
 @pytest.fixture

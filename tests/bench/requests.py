@@ -148,7 +148,7 @@ SPECS: dict[str, Callable[[Path], job_pb2.JobSpec]] = {
 
 
 async def submit(address: str, folder: Path, kind: str, at_once: int) -> None:
-    body = job_pb2.SubmitJobRequest(spec=SPECS[kind](folder)).SerializeToString()
+    body = job_pb2.SubmitJobRequest(protocol_version=PROTOCOL_VERSION, spec=SPECS[kind](folder)).SerializeToString()
     async with channel(address, "mallory") as opened:
         call = opened.unary_unary(SUBMIT)
 
@@ -372,7 +372,9 @@ async def prepare(address: str, folder: Path) -> None:
         files = [(folder / "model.pt2").read_bytes(), (folder / "program.pte").read_bytes()]
         await asyncio.gather(*map(store, [*files, *map(sample, range(STORED))]))
         for candidate in (model_candidate(folder), program_candidate(folder)):
-            request = job_pb2.SubmitJobRequest(request_id=str(uuid.uuid4()), spec=job_pb2.JobSpec(candidates=[candidate]))
+            request = job_pb2.SubmitJobRequest(
+                protocol_version=PROTOCOL_VERSION, request_id=str(uuid.uuid4()), spec=job_pb2.JobSpec(candidates=[candidate])
+            )
             job = await jobs.Submit(request)
             async for event in jobs.Watch(job_pb2.WatchJobRequest(job_id=job.id)):
                 state = event.job_state
@@ -395,7 +397,12 @@ async def fill(address: str, folder: Path) -> None:
     async with channel(address, "mallory") as opened:
         jobs = job_pb2_grpc.JobServiceStub(opened)
         for kind in ("calibrated", "cells", "waiting", "waiting", "waiting", "waiting"):
-            await jobs.Submit(job_pb2.SubmitJobRequest(request_id=str(uuid.uuid4()), spec=SPECS[kind](folder)), timeout=120)
+            await jobs.Submit(
+                job_pb2.SubmitJobRequest(
+                    protocol_version=PROTOCOL_VERSION, request_id=str(uuid.uuid4()), spec=SPECS[kind](folder)
+                ),
+                timeout=120,
+            )
 
 
 async def ready(address: str) -> None:

@@ -50,6 +50,7 @@ from etfarm.v1.job_pb2 import Job, JobState
 from etfarm.v1.report_pb2 import Report
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.chunks import artifact_of, upload
+from etfarm.wire.names import PROTOCOL_VERSION
 from tests.support.contract import address_of
 from tests.support.farm import Daemon
 from tests.support.programs import program
@@ -192,7 +193,7 @@ def serve(folder: Path) -> Daemon:
 
 
 async def submit(channel: grpc.aio.Channel) -> Job:
-    request = job_pb2.SubmitJobRequest(request_id=str(uuid.uuid4()))
+    request = job_pb2.SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id=str(uuid.uuid4()))
     request.spec.candidates.add(name="add").program.pte.CopyFrom(artifact_of(program("add").bytes))
     return await job_pb2_grpc.JobServiceStub(channel).Submit(request)
 

@@ -25,6 +25,7 @@ from etfarm.v1.job_pb2 import Candidate, JobSpec, JobState
 from etfarm.wire import recipes, tensors
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.chunks import artifact_of, upload
+from etfarm.wire.names import PROTOCOL_VERSION
 from tests.support import models
 from tests.support.farm import PROMPTLY_S, FarmProcess, descendants, wait_until
 
@@ -68,7 +69,9 @@ class Client:
 
     async def submit(self, candidate: Candidate, **more: Any) -> job_pb2.Job:
         spec = JobSpec(candidates=[candidate], **more)
-        return await self.jobs.Submit(job_pb2.SubmitJobRequest(request_id=str(uuid.uuid4()), spec=spec))
+        return await self.jobs.Submit(
+            job_pb2.SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id=str(uuid.uuid4()), spec=spec)
+        )
 
     @property
     def jobs(self) -> Any:

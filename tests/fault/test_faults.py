@@ -11,6 +11,7 @@ import pytest
 
 from etfarm.client.models import CellChanged, CellState, JobState, Progress
 from etfarm.wire.errors import EtfarmError
+from etfarm.wire.names import PROTOCOL_VERSION
 from tests.support import models
 from tests.support.farm import PROMPTLY_S, FarmProcess, descendants, runners, wait_until
 from tests.support.proxy import link_to
@@ -158,7 +159,9 @@ def test_a_repeated_request_id_submits_a_single_job(farm: FarmProcess, model: Pa
         candidate = job_pb2.Candidate(name="conv", recipe=recipes.parse("portable").json)
         candidate.model.name = "conv"
         candidate.model.methods["forward"].exported_program.digest = of_file(model)
-        request = job_pb2.SubmitJobRequest(request_id=str(uuid.uuid4()), spec=job_pb2.JobSpec(candidates=[candidate]))
+        request = job_pb2.SubmitJobRequest(
+            protocol_version=PROTOCOL_VERSION, request_id=str(uuid.uuid4()), spec=job_pb2.JobSpec(candidates=[candidate])
+        )
         async with open_channel(Access.of(farm.address)) as channel:
             stub = job_pb2_grpc.JobServiceStub(channel)
             return list(await asyncio.gather(stub.Submit(request), stub.Submit(request)))

@@ -23,6 +23,7 @@ from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.databases import create_database
 from etfarm.server.state.engine import DatabaseUnavailable
 from etfarm.v1 import job_pb2
+from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 from tests.support import invariants
 from tests.support.farm import FarmProcess, etfarm
@@ -67,7 +68,7 @@ async def submit_all(calls: FarmCalls, count: int, progress: asyncio.Event) -> l
     ids = []
     for number in range(count):
         spec = job_pb2.JobSpec(candidates=[candidate], devices=[job_pb2.DeviceChoice(selector=SELECTOR)])
-        request = job_pb2.SubmitJobRequest(spec=spec, request_id=f"request-{number}")
+        request = job_pb2.SubmitJobRequest(protocol_version=PROTOCOL_VERSION, spec=spec, request_id=f"request-{number}")
         job = await calls.call(calls.jobs.Submit, request)
         ids.append(job.id)
         if number == count // 4:
@@ -124,7 +125,9 @@ async def test_jobs_outlive_a_database_that_hangs(postgres: PostgresServer, tmp_
                 frozen_s = time.monotonic()
                 asked = (
                     *(calls.jobs.List(job_pb2.ListJobsRequest(page_size=1)) for _ in range(20)),
-                    calls.jobs.Submit(job_pb2.SubmitJobRequest(spec=spec, request_id="while it stands still")),
+                    calls.jobs.Submit(
+                        job_pb2.SubmitJobRequest(protocol_version=PROTOCOL_VERSION, spec=spec, request_id="while it stands still")
+                    ),
                 )
                 errors = await asyncio.gather(*asked, return_exceptions=True)
                 assert time.monotonic() - frozen_s < SILENT_S + 10.0

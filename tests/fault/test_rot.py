@@ -13,6 +13,7 @@ from etfarm.client.models import JobState
 from etfarm.v1 import job_pb2, job_pb2_grpc
 from etfarm.wire import digest as digests
 from etfarm.wire.channel import Access, open_channel
+from etfarm.wire.names import PROTOCOL_VERSION
 from tests.support import models
 from tests.support.credentials import ADMIN
 from tests.support.farm import FarmProcess
@@ -62,7 +63,9 @@ def test_damaged_models_and_programs_are_replaced_and_never_used(
         # Who submits without sending the model is refused, instead of getting another program.
         async def submit() -> None:
             async with open_channel(Access.of(farm.address)) as channel:
-                await job_pb2_grpc.JobServiceStub(channel).Submit(job_pb2.SubmitJobRequest(request_id="again", spec=known.spec))
+                await job_pb2_grpc.JobServiceStub(channel).Submit(
+                    job_pb2.SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id="again", spec=known.spec)
+                )
 
         with pytest.raises(grpc.aio.AioRpcError, match="damaged where it is stored"):
             asyncio.run(submit())

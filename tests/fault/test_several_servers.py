@@ -18,6 +18,7 @@ from etfarm.client import AsyncFarm
 from etfarm.server.cluster import lease
 from etfarm.server.state import revisions
 from etfarm.v1 import farm_pb2, job_pb2
+from etfarm.wire.names import PROTOCOL_VERSION
 from tests.support import next_release, source_tree
 from tests.support.clock import skewed_by
 from tests.support.databases import PostgresDatabases
@@ -76,7 +77,9 @@ async def test_a_leader_that_stands_still_is_fenced(servers: Servers) -> None:
     ):  # fmt: skip
         spec, before = await trivial_spec(calls), [agent.connections for agent in agents]
         leader.signal(signal.SIGSTOP)
-        late = asyncio.ensure_future(direct.jobs.Submit(job_pb2.SubmitJobRequest(request_id="late", spec=spec)))
+        late = asyncio.ensure_future(
+            direct.jobs.Submit(job_pb2.SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id="late", spec=spec))
+        )
         await asyncio.to_thread(other.wait_until_leading)
         job = await calls.submit(spec)
         await wait_until_back(agents, before)

@@ -26,7 +26,7 @@ async def test_an_agent_registers_its_machine_and_sends_heartbeats(server: Serve
     agent = await launch("--name", "board-7", "--label", "rack=3")
     connection = await server.connected()
     hello, device = connection.hello, connection.hello.devices[0]
-    assert hello.protocol_version == PROTOCOL_VERSION == 3
+    assert hello.protocol_version == PROTOCOL_VERSION == 4
     assert (device.name, device.labels["rack"], device.agent_id) == ("board-7", "3", hello.agent_id)
     assert device.arch == os.uname().machine
     assert device.cores == len(os.sched_getaffinity(0))

@@ -7,6 +7,8 @@ import contextlib
 import json
 import re
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -106,6 +108,7 @@ async def test_every_rpc_is_implemented(channel: grpc.aio.Channel) -> None:
 
 
 ABSENT = "a" * 64
+submission = partial(job_pb2.SubmitJobRequest, protocol_version=PROTOCOL_VERSION)
 SPEC = job_pb2.JobSpec(candidates=[job_pb2.Candidate(name="net")])
 SPEC.candidates[0].program.pte.digest = ABSENT
 
@@ -160,9 +163,11 @@ SPEC.candidates[0].program.pte.digest = ABSENT
         ("JobService.List", [job_pb2.ListJobsRequest(page_token="9" * 40)], "INVALID_ARGUMENT", "BAD_PAGE_TOKEN",
          "page token"),
         ("JobService.List", [job_pb2.ListJobsRequest(page_size=-1)], "INVALID_ARGUMENT", "BAD_PAGE_TOKEN", "-1"),
-        ("JobService.Submit", [job_pb2.SubmitJobRequest(spec=SPEC)], "INVALID_ARGUMENT", "BAD_JOB", "request_id"),
-        ("JobService.Submit", [job_pb2.SubmitJobRequest(request_id="r")], "INVALID_ARGUMENT", "NO_CANDIDATE", "no candidate"),
-        ("JobService.Submit", [job_pb2.SubmitJobRequest(request_id="r", spec=SPEC)], "FAILED_PRECONDITION", "ARTIFACT_MISSING",
+        ("JobService.Submit", [job_pb2.SubmitJobRequest(request_id="r", spec=SPEC)], "FAILED_PRECONDITION", "CLIENT_TOO_OLD",
+         "before 0.3.0"),
+        ("JobService.Submit", [submission(spec=SPEC)], "INVALID_ARGUMENT", "BAD_JOB", "request_id"),
+        ("JobService.Submit", [submission(request_id="r")], "INVALID_ARGUMENT", "NO_CANDIDATE", "no candidate"),
+        ("JobService.Submit", [submission(request_id="r", spec=SPEC)], "FAILED_PRECONDITION", "ARTIFACT_MISSING",
          "aaaa"),
         ("DeviceService.Get", [device_pb2.GetDeviceRequest(device_id="pi")], "NOT_FOUND", "DEVICE_NOT_FOUND", "'pi'"),
         ("DeviceService.List", [device_pb2.ListDevicesRequest(selector="core>=4")], "INVALID_ARGUMENT",
@@ -182,6 +187,8 @@ SPEC.candidates[0].program.pte.digest = ABSENT
         ("AgentService.Connect", [agent_pb2.AgentMessage()], "INVALID_ARGUMENT", "NO_HELLO", "Hello"),
         ("AgentService.Connect", [agent_pb2.AgentMessage(hello=agent_pb2.Hello(protocol_version=9))], "FAILED_PRECONDITION",
          "PROTOCOL_UNSUPPORTED", "protocol 9"),
+        ("AgentService.Connect", [agent_pb2.AgentMessage(hello=agent_pb2.Hello(protocol_version=2))], "FAILED_PRECONDITION",
+         "PROTOCOL_UNSUPPORTED", "Install the server's version on the device"),
         ("AgentService.UpgradeAgent", [agent_pb2.UpgradeAgentRequest(digest=ABSENT)], "FAILED_PRECONDITION",
          "ARTIFACT_MISSING", "aaaa"),
         ("AgentService.UpgradeAgent", [agent_pb2.UpgradeAgentRequest(digest=ABSENT, time_limit_s=1)], "INVALID_ARGUMENT",
@@ -194,10 +201,10 @@ SPEC.candidates[0].program.pte.digest = ABSENT
          "BAD_PAGE_TOKEN", "'x'"),
         ("WebhookService.ReportGate", [webhook_pb2.ReportGateRequest(job_id="nothing")], "NOT_FOUND", "JOB_NOT_FOUND",
          "'nothing'"),
-        ("JobService.Submit", [job_pb2.SubmitJobRequest(request_id="r", spec=job_pb2.JobSpec(
+        ("JobService.Submit", [submission(request_id="r", spec=job_pb2.JobSpec(
             candidates=SPEC.candidates, notify_urls=["http://127.0.0.1/"]))], "PERMISSION_DENIED", "WEBHOOK_HOST_REFUSED",
          "public"),
-        ("JobService.Submit", [job_pb2.SubmitJobRequest(request_id="r", spec=job_pb2.JobSpec(
+        ("JobService.Submit", [submission(request_id="r", spec=job_pb2.JobSpec(
             candidates=SPEC.candidates, notify_urls=["http://a.example/"] * 6))], "INVALID_ARGUMENT", "BAD_WEBHOOK", "at most 5"),
     ],
 )  # fmt: skip
@@ -332,6 +339,37 @@ async def test_an_agents_device_stays_known_while_offline(channel: grpc.aio.Chan
         again.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await again.code()
+
+
+async def test_an_agent_of_0_2_is_let_in_to_be_upgraded_and_gets_no_work(channel: grpc.aio.Channel) -> None:
+    recorded = (Path(__file__).parents[1] / "support" / "recorded_messages" / "hello_0_2.binpb").read_bytes()
+    hello = agent_pb2.AgentMessage.FromString(recorded).hello
+    assert (hello.agent_version, hello.protocol_version, hello.allows_upgrade) == ("0.2.0", 3, True)
+    connect = channel.stream_stream(
+        "/etfarm.v1.AgentService/Connect",
+        request_serializer=bytes,
+        response_deserializer=agent_pb2.ServerMessage.FromString,
+    )
+    async with asyncio.timeout(WAIT_S):
+        stream = connect()
+        await stream.write(recorded)
+        assert (await stream.read()).welcome.protocol_version == 3
+        (listed,) = await call(channel, "AgentService.ListAgents")
+        (agent,) = [agent for agent in listed.agents if agent.agent_id == hello.agent_id]
+        assert agent.connected and agent.outdated and agent.allows_upgrade and agent.version == "0.2.0"
+        request = device_pb2.GetDeviceRequest(device_id=hello.devices[0].id)
+        (device,) = await call(channel, "DeviceService.Get", request)
+        assert device.state == device_pb2.DEVICE_STATE_UNUSABLE and device.problem.reason == "AGENT_OUTDATED"
+        assert "etfarm agents upgrade" in device.problem.remedy
+        # Whatever its agent says of the device since.
+        await stream.write(agent_pb2.AgentMessage(device_update={"device": hello.devices[0]}).SerializeToString())
+        await stream.write(agent_pb2.AgentMessage(run_result={"attempt_id": "a1"}).SerializeToString())
+        assert (await stream.read()).ack.attempt_id == "a1"
+        (device,) = await call(channel, "DeviceService.Get", request)
+        assert device.state == device_pb2.DEVICE_STATE_UNUSABLE
+        stream.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await stream.code()
 
 
 def test_the_address_file_is_private_and_contains_address_and_pid(server: Daemon) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import signal
@@ -253,32 +252,6 @@ async def test_a_persistent_farm_is_recognized(place: Place) -> None:
     await guest.leave()
     await up.leave()
     assert not await embedded_lease.is_lasting()
-
-
-@pytest.mark.parametrize("lasting", [False, True])
-async def test_a_farm_that_an_earlier_release_started_names_no_keeper(place: Place, lasting: bool) -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readline()
-        writer.write(json.dumps({"address": "unix:x", "lasting": lasting}).encode() + b"\n")
-        await reader.read()
-        writer.close()
-
-    place.make()
-    async with await asyncio.start_unix_server(answer, place.supervisor_socket):
-        lease = await join()
-        assert (lease.lasting, lease.keeper_pid) == (lasting, None)
-        await lease.leave()
-
-
-async def test_commands_of_an_earlier_release_read_whether_the_farm_stays(place: Place) -> None:
-    up = await join(kind="up")
-    reader, writer = await asyncio.open_unix_connection(place.supervisor_socket)
-    writer.write(json.dumps({"kind": "command", "pid": os.getpid()}).encode() + b"\n")
-    message = json.loads(await reader.readline())
-    assert (message["keeper"], message["lasting"]) == (os.getpid(), True)
-    writer.close()
-    await up.leave()
-    await _all_gone(place)
 
 
 async def test_a_second_up_names_the_first_and_ends(place: Place) -> None:

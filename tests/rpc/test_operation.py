@@ -26,6 +26,7 @@ from etfarm.wire import digest
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.chunks import artifact_of, upload
 from etfarm.wire.errors import EtfarmError
+from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 from tests.support.contract import call
 from tests.support.farm import Daemon, FarmProcess, wait_until
@@ -123,7 +124,9 @@ async def refusal(farm: FarmProcess) -> EtfarmError:
     """Return how the server refuses a new job."""
     async with open_channel(Access(farm.address)) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await call(channel, "JobService.Submit", job_pb2.SubmitJobRequest(request_id="another"))
+            await call(
+                channel, "JobService.Submit", job_pb2.SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id="another")
+            )
         return from_rpc_error(refused.value, server=farm.address)
 
 

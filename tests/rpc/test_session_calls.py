@@ -21,6 +21,7 @@ from etfarm.v1 import (
 from etfarm.wire import digest
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.chunks import artifact_of, upload
+from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 from tests.support.farm import Daemon
 from tests.support.programs import program
@@ -261,7 +262,7 @@ async def test_a_loop_waits_until_the_servers_machine_is_idle(
     elsewhere = job_pb2.DeviceChoice(selector=f"id={agent.devices[1].id}")
     spec = job_pb2.JobSpec(candidates=[candidate], devices=[elsewhere], measurement=job_pb2.Measurement())
     jobs = job_pb2_grpc.JobServiceStub(channel)
-    await jobs.Submit(job_pb2.SubmitJobRequest(request_id=caller.id, spec=spec))
+    await jobs.Submit(job_pb2.SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id=caller.id, spec=spec))
     measuring = await agent.started()
     assert measuring.HasField("measurement")
     looping = caller.call("loop", loop=session_pb2.SessionLoop(iterations=1))

@@ -20,6 +20,7 @@ import pytest
 from etfarm.server.config import Config
 from etfarm.v1 import agent_pb2, agent_pb2_grpc
 from etfarm.wire.channel import parse_address
+from etfarm.wire.names import PROTOCOL_VERSION
 from tests.support.contract import WAIT_S, address_of
 from tests.support.databases import PostgresDatabases
 from tests.support.databases import postgres_databases as postgres_databases
@@ -108,7 +109,7 @@ def test_used_one_time_tokens_are_listed_on_request_and_a_name_is_revoked(farm: 
         assert time.monotonic() < until
     one_time = farm(ann, "tokens", "create", "rack", "--agent").stdout.strip()
     with grpc.insecure_channel(address_of(farm.daemon)) as channel:
-        request = agent_pb2.EnrollAgentRequest(agent_id="a1")
+        request = agent_pb2.EnrollAgentRequest(protocol_version=PROTOCOL_VERSION, agent_id="a1")
         agent_pb2_grpc.AgentServiceStub(channel).Enroll(request, metadata=[("authorization", f"Bearer {one_time}")])
     listed = farm(ann, "tokens", "list")
     assert "enrolment" not in listed.stdout and "1 used one-time token: --all lists it, too." in listed.stdout

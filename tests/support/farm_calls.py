@@ -25,6 +25,7 @@ from etfarm.v1 import (
 )
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.chunks import artifact_of, upload
+from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import is_unanswered
 
 GIVE_UP_S: Final = 120.0
@@ -87,7 +88,9 @@ class FarmCalls:
 
     async def submit(self, spec: job_pb2.JobSpec, request_id: str = "") -> job_pb2.Job:
         """Submit a job exactly once."""
-        request = job_pb2.SubmitJobRequest(request_id=request_id or uuid.uuid4().hex, spec=spec)
+        request = job_pb2.SubmitJobRequest(
+            protocol_version=PROTOCOL_VERSION, request_id=request_id or uuid.uuid4().hex, spec=spec
+        )
         answer: job_pb2.Job = await self.call(self.jobs.Submit, request)
         return answer
 

@@ -90,7 +90,7 @@ class FarmServer(FarmServiceServicer):
 
 
 class Old(FarmServer):
-    """A server of the last release, which has no GetProof."""
+    """A server that has no GetProof."""
 
     async def GetProof(self, request: GetProofRequest, context: Any) -> FarmProof:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")

@@ -150,6 +150,8 @@ class Agent:
     """Whether it is connected, and installs wheels that the farm offers."""
     retired: bool = False
     """Whether its last device was retired: it is refused until it is bound again or enrols."""
+    outdated: bool = False
+    """Whether it is connected, and of an etfarm before 0.3.0: its devices get no work until it is upgraded."""
 
 
 @dataclass(frozen=True)
@@ -281,7 +283,7 @@ class ServerInfo:
     """What the server is still starting; empty when ready."""
     bundle_error: EtfarmError | None
     """Why there is no runner bundle for the server's own architecture; None unless building one failed."""
-    protocol_version: int = 2
+    protocol_version: int
     """The newest version of the contract that the server speaks."""
     server_time: datetime | None = None
     """The server's clock when it answered; None for servers that do not report it."""

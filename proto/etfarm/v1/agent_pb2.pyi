@@ -135,7 +135,7 @@ class ServerMessage(_message.Message):
     def drain(self) -> Global___Drain: ...
     @_builtins.property
     def upgrade(self) -> Global___Upgrade:
-        """Only to agents of protocol 3 whose Hello allows it."""
+        """Only to agents whose Hello allows it."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class Hello(_message.Message):
     agent_id: _builtins.str
     """A UUID that is stored in the agent's data folder."""
     protocol_version: _builtins.int
-    """The newest version of this protocol that the agent speaks: 3. etfarm 0.1 has version 1, 0.2.0 version 2."""
+    """The newest version of this protocol that the agent speaks: 4. Agents of before 0.3.0 have 1, 2 or 3."""
     agent_version: _builtins.str
     """The agent's version of etfarm."""
     host: _builtins.str
@@ -186,7 +186,8 @@ class Hello(_message.Message):
     """
     oldest_protocol_version: _builtins.int
     """The oldest version of this protocol that the agent speaks; absent if it speaks `protocol_version` only. A server speaks the
-    newest version that both know, which Welcome names, and serves its own version and the one before.
+    newest version that both know, which Welcome names. Agents of version 3 are let in to be upgraded (UpgradeAgent): their devices
+    get no work, and their attempts are placed again. The numbers of Hello and of the messages of an upgrade therefore stay.
     """
     allows_upgrade: _builtins.bool
     """Whether the agent installs wheels that the server offers (`--allow-upgrade`)."""
@@ -1107,7 +1108,7 @@ class Welcome(_message.Message):
     server_version: _builtins.str
     heartbeat_interval_s: _builtins.float
     protocol_version: _builtins.int
-    """The version of the protocol of this connection; absent from servers that speak 2 only."""
+    """The version of the protocol of this connection."""
     def __init__(
         self,
         *,
@@ -1608,14 +1609,12 @@ class EnrollAgentRequest(_message.Message):
     boot_id: _builtins.str
     """As in Hello."""
     protocol_version: _builtins.int
-    """As in Hello. Agents that leave out `protocol_version` are refused when they connect."""
+    """As in Hello."""
     oldest_protocol_version: _builtins.int
     agent_version: _builtins.str
     @_builtins.property
     def device_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The devices that the agent will announce, as far as it knows them: the exchange is refused if Connect would refuse them all.
-        Agents that do not know this leave it empty, and are refused when they connect.
-        """
+        """The devices that the agent will announce, as far as it knows them: the exchange is refused if Connect would refuse them all."""
 
     def __init__(
         self,
@@ -1678,6 +1677,7 @@ class Agent(_message.Message):
     HOST_FIELD_NUMBER: _builtins.int
     ALLOWS_UPGRADE_FIELD_NUMBER: _builtins.int
     RETIRED_FIELD_NUMBER: _builtins.int
+    OUTDATED_FIELD_NUMBER: _builtins.int
     agent_id: _builtins.str
     principal: _builtins.str
     """The principal whose tokens may use the identity; empty if it is not bound."""
@@ -1693,6 +1693,8 @@ class Agent(_message.Message):
     """Whether its last device was retired: it is refused until it is bound again or enrols. In the answer of BindAgent, whether that
     was so until now.
     """
+    outdated: _builtins.bool
+    """Whether it is connected, and of an etfarm before 0.3.0 (Hello.protocol_version 3): it can only be upgraded."""
     @_builtins.property
     def device_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -1707,10 +1709,11 @@ class Agent(_message.Message):
         host: _builtins.str = ...,
         allows_upgrade: _builtins.bool = ...,
         retired: _builtins.bool = ...,
+        outdated: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "allows_upgrade", b"allows_upgrade", "connected", b"connected", "device_ids", b"device_ids", "host", b"host", "principal", b"principal", "refused_principal", b"refused_principal", "retired", b"retired", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "allows_upgrade", b"allows_upgrade", "connected", b"connected", "device_ids", b"device_ids", "host", b"host", "outdated", b"outdated", "principal", b"principal", "refused_principal", b"refused_principal", "retired", b"retired", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

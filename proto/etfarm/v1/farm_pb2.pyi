@@ -384,9 +384,7 @@ class ServerInfo(_message.Message):
     ready.
     """
     protocol_version: _builtins.int
-    """The newest version of the contract that the server speaks, as Hello.protocol_version, and the oldest that it serves. Absent
-    from etfarm 0.2.0, which speaks 2 only.
-    """
+    """The newest version of the contract that the server speaks, as Hello.protocol_version, and the oldest that it serves."""
     oldest_protocol_version: _builtins.int
     stopping: _builtins.bool
     """Whether the server is about to stop: it finishes running work, and refuses new work with UNAVAILABLE (SERVER_STOPPING)."""

@@ -632,12 +632,17 @@ class SubmitJobRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """A unique id among the owner's requests, chosen by the caller, such as a UUID. Other owners' ids are never compared with it."""
     validate_only: _builtins.bool
     """Only checks the request, before models are exported: stores nothing, starts nothing, and answers with the job as it would be,
     whose ids name nothing. request_id may be empty. A candidate may lack its source; what depends on the source is then not
     checked, and a candidate without a recipe counts as a ready program.
+    """
+    protocol_version: _builtins.int
+    """The newest version of the contract that the client speaks, as Hello.protocol_version. Clients of before 0.3.0 leave it out, and
+    are refused.
     """
     @_builtins.property
     def spec(self) -> Global___JobSpec: ...
@@ -647,12 +652,15 @@ class SubmitJobRequest(_message.Message):
         request_id: _builtins.str = ...,
         spec: Global___JobSpec | None = ...,
         validate_only: _builtins.bool = ...,
+        protocol_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_protocol_version", b"_protocol_version", "protocol_version", b"protocol_version", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "spec", b"spec", "validate_only", b"validate_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_protocol_version", b"_protocol_version", "protocol_version", b"protocol_version", "request_id", b"request_id", "spec", b"spec", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__protocol_version: _TypeAlias = _typing.Literal["protocol_version"]  # noqa: Y015
+    _WhichOneofArgType__protocol_version: _TypeAlias = _typing.Literal["_protocol_version", b"_protocol_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__protocol_version) -> _WhichOneofReturnType__protocol_version | None: ...
 
 Global___SubmitJobRequest: _TypeAlias = SubmitJobRequest  # noqa: Y015
 

@@ -119,8 +119,8 @@ class JobServiceServicer(object):
         FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device, offline ones included, matches a selector; metadata `known` lists
         the devices. BUNDLE_MISSING: the farm has no runner for any device that a selector matches.
         RECIPE_UNAVAILABLE: this server lacks what the recipe needs; the message names it.
-        ARTIFACT_MISSING: upload `digest` first. CLIENT_TOO_OLD: a stage has a field that only version 0.1
-        had: install the server's version. RESERVATION_ENDED: `reservation_id` has expired or was released:
+        ARTIFACT_MISSING: upload `digest` first. CLIENT_TOO_OLD: the server no longer serves
+        `protocol_version`: install the server's version. RESERVATION_ENDED: `reservation_id` has expired or was released:
         reserve again. DEVICE_NOT_RESERVED: no device of the reservation matches a selector.
         NOT_FOUND            RESERVATION_NOT_FOUND: the job's project has no such reservation.
         ALREADY_EXISTS       REQUEST_ID_USED: this owner has sent the request_id with another spec, in another project or to Retry; metadata

@@ -7,12 +7,10 @@ import re
 from pathlib import Path
 from typing import Final
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """The newest version of the contract that this code speaks (Hello.protocol_version, ServerInfo.protocol_version)."""
-FIRST_PROTOCOL_VERSION = 2
-"""The version of peers that name none: etfarm 0.2.0."""
-OLDEST_PROTOCOL_VERSION = 2
-"""The oldest version that it speaks with older agents, clients and servers: one version back. etfarm 0.2.0 speaks 2 only."""
+OLDEST_PROTOCOL_VERSION = 4
+"""The oldest version that it speaks: that of 0.3.0, the first release."""
 
 SERVER_VARIABLE = "ETFARM_SERVER"
 TOKEN_VARIABLE = "ETFARM_TOKEN"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from etfarm.v1 import agent_pb2
 from etfarm.wire.names import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 
-UPGRADES: int = 3
-"""The version of the protocol that has Upgrade."""
+UPGRADABLE_PROTOCOL_VERSION: Final = 3
+"""The version of agents of before 0.3.0 that understand Upgrade: they are let in for that alone."""
 
 
 def common_version(

@@ -91,7 +91,7 @@ async def test_a_token_that_is_bound_to_an_address_goes_there_and_learns_its_far
 
 
 @pytest.mark.parametrize("tls", [True, False])
-async def test_a_server_of_the_last_release_gets_the_token_that_is_bound_to_its_address(site: Site, *, tls: bool) -> None:
+async def test_a_server_without_proofs_gets_the_token_that_is_bound_to_its_address(site: Site, *, tls: bool) -> None:
     server = Old(site, tls=tls)
     async with server.running() as address:
         access = site.access(address, farm_id="", tls=tls)

@@ -16,8 +16,8 @@ def hello(newest: int, oldest: int | None = None) -> agent_pb2.Hello:
     ("agent", "version"),
     [
         (hello(3, 2), 3),
-        (hello(2), 2),  # etfarm 0.2.0
-        (hello(1), None),  # etfarm 0.1.0
+        (hello(2), 2),  # the last release
+        (hello(1), None),  # the one before
         (hello(4, 3), 3),  # the next release
         (hello(4, 2), 3),
         (hello(5, 4), None),

@@ -27,9 +27,9 @@ from etfarm.client.submit.recipes import only_recipe, read_recipe
 from etfarm.client.submit.run_options import RunOptions
 from etfarm.client.transport import transfers
 from etfarm.client.transport.daemon_thread import in_thread
-from etfarm.client.transport.versions import require_protocol
 from etfarm.v1 import compile_pb2, job_pb2, session_pb2
 from etfarm.wire import selectors
+from etfarm.wire.names import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
     from etfarm.client.jobs.job import AsyncJob
@@ -290,8 +290,6 @@ class AsyncSubmissions(AsyncConnected):
         for choice in spec.devices:
             selectors.parse(choice.selector)
         stubs = self._open.lasting()
-        if spec.notify_urls:
-            require_protocol(self._connection.protocol_version, 3, "--notify (notify=)")
         await require_accepted(stubs, spec, parts.models, parsed)
         # Samples and exports may be larger than memory, so they stay in files until they are sent. A thread that Ctrl-C leaves
         # behind may still write there while the folder is removed.
@@ -307,7 +305,9 @@ class AsyncSubmissions(AsyncConnected):
         from etfarm.client.jobs.job import AsyncJob
 
         stubs = self._open.lasting()
-        request = job_pb2.SubmitJobRequest(request_id=submission.request_id, spec=submission.spec)
+        request = job_pb2.SubmitJobRequest(
+            request_id=submission.request_id, spec=submission.spec, protocol_version=PROTOCOL_VERSION
+        )
 
         async def submit() -> job_pb2.Job:
             return await stubs.jobs.Submit(request)

@@ -77,7 +77,7 @@ class Job(Blocking):
             failures: what does not meet it, one sentence each; the first 20 are sent.
 
         Raises:
-            EtfarmError: NOT_YOURS, TOO_MANY_NOTICES; UNIMPLEMENTED by a server of etfarm 0.2.0.
+            EtfarmError: NOT_YOURS, TOO_MANY_NOTICES.
         """
         self._run(self._async.report_gate(gate, failures))
 

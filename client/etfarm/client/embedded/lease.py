@@ -148,14 +148,13 @@ class Lease:
         writer: asyncio.StreamWriter,
         address: str,
         keeper_pid: int | None,
-        lasting: bool,
         data: Path,
     ) -> None:
         """Wrap a connection to the supervisor; `join` creates instances."""
         self.address = address
         self.keeper_pid = keeper_pid
-        """Process id of the `etfarm up` that keeps the farm; the first one of several, None without one or if unknown."""
-        self.lasting = lasting
+        """Process id of the `etfarm up` that keeps the farm; the first one of several, None without one."""
+        self.lasting = keeper_pid is not None
         """Whether `etfarm up` keeps the farm, so that jobs may continue without this command."""
         self.data = data
         self._reader, self._writer = reader, writer
@@ -280,9 +279,7 @@ async def _hold(connection: socket.socket, place: Place, kind: str, on_status: S
             if "error" in message:
                 raise EmbeddedFarmFailed(message["error"], f"Its logs are in {place.data}.", folder=place.data)
             if "address" in message:
-                # A farm that 0.2.0 started sends no `keeper`.
-                lasting = bool(message.get("lasting"))
-                return Lease(reader, writer, message["address"], message.get("keeper"), lasting, place.data)
+                return Lease(reader, writer, message["address"], message.get("keeper"), place.data)
             if on_status is not None:
                 on_status(message["status"])
     except (ConnectionError, ValueError):

@@ -2,7 +2,7 @@
 
 Run as `python -m etfarm.client.embedded.supervisor DATA LISTENER [OPTION...]`, with the descriptor of a listening unix socket
 and further options of `etfarm serve`. To each connection it writes JSON lines: {"status": ...} while it starts, then
-{"address": ..., "keeper": PID, "lasting": BOOL}, or {"error": ...}.
+{"address": ..., "keeper": PID}, or {"error": ...}.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ class Supervisor:
     def _send(self, writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
         if "address" in message:
             keeper = next(iter(self._keepers.values()), None)
-            message = {**message, "keeper": keeper, "lasting": keeper is not None}  # commands of 0.2.0 read `lasting`
+            message = {**message, "keeper": keeper}
         if not writer.is_closing():
             writer.write(json.dumps(message).encode() + b"\n")
 

@@ -122,7 +122,7 @@ class AsyncJob:
             failures: what does not meet it, one sentence each; the first 20 are sent.
 
         Raises:
-            EtfarmError: NOT_YOURS, TOO_MANY_NOTICES; UNIMPLEMENTED by a server of etfarm 0.2.0.
+            EtfarmError: NOT_YOURS, TOO_MANY_NOTICES.
         """
         cut = [failure[:500] for failure in failures[:20]]
         request = webhook_pb2.ReportGateRequest(job_id=self.id, gate=gate[:500], failures=cut)

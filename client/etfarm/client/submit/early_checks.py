@@ -18,7 +18,8 @@ from etfarm.client.submit import input_names
 from etfarm.client.submit.input_types import require_fitting
 from etfarm.client.submit.prepared import PreparedModel
 from etfarm.v1 import job_pb2
-from etfarm.wire.errors import EtfarmError, error_for
+from etfarm.wire.errors import error_for
+from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.pt2 import InputType
 from etfarm.wire.tensors import Value
 
@@ -37,19 +38,16 @@ async def require_accepted(stubs: Stubs, spec: job_pb2.JobSpec, models: Sequence
     Raises:
         EtfarmError: the server would refuse the job; see JobService.Submit. Or a model's file is wrong.
     """
-    request = job_pb2.SubmitJobRequest(request_id=str(uuid.uuid4()), spec=spec, validate_only=True)
+    request = job_pb2.SubmitJobRequest(
+        request_id=str(uuid.uuid4()), spec=spec, validate_only=True, protocol_version=PROTOCOL_VERSION
+    )
     for model in models:
         is_ready = is_program(model)
         for recipe in recipes[:1] if is_ready else recipes:
             candidate = request.spec.candidates.add(name=_name_of(model))
             if not is_ready:
                 candidate.recipe, candidate.recipe_label = recipe.json, recipe.label
-    try:
-        await stubs.jobs.Submit(request)
-    except EtfarmError as error:
-        # A server of version 0.2.0 ignores `validate_only` and refuses candidates without a source.
-        if error.reason != "NO_CANDIDATE":
-            raise
+    await stubs.jobs.Submit(request)
 
 
 def check_source(name: str, source: ModelSource, methods: Sequence[str], inputs: Mapping[str, input_names.Named] | None) -> None:

@@ -15,12 +15,11 @@ from etfarm.client.embedded.lease import Lease, join
 from etfarm.client.transport.retry import Patience, repeat
 from etfarm.client.transport.server_wait import BRIEF_S, SAY_AWAY, chosen_wait_s
 from etfarm.client.transport.stubs import Stubs
-from etfarm.client.transport.versions import protocol_version
+from etfarm.client.transport.versions import require_common_version
 from etfarm.wire import names
 from etfarm.wire.channel import Access, open_channel, socket_token
 from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.failover import settle
-from etfarm.wire.names import FIRST_PROTOCOL_VERSION
 
 CHOSEN_PROJECT: Final[ContextVar[str | None]] = ContextVar("chosen_project", default=None)
 """The project of `--project`, for every farm that a command connects to."""
@@ -64,8 +63,6 @@ class Connection:
         self._lease: Lease | None = None
         self._channel: grpc.aio.Channel | None = None
         self._stubs: Stubs | None = None
-        self.protocol_version = FIRST_PROTOCOL_VERSION
-        """The version of the contract that the server and this client speak, once the connection is open."""
 
     async def open(self) -> None:
         """Connect to the farm.
@@ -93,7 +90,7 @@ class Connection:
             self._stubs = Stubs.of(self._channel, patience)
             await settle(self._channel)
             info = await repeat(patience.presence.ask, patience.backoff())
-            self.protocol_version = protocol_version(info, server=access.server)
+            require_common_version(info, server=access.server)
         except BaseException:
             await self.close()
             raise

@@ -45,7 +45,6 @@ from etfarm.v1 import (
     webhook_pb2,
 )
 from etfarm.wire import status
-from etfarm.wire.names import FIRST_PROTOCOL_VERSION
 from etfarm.wire.words import word_of
 
 
@@ -210,6 +209,7 @@ def agent(message: agent_pb2.Agent) -> Agent:
         host=message.host,
         allows_upgrade=message.allows_upgrade,
         retired=message.retired,
+        outdated=message.outdated,
     )
 
 
@@ -285,7 +285,7 @@ def server_info(message: farm_pb2.ServerInfo) -> ServerInfo:
         live_jobs=message.live_jobs,
         starting=message.starting,
         bundle_error=status.from_proto(message.bundle_error) if message.HasField("bundle_error") else None,
-        protocol_version=message.protocol_version if message.HasField("protocol_version") else FIRST_PROTOCOL_VERSION,
+        protocol_version=message.protocol_version,
         server_time=from_timestamp(message.server_time) if message.HasField("server_time") else None,
         token_expires_at=from_timestamp(message.token_expire_time) if message.HasField("token_expire_time") else None,
         certificate_expires_at=(

@@ -101,8 +101,6 @@ class ServerConnection:
         self._config = config
         self._agent = agent
         self._upgrader = upgrader
-        self._offered = PROTOCOL_VERSION
-        """The version of the protocol that the next Hello has: an older one after the server has refused the newest."""
         self._agent_id = agent_id
         self._choice = choice
         self._outgoing = outgoing
@@ -130,9 +128,6 @@ class ServerConnection:
                 refusal = error
             if stop.is_set():
                 return
-            if refusal is not None and self._can_speak_older(refusal):
-                continue
-            self._offered = PROTOCOL_VERSION  # the server may be another one by the next try
             if refusal is not None and self._gives_way(refusal):
                 continue
             if refusal is not None and self._is_final(refusal):
@@ -151,19 +146,6 @@ class ServerConnection:
                     await stop.wait()
             except TimeoutError:
                 continue
-
-    def _can_speak_older(self, refusal: EtfarmError) -> bool:
-        """Return whether the server refused the newest protocol, and this agent speaks the server's too; offer that next.
-
-        Servers of etfarm 0.2.0 speak one version only, and do not read Hello.oldest_protocol_version.
-        """
-        supported = refusal.metadata.get("supported", "")
-        if refusal.reason != PROTOCOL_UNSUPPORTED or not (supported.isascii() and supported.isdigit()):
-            return False
-        if not OLDEST_PROTOCOL_VERSION <= int(supported) < self._offered:
-            return False
-        self._offered = int(supported)
-        return True
 
     async def _cause_of(self, refusal: EtfarmError) -> EtfarmError:
         """Return why the server refuses this agent for good: it does not know which farm the agent belongs to."""
@@ -243,7 +225,7 @@ class ServerConnection:
     def _hello(self) -> agent_pb2.Hello:
         return agent_pb2.Hello(
             agent_id=self._agent_id,
-            protocol_version=self._offered,
+            protocol_version=PROTOCOL_VERSION,
             oldest_protocol_version=OLDEST_PROTOCOL_VERSION,
             allows_upgrade=self._upgrader.is_allowed,
             upgrade=self._upgrader.outcome(),

@@ -20,6 +20,17 @@ def agent_offline(agent_id: str) -> EtfarmError:
     return error_for("AGENT_OFFLINE", f"No agent {shown!r} is connected.", "`etfarm agents list` shows the ids.", agent=shown)
 
 
+def agent_outdated(version: str) -> EtfarmError:
+    """Return the problem of a device whose agent is of before 0.3.0."""
+    version = version or "of an unknown version"
+    return error_for(
+        "AGENT_OUTDATED",
+        f"Its agent (etfarm {version}) is of before 0.3.0, and can only be upgraded.",
+        "Upgrade it with `etfarm agents upgrade`, or install the server's version of etfarm on its machine.",
+        version=version,
+    )
+
+
 def request_id_used(request_id: str, reservation: str) -> EtfarmError:
     """Return the error of a request_id that the owner has sent with something else before."""
     return error_for(

@@ -15,6 +15,7 @@ from etfarm.server.devices.errors import (
     AgentConnected,
     DeviceNotYours,
     DeviceServed,
+    agent_outdated,
 )
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import AgentSession
@@ -22,6 +23,7 @@ from etfarm.server.state.engine import Database, DatabaseFull, DatabaseUnavailab
 from etfarm.v1 import agent_pb2, device_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire.errors import EtfarmError, error_for
+from etfarm.wire.status import to_proto
 
 log = structlog.get_logger()
 
@@ -146,7 +148,8 @@ class Registry(DeviceDirectory):
             former.end()
             await self.disconnect(former)
         # Reconcile before the devices can be assigned: this Hello cannot contain attempts that start from now on.
-        self._runs.reconcile({device.id for device in accepted}, {*hello.active_attempts, *hello.unacknowledged_attempts})
+        kept = set() if session.is_outdated else {*hello.active_attempts, *hello.unacknowledged_attempts}
+        self._runs.reconcile({device.id for device in accepted}, kept)
         projects = self._admission.projects_of_new(session)
         for device in accepted:
             await self._serve(session, device, projects)
@@ -313,6 +316,8 @@ class Registry(DeviceDirectory):
         clear_server_fields(known)
         known.agent_id = session.agent_id
         known.agent_version = session.version
+        if session.is_outdated:
+            known.problem.CopyFrom(to_proto(agent_outdated(session.version)))
         known.last_seen_time.FromDatetime(self._now())
         former = self._known.get(device.id)
         # One without an agent was damaged in the database, which has kept its restrictions.

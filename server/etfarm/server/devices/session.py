@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 from etfarm.v1 import agent_pb2
-from etfarm.wire.names import FIRST_PROTOCOL_VERSION
+from etfarm.wire.names import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 
 HEARTBEAT_INTERVAL_S = 5.0
 """Interval in seconds at which an agent must send a heartbeat."""
@@ -34,7 +34,8 @@ class AgentSession:
         principal: the owner of the agent's token.
         is_admin: whether the principal is an admin, whose agents may serve every device.
         hello: the connection's first message; what it says of the agent's version is kept.
-        protocol_version: the version of the protocol of this connection.
+        protocol_version: the version of the protocol of this connection; one that the server does not serve if the agent is only
+            let in to be upgraded.
     """
 
     def __init__(
@@ -46,13 +47,14 @@ class AgentSession:
         principal: str = "",
         is_admin: bool = False,
         hello: agent_pb2.Hello | None = None,
-        protocol_version: int = FIRST_PROTOCOL_VERSION,
+        protocol_version: int = PROTOCOL_VERSION,
     ) -> None:
         hello = hello or agent_pb2.Hello()
         self.version = hello.agent_version[:_MAX_NAME]
         self.host = hello.host[:_MAX_NAME]
         self.allows_upgrade = hello.allows_upgrade
-        self.protocol_version = protocol_version
+        self.is_outdated = protocol_version < OLDEST_PROTOCOL_VERSION
+        """Whether the agent can only be upgraded, and its devices get no work."""
         self.agent_id = agent_id
         self.boot_id = boot_id
         self.principal = principal

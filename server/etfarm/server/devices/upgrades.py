@@ -17,7 +17,6 @@ from etfarm.server.devices.session import AgentSession
 from etfarm.v1 import agent_pb2, common_pb2
 from etfarm.v1.agent_pb2 import UpgradePhase
 from etfarm.wire.errors import EtfarmError, error_for
-from etfarm.wire.protocol import UPGRADES
 from etfarm.wire.status import from_proto
 
 log = structlog.get_logger()
@@ -139,7 +138,7 @@ class Upgrades:
         session = self._registry.session_of_agent(agent_id)
         if session is None:
             raise agent_offline(agent_id)
-        if not session.allows_upgrade or session.protocol_version < UPGRADES:
+        if not session.allows_upgrade:
             raise error_for(
                 "UPGRADE_NOT_ALLOWED",
                 f"Agent {agent_id} (etfarm {session.version or 'of an unknown version'}) takes no upgrades.",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from etfarm.server.jobs.cells.requirements import method_missing
-from etfarm.server.jobs.client_versions import require_later_client
 from etfarm.server.jobs.model import BadJob
 from etfarm.v1 import common_pb2, job_pb2
 from etfarm.wire import digest, stages
@@ -94,7 +93,6 @@ def validate_stages_done(candidate: job_pb2.Candidate) -> list[str]:
         return done
     stages.check_order(done)
     for stage in candidate.stages_done:
-        require_later_client(stage)
         if stage.stage not in _CLIENT_STAGES:
             raise error_for(
                 "BAD_STAGES",

@@ -31,12 +31,12 @@ def test_values_have_units_and_labels() -> None:
 
 def test_facts_name_the_servers_of_a_farm_and_leave_out_what_is_missing() -> None:
     at = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-    members = (FarmServer("a:1", "0.3.0", True, at), FarmServer("b:1", "0.2.0", False, at))
-    info = ServerInfo("0.3.0", "", "ADMIN", True, 1, 2, 0, "", None, token_expires_at=at, servers=members, forwarded_by="b:1")
+    members = (FarmServer("a:1", "0.3.0", True, at), FarmServer("b:1", "0.3.1", False, at))
+    info = ServerInfo("0.3.0", "", "ADMIN", True, 1, 2, 0, "", None, 4, token_expires_at=at, servers=members, forwarded_by="b:1")
     assert describe_server(info, "b:1,a:1") == [
-        ("Version", "etfarm 0.3.0, contract 2"),
+        ("Version", "etfarm 0.3.0, contract 4"),
         ("Address", "b:1,a:1"),
-        ("Servers", "a:1 (leads, etfarm 0.3.0), b:1 (stands by, etfarm 0.2.0)"),
+        ("Servers", "a:1 (leads, etfarm 0.3.0), b:1 (stands by, etfarm 0.3.1)"),
         ("Forwarded by", "b:1"),
         ("You are", "admin"),
         ("Your token expires", "2026-01-02 03:04 UTC"),

@@ -1,4 +1,4 @@
-"""What is checked of a job before its models are exported: methods and keys of inputs, and what an older server answers."""
+"""What is checked of a job before its models are exported: methods and keys of inputs, and what the server answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from etfarm.client.submit.inputs import read_named
 from etfarm.client.submit.prepared import PreparedModel
 from etfarm.v1 import job_pb2
 from etfarm.wire import recipes
-from etfarm.wire.errors import EtfarmError, Fault, error_of
+from etfarm.wire.errors import Fault, error_of
+from etfarm.wire.names import PROTOCOL_VERSION
 from tests.support.refusals import refuses
 
 
@@ -120,22 +121,17 @@ def test_keys_without_a_method_belong_to_forward_or_to_the_only_one() -> None:
         check_source("net", ModelSource(cast(Any, {"a": Plain(), "b": Plain()}), {"a": (), "b": ()}), [], keys("image"))
 
 
-@pytest.mark.parametrize("reason", ["NO_CANDIDATE", "NO_SUCH_DEVICE"])
-async def test_a_server_that_does_not_know_the_check_refuses_nothing(reason: str) -> None:
+async def test_a_job_that_the_server_would_refuse_is_refused_before_its_models_are_exported() -> None:
     sent: list[job_pb2.SubmitJobRequest] = []
 
     async def submit(request: job_pb2.SubmitJobRequest) -> job_pb2.Job:
         sent.append(request)
-        raise error_of(Fault.USER, reason, "No.")
+        raise error_of(Fault.USER, "NO_SUCH_DEVICE", "No.")
 
     stubs = cast(Any, SimpleNamespace(jobs=SimpleNamespace(Submit=submit)))
     fp32 = recipes.parse("xnnpack_fp32")
-    check = require_accepted(stubs, job_pb2.JobSpec(), [PreparedModel("net")], [fp32])
-    if reason == "NO_CANDIDATE":  # the answer of 0.2.0 to candidates without a source
-        await check
-    else:
-        with pytest.raises(EtfarmError):
-            await check
+    with refuses("NO_SUCH_DEVICE"):
+        await require_accepted(stubs, job_pb2.JobSpec(), [PreparedModel("net")], [fp32])
     (request,) = sent
-    assert request.validate_only and request.request_id
+    assert request.validate_only and request.request_id and request.protocol_version == PROTOCOL_VERSION
     assert [(each.name, each.recipe, each.WhichOneof("source")) for each in request.spec.candidates] == [("net", fp32.json, None)]

@@ -12,6 +12,7 @@ from etfarm.client import AsyncFarm
 from etfarm.client.cli.views.retirement import describe_removal, describe_retirement
 from etfarm.v1 import agent_pb2, agent_pb2_grpc, device_pb2, device_pb2_grpc, farm_pb2, farm_pb2_grpc
 from etfarm.wire.errors import EtfarmError, Fault, Kind, error_of
+from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import to_status
 
 
@@ -22,7 +23,7 @@ class Removing(device_pb2_grpc.DeviceServiceServicer, agent_pb2_grpc.AgentServic
         self.lost = lost
 
     async def GetServerInfo(self, request: object, context: object) -> farm_pb2.ServerInfo:  # type: ignore[override]
-        return farm_pb2.ServerInfo()
+        return farm_pb2.ServerInfo(protocol_version=PROTOCOL_VERSION)
 
     async def _remove(self, context: Any, reason: str) -> None:
         self.lost -= 1

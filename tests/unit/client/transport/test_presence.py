@@ -14,6 +14,7 @@ from etfarm.client.errors import EtfarmError
 from etfarm.client.transport.retry import Patience, repeat
 from etfarm.v1 import farm_pb2, farm_pb2_grpc
 from etfarm.wire.channel import Access, open_channel
+from etfarm.wire.names import PROTOCOL_VERSION
 
 
 @asynccontextmanager
@@ -34,7 +35,7 @@ async def other_program() -> AsyncIterator[str]:
 
 class Farm(farm_pb2_grpc.FarmServiceServicer):
     async def GetServerInfo(self, request: object, context: object) -> farm_pb2.ServerInfo:  # type: ignore[override]
-        return farm_pb2.ServerInfo(version="here")
+        return farm_pb2.ServerInfo(version="here", protocol_version=PROTOCOL_VERSION)
 
 
 def free_address() -> str:

@@ -17,13 +17,30 @@ from etfarm.server.devices.upgrades import Upgrades
 from etfarm.v1 import agent_pb2, common_pb2
 from etfarm.v1.agent_pb2 import Hello, UpgradePhase
 from etfarm.v1.device_pb2 import Device
-from etfarm.wire.protocol import UPGRADES
 from tests.support.databases import new_database
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
+OFFER_0_2 = f"325a0a02753112440a40{'30' * 64}10011a05302e332e30210000000000004e40"
+"""The Upgrade that a server of 0.2 sent for the upgrade "u1", a digest of zeros and version 0.3.0."""
+INSTALLING_0_2 = "42060a0275311003"
+"""The UpgradeProgress of an agent of 0.2."""
+OUTCOME_0_2 = "5a0b0a0275311205302e332e30"
+"""The end of a Hello of 0.2 after an upgrade."""
 
-async def test_an_upgrade_waits_for_the_runs_and_no_longer(tmp_path: Path) -> None:
+
+def test_the_messages_of_an_upgrade_are_those_of_0_2() -> None:
+    wheel = common_pb2.Artifact(digest="0" * 64, size_bytes=1)
+    offer = agent_pb2.Upgrade(upgrade_id="u1", wheel=wheel, version="0.3.0", time_limit_s=60)
+    assert agent_pb2.ServerMessage(upgrade=offer).SerializeToString().hex() == OFFER_0_2
+    installing = agent_pb2.AgentMessage.FromString(bytes.fromhex(INSTALLING_0_2)).upgrade_progress
+    assert (installing.upgrade_id, installing.phase) == ("u1", UpgradePhase.UPGRADE_PHASE_INSTALLING)
+    outcome = Hello.FromString(bytes.fromhex(OUTCOME_0_2)).upgrade
+    assert (outcome.upgrade_id, outcome.version, outcome.HasField("error")) == ("u1", "0.3.0", False)
+
+
+@pytest.mark.parametrize("is_outdated", [False, True])
+async def test_an_upgrade_waits_for_the_runs_and_no_longer(tmp_path: Path, *, is_outdated: bool) -> None:
     database = new_database(tmp_path / "farm.sqlite")
     await database.open()
     try:
@@ -32,7 +49,8 @@ async def test_an_upgrade_waits_for_the_runs_and_no_longer(tmp_path: Path) -> No
         registry = Registry(database, bundles, runs, lambda: datetime(2026, 6, 1, tzinfo=UTC))
         upgrades = Upgrades(registry, runs, lambda: "u1")
         hello = Hello(agent_id="agent", devices=[Device(id="pi", name="pi")], allows_upgrade=True)
-        session = AgentSession("agent", "", lambda: 0.0, principal="rack", hello=hello, protocol_version=UPGRADES)
+        session = AgentSession("agent", "", lambda: 0.0, principal="rack", hello=hello)
+        session.is_outdated = is_outdated
         await registry.connect(session, hello)
         runs.begin("a1", "pi", lambda _: None)
         wheel = common_pb2.Artifact(digest="0" * 64, size_bytes=1)

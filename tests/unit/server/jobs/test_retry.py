@@ -17,6 +17,7 @@ from etfarm.server.rpc.services.jobs import JobService
 from etfarm.server.state import schema
 from etfarm.v1.common_pb2 import CellState, Principal, Role
 from etfarm.v1.job_pb2 import Attempt, DeviceChoice, Job, JobSpec, JobState, Measurement, RetryJobRequest, SubmitJobRequest
+from etfarm.wire.names import PROTOCOL_VERSION
 from tests.support.refusals import refuses
 from tests.support.submissions import AT, World, world
 
@@ -45,7 +46,9 @@ class Service:
 
     async def ended(self, spec: JobSpec, *states: CellState.ValueType) -> Job:
         """Submit a job whose cells end in these states."""
-        job = await self.rpcs.Submit(SubmitJobRequest(request_id=f"r{len(self.started)}", spec=spec), None)
+        job = await self.rpcs.Submit(
+            SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id=f"r{len(self.started)}", spec=spec), None
+        )
         for cell, state in zip(job.cells, states, strict=True):
             path = (model.COMPILING, model.SUCCEEDED) if state == DONE else (state,)
             for step in path:
@@ -79,12 +82,17 @@ async def test_the_failed_cells_become_a_job_with_the_label_of_the_former_one(wo
 async def test_an_id_of_a_request_is_refused_for_another_one_whatever_is_wrong_with_that(world: World) -> None:
     service = Service(world)
     spec, other = await spec_of(world), JobSpec(name="without a candidate")
-    job = await service.rpcs.Submit(SubmitJobRequest(request_id="r", spec=spec), None)
-    assert (await service.rpcs.Submit(SubmitJobRequest(request_id="r", spec=spec), None)).id == job.id
+    job = await service.rpcs.Submit(SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id="r", spec=spec), None)
+    assert (
+        await service.rpcs.Submit(SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id="r", spec=spec), None)
+    ).id == job.id
     renamed = JobSpec(name="another")
     renamed.MergeFrom(spec)
     renamed.name = "another"
-    for request in (SubmitJobRequest(request_id="r", spec=renamed), SubmitJobRequest(request_id="r", spec=other)):
+    for request in (
+        SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id="r", spec=renamed),
+        SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id="r", spec=other),
+    ):
         with refuses("REQUEST_ID_USED", match=job.id):
             await service.rpcs.Submit(request, None)
     with refuses("REQUEST_ID_USED", match="Send another id"):
@@ -93,14 +101,20 @@ async def test_an_id_of_a_request_is_refused_for_another_one_whatever_is_wrong_w
     # The id belongs to its owner, and to the project.
     bob, method = Principal(name="bob", role=Role.ROLE_USER), "/etfarm.v1.JobService/Submit"
     caller.authorize(caller.with_projects(bob, ["default"], "default"), method)
-    assert (await service.rpcs.Submit(SubmitJobRequest(request_id="r", spec=renamed), None)).name == "another"
+    assert (
+        await service.rpcs.Submit(SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id="r", spec=renamed), None)
+    ).name == "another"
 
 
 async def test_a_job_of_an_earlier_release_is_returned_whatever_the_spec(world: World) -> None:
     service = Service(world)
-    job = await service.rpcs.Submit(SubmitJobRequest(request_id="r", spec=await spec_of(world)), None)
+    job = await service.rpcs.Submit(
+        SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id="r", spec=await spec_of(world)), None
+    )
     await world.database.write(lambda connection: connection.execute(update(schema.jobs).values(request_digest=None)))
-    again = await service.rpcs.Submit(SubmitJobRequest(request_id="r", spec=JobSpec(name="other")), None)
+    again = await service.rpcs.Submit(
+        SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id="r", spec=JobSpec(name="other")), None
+    )
     assert again.id == job.id
 
 
@@ -125,7 +139,9 @@ async def test_results_of_the_former_cell_are_left_out(world: World) -> None:
 async def test_a_job_without_failed_cells_or_with_live_ones_is_refused(world: World) -> None:
     service = Service(world)
     done = await service.ended(await spec_of(world), DONE, CANCELLED, DONE, DONE)
-    live = await service.rpcs.Submit(SubmitJobRequest(request_id="live", spec=await spec_of(world)), None)
+    live = await service.rpcs.Submit(
+        SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id="live", spec=await spec_of(world)), None
+    )
     for job, reason in ((done, "NOTHING_TO_RETRY"), (live, "JOB_LIVE")):
         with refuses(reason):
             await service.rpcs.Retry(RetryJobRequest(job_id=job.id, request_id=f"again {job.id}"), None)

@@ -29,7 +29,8 @@ from etfarm.v1.device_pb2 import Cluster, Device
 from etfarm.v1.job_pb2 import Candidate, DeviceChoice, Job, JobSpec, JobState, Measurement, SubmitJobRequest
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.cores import CoresUnknown
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import UserError
+from etfarm.wire.names import PROTOCOL_VERSION
 from tests.support.golden import Golden
 from tests.support.refusals import refuses
 from tests.support.submissions import AT, FP32, World, world
@@ -161,16 +162,6 @@ async def test_a_program_may_be_measured_in_50_runs(world: World, repeat: int) -
     assert job.spec.measurement.repeat == repeat
 
 
-async def test_a_client_of_0_1_is_refused_with_the_version_to_install(golden: Golden, world: World) -> None:
-    candidate = await world.model()
-    stage = candidate.stages_done.add(stage="TORCH_EXPORT", duration_ms=1.0)
-    stage.MergeFromString(b"\x1a\x06CLIENT")  # field 3, `where`
-    with refuses("CLIENT_TOO_OLD") as refused:
-        await world.make(JobSpec(candidates=[candidate]))
-    assert refused.value.kind is Kind.FAILED_PRECONDITION
-    golden.check(refused.value)
-
-
 async def test_a_job_is_refused_if_no_device_that_matches_has_a_runner(world: World) -> None:
     world.without_runner = {"aarch64"}
     refused = JobSpec(candidates=[await world.model()], devices=[DeviceChoice(selector="arch=aarch64")])
@@ -271,7 +262,19 @@ class Serving:
         caller.authorize(caller.resolve_default(LOCAL, ""), "/etfarm.v1.JobService/Submit")
 
     async def submit(self, spec: JobSpec, request_id: str = "r") -> Job:
-        return await self.service.Submit(SubmitJobRequest(request_id=request_id, spec=spec), None)
+        return await self.service.Submit(
+            SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id=request_id, spec=spec), None
+        )
+
+
+@pytest.mark.parametrize("validate_only", [False, True])
+async def test_a_client_of_before_0_3_is_refused_with_the_version_to_install(
+    golden: Golden, world: World, *, validate_only: bool
+) -> None:
+    request = SubmitJobRequest(spec=JobSpec(candidates=[await world.model()]), validate_only=validate_only)
+    with refuses("CLIENT_TOO_OLD") as refused:
+        await Serving(world).service.Submit(request, None)
+    golden.check(refused.value)
 
 
 async def test_a_request_that_is_sent_again_gives_the_job_of_then_whatever_the_farm_has_now(world: World) -> None:

@@ -68,7 +68,7 @@ def list_(
             agent.agent_id,
             agent.principal or (f"not bound; {agent.refused_principal} was refused" if agent.refused_principal else "not bound"),
             "connected" if agent.connected else "retired" if agent.retired else "offline",
-            agent.version or "-",
+            f"{agent.version or '-'}{' (only upgrades)' if agent.outdated else ''}",
             ", ".join(agent.device_ids) or "-",
         )
         for agent in agents

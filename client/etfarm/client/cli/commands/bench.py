@@ -23,7 +23,7 @@ from etfarm.client.cli.arguments import (
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.client.cli.terminal.capabilities import tell
-from etfarm.wire.errors import EtfarmError, Kind, error_for
+from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.measurement import RANGES
 
 if TYPE_CHECKING:
@@ -349,8 +349,7 @@ async def report_gate(job: AsyncJob, gate: str, failures: Sequence[str]) -> None
     try:
         await job.report_gate(gate, failures)
     except EtfarmError as error:
-        if error.kind is not Kind.UNIMPLEMENTED:  # a server of etfarm 0.2.0 has no notices
-            tell(f"etfarm: The farm was not told of the requirement: {error}", to_stderr=True)
+        tell(f"etfarm: The farm was not told of the requirement: {error}", to_stderr=True)
 
 
 def require_several_candidates(specs: Sequence[ModelSpec], recipes: Sequence[Recipe]) -> None:

@@ -24,7 +24,7 @@ from etfarm.server.rpc.door.caller import caller
 from etfarm.server.rpc.door.roles import ADMIN
 from etfarm.server.rpc.services.artifacts import holder_of
 from etfarm.server.rpc.services.enrolment import Enrolment
-from etfarm.server.rpc.services.protocol import require_common_version
+from etfarm.server.rpc.services.protocol import version_with
 from etfarm.server.rpc.services.salvage import Salvaged
 from etfarm.server.sessions.sessions import Sessions
 from etfarm.server.state.paging import page_of
@@ -74,7 +74,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         if first is None or first.WhichOneof("message") != "hello":
             raise error_for("NO_HELLO", "The first message of an agent must be Hello.")
         hello = first.hello
-        protocol_version = require_common_version(hello, self._version)
+        protocol_version = version_with(hello, self._version)
         principal = caller()
         await self._identities.admit(hello.agent_id, principal)
         session = AgentSession(
@@ -169,6 +169,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             host="" if session is None else session.host,
             allows_upgrade=session is not None and session.allows_upgrade,
             retired=identity.is_retired,
+            outdated=session is not None and session.is_outdated,
         )
 
     async def _listen(self, session: AgentSession, messages: AsyncIterator[agent_pb2.AgentMessage]) -> None:

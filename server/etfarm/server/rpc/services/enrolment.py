@@ -35,8 +35,7 @@ class Enrolment:
         """Handle AgentService.Enroll; see agent.proto for its errors."""
         caller = credential()
         # Before the token is used up: an agent that could not connect would need another one.
-        if request.HasField("protocol_version"):
-            require_common_version(request, self._version)
+        require_common_version(request, self._version)
         session = AgentSession(request.agent_id, request.boot_id, self._clock, principal=caller.principal.name)
         await self._registry.accept(session, [Device(id=device_id) for device_id in request.device_ids])
         is_known = self._registry.is_agent_known(request.agent_id)

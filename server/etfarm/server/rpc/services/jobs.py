@@ -22,6 +22,7 @@ from etfarm.server.jobs.retry import cells_to_retry, spec_of_retry
 from etfarm.server.jobs.submission import BadJob, Submission
 from etfarm.server.jobs.waiting_list import WaitingList
 from etfarm.server.rpc.door.caller import active_project, caller, names_project, require_owner, scope
+from etfarm.server.rpc.services.protocol import require_served_client
 from etfarm.server.rpc.services.times import read_time
 from etfarm.server.state.cut import fit
 from etfarm.server.state.paging import PAGE_SIZES, page_size, page_start
@@ -67,6 +68,7 @@ class JobService(job_pb2_grpc.JobServiceServicer):
         self._accepting: set[asyncio.Task[job_pb2.Job]] = set()
 
     async def Submit(self, request: job_pb2.SubmitJobRequest, context: object) -> job_pb2.Job:
+        require_served_client(request, self._version)
         if request.validate_only:
             self._require_open()
             project = active_project()

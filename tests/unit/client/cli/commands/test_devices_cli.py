@@ -12,6 +12,7 @@ import pytest
 from etfarm.client.cli.commands import devices
 from etfarm.device_agents.device import inventory
 from etfarm.v1 import common_pb2, device_pb2, device_pb2_grpc, farm_pb2, farm_pb2_grpc
+from etfarm.wire.names import PROTOCOL_VERSION
 from tests.support import dumps
 
 UNAUTHORIZED = common_pb2.Error(
@@ -41,7 +42,7 @@ class Devices(device_pb2_grpc.DeviceServiceServicer, farm_pb2_grpc.FarmServiceSe
         self.known: list[device_pb2.Device] = []
 
     def GetServerInfo(self, request: farm_pb2.GetServerInfoRequest, context: grpc.ServicerContext) -> farm_pb2.ServerInfo:
-        return farm_pb2.ServerInfo(workers_ready=True)
+        return farm_pb2.ServerInfo(workers_ready=True, protocol_version=PROTOCOL_VERSION)
 
     def List(self, request: device_pb2.ListDevicesRequest, context: grpc.ServicerContext) -> device_pb2.ListDevicesResponse:
         return device_pb2.ListDevicesResponse(devices=self.known)

@@ -10,6 +10,7 @@ import pytest
 
 from etfarm.client.cli.commands import jobs
 from etfarm.v1 import common_pb2, device_pb2, device_pb2_grpc, farm_pb2, farm_pb2_grpc, job_pb2, job_pb2_grpc, report_pb2
+from etfarm.wire.names import PROTOCOL_VERSION
 
 
 class Jobs(job_pb2_grpc.JobServiceServicer, device_pb2_grpc.DeviceServiceServicer, farm_pb2_grpc.FarmServiceServicer):
@@ -20,7 +21,7 @@ class Jobs(job_pb2_grpc.JobServiceServicer, device_pb2_grpc.DeviceServiceService
         self.states: list[list[int]] = []
 
     def GetServerInfo(self, request: farm_pb2.GetServerInfoRequest, context: grpc.ServicerContext) -> farm_pb2.ServerInfo:
-        return farm_pb2.ServerInfo(workers_ready=True)
+        return farm_pb2.ServerInfo(workers_ready=True, protocol_version=PROTOCOL_VERSION)
 
     def List(self, request: object, context: grpc.ServicerContext) -> object:
         if isinstance(request, device_pb2.ListDevicesRequest):

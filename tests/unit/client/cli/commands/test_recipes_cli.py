@@ -23,6 +23,7 @@ from etfarm.v1 import (
     farm_pb2_grpc,
 )
 from etfarm.wire import recipes
+from etfarm.wire.names import PROTOCOL_VERSION
 
 FILE = """
 recipe = "xnnpack_fp32"
@@ -127,7 +128,7 @@ class Farm(compile_pb2_grpc.CompileServiceServicer, device_pb2_grpc.DeviceServic
     """The server's end: 18 recipes, of which 2 do not compile there, and 6 equal devices."""
 
     def GetServerInfo(self, request: farm_pb2.GetServerInfoRequest, context: grpc.ServicerContext) -> farm_pb2.ServerInfo:
-        return farm_pb2.ServerInfo(workers_ready=True)
+        return farm_pb2.ServerInfo(workers_ready=True, protocol_version=PROTOCOL_VERSION)
 
     def ListRecipes(
         self, request: compile_pb2.ListRecipesRequest, context: grpc.ServicerContext

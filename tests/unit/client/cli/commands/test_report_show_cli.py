@@ -13,6 +13,7 @@ import pytest
 from etfarm.client.cli.commands.report import main as command
 from etfarm.v1 import farm_pb2, farm_pb2_grpc, job_pb2, job_pb2_grpc, report_pb2, report_service_pb2_grpc
 from etfarm.wire import report as wire
+from etfarm.wire.names import PROTOCOL_VERSION
 from tests.support.documents import document, report
 
 
@@ -64,7 +65,7 @@ class Reports(farm_pb2_grpc.FarmServiceServicer, job_pb2_grpc.JobServiceServicer
         self.report = report_
 
     def GetServerInfo(self, request: farm_pb2.GetServerInfoRequest, context: grpc.ServicerContext) -> farm_pb2.ServerInfo:
-        return farm_pb2.ServerInfo(workers_ready=True)
+        return farm_pb2.ServerInfo(workers_ready=True, protocol_version=PROTOCOL_VERSION)
 
     def Get(self, request: object, context: grpc.ServicerContext) -> object:
         if isinstance(request, report_pb2.GetReportsRequest):
