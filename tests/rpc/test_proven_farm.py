@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -21,7 +19,6 @@ from etfarm.server.backup.backup import back_up
 from etfarm.server.backup.restore import restore
 from etfarm.v1 import agent_pb2, agent_pb2_grpc, common_pb2, token_pb2, token_pb2_grpc
 from etfarm.wire.channel import Access, open_channel
-from tests.support import last_release
 from tests.support.databases import TEMPLATE, PostgresDatabases
 from tests.support.databases import postgres_databases as postgres_databases
 from tests.support.farm import START_S, Daemon
@@ -381,27 +378,3 @@ async def test_a_result_reaches_a_server_that_was_away_when_its_attempt_began(tw
         async with asyncio.timeout(240):
             (report,) = (await job.result()).reports
         assert report.error is None and report.state == "SUCCEEDED"
-
-
-@pytest.mark.skipif(not last_release.is_available(), reason="a shallow clone lacks the release's commit")
-async def test_a_server_of_the_last_release_serves_an_agent_at_its_address_until_it_is_upgraded(tmp_path: Path) -> None:
-    home = Home(tmp_path / "farm")
-    board = Board(tmp_path / "board", home.ca)
-    old = last_release.server(home.folder, "--tokens", str(home.tokens), *home.tls)
-    home.data = home.folder / "server"
-    old.start()
-    try:
-        address = old.expect("listening on").rpartition(" ")[2]
-        async with board.connected(address, await home.enrolment_token(address)):
-            pass
-        async with board.connected(address):
-            pass
-        assert not board.kept["farm_id"]
-    finally:
-        assert old.stop() == 0
-    script = Path(__file__).parents[2] / "docs" / "upgrade" / "convert.py"
-    await asyncio.to_thread(subprocess.run, [sys.executable, script, home.data], check=True, timeout=120)
-    with home.serving(address=address):
-        async with board.connected(address):
-            pass
-    assert board.kept["farm_id"]

@@ -13,12 +13,8 @@ from typing import Final
 PACKAGES: Final = ("proto", "server", "client", "device_agents")
 
 
-def make_runnable(folder: Path, version: str = "") -> None:
-    """Complete a tree of the packages and pyproject.toml.
-
-    Args:
-        version: its version; that of pyproject.toml when empty.
-    """
+def make_runnable(folder: Path, version: str) -> None:
+    """Complete a tree of the packages and pyproject.toml with a version."""
     _describe(folder, version)
     for package in PACKAGES:
         _close(folder / package / "etfarm")
@@ -39,9 +35,8 @@ def _close(folder: Path) -> None:
 def _describe(folder: Path, version: str) -> None:
     """Write the package's metadata, which name its version and its commands as an installation would."""
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-    number = version or project["version"]
-    about = folder / "proto" / f"etfarm-{number}.dist-info"
+    about = folder / "proto" / f"etfarm-{version}.dist-info"
     about.mkdir()
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: etfarm\nVersion: {number}\n")
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: etfarm\nVersion: {version}\n")
     lines = [f"{name} = {target}" for name, target in project["entry-points"]["etfarm.commands"].items()]
     (about / "entry_points.txt").write_text("\n".join(["[etfarm.commands]", *lines, ""]))
