@@ -43,7 +43,6 @@ class Daemon:
     Args:
         within: what stands before the command and becomes it.
         python: the interpreter.
-        knows_health: whether a server has the options for the health of devices, which old ones lack.
         executes: whether it must be a process as a user starts it, whose memory, limits, children, and files in /proc are its
             own; others are forked from the template, and their forkservers are.
     """
@@ -59,10 +58,9 @@ class Daemon:
         within: Sequence[str] = (),
         python: str | Path = sys.executable,
         *,
-        knows_health: bool = True,
         executes: bool = False,
     ) -> None:
-        if list(arguments[:1]) == ["serve"] and "--health-interval" not in arguments and knows_health:
+        if list(arguments[:1]) == ["serve"] and "--health-interval" not in arguments:
             # Most tests count the runs of their devices, play their agents, or make them fail.
             arguments = [*arguments, "--health-interval", "0"]
             arguments += [] if "--health" in arguments else ["--health", str(TOLERANT_HEALTH)]
