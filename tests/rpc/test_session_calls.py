@@ -312,22 +312,6 @@ async def test_a_generation_streams_in_its_turn_and_its_caller_s_leaving_stops_i
     caller.events.cancel()
 
 
-async def test_an_agent_that_cannot_generate_gets_neither_a_generation_nor_a_reset(
-    channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
-) -> None:
-    wanted.selector = f"id={agent.devices[1].id}"
-    caller = Caller(channel, wanted)
-    serving = agent.serve(await agent.started())
-    await caller.event("ready")
-    assert await refusal(caller.generate("text", 2).read()) == "GENERATION_UNSUPPORTED"
-    assert await refusal(caller.call("reset", reset=True)) == "GENERATION_UNSUPPORTED"
-    usable = caller.call("text")
-    assert (await serving.call()).call_id == "text", "it is the first one that was sent"
-    serving.answer("text", 1)
-    assert (await usable).answer.run_ns == 1
-    caller.events.cancel()
-
-
 async def test_tokens_that_were_not_requested_end_the_session(
     channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
 ) -> None:

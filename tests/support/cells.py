@@ -201,10 +201,8 @@ class World:
         await again.registry.load()
         return again
 
-    async def agent(self, name: str = "pi", *, can_generate: bool = False) -> Agent:
-        agent = Agent(self, name)
-        agent.device.can_generate = can_generate
-        return await agent.connect()
+    async def agent(self, name: str = "pi") -> Agent:
+        return await Agent(self, name).connect()
 
     async def submit(
         self,

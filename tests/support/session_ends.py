@@ -52,7 +52,6 @@ class Agent(AgentStream):
                     arch=platform.machine(),
                     cores=2,
                     own_runners=own_runners,
-                    can_generate_in_sessions=index == 0,
                 )
                 for index in range(2)
             ]

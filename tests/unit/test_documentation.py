@@ -92,7 +92,6 @@ FAMILIES = {
     "BAD_WORKER_ANSWER": "an answer, an analysis and an output file of a child, read in rooms that do not import each other",
     "DIGEST_MISMATCH": "an upload to a local session, and a program's manifest, which differ in whose fault it is",
     "DISK_FULL": "one disk for uploads, the database and children's files, in rooms that do not import each other",
-    "GENERATION_UNSUPPORTED": "a measurement that other devices may take, and a call of a session that has its device",
     "INTERNAL": "the reason of an error that names none",
     "LIMIT_EXCEEDED": "limits of a message, and of uploads, whose remedies differ",
     "QUOTA_EXCEEDED": "quotas of jobs, and of stored bytes, in rooms that do not import each other",

@@ -202,7 +202,6 @@ def _device(config: AgentConfig) -> device_pb2.Device:
     if emulator is not None and "sme" in device.features:
         log.warning("--cpu %s: %s", emulator.cpu, SME_WARNING)
     device.name = config.name
-    device.can_generate = device.can_generate_in_sessions = True
     device.concurrent_runs = config.concurrent_runs
     device.labels.update(config.labels)
     return device

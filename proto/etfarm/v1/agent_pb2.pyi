@@ -678,7 +678,6 @@ class GenerationResult(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     TELEMETRY_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
-    ENCODERS_WITH_INPUTS_FIELD_NUMBER: _builtins.int
     ENCODERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def points(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerationPointResult]:
@@ -709,16 +708,12 @@ class GenerationResult(_message.Message):
     def telemetry(self) -> _report_pb2.RunTelemetry: ...
     @_builtins.property
     def score(self) -> Global___ScoreResult:
-        """Absent if the plan has no ScorePlan, from other processes than the last one, and from agents that do not know it."""
-
-    @_builtins.property
-    def encoders_with_inputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The encoders that ran on FlowEncoder.inputs. Agents that do not know these generate inputs and leave this empty."""
+        """Absent if the plan has no ScorePlan, and from other processes than the last one."""
 
     @_builtins.property
     def encoders(self) -> _containers.RepeatedCompositeFieldContainer[Global___EncoderTrace]:
         """The traced executions of encoders, in the order of ModelFlow.encoders; `tokens` is the number of their positions. Empty if they
-        were not traced, and from agents that do not trace them.
+        were not traced.
         """
 
     def __init__(
@@ -732,12 +727,11 @@ class GenerationResult(_message.Message):
         load: _report_pb2.Load | None = ...,
         telemetry: _report_pb2.RunTelemetry | None = ...,
         score: Global___ScoreResult | None = ...,
-        encoders_with_inputs: _abc.Iterable[_builtins.str] | None = ...,
         encoders: _abc.Iterable[Global___EncoderTrace] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "load", b"load", "prefill", b"prefill", "score", b"score", "telemetry", b"telemetry", "token_ns", b"token_ns", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "encoders", b"encoders", "encoders_with_inputs", b"encoders_with_inputs", "load", b"load", "points", b"points", "prefill", b"prefill", "score", b"score", "telemetry", b"telemetry", "token_ns", b"token_ns", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "encoders", b"encoders", "load", b"load", "points", b"points", "prefill", b"prefill", "score", b"score", "telemetry", b"telemetry", "token_ns", b"token_ns", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1243,13 +1237,13 @@ class RunCandidate(_message.Message):
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Artifact]:
         """Further inputs of the method, at most 63 tensor files. It is executed once on each after the timed and the traced passes, from
-        its initial state, for accuracy alone; agents that do not know this leave CandidateResult.further absent.
+        its initial state, for accuracy alone.
         """
 
     @_builtins.property
     def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunCall]:
         """Calls of the program's methods, at most 64, of which each continues the state of those before: once all of their methods are
-        loaded anew, after all that is measured, for accuracy alone. Agents that do not know this leave CandidateResult.calls absent.
+        loaded anew, after all that is measured, for accuracy alone.
         """
 
     def __init__(

@@ -270,9 +270,7 @@ class Device(_message.Message):
     TELEMETRY_FIELD_NUMBER: _builtins.int
     OPERATOR_COUNT_FIELD_NUMBER: _builtins.int
     RUNNER_FIELD_NUMBER: _builtins.int
-    CAN_GENERATE_FIELD_NUMBER: _builtins.int
     PROJECTS_FIELD_NUMBER: _builtins.int
-    CAN_GENERATE_IN_SESSIONS_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     RESERVATION_FIELD_NUMBER: _builtins.int
     HEALTH_FIELD_NUMBER: _builtins.int
@@ -310,12 +308,6 @@ class Device(_message.Message):
     runner: _common_pb2.RunnerKind.ValueType
     """The runner that a run would use now: NATIVE is the farm's bundle for the device, the others are in own_runners. UNSPECIFIED
     if it has none yet.
-    """
-    can_generate: _builtins.bool
-    """Whether its agent can measure generation (GenerationPlan). Agents of etfarm 0.2 and before cannot."""
-    can_generate_in_sessions: _builtins.bool
-    """Whether its agent can generate text in sessions, and reset them (SessionGeneration, SessionTask.reset). Agents of etfarm 0.2
-    and before cannot.
     """
     agent_version: _builtins.str
     """The version of etfarm of its agent, connected or not."""
@@ -405,9 +397,7 @@ class Device(_message.Message):
         telemetry: Global___DeviceTelemetry | None = ...,
         operator_count: _builtins.int | None = ...,
         runner: _common_pb2.RunnerKind.ValueType = ...,
-        can_generate: _builtins.bool = ...,
         projects: _abc.Iterable[_builtins.str] | None = ...,
-        can_generate_in_sessions: _builtins.bool = ...,
         drain: Global___DeviceDrain | None = ...,
         reservation: Global___Reservation | None = ...,
         health: Global___DeviceHealth | None = ...,
@@ -418,7 +408,7 @@ class Device(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery", "_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "drain", b"drain", "has_battery", b"has_battery", "health", b"health", "last_seen_time", b"last_seen_time", "operator_count", b"operator_count", "page_size_bytes", b"page_size_bytes", "problem", b"problem", "reservation", b"reservation", "telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery", "_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "agent_id", b"agent_id", "agent_version", b"agent_version", "arch", b"arch", "attempt_id", b"attempt_id", "attempt_ids", b"attempt_ids", "backends", b"backends", "can_generate", b"can_generate", "can_generate_in_sessions", b"can_generate_in_sessions", "clusters", b"clusters", "concurrent_runs", b"concurrent_runs", "cores", b"cores", "drain", b"drain", "emulated", b"emulated", "features", b"features", "has_battery", b"has_battery", "health", b"health", "id", b"id", "is_runner_coming", b"is_runner_coming", "labels", b"labels", "last_seen_time", b"last_seen_time", "memory_bytes", b"memory_bytes", "model", b"model", "name", b"name", "operator_count", b"operator_count", "os", b"os", "own_runners", b"own_runners", "page_size_bytes", b"page_size_bytes", "problem", b"problem", "projects", b"projects", "reservation", b"reservation", "runner", b"runner", "soc", b"soc", "state", b"state", "telemetry", b"telemetry", "thermal_zones", b"thermal_zones"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery", "_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "agent_id", b"agent_id", "agent_version", b"agent_version", "arch", b"arch", "attempt_id", b"attempt_id", "attempt_ids", b"attempt_ids", "backends", b"backends", "clusters", b"clusters", "concurrent_runs", b"concurrent_runs", "cores", b"cores", "drain", b"drain", "emulated", b"emulated", "features", b"features", "has_battery", b"has_battery", "health", b"health", "id", b"id", "is_runner_coming", b"is_runner_coming", "labels", b"labels", "last_seen_time", b"last_seen_time", "memory_bytes", b"memory_bytes", "model", b"model", "name", b"name", "operator_count", b"operator_count", "os", b"os", "own_runners", b"own_runners", "page_size_bytes", b"page_size_bytes", "problem", b"problem", "projects", b"projects", "reservation", b"reservation", "runner", b"runner", "soc", b"soc", "state", b"state", "telemetry", b"telemetry", "thermal_zones", b"thermal_zones"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__has_battery: _TypeAlias = _typing.Literal["has_battery"]  # noqa: Y015
     _WhichOneofArgType__has_battery: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery"]  # noqa: Y015

@@ -142,8 +142,7 @@ class SessionServiceServicer(object):
         INVALID_ARGUMENT     BAD_CALL: a token is not in the vocabulary, or `position` is behind the context.
         NOT_A_LANGUAGE_MODEL: the program has no methods that generate text.
         CONTEXT_TOO_SHORT: prompt and tokens do not fit into the context.
-        FAILED_PRECONDITION  GENERATION_UNSUPPORTED: the device's runner is too old. As a status, also of Call with a reset: the
-        device's agent is (Device.can_generate_in_sessions).
+        FAILED_PRECONDITION  GENERATION_UNSUPPORTED: the device's runner is too old.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

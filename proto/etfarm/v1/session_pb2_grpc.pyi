@@ -101,8 +101,7 @@ class SessionServiceStub:
       INVALID_ARGUMENT     BAD_CALL: a token is not in the vocabulary, or `position` is behind the context.
                            NOT_A_LANGUAGE_MODEL: the program has no methods that generate text.
                            CONTEXT_TOO_SHORT: prompt and tokens do not fit into the context.
-      FAILED_PRECONDITION  GENERATION_UNSUPPORTED: the device's runner is too old. As a status, also of Call with a reset: the
-                           device's agent is (Device.can_generate_in_sessions).
+      FAILED_PRECONDITION  GENERATION_UNSUPPORTED: the device's runner is too old.
     """
 
 @_typing.type_check_only
@@ -178,8 +177,7 @@ class SessionServiceAsyncStub(SessionServiceStub):
       INVALID_ARGUMENT     BAD_CALL: a token is not in the vocabulary, or `position` is behind the context.
                            NOT_A_LANGUAGE_MODEL: the program has no methods that generate text.
                            CONTEXT_TOO_SHORT: prompt and tokens do not fit into the context.
-      FAILED_PRECONDITION  GENERATION_UNSUPPORTED: the device's runner is too old. As a status, also of Call with a reset: the
-                           device's agent is (Device.can_generate_in_sessions).
+      FAILED_PRECONDITION  GENERATION_UNSUPPORTED: the device's runner is too old.
     """
 
 class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -270,8 +268,7 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
           INVALID_ARGUMENT     BAD_CALL: a token is not in the vocabulary, or `position` is behind the context.
                                NOT_A_LANGUAGE_MODEL: the program has no methods that generate text.
                                CONTEXT_TOO_SHORT: prompt and tokens do not fit into the context.
-          FAILED_PRECONDITION  GENERATION_UNSUPPORTED: the device's runner is too old. As a status, also of Call with a reset: the
-                               device's agent is (Device.can_generate_in_sessions).
+          FAILED_PRECONDITION  GENERATION_UNSUPPORTED: the device's runner is too old.
         """
 
 def add_SessionServiceServicer_to_server(servicer: SessionServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

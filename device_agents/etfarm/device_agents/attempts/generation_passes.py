@@ -202,7 +202,6 @@ class GenerationPasses:
         if len(failures) == len(plan.points):
             raise failures[0]
         telemetry = self._result.telemetry
-        measured.result.encoders_with_inputs.extend(sorted(self._inputs))
         completed = [point for point in measured.result.points if point.repetitions]
         telemetry.MergeFrom(completed[0].telemetry)
         for completed_point in completed[1:]:

@@ -32,7 +32,7 @@ class Hello:
     confined: tuple[str, ...] = ()
     """Active measures by which the runner confines itself: `no-new-privileges`, `landlock`, `seccomp`."""
     commands: tuple[str, ...] = ()
-    """The commands of the protocol that it knows; empty for runners of etfarm 0.2, which do not list them."""
+    """The commands of the protocol that it knows; empty for a runner that does not list them."""
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def _time(rows: Sequence[Json], report: Json) -> Json | None:
     names, shares = {views.operator_name(row) for row in rows}, [row["share"] for row in rows]
     share = None if None in shares else sum(shares)
     profile = report["profile"] or {}
-    # Reports of 0.2 have no mean of the whole.
+    # Reports of before 0.3.0 have no mean of the whole.
     whole_ns = profile["p50_ns"] if profile.get("mean_ns") is None and profile else profile.get("mean_ns")
     if share is not None and whole_ns is not None:
         time_ns: float | None = share * whole_ns

@@ -99,7 +99,7 @@ def _errors(output: Mapping[str, Any] | None) -> Json | None:
     if output is None:
         return None
     keys = ("reference", "equal", "sqnr_db", "max_abs_error", "top1_agreement", "nan_count")
-    # Reports of releases before 0.3 are of the timed inputs alone.
+    # Reports of before 0.3.0 are of the timed inputs alone.
     samples = {"samples": output["samples"] or 1, "samples_digest": output["samples_digest"]}
     return {**{key: output[key] for key in keys}, **samples}
 

@@ -64,7 +64,7 @@ class KnownTokens:
         return self.loaded.is_set() and self._is_empty and not self._leader_asks and not self._has_seen_refusal
 
     def note_refusal(self) -> None:
-        """Record that the leader refuses callers without a token. One of an older version does not record its token file."""
+        """Record that the leader refuses callers without a token, before the record of its token file is read."""
         self._has_seen_refusal = True
 
     def find(self, key: bytes) -> Credential | None:
@@ -127,7 +127,7 @@ class KnownTokens:
             except psycopg.errors.UndefinedTable:  # no server has led yet
                 self._replace([])
             if not self.farm_id:
-                with contextlib.suppress(psycopg.errors.UndefinedTable):  # or one of an older version leads
+                with contextlib.suppress(psycopg.errors.UndefinedTable):
                     self.farm_id = str(((await (await session.execute(_FARM)).fetchone()) or [""])[0])
             self._has_read.set()
             self._has_read = asyncio.Event()

@@ -25,8 +25,6 @@ _INVALID: Final = report_pb2.VERDICT_STATUS_INVALID
 _NOT_BENCHMARKABLE: Final = report_pb2.VERDICT_STATUS_NOT_BENCHMARKABLE
 NOT_SCORED: Final = "GENERATION_NOT_SCORED"
 """Code of the warning that an agent did not measure the accuracy of generation."""
-INPUTS_IGNORED: Final = "ENCODER_INPUTS_IGNORED"
-"""Code of the warning that an agent did not use the inputs of an encoder."""
 _REFERENCES: Final = {
     report_pb2.REFERENCE_EAGER: "the exported program in PyTorch",
     report_pb2.REFERENCE_QUANTIZED: "the quantized program in PyTorch",
@@ -65,7 +63,6 @@ def fill_generation(
     for process in result.generations:
         generated.token_times.add().CopyFrom(process.token_ns)
         generated.tokens.add().CopyFrom(process.tokens)
-    _warn_of_ignored_inputs(report, plan, result)
     _fill_traces(report, result.generations[-1], analysis)
     _fill_accuracy(report, plan, result.generations[-1].score, analysis.accuracy, dtype)
     if requested > len(result.generations):
@@ -97,18 +94,6 @@ def fill_generation(
         fill_parts(point, [process.points[place] for process in result.generations], plan.generated_tokens)
         point.verdict.CopyFrom(_judge_point(point, result))
     report.verdict.CopyFrom(_judge_all(generated.points))
-
-
-def _warn_of_ignored_inputs(
-    report: report_pb2.Report, plan: generation_pb2.GenerationPlan, result: agent_pb2.CandidateResult
-) -> None:
-    """Warn of encoders that ran on made-up inputs although the job has inputs for them."""
-    used = set.intersection(*(set(process.encoders_with_inputs) for process in result.generations))
-    for encoder in report.generation.model.flow.encoders:
-        if encoder.HasField("inputs") and encoder.method not in used:
-            encoder.ClearField("inputs")
-            message = f"{encoder.method} ran on generated inputs: the device's agent does not know inputs of encoders. Update it."
-            report.compile.warnings.add(code=INPUTS_IGNORED, message=message)
 
 
 def _fill_traces(report: report_pb2.Report, last: agent_pb2.GenerationResult, analysis: report_pb2.Generation) -> None:

@@ -26,7 +26,7 @@ from etfarm.server.devices.scheduling.waiting import open_to
 from etfarm.server.devices.selection import select_devices
 from etfarm.server.jobs.cells.requirements import Requirements, method_missing
 from etfarm.server.jobs.records.quotas import Counted, Quotas
-from etfarm.server.sessions.errors import ForeignStream, agent_cannot_generate_in_sessions
+from etfarm.server.sessions.errors import ForeignStream
 from etfarm.server.sessions.leasing import Leasing
 from etfarm.server.sessions.session import (
     Lease,
@@ -178,8 +178,6 @@ class Sessions:
             return SessionAnswer(error=to_proto(session.over))
         size = len(request.task.inputs.inline)
         lease = session.admit(request.call_id, size)
-        if request.task.reset and not lease.device.can_generate_in_sessions:
-            raise agent_cannot_generate_in_sessions(lease.device)
         if missing:
             raise artifact_missing(missing[0])
         session.remember(input_digests)
@@ -219,8 +217,6 @@ class Sessions:
         # The tokens count until their reader has taken them.
         size = task.ByteSize() + token_buffer.BYTES_OF_TOKEN * task.generation.tokens
         lease = session.admit(call_id, size)
-        if not lease.device.can_generate_in_sessions:
-            raise agent_cannot_generate_in_sessions(lease.device)
         begun, buffer = asyncio.Event(), TokenBuffer(task.generation.tokens)
         session.calls[call_id] = size
         lease.texts[call_id] = buffer

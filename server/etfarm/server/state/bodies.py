@@ -46,7 +46,7 @@ def seal(message: Message) -> bytes:
 
 
 def is_whole(body: bytes) -> bool:
-    """Return whether a value has its checksum, or none, as those of releases that stored none."""
+    """Return whether a value has its checksum, or none, as those of before 0.3.0."""
     if not body.endswith(_HEAD, 0, -_CRC_BYTES):
         return True
     return zlib.crc32(memoryview(body)[:-_SEAL_BYTES]) == int.from_bytes(body[-_CRC_BYTES:], "little")

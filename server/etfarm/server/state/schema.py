@@ -83,7 +83,7 @@ jobs = Table(
     Column("project", Text, nullable=False, server_default="default"),
     # Number of servers that died of a fault of their own, or of a lack of memory, while they handled the live job.
     Column("takeups", Whole, nullable=False, server_default="0"),
-    # A digest of what was sent with request_id; null for jobs of releases that did not store it.
+    # A digest of what was sent with request_id; null for jobs of before 0.3.0.
     Column("request_digest", LargeBinary),
     UniqueConstraint("owner", "request_id"),
     Index("jobs_of_a_project", "project", "number"),

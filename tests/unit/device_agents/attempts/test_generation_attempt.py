@@ -180,7 +180,6 @@ async def test_an_encoder_runs_on_the_image_that_it_is_given(blobs: Blobs, addre
     result, _ = await result_of(model, plan, blobs, address, tmp_path)
     assert not result.HasField("error"), result.error
     (generation,) = result.generations
-    assert generation.encoders_with_inputs == ["vision_encoder"]
     tokens = rows(blobs, generation.tokens.digest, "i")
     first = next(place for place, point in enumerate(plan.points) if not point.depth)
     assert tokens[3 * first : 3 * first + 3] == 3 * [expected[:GENERATED].tolist()], "eager PyTorch's tokens after the image"
@@ -244,7 +243,7 @@ def scripted(
 
 
 class EarlierMachine(Machine):
-    """A machine whose runner speaks the protocol of etfarm 0.2, as far as an attempt without a program gets."""
+    """A machine whose runner lists no commands, as far as an attempt without a program gets."""
 
     def start_runner(
         self, bundle: Bundle | None, folder: Path, on_log: OnLog | None

@@ -197,20 +197,6 @@ def test_each_method_of_a_flow_has_its_part(tmp_path: Path) -> None:
     assert low < decoder.decode_ns < high, "over the repetitions, since there are two processes"
 
 
-@pytest.mark.parametrize(("used", "codes"), [(["vision_encoder"], []), ([], ["ENCODER_INPUTS_IGNORED"])])
-def test_an_agent_that_does_not_know_inputs_of_encoders_is_named(tmp_path: Path, used: list[str], codes: list[str]) -> None:
-    asked = flow_plan((8, 0))
-    asked.model.flow.encoders[0].inputs.digest = "a" * 64
-    result = agent_pb2.CandidateResult(cell_id="c", threads=1)
-    result.generations.append(process(tmp_path, asked, [[8_000, step, step, step] for step in (1_000, 1_010, 990)]))
-    result.generations[0].encoders_with_inputs.extend(used)
-    report = report_pb2.Report()
-    analysis = analyzed(tmp_path, result, asked).generation
-    fill_generation(report, asked, result, analysis, requested=1, emulated=False, thresholds=Thresholds())
-    assert [warning.code for warning in report.compile.warnings] == codes
-    assert report.generation.model.flow.encoders[0].HasField("inputs") == bool(used)
-
-
 @pytest.mark.parametrize(
     ("dtype", "sqnr_db", "codes"),
     [

@@ -184,7 +184,6 @@ class Fleet:
         device.agent_id = self._agent_id
         device.name = "-".join(part for part in (self._config.name, device.name) if part)
         device.labels.update(self._config.labels)
-        device.can_generate = device.can_generate_in_sessions = True
         place = self._places.setdefault(device.id, asyncio.Lock())
         if place.locked():
             raise PhoneListedTwice(serial, device.id)

@@ -38,19 +38,6 @@ class DeviceLacks(UserError):
         self.reason = reason or self.reason
 
 
-class AgentCannotGenerate(DeviceLacks):
-    """A device whose agent is of a version that cannot measure the generation of text."""
-
-    reason = "GENERATION_UNSUPPORTED"
-
-    def __init__(self, device: Device) -> None:
-        super().__init__(
-            f"The agent of {device.name} cannot measure the generation of text.",
-            "Install the server's version of etfarm on the device.",
-            device=device.name,
-        )
-
-
 DevicesFor = Callable[[selectors.Selector, str], Sequence[Device]]
 """Function that returns the known devices that a selector matches and a project may use."""
 
@@ -109,7 +96,7 @@ class Requirements:
             try:
                 selector = selectors.parse(run.cell.selector)
                 self.require_cpus(selector, run.cell.threads, run.job.spec.measurement.cores, run.job.project)
-                self.find_unfit(selector, run.facts, run.job.project, generates=run.generation is not None)
+                self.find_unfit(selector, run.facts, run.job.project)
             except (DeviceLacks, TooManyThreads) as error:
                 unsupported[run.cell.id] = error
         return unsupported
@@ -136,9 +123,7 @@ class Requirements:
             DeviceLacks: no matching device can run all of them.
         """
         project = cell_runs[0].job.project
-        unfit = frozenset[str]().union(
-            *(self.find_unfit(selector, run.facts, project, generates=run.generation is not None) for run in cell_runs)
-        )
+        unfit = frozenset[str]().union(*(self.find_unfit(selector, run.facts, project) for run in cell_runs))
         if not unfit:
             return unfit  # which spares a look at every device for nearly every cell
         threads, cores = cell_runs[0].cell.threads, cell_runs[0].job.spec.measurement.cores
@@ -150,16 +135,11 @@ class Requirements:
             )
         return unfit
 
-    def find_unfit(
-        self, selector: selectors.Selector, facts: compile_pb2.MethodFacts, project: str, *, generates: bool = False
-    ) -> frozenset[str]:
+    def find_unfit(self, selector: selectors.Selector, facts: compile_pb2.MethodFacts, project: str) -> frozenset[str]:
         """Return the scopes of matching devices whose runner, as far as it is known, cannot run a method.
 
         A scope is an architecture, or a device with its own runner. Devices without a runner are included if another device can
         run the method and no runner is being built for them. Devices that are restricted to other projects are ignored.
-
-        Args:
-            generates: whether the device's agent must be able to measure generation.
 
         Raises:
             DeviceLacks: no matching device can run the method.
@@ -168,9 +148,6 @@ class Requirements:
         supported: set[str] = set()
         unknown: list[Device] = []
         for device in self._devices(selector, project):
-            if generates and not device.can_generate:
-                unsupported[own_scope(device.id)] = AgentCannotGenerate(device)
-                continue
             runner = known_runner(self._bundles, device)
             if runner is None:
                 unknown.append(device)

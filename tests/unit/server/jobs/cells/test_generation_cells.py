@@ -23,7 +23,7 @@ def compile_language_model(world: World) -> None:
 
 async def test_an_agent_gets_the_plan_and_time_for_its_points(world: World) -> None:
     compile_language_model(world)
-    agent = await world.agent(can_generate=True)
+    agent = await world.agent()
     job = await world.submit(measurement=GENERATE)
     run = await agent.started()
     (candidate,) = run.candidates
@@ -36,15 +36,8 @@ async def test_an_agent_gets_the_plan_and_time_for_its_points(world: World) -> N
     await world.conductor.cancel(job)
 
 
-async def test_an_agent_of_an_earlier_version_is_no_choice(world: World) -> None:
-    compile_language_model(world)
-    await world.agent()
-    states, (report,) = await world.end(await world.submit(measurement=GENERATE))
-    assert states[-1] == "FAILED" and report.error.reason == "GENERATION_UNSUPPORTED"
-
-
 async def test_another_program_is_refused_before_it_is_placed(world: World) -> None:
-    await world.agent(can_generate=True)
+    await world.agent()
     states, (report,) = await world.end(await world.submit(measurement=GENERATE))
     assert states == ["COMPILING", "FAILED"] and report.error.reason == "NOT_A_LANGUAGE_MODEL"
     assert not report.HasField("attempt")
@@ -52,6 +45,6 @@ async def test_another_program_is_refused_before_it_is_placed(world: World) -> N
 
 async def test_a_language_model_is_not_measured_on_made_up_tokens(world: World) -> None:
     compile_language_model(world)
-    await world.agent(can_generate=True)
+    await world.agent()
     states, (report,) = await world.end(await world.submit(measurement=job_pb2.Measurement()))
     assert states == ["COMPILING", "FAILED"] and report.error.reason == "GENERATION_NOT_REQUESTED"
