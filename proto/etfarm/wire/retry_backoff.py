@@ -1,4 +1,4 @@
-"""Pauses between retries: exponential back-off with jitter, for clients, agents and phones."""
+"""Pauses between retries: exponential back-off with jitter."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from etfarm.server.rpc.door.certificates import signature_of
 from etfarm.server.workers.jail.measures import Measure
 from etfarm.wire.channel import parse_address
 from etfarm.wire.errors import FarmError, Kind, UserError
+from etfarm.wire.retry_backoff import retry_backoff
 from etfarm.wire.tls import BadTlsFile
 
 log = structlog.get_logger()
@@ -36,7 +37,7 @@ START_S: Final = 30.0
 """Seconds that the page may take to listen."""
 STOP_S: Final = 10.0
 RESTART_S: Final = 5.0
-"""Pause before a page that has ended by itself is started again; it doubles each time, up to `LONGEST_RESTART_S`."""
+"""Longest pause before a page that has ended by itself is started again; it doubles each time, up to `LONGEST_RESTART_S`."""
 LONGEST_RESTART_S: Final = 60.0
 STEADY_S: Final = 60.0
 """Seconds for which a page must have run for the pause to be short again."""
@@ -138,28 +139,30 @@ class WebPage:
 
     async def keep(self) -> None:
         """Start the page again whenever it ends or its certificate was renewed, until cancelled."""
-        pause_s, started_s = RESTART_S, time.monotonic()
+        pauses, started_s = retry_backoff(RESTART_S, LONGEST_RESTART_S), time.monotonic()
         while True:
+            pause_s = next(pauses)
             if self._process is not None:
                 if await self._is_renewed(self._process):
                     log.info("the web page starts again with the renewed certificate")
                     await self._stop()
-                    pause_s = 0.0
+                    pauses, pause_s = retry_backoff(RESTART_S, LONGEST_RESTART_S), 0.0
                 else:
                     lasted_s = time.monotonic() - started_s
-                    pause_s = RESTART_S if lasted_s >= STEADY_S or pause_s < RESTART_S else pause_s
+                    if lasted_s >= STEADY_S:
+                        pauses = retry_backoff(RESTART_S, LONGEST_RESTART_S)
+                        pause_s = next(pauses)
                     log.error(
                         "the web page ended and starts again",
-                        exit_code=self._process.returncode, lasted_s=round(lasted_s), pause_s=pause_s,
+                        exit_code=self._process.returncode, lasted_s=round(lasted_s), pause_s=round(pause_s, 1),
                     )  # fmt: skip
                     await self._stop()
             await asyncio.sleep(pause_s)
-            pause_s = min(max(2 * pause_s, RESTART_S), LONGEST_RESTART_S)
             started_s = time.monotonic()
             try:
                 await self._start()
             except (PageNotStarted, OSError, UserError) as error:
-                log.error("the web page does not start", error=str(error), pause_s=pause_s)
+                log.error("the web page does not start", error=str(error))
 
     async def close(self) -> None:
         """End the page, and give up its port."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from etfarm.client.cli.terminal.capabilities import tell
-from etfarm.client.cli.terminal.lines import Lines
+from etfarm.client.cli.terminal.lines import Lines, WaitDisplay
 from etfarm.client.formats import phases, units
 from etfarm.client.models import Cell, CellChanged, CellState, Event, Progress
 from etfarm.client.transport.presence import BACK
@@ -25,18 +25,8 @@ ROWS = 16
 """Maximum number of cells in the live table; the most active come first."""
 
 
-class Display(Protocol):
-    """Display of progress while a command waits."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def status(self, text: str) -> None:
-        """Show one sentence about what the command does before its job runs."""
-
-    def moved(self, done: int, total: int) -> None:
-        """Show the number of uploaded bytes."""
+class Display(WaitDisplay, Protocol):
+    """Display of a job's progress."""
 
     def cells(self, cells: Sequence[Cell]) -> None:
         """Set the job's cells, once they are known."""
@@ -46,12 +36,6 @@ class Display(Protocol):
 
     def log(self, line: str, cell: str) -> None:
         """Show a line that a compiler or runner printed; `cell` is the cell's name if there are several."""
-
-    def stop(self) -> None:
-        """Release the terminal.
-
-        Nothing is shown afterwards.
-        """
 
 
 def open_display() -> Display:

@@ -1,15 +1,35 @@
-"""Line-by-line output without a terminal: for pipes, logs and CI."""
+"""What every display of a waiting command shows, and how it is written without a terminal: for pipes, logs and CI."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import Protocol, Self
 
 from etfarm.client.formats import units
 
 
+class WaitDisplay(Protocol):
+    """Display of what a command waits for, and of its uploads."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def status(self, text: str) -> None:
+        """Show one sentence about what the command does or waits for."""
+
+    def moved(self, done: int, total: int) -> None:
+        """Show the number of uploaded bytes."""
+
+    def stop(self) -> None:
+        """Release the terminal.
+
+        Nothing is shown afterwards.
+        """
+
+
 class Lines:
-    """Progress output that every command writes as lines, which stay.
+    """A WaitDisplay that writes lines, which stay.
 
     Args:
         write: takes one line without its end.

@@ -11,34 +11,21 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol, Self
 
 from etfarm.client.cli.terminal.capabilities import tell
-from etfarm.client.cli.terminal.lines import Lines
+from etfarm.client.cli.terminal.lines import Lines, WaitDisplay
 from etfarm.client.formats import units
 
 LINES_S: Final = 10.0
 """Minimum number of seconds between two lines without a terminal."""
 
 
-class Progress(Protocol):
+class Progress(WaitDisplay, Protocol):
     """Display of a data set's progress."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def status(self, text: str) -> None:
-        """Show one sentence about what the command waits for."""
-
-    def moved(self, done: int, total: int) -> None:
-        """Show the number of uploaded bytes."""
 
     def line(self, text: str) -> None:
         """Print a line that stays: of a runner, or about a failed sample."""
 
     def advance(self, done: int, per_s: float | None) -> None:
         """Show the number of finished samples and their rate."""
-
-    def stop(self) -> None:
-        """Release the terminal."""
 
 
 def open_progress(total: int) -> Progress:

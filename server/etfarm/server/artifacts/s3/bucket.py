@@ -27,6 +27,7 @@ from etfarm.server.artifacts.s3.errors import (
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.extras import require_extra
 from etfarm.wire.chunks import spans
+from etfarm.wire.retry_backoff import retry_backoff
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -373,8 +374,8 @@ class Bucket:
         from obstore.exceptions import BaseError
 
         loop = asyncio.get_running_loop()
-        began_s, pause_s = loop.time(), _FIRST_PAUSE_S
-        while True:
+        began_s = loop.time()
+        for wait_s in retry_backoff(_FIRST_PAUSE_S, _LAST_PAUSE_S):
             try:
                 answer = await call()
             except (BaseError, OSError) as error:
@@ -383,7 +384,6 @@ class Bucket:
                 if isinstance(cause, FileNotFoundError) and not failure.is_lasting:
                     self.use.count(operation, "missing", loop.time() - began_s)
                     raise cause from None
-                wait_s = pause_s * random.uniform(0.5, 1.0)
                 if failure.is_lasting or loop.time() + wait_s > began_s + self._patience_s:
                     self.use.count(operation, "failed", loop.time() - began_s)
                     raise self._unavailable(operation, key, failure) from None
@@ -392,7 +392,7 @@ class Bucket:
                 return answer
             self.use.retries += 1
             await asyncio.sleep(wait_s)
-            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+        raise AssertionError("pauses never end")
 
     async def _cause(self, error: Exception, operation: str, key: str) -> Exception:
         """Return what another request is answered where an answer does not say enough.

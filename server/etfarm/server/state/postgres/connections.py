@@ -19,6 +19,7 @@ from etfarm.server.state.database_url import BadDatabaseUrl, DatabaseUrl
 from etfarm.server.state.postgres.bounded import BoundedConnection
 from etfarm.server.state.postgres.failures import driver_error, is_loss, refused, unavailable
 from etfarm.server.state.postgres.tally import Tally
+from etfarm.wire.retry_backoff import retry_backoff
 
 _STATEMENT_S: Final = 10.0, 60.0
 """Least and greatest time limit of one statement. Within them, it is the time for which work waits for the server."""
@@ -143,11 +144,8 @@ def _execute_few(cursor: psycopg.Cursor[Any], statement: bytes, rows: Sequence[A
 
 
 def pauses() -> Iterator[float]:
-    """Yield the pauses between attempts, in seconds."""
-    pause_s = _FIRST_PAUSE_S
-    while True:
-        yield pause_s
-        pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
+    """Return the pauses between attempts, in seconds."""
+    return retry_backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
 
 
 def driver_of(connection: Connection) -> BoundedConnection:
