@@ -1,6 +1,6 @@
-"""The head of an ExecuTorch program: its format's identifier, and the extended header that says where its parts lie; its methods.
+"""The head of an ExecuTorch program: its format's identifier, and the extended header that says where its parts lie.
 
-A .pte is a FlatBuffer, which `etfarm.wire.flatbuffer` reads, with optional segments after it for weights and delegates' data.
+A .pte is a FlatBuffer, which `etfarm.wire.program_tables` reads, with optional segments after it for weights and delegates' data.
 Only the extended header tells where the segments start and how long the whole file is.
 
 Source: executorch/schema/extended_header.cpp, written by executorch/exir/_serialize/_program.py (_ExtendedHeader).
@@ -8,13 +8,11 @@ Source: executorch/schema/extended_header.cpp, written by executorch/exir/_seria
 
 from __future__ import annotations
 
-import os
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
-from etfarm.wire.flatbuffer import BadBuffer, Buffer, Table
+from etfarm.wire.flatbuffer import BadBuffer, Buffer
 
 IDENTIFIER: Final = b"ET12"
 """Identifier of the format that ExecuTorch 1.x writes and loads."""
@@ -29,11 +27,6 @@ _MAGIC: Final = b"eh00"
 _POSITION: Final = 8
 _LENGTH_WITH_SEGMENT_BYTES: Final = 32
 _FIELDS: Final = struct.Struct("<4sI3Q")
-
-_EXECUTION_PLAN: Final = 1
-"""The field of a program with its methods' plans."""
-_PLAN_NAME: Final = 0
-"""The field of a plan with the method's name."""
 
 
 class HeaderCutOff(BadBuffer):
@@ -83,19 +76,3 @@ def read_extended_header(head: Buffer) -> ExtendedHeader | None:
     if length < _LENGTH_WITH_SEGMENT_BYTES:
         segment_bytes = 0
     return ExtendedHeader(length, program_bytes, segments_start, segment_bytes)
-
-
-def read_method_names(path: Path) -> list[str]:
-    """Return the names of a program's methods; empty if the file is not a program.
-
-    Source: Program and ExecutionPlan in executorch/schema/program.fbs.
-    """
-    with path.open("rb") as file:
-        header = read_extended_header(head) if len(head := file.read(HEAD_BYTES)) == HEAD_BYTES else None
-        file.seek(0)
-        # A hostile header declares more than fits into memory.
-        content = file.read(-1 if header is None else min(header.program_bytes, os.fstat(file.fileno()).st_size))
-    try:
-        return [plan.text(_PLAN_NAME) for plan in Table.root(content).tables(_EXECUTION_PLAN)]
-    except BadBuffer:
-        return []

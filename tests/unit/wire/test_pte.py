@@ -10,7 +10,8 @@ from executorch.exir._serialize._program import _get_extended_header
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etfarm.wire.pte import HEAD_BYTES, MIN_HEADER_BYTES, HeaderCutOff, identifier_of, read_extended_header, read_method_names
+from etfarm.wire.program_tables import read_method_names
+from etfarm.wire.pte import HEAD_BYTES, MIN_HEADER_BYTES, HeaderCutOff, identifier_of, read_extended_header
 from tests.support.programs import program
 
 _SIZES = st.integers(0, 2**64 - 1)

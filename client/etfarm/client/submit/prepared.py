@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from etfarm.client.export.errors import recipe_needs_eager_module
 from etfarm.client.export.transform import torchao_parts
 from etfarm.client.submit.value_names import ValueNames
-from etfarm.wire import digest, pte
+from etfarm.wire import digest
 from etfarm.wire.errors import error_for
+from etfarm.wire.program_tables import read_method_names
 from etfarm.wire.pt2 import InputType, read_archive
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class PreparedModel:
     def method_names(self) -> Sequence[str]:
         """Return the names of its methods, with constant ones; empty if those of a ready program cannot be read."""
         if self.program is not None:
-            return pte.read_method_names(self.program)
+            return read_method_names(self.program)
         return [name for export in self.exports.values() for name in (*export.methods, *export.constants)]
 
     @property

@@ -6,22 +6,19 @@ Read from the flatbuffer (executorch/schema/program.fbs), without ExecuTorch and
 from __future__ import annotations
 
 import mmap
-import struct
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Final, TypeVar
 
 from etfarm.wire.flatbuffer import BadBuffer, Buffer, Table
-from etfarm.wire.pte import read_extended_header
+from etfarm.wire.program_tables import PlanTable, ProgramTables, TensorTable, ValueKind, read_scalar, xnnpack_graph
 from etfarm.wire.tensors import ITEM_BYTES, SCALAR_TYPES
 
 T = TypeVar("T")
 
-_EXTERNAL: Final = 1
-_INLINE: Final = 0
-_XNNPACK_MAGIC: Final = b"XH00"
+_SCALARS: Final[Mapping[int, str]] = {ValueKind.INT: "int", ValueKind.BOOL: "bool", ValueKind.DOUBLE: "double"}
 
 
 @dataclass(frozen=True)
@@ -91,9 +88,9 @@ class ProgramFile:
             OSError: it cannot be read.
         """
         buffer = _mapped(path)
-        program = Table.root(buffer)
-        methods = tuple(_method(plan, program, buffer) for plan in program.tables(1))
-        return cls(methods, frozenset(data.text(0) for data in program.tables(7)))
+        program = ProgramTables(buffer)
+        methods = tuple(_method(plan, program) for plan in program.plans())
+        return cls(methods, frozenset(program.keys()))
 
 
 def check_identifier(path: Path) -> None:
@@ -130,81 +127,53 @@ def _mapped(path: Path) -> memoryview:
             raise BadBuffer("it is empty") from None
 
 
-def _method(plan: Table, program: Table, buffer: Buffer) -> FileMethod:
-    values = [_value(value) for value in plan.tables(2)]
-    delegates = list(plan.tables(7))
-    backends = [delegate.text(0) for delegate in delegates]
+def _method(plan: PlanTable, program: ProgramTables) -> FileMethod:
+    values, delegates = [_value(*union) for union in plan.values()], plan.delegates()
     keys = {value.external_key for value in values if value.external_key is not None}
-    for delegate, backend in zip(delegates, backends, strict=True):
-        if backend == "XnnpackBackend":
-            keys |= _xnnpack_keys(_processed(delegate, program, buffer))
+    for delegate in delegates:
+        if delegate.backend == "XnnpackBackend":
+            keys |= _xnnpack_keys(program.data_of(delegate))
     return FileMethod(
-        plan.text(0),
-        tuple(_at(values, index) for index in plan.numbers(3, "<i")),
-        tuple(_at(values, index) for index in plan.numbers(4, "<i")),
-        plan.numbers(8, "<q")[1:],  # the first entry is reserved
-        tuple(dict.fromkeys(backends)),
-        tuple(dict.fromkeys(_operators(plan.tables(6)))),
+        plan.name,
+        tuple(_at(values, index) for index in plan.inputs),
+        tuple(_at(values, index) for index in plan.outputs),
+        plan.planned_bytes,
+        tuple(dict.fromkeys(delegate.backend for delegate in delegates)),
+        tuple(dict.fromkeys(plan.operators())),
         frozenset(keys),
         sum(value.size_bytes for value in values),
     )
 
 
-def _operators(operators: Iterable[Table]) -> Iterable[str]:
-    for operator in operators:
-        overload = operator.text(1)
-        yield operator.text(0) + (f".{overload}" if overload else "")
-
-
-def _value(value: Table) -> FileValue:
-    content = value.table(1)
-    match value.number(0, "<B"):
-        case 1:
-            return FileValue("none")
-        case 2 if content:
-            return FileValue("int", content.number(0, "<q"))
-        case 3 if content:
-            return FileValue("bool", bool(content.number(0, "<?")))
-        case 4 if content:
-            return FileValue("double", content.real(0))
-        case 5 if content:
-            return _tensor(content)
+def _value(kind: int, content: Table | None) -> FileValue:
+    if kind == ValueKind.NULL:
+        return FileValue("none")
+    if content is not None and kind == ValueKind.TENSOR:
+        return _tensor(TensorTable(content))
+    if content is not None and kind in _SCALARS:
+        scalar = read_scalar(kind, content)
+        return FileValue(_SCALARS[kind], None if isinstance(scalar, str) else scalar)
     return FileValue("unsupported")
 
 
-def _tensor(tensor: Table) -> FileValue:
-    extra = tensor.table(9)
+def _tensor(tensor: TensorTable) -> FileValue:
     return FileValue(
         "tensor",
-        name=extra.text(1) if extra else "",
-        dtype=SCALAR_TYPES.get(tensor.number(0, "<b"), "unsupported"),
-        shape=tensor.numbers(2, "<i"),
-        dim_order=tensor.numbers(3, "<B"),
-        planned=tensor.table(6) is not None or tensor.number(5, "<I") != 0,
-        dynamic=tensor.number(8, "<b") != 0,
-        external_key=extra.text(1) if extra and extra.number(2, "<b") == _EXTERNAL else None,
+        name=tensor.name,
+        dtype=SCALAR_TYPES.get(tensor.scalar_type, "unsupported"),
+        shape=tensor.sizes,
+        dim_order=tensor.dim_order,
+        planned=tensor.place is not None or tensor.has_data,
+        dynamic=not tensor.is_static,
+        external_key=tensor.name if tensor.is_external else None,
     )
 
 
-def _processed(delegate: Table, program: Table, buffer: Buffer) -> Buffer:
-    """Return the blob that the delegate's own compiler produced."""
-    reference = delegate.table(1)
-    index = reference.number(1, "<I") if reference else 0
-    if reference and reference.number(0, "<b") != _INLINE:
-        segment = _at(list(program.tables(4)), index)
-        header = read_extended_header(buffer)
-        if header is None:
-            raise BadBuffer("it has segments and no extended header")
-        return header.segment(buffer, segment.number(0, "<Q"), segment.number(1, "<Q"))
-    return _at(list(program.tables(3)), index).content(0)
-
-
-def _xnnpack_keys(blob: Buffer) -> set[str]:
+def _xnnpack_keys(data: Buffer) -> set[str]:
     """Return the names by which XNNPACK's delegate looks up its weights."""
-    if bytes(blob[4:8]) != _XNNPACK_MAGIC or len(blob) < 18:
+    graph = xnnpack_graph(data)
+    if graph is None:
         return set()  # a format older than named data
-    (start,) = struct.unpack_from("<I", blob, 10)
-    graph = Table.root(blob[start:])
     return {key for constant in graph.tables(8) if (key := constant.text(2))}
 
 

@@ -12,18 +12,22 @@ from dataclasses import dataclass
 from typing import Final
 
 from etfarm.wire.flatbuffer import BadBuffer, Buffer, Table
+from etfarm.wire.program_tables import (
+    Delegate,
+    InstructionKind,
+    PlanTable,
+    ProgramTables,
+    Scalar,
+    TensorTable,
+    Union,
+    ValueKind,
+    read_scalar,
+)
 from etfarm.wire.tensors import SCALAR_TYPES
 
-_PLANS, _CONSTANTS, _DELEGATE_DATA, _SEGMENTS = 1, 2, 3, 4  # fields of Program
-_NAME, _VALUES, _INPUTS, _OUTPUTS, _CHAINS, _OPERATORS, _DELEGATES, _BUFFER_SIZES = 0, 2, 3, 4, 5, 6, 7, 8  # of ExecutionPlan
-_SCALAR_TYPE, _SIZES, _DIM_ORDER, _ALLOCATION, _DYNAMISM = 0, 2, 3, 6, 8  # of Tensor
-_MEMORY, _OFFSET_LOW, _OFFSET_HIGH = 0, 1, 2  # of AllocationDetails
-_INSTRUCTIONS: Final = 2  # of Chain
-_TENSOR_LISTS: Final = (10, 11)  # of KernelTypes: TensorList and OptionalTensorList
-_OTHER_KINDS: Final = (1, 7, 8, 9, 10, 11)  # of KernelTypes: Null and lists
-_KERNEL_CALL, _DELEGATE_CALL, _MOVE_CALL, _LAST_CALL = 1, 2, 3, 5  # of InstructionArguments
-_INLINE, _SEGMENT = 0, 1  # of DataLocation
-_STATIC: Final = 0  # of TensorShapeDynamism
+_TENSOR_LISTS: Final = (ValueKind.TENSOR_LIST, ValueKind.OPTIONAL_TENSOR_LIST)
+_KINDS: Final = frozenset(ValueKind)
+_INSTRUCTIONS: Final = frozenset(InstructionKind)
 
 DTYPES: Final = SCALAR_TYPES | {
     8: "complex32", 9: "complex64", 10: "complex128", 12: "qint8", 13: "quint8", 14: "qint32", 16: "quint4x2", 17: "quint2x4",
@@ -47,24 +51,8 @@ class TensorValue:
     """Its buffer of the memory plan and the offset there; None for constants, and for inputs that are not planned."""
 
 
-ProgramValue = TensorValue | int | float | bool | str | None
+ProgramValue = TensorValue | Scalar | None
 """A tensor or scalar of a method; None for null and for lists."""
-
-
-@dataclass
-class DataReference:
-    """Where a delegate's data are: at `index` of the program's segments, or of the data in the flatbuffer."""
-
-    in_segment: bool
-    index: int
-
-
-@dataclass(frozen=True)
-class Delegate:
-    """A delegated part of a method."""
-
-    backend: str
-    processed: DataReference
 
 
 @dataclass(frozen=True)
@@ -105,82 +93,54 @@ def parse(flatbuffer: Buffer) -> Program:
     Raises:
         BadBuffer: the flatbuffer cannot be read.
     """
-    program = Table.root(flatbuffer)
+    program = ProgramTables(flatbuffer)
     return Program(
-        [_plan(plan) for plan in program.tables(_PLANS)],
-        sum(len(buffer.content(0)) for buffer in program.tables(_CONSTANTS)),
-        [len(data.content(0)) for data in program.tables(_DELEGATE_DATA)],
-        [segment.number(1, "<Q") for segment in program.tables(_SEGMENTS)],
+        [_plan(plan) for plan in program.plans()],
+        sum(map(len, program.constants())),
+        [len(data) for data in program.inline_data],
+        [size for _, size in program.segments],
     )
 
 
-def _plan(plan: Table) -> ExecutionPlan:
-    values, inputs = [read_value(value) for value in plan.tables(_VALUES)], list(plan.numbers(_INPUTS, "<i"))
-    flow = _Flow(values, _tensor_lists(plan), inputs)
-    for chain in plan.tables(_CHAINS):
+def _plan(plan: PlanTable) -> ExecutionPlan:
+    unions, inputs = list(plan.values()), list(plan.inputs)
+    values = [read_value(*union) for union in unions]
+    lists = {index: table.numbers(0, "<i") for index, (kind, table) in enumerate(unions) if table and kind in _TENSOR_LISTS}
+    flow = _Flow(values, lists, inputs)
+    for chain in plan.chains():
         _read_instructions(chain, flow)
-    operators = [(operator.text(0), operator.text(1)) for operator in plan.tables(_OPERATORS)]
     return ExecutionPlan(
-        name=plan.text(_NAME),
+        name=plan.name,
         values=values,
         inputs=inputs,
-        outputs=list(plan.numbers(_OUTPUTS, "<i")),
-        operators=[f"{name}.{overload}" if overload else name for name, overload in operators],
-        delegates=[_delegate(delegate) for delegate in plan.tables(_DELEGATES)],
-        planned_bytes=list(plan.numbers(_BUFFER_SIZES, "<q")[1:]),  # buffer 0 stands for constants
+        outputs=list(plan.outputs),
+        operators=plan.operators(),
+        delegates=plan.delegates(),
+        planned_bytes=list(plan.planned_bytes),
         state=list(flow.state),
     )
 
 
-def _tensor_lists(plan: Table) -> dict[int, tuple[int, ...]]:
-    """Return the indices of the tensors in each value that is a list of tensors."""
-    lists: dict[int, tuple[int, ...]] = {}
-    for index, union in enumerate(plan.tables(_VALUES)):
-        value = union.table(1)
-        if union.number(0, "<B") in _TENSOR_LISTS and value is not None:
-            lists[index] = value.numbers(0, "<i")
-    return lists
+def read_value(kind: int, value: Table | None) -> ProgramValue:
+    """Return a value of a method.
 
-
-def read_value(union: Table) -> ProgramValue:
-    kind, value = union.number(0, "<B"), union.table(1)
+    Raises:
+        BadBuffer: it is missing, or its kind or dtype is unknown.
+    """
     if value is None:
         raise BadBuffer("a value is missing")
-    match kind:  # members of KernelTypes
-        case 2:
-            return value.number(0, "<q")
-        case 3:
-            return bool(value.number(0, "<B"))
-        case 4:
-            return value.real(0)
-        case 5:
-            return _tensor(value)
-        case 6:
-            return value.text(0)
-    if kind not in _OTHER_KINDS:
+    if kind == ValueKind.TENSOR:
+        return _tensor(TensorTable(value))
+    if kind not in _KINDS:
         raise BadBuffer(f"a value has the unknown kind {kind}")
-    return None
+    return read_scalar(kind, value)
 
 
-def _tensor(tensor: Table) -> TensorValue:
-    dtype = DTYPES.get(tensor.number(_SCALAR_TYPE, "<b"))
+def _tensor(tensor: TensorTable) -> TensorValue:
+    dtype = DTYPES.get(tensor.scalar_type)
     if dtype is None:
-        raise BadBuffer(f"a tensor has the unknown scalar type {tensor.number(_SCALAR_TYPE, '<b')}")
-    is_static = tensor.number(_DYNAMISM, "<b") == _STATIC
-    allocation, place = tensor.table(_ALLOCATION), None
-    if allocation is not None:
-        place = allocation.number(_MEMORY), allocation.number(_OFFSET_HIGH) << 32 | allocation.number(_OFFSET_LOW)
-    return TensorValue(dtype, tensor.numbers(_SIZES, "<i"), tensor.numbers(_DIM_ORDER, "<B"), is_static, place)
-
-
-def _delegate(delegate: Table) -> Delegate:
-    reference = delegate.table(1)
-    if reference is None:
-        raise BadBuffer("a delegate has no data")
-    location = reference.number(0, "<b")
-    if location not in (_INLINE, _SEGMENT):
-        raise BadBuffer(f"a delegate's data have the unknown location {location}")
-    return Delegate(delegate.text(0), DataReference(location == _SEGMENT, reference.number(1)))
+        raise BadBuffer(f"a tensor has the unknown scalar type {tensor.scalar_type}")
+    return TensorValue(dtype, tensor.sizes, tensor.dim_order, tensor.is_static, tensor.place)
 
 
 class _Flow:
@@ -231,16 +191,15 @@ class _Flow:
         return value.place if isinstance(value, TensorValue) else None
 
 
-def _read_instructions(chain: Table, flow: _Flow) -> None:
-    for instruction in chain.tables(_INSTRUCTIONS):
-        kind, call = instruction.number(0, "<B"), instruction.table(1)
-        if call is None or not 1 <= kind <= _LAST_CALL:
+def _read_instructions(chain: Iterable[Union], flow: _Flow) -> None:
+    for kind, call in chain:
+        if call is None or kind not in _INSTRUCTIONS:
             raise BadBuffer(f"an instruction has the unknown kind {kind}")
         call.number(0)
-        if kind == _KERNEL_CALL:
+        if kind == InstructionKind.KERNEL_CALL:
             flow.call(call.numbers(1, "<i"))
-        elif kind == _DELEGATE_CALL:
+        elif kind == InstructionKind.DELEGATE_CALL:
             # A delegate's inputs and outputs are not distinguished. One that keeps state has it in its own memory.
             flow.write(call.numbers(1, "<i"))
-        elif kind == _MOVE_CALL:
+        elif kind == InstructionKind.MOVE_CALL:
             flow.write([call.number(1, "<i")])

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from etfarm.server.compile.inspect.program import DataReference, Program, parse
+from etfarm.server.compile.inspect.program import Program, parse
 from etfarm.server.compile.result import ProgramSizes
 from etfarm.wire import pte
 from etfarm.wire.errors import error_for
 from etfarm.wire.flatbuffer import BadBuffer
+from etfarm.wire.program_tables import Delegate
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def of_program(described: Described, data: Mapping[str, Path] | None = None) -> 
         data: the program's named data files (.ptd).
     """
     program = described.program
-    used = {_place(d.processed) for plan in program.execution_plan for d in plan.delegates}
+    used = {_place(delegate) for plan in program.execution_plan for delegate in plan.delegates}
     in_segments = {index for in_segment, index in used if in_segment}
     return {
         "program_bytes": described.program_bytes,
@@ -66,7 +67,7 @@ def of_program(described: Described, data: Mapping[str, Path] | None = None) -> 
         "delegate_bytes": sum(_bytes(program, *place) for place in used),
         "methods": {
             plan.name: {
-                "delegate_bytes": sum(_bytes(program, *place) for place in {_place(d.processed) for d in plan.delegates}),
+                "delegate_bytes": sum(_bytes(program, *place) for place in {_place(delegate) for delegate in plan.delegates}),
                 "planned_bytes": plan.planned_bytes,
             }
             for plan in program.execution_plan
@@ -75,8 +76,8 @@ def of_program(described: Described, data: Mapping[str, Path] | None = None) -> 
     }  # fmt: skip
 
 
-def _place(reference: DataReference) -> tuple[bool, int]:
-    return reference.in_segment, reference.index
+def _place(delegate: Delegate) -> tuple[bool, int]:
+    return delegate.in_segment, delegate.index
 
 
 def _bytes(program: Program, in_segment: bool, index: int) -> int:

@@ -20,7 +20,7 @@ from etfarm.server.graphs.origins import Operator
 from etfarm.server.graphs.sources import Source, common_module, module_of, source_of
 from etfarm.wire import pte
 from etfarm.wire.errors import FarmError
-from etfarm.wire.flatbuffer import Table
+from etfarm.wire.program_tables import InstructionKind, PlanTable, ProgramTables
 
 _EDGE: Final = "edge_dialect_exported_program"
 _TARGETS: Final = ("executorch.exir.dialects.edge.ops.", "torch.ops.")
@@ -28,12 +28,6 @@ _QUANTIZATION: Final = "quantized_decomposed."
 _NOTHING: Final[frozenset[tuple[int, str]]] = frozenset()
 _MAX_ENTRY_BYTES: Final = 256 << 20
 _ABSORBED: Final = frozenset({"_native_batch_norm_legit_no_training", "relu", "relu6", "hardtanh", "clamp"})
-
-_PLANS, _DELEGATE_DATA, _SEGMENTS = 1, 3, 4  # fields of Program
-_PLAN_NAME, _PLAN_CHAINS, _PLAN_OPERATORS, _PLAN_DELEGATES = 0, 5, 6, 7  # of ExecutionPlan
-_CHAIN_INSTRUCTIONS: Final = 2  # of Chain
-_KERNEL_CALL, _DELEGATE_CALL = 1, 2  # members of InstructionArguments
-_INLINE: Final = 0
 
 
 class BadRecord(FarmError):
@@ -236,50 +230,24 @@ def read_program(path: Path, method: str) -> dict[tuple[int, int], Instruction]:
         file = memoryview(path.read_bytes())
         if not pte.identifier_of(file).startswith(pte.FAMILY):
             raise ValueError("it is not an ExecuTorch program")
-        program = Table.root(file)
-        plan = next((plan for plan in program.tables(_PLANS) if plan.text(_PLAN_NAME) == method), None)
+        program = ProgramTables(file)
+        plan = next((plan for plan in program.plans() if plan.name == method), None)
         if plan is None:
             raise BadProgram(f"The program has no method {method!r}.", method=method)
-        return dict(_instructions(plan, program, file))
+        return dict(_instructions(plan, program))
     except (IndexError, ValueError, OSError) as error:
         raise BadProgram(f"The program cannot be read ({type(error).__name__}: {error}).", method=method) from error
 
 
-def _instructions(plan: Table, program: Table, file: memoryview) -> Iterator[tuple[tuple[int, int], Instruction]]:
-    operators = [
-        operator.text(0).replace("::", ".") + (f".{more}" if (more := operator.text(1)) else "")
-        for operator in plan.tables(_PLAN_OPERATORS)
-    ]
-    delegates, inline, segments = (
-        list(plan.tables(_PLAN_DELEGATES)),
-        list(program.tables(_DELEGATE_DATA)),
-        list(program.tables(_SEGMENTS)),
-    )
-    for chain_index, chain in enumerate(plan.tables(_PLAN_CHAINS)):
-        for index, instruction in enumerate(chain.tables(_CHAIN_INSTRUCTIONS)):
-            kind, call = instruction.number(0, "<B"), instruction.table(1)
-            if kind == _KERNEL_CALL and call is not None:
+def _instructions(plan: PlanTable, program: ProgramTables) -> Iterator[tuple[tuple[int, int], Instruction]]:
+    operators, delegates = [operator.replace("::", ".") for operator in plan.operators()], plan.delegates()
+    for chain_index, chain in enumerate(plan.chains()):
+        for index, (kind, call) in enumerate(chain):
+            if kind == InstructionKind.KERNEL_CALL and call is not None:
                 yield (chain_index, index), Instruction(operators[call.number(0)], delegate=False)
-            elif kind == _DELEGATE_CALL and call is not None:
+            elif kind == InstructionKind.DELEGATE_CALL and call is not None:
                 delegate = delegates[call.number(0)]
-                data = _processed(delegate.table(1), inline, segments, file)
-                yield (chain_index, index), Instruction(delegate.text(0), True, data)
-
-
-def _processed(
-    reference: Table | None, inline: Sequence[Table], segments: Sequence[Table], file: memoryview
-) -> memoryview | None:
-    """Return a delegate's bytes, from the program's own flatbuffer or from a segment after it."""
-    if reference is None:
-        return None
-    index = reference.number(1)
-    if reference.number(0, "<b") == _INLINE:
-        return inline[index].content(0)
-    header = pte.read_extended_header(file)
-    if header is None:
-        return None
-    segment = segments[index]
-    return memoryview(header.segment(file, segment.number(0, "<Q"), segment.number(1, "<Q")))
+                yield (chain_index, index), Instruction(delegate.backend, True, memoryview(program.data_of(delegate)))
 
 
 def _load(archive: zipfile.ZipFile, entry: str) -> Any:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from etfarm.wire.errors import FarmError
 from etfarm.wire.flatbuffer import Table
+from etfarm.wire.program_tables import xnnpack_graph
 
 NAME: Final = "XnnpackBackend"
 """The name of XNNPACK's backend in programs."""
 
-_MAGIC: Final = b"XH00"
 _INSERTED: Final = 65535
 _EXTERNAL_OUTPUT: Final = 2
 
@@ -152,18 +151,15 @@ def read(data: bytes | memoryview) -> XGraph:
 
     Raises:
         BadGraph: the bytes are not an XNNPACK graph, or have an unknown layout.
-    Source: executorch/backends/xnnpack/serialization/schema.fbs, and XNNHeader beside it. ExecuTorch's own reader starts a
-        subprocess for each delegate.
+    Source: executorch/backends/xnnpack/serialization/schema.fbs. ExecuTorch's own reader starts a subprocess for each delegate.
     """
     try:
-        if bytes(data[4:8]) != _MAGIC:
+        root = xnnpack_graph(data)
+        if root is None:
             raise BadGraph(f"A delegate's {len(data)} bytes have no header of XNNPACK's.", size_bytes=len(data))
-        offset, size = struct.unpack_from("<II", data, 10)
-        flat = bytes(data[offset : offset + size])
-        root = Table.root(flat)
         values = dict(_value(table) for table in root.tables(2))
         return XGraph(tuple(_node(table, values) for table in root.tables(1)), values)
-    except (struct.error, IndexError, ValueError) as error:
+    except (IndexError, ValueError) as error:
         raise BadGraph(f"A delegate's {len(data)} bytes cannot be read ({error}).", size_bytes=len(data)) from error
 
 

@@ -30,7 +30,7 @@ def test_executorchs_reader_sees_the_same(name: str) -> None:
         assert (plan.name, plan.inputs, plan.outputs) == (expected.name, list(expected.inputs), list(expected.outputs))
         assert plan.planned_bytes == list(expected.non_const_buffer_sizes[1:])
         assert plan.operators == [f"{op.name}.{op.overload}" if op.overload else op.name for op in expected.operators]
-        assert [(d.backend, d.processed.index) for d in plan.delegates] == [(d.id, d.processed.index) for d in expected.delegates]
+        assert [(d.backend, d.index) for d in plan.delegates] == [(d.id, d.processed.index) for d in expected.delegates]
         for value, their_value in zip(plan.values, (value.val for value in expected.values), strict=True):
             if isinstance(their_value, schema.Tensor):
                 is_static = their_value.shape_dynamism == schema.TensorShapeDynamism.STATIC
@@ -61,14 +61,15 @@ def union(kind: int) -> bytes:
 
 @pytest.mark.parametrize(("kind", "value"), [(1, None), (2, 0), (3, False), (4, 0.0), (6, ""), (7, None), (11, None)])
 def test_a_value_of_each_kind_is_read(kind: int, value: object) -> None:
-    read = program.read_value(Table.root(union(kind)))
+    table = Table.root(union(kind))
+    read = program.read_value(kind, table.table(1))
     assert (read, type(read)) == (value, type(value))
 
 
 @pytest.mark.parametrize("kind", [0, 12, 255])
 def test_a_value_of_an_unknown_kind_is_refused(kind: int) -> None:
     with pytest.raises(BadBuffer, match=f"unknown kind {kind}"):
-        program.read_value(Table.root(union(kind)))
+        program.read_value(kind, Table.root(union(kind)).table(1))
 
 
 def test_a_program_whose_instructions_are_damaged_is_refused() -> None:

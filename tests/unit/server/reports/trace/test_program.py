@@ -2,51 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import random
-import re
 from pathlib import Path
 
 import pytest
-from executorch import exir
 
-from etfarm.server.reports.trace import graph
 from etfarm.server.reports.trace.graph import BadProgram, Instruction, read_program
 from tests.support.traces import traced
 
 NAMES = ["residual_int8", "xnnpack", "portable", "methods", "renamed"]
-
-
-def test_fields_are_those_of_the_schema() -> None:
-    schema = importlib.resources.files(exir).joinpath("_serialize", "program.fbs").read_text()
-    bodies = dict(re.findall(r"^table (\w+) \{(.*?)^\}", schema, re.DOTALL | re.MULTILINE))
-    fields: dict[str, list[str]] = {}
-    for table, body in bodies.items():
-        fields[table] = []
-        for name, kind in re.findall(r"^ *(\w+) *: *([\[\]\w]+)", body, re.MULTILINE):
-            fields[table] += [f"{name}_type", name] if kind in ("InstructionArguments", "KernelTypes") else [name]
-    wanted = {
-        "Program": {graph._PLANS: "execution_plan", graph._DELEGATE_DATA: "backend_delegate_data", graph._SEGMENTS: "segments"},
-        "ExecutionPlan": {
-            graph._PLAN_NAME: "name", graph._PLAN_CHAINS: "chains", graph._PLAN_OPERATORS: "operators",
-            graph._PLAN_DELEGATES: "delegates",
-        },
-        "Chain": {graph._CHAIN_INSTRUCTIONS: "instructions"},
-        "Instruction": {0: "instr_args_type", 1: "instr_args"},
-        "KernelCall": {0: "op_index"},
-        "DelegateCall": {0: "delegate_index"},
-        "Operator": {0: "name", 1: "overload"},
-        "BackendDelegate": {0: "id", 1: "processed"},
-        "BackendDelegateDataReference": {0: "location", 1: "index"},
-        "BackendDelegateInlineData": {0: "data"},
-        "DataSegment": {0: "offset", 1: "size"},
-    }  # fmt: skip
-    for table, slots in wanted.items():
-        assert {slot: fields[table][slot] for slot in slots} == slots
-    union = re.search(r"union InstructionArguments \{(.*?)\}", schema, re.DOTALL)
-    assert union
-    members = [name.strip() for name in union[1].split(",") if name.strip()]
-    assert (members[graph._KERNEL_CALL - 1], members[graph._DELEGATE_CALL - 1]) == ("KernelCall", "DelegateCall")
 
 
 @pytest.mark.parametrize("name", NAMES)
