@@ -29,6 +29,7 @@ from etfarm.v1 import agent_pb2, artifact_pb2_grpc, device_pb2, device_pb2_grpc,
 from etfarm.wire.channel import Access, open_channel, parse_address
 from etfarm.wire.chunks import artifact_of, download_bytes, upload
 from etfarm.wire.failover import settle
+from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 from tests.support.agent_stream import AgentStream
 from tests.support.contract import address_of
@@ -95,7 +96,8 @@ async def test_large_files_go_both_ways(channel: grpc.aio.Channel) -> None:
 
 
 async def test_an_agent_is_welcomed(channel: grpc.aio.Channel) -> None:
-    stream = AgentStream(channel, agent_pb2.Hello(agent_id="agent-forwarded", protocol_version=3, agent_version="x", host="h"))
+    hello = agent_pb2.Hello(agent_id="agent-forwarded", protocol_version=PROTOCOL_VERSION, agent_version="x", host="h")
+    stream = AgentStream(channel, hello)
     assert (await stream.stream.read()).WhichOneof("message") == "welcome"
     stream.close()
 
