@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from etfarm.client.models import Project
-from etfarm.client.transport import decode
+from etfarm.client.transport.decode import decoded
 from etfarm.client.transport.paging import iterate_pages
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import project_pb2
@@ -28,7 +28,7 @@ class AsyncProjects:
         projects: list[Project] = []
         request = project_pb2.ListProjectsRequest()
         async for page in iterate_pages(self._stubs.List, request, server=self._server):
-            projects += [decode.project(message) for message in page.projects]
+            projects += [decoded(Project, message) for message in page.projects]
         return projects
 
     async def create(self, name: str, members: Sequence[str] = (), *, storage_limit_bytes: int | None = None) -> Project:
@@ -42,7 +42,7 @@ class AsyncProjects:
             EtfarmError: BAD_PROJECT; PROJECT_EXISTS; PERMISSION_DENIED.
         """
         request = project_pb2.CreateProjectRequest(name=name, members=members, storage_limit_bytes=storage_limit_bytes)
-        return decode.project(await self._stubs.Create(request))
+        return decoded(Project, await self._stubs.Create(request))
 
     async def add_member(self, project: str, principal: str) -> Project:
         """Add a member. A member's first project replaces `default`, unless the principal is added there as well.
@@ -51,7 +51,7 @@ class AsyncProjects:
             EtfarmError: PROJECT_NOT_FOUND; BAD_PROJECT; PERMISSION_DENIED.
         """
         request = project_pb2.AddMemberRequest(project=project, principal=principal)
-        return decode.project(await self._stubs.AddMember(request))
+        return decoded(Project, await self._stubs.AddMember(request))
 
     async def remove_member(self, project: str, principal: str) -> Project:
         """Remove a member. A principal without any project is a member of `default`.
@@ -60,7 +60,7 @@ class AsyncProjects:
             EtfarmError: PROJECT_NOT_FOUND, MEMBER_NOT_FOUND; PERMISSION_DENIED.
         """
         request = project_pb2.RemoveMemberRequest(project=project, principal=principal)
-        return decode.project(await self._stubs.RemoveMember(request))
+        return decoded(Project, await self._stubs.RemoveMember(request))
 
     async def limit(self, project: str, storage_limit_bytes: int | None) -> Project:
         """Set the storage limit of a project's artifacts; None for the server's default.
@@ -69,4 +69,4 @@ class AsyncProjects:
             EtfarmError: PROJECT_NOT_FOUND; BAD_PROJECT; PERMISSION_DENIED.
         """
         request = project_pb2.UpdateProjectRequest(name=project, storage_limit_bytes=storage_limit_bytes)
-        return decode.project(await self._stubs.Update(request))
+        return decoded(Project, await self._stubs.Update(request))

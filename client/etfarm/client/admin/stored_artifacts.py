@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 import grpc
 
 from etfarm.client.admin import artifacts
-from etfarm.client.models import Artifact, ArtifactUse
-from etfarm.client.transport import decode
+from etfarm.client.models import Artifact, ArtifactUse, Cell
+from etfarm.client.transport.decode import decoded
 from etfarm.client.transport.paging import iterate_pages
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import artifact_pb2, common_pb2, job_pb2
@@ -33,7 +33,7 @@ class AsyncArtifacts:
         Args:
             limit: maximum number of artifacts.
         """
-        return [decode.artifact(row) async for row in artifacts.list_all(self._stubs, limit)]
+        return [decoded(Artifact, row) async for row in artifacts.list_all(self._stubs, limit)]
 
     async def uses(self, jobs: int = 500) -> Mapping[str, Sequence[ArtifactUse]]:
         """Return which cells of the newest jobs have which artifacts, by digest.
@@ -130,7 +130,7 @@ def _submitted_with(job: job_pb2.Job) -> Iterator[ArtifactUse]:
 
 def _uses_of(job: job_pb2.Job) -> Iterator[ArtifactUse]:
     for cell in job.cells:
-        label = decode.cell(cell).label
+        label = decoded(Cell, cell).label
         for kind, artifact in _artifacts_of(cell):
             if artifact.digest:
                 yield ArtifactUse(artifact.digest, job.id, job.name, label, kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from etfarm.client.models import NotifySecret, Webhook, WebhookDelivery
-from etfarm.client.transport import decode
+from etfarm.client.transport.decode import decoded
 from etfarm.client.transport.paging import iterate_pages
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import webhook_pb2
@@ -26,7 +26,7 @@ class AsyncWebhooks:
         webhooks: list[Webhook] = []
         request = webhook_pb2.ListWebhooksRequest(page_size=_PAGE)
         async for page in iterate_pages(self._stubs.List, request, server=self._server):
-            webhooks += [decode.webhook(message) for message in page.webhooks]
+            webhooks += [decoded(Webhook, message) for message in page.webhooks]
         return webhooks
 
     async def add(self, url: str, events: Sequence[str] = ()) -> tuple[Webhook, str]:
@@ -40,7 +40,7 @@ class AsyncWebhooks:
             EtfarmError: BAD_WEBHOOK, WEBHOOK_HOST_REFUSED, TOO_MANY_WEBHOOKS; PERMISSION_DENIED.
         """
         created = await self._stubs.Create(webhook_pb2.CreateWebhookRequest(url=url, events=events))
-        return decode.webhook(created.webhook), created.secret
+        return decoded(Webhook, created.webhook), created.secret
 
     async def remove(self, webhook_id: str) -> Webhook:
         """Remove a webhook, with what waits to be sent to it, and return what it was.
@@ -48,7 +48,7 @@ class AsyncWebhooks:
         Raises:
             EtfarmError: WEBHOOK_NOT_FOUND, WEBHOOK_CONFIGURED; PERMISSION_DENIED.
         """
-        return decode.webhook(await self._stubs.Delete(webhook_pb2.DeleteWebhookRequest(id=webhook_id)))
+        return decoded(Webhook, await self._stubs.Delete(webhook_pb2.DeleteWebhookRequest(id=webhook_id)))
 
     async def test(self, webhook_id: str) -> WebhookDelivery:
         """Send a test to a webhook, and return what came of the first try.
@@ -56,7 +56,7 @@ class AsyncWebhooks:
         Raises:
             EtfarmError: WEBHOOK_NOT_FOUND, TOO_MANY_NOTICES; PERMISSION_DENIED.
         """
-        return decode.delivery(await self._stubs.Test(webhook_pb2.TestWebhookRequest(id=webhook_id)))
+        return decoded(WebhookDelivery, await self._stubs.Test(webhook_pb2.TestWebhookRequest(id=webhook_id)))
 
     async def deliveries(self, *, webhook_id: str = "", job_id: str = "", limit: int = 50) -> Sequence[WebhookDelivery]:
         """Return at most `limit` notices that were sent or wait, newest first.
@@ -70,7 +70,7 @@ class AsyncWebhooks:
         deliveries: list[WebhookDelivery] = []
         request = webhook_pb2.ListWebhookDeliveriesRequest(page_size=min(_PAGE, limit), webhook_id=webhook_id, job_id=job_id)
         async for page in iterate_pages(self._stubs.ListDeliveries, request, server=self._server):
-            deliveries += [decode.delivery(message) for message in page.deliveries]
+            deliveries += [decoded(WebhookDelivery, message) for message in page.deliveries]
             if len(deliveries) >= limit:
                 break
             request.page_size = min(_PAGE, limit - len(deliveries))

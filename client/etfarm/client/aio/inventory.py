@@ -31,7 +31,8 @@ from etfarm.client.models import (
     Telemetry,
     UpgradeProgress,
 )
-from etfarm.client.transport import decode, decode_devices, transfers
+from etfarm.client.transport import transfers
+from etfarm.client.transport.decode import decoded
 from etfarm.client.transport.paging import iterate_pages
 from etfarm.client.transport.timestamps import to_timestamp
 from etfarm.v1 import agent_pb2, compile_pb2, device_pb2, farm_pb2
@@ -58,7 +59,7 @@ class AsyncInventory(AsyncConnected):
         request = device_pb2.ListDevicesRequest(selector=selector, page_size=PAGE_SIZE)
         devices: list[Device] = []
         async for page in iterate_pages(self._open.devices.List, request, server=self._open.server):
-            devices += [decode_devices.device(device) for device in page.devices]
+            devices += [decoded(Device, device) for device in page.devices]
         return devices
 
     async def device(self, device_id: str) -> Device:
@@ -68,7 +69,7 @@ class AsyncInventory(AsyncConnected):
             EtfarmError: DEVICE_NOT_FOUND.
         """
         request = device_pb2.GetDeviceRequest(device_id=device_id)
-        return decode_devices.device(await self._open.devices.Get(request))
+        return decoded(Device, await self._open.devices.Get(request))
 
     async def forget_device(self, device_id: str) -> None:
         """Remove an offline device from the farm; its reports stay. Admins only.
@@ -99,14 +100,14 @@ class AsyncInventory(AsyncConnected):
             if not _is_done_before(error):
                 raise
             retired = device_pb2.RetireDeviceResponse(device=device_pb2.Device(id=device_id, name=device_id))
-        return decode_devices.retired_device(retired)
+        return decoded(RetiredDevice, retired)
 
     async def agents(self) -> list[Agent]:
         """Return the known agent identities and the principals whose tokens may use them. Admins only."""
         request = agent_pb2.ListAgentsRequest(page_size=PAGE_SIZE)
         agents: list[Agent] = []
         async for page in iterate_pages(self._open.agents.ListAgents, request, server=self._open.server):
-            agents += [decode.agent(agent) for agent in page.agents]
+            agents += [decoded(Agent, agent) for agent in page.agents]
         return agents
 
     async def bind_agent(self, agent_id: str, principal: str) -> Agent:
@@ -116,7 +117,7 @@ class AsyncInventory(AsyncConnected):
             EtfarmError: AGENT_NOT_FOUND, PERMISSION_DENIED.
         """
         request = agent_pb2.BindAgentRequest(agent_id=agent_id, principal=principal)
-        return decode.agent(await self._open.agents.BindAgent(request))
+        return decoded(Agent, await self._open.agents.BindAgent(request))
 
     async def remove_agent(self, agent: str) -> RemovedAgent:
         """Remove an agent without devices: revoke the tokens that are its alone, and forget its identity. Admins only.
@@ -133,7 +134,7 @@ class AsyncInventory(AsyncConnected):
             if not _is_done_before(error):
                 raise
             removed = agent_pb2.RemoveAgentResponse(agent=agent_pb2.Agent(agent_id=agent))
-        return decode.removed_agent(removed)
+        return decoded(RemovedAgent, removed)
 
     async def upload_wheel(self, path: str | Path) -> str:
         """Upload a wheel of etfarm for `upgrade_agent`, and return its digest.
@@ -165,7 +166,7 @@ class AsyncInventory(AsyncConnected):
         request = agent_pb2.UpgradeAgentRequest(agent_id=agent_id, digest=digest, drain_s=drain_s, time_limit_s=time_limit_s)
         try:
             async for message in self._open.agents.UpgradeAgent(request):
-                yield decode.upgrade_progress(message)
+                yield decoded(UpgradeProgress, message)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, server=self._open.server) from None
 
@@ -176,7 +177,7 @@ class AsyncInventory(AsyncConnected):
             EtfarmError: DEVICE_NOT_FOUND, PROJECT_NOT_FOUND; PERMISSION_DENIED.
         """
         request = device_pb2.RestrictDeviceRequest(device_id=device_id, projects=projects)
-        return decode_devices.device(await self._open.devices.Restrict(request))
+        return decoded(Device, await self._open.devices.Restrict(request))
 
     async def label_device(self, device_id: str, labels: Mapping[str, str], *, remove: Sequence[str] = ()) -> Device:
         """Set and remove labels of a device, which take precedence over those that its agent reports. Admins only.
@@ -185,7 +186,7 @@ class AsyncInventory(AsyncConnected):
             EtfarmError: DEVICE_NOT_FOUND, BAD_LABEL; PERMISSION_DENIED.
         """
         request = device_pb2.LabelDeviceRequest(device_id=device_id, set=labels, remove=remove)
-        return decode_devices.device(await self._open.devices.Label(request))
+        return decoded(Device, await self._open.devices.Label(request))
 
     async def drain_device(self, device_id: str, reason: str = "") -> Device:
         """Place nothing new on a device until it is undrained; what it runs continues. Admins only.
@@ -198,7 +199,7 @@ class AsyncInventory(AsyncConnected):
             EtfarmError: DEVICE_NOT_FOUND, LIMIT_EXCEEDED; PERMISSION_DENIED.
         """
         request = device_pb2.DrainDeviceRequest(device_id=device_id, reason=reason)
-        return decode_devices.device(await self._open.devices.Drain(request))
+        return decoded(Device, await self._open.devices.Drain(request))
 
     async def undrain_device(self, device_id: str) -> Device:
         """Let runs be placed on a drained device again. Admins only.
@@ -207,7 +208,7 @@ class AsyncInventory(AsyncConnected):
             EtfarmError: DEVICE_NOT_FOUND; PERMISSION_DENIED.
         """
         request = device_pb2.DrainDeviceRequest(device_id=device_id, undrain=True)
-        return decode_devices.device(await self._open.devices.Drain(request))
+        return decoded(Device, await self._open.devices.Drain(request))
 
     def reserve(
         self,
@@ -258,7 +259,7 @@ class AsyncInventory(AsyncConnected):
         request = device_pb2.ReserveDeviceRequest(
             selector=selector, count=count, duration_s=minutes * 60, reason=reason, request_id=str(uuid.uuid4())
         )
-        return decode_devices.reservation(await self._open.devices.Reserve(request))
+        return decoded(ReservationInfo, await self._open.devices.Reserve(request))
 
     async def renew_reservation(self, reservation_id: str, *, minutes: float | None = None) -> ReservationInfo:
         """Let a reservation end `minutes` from now, or its own duration from now when None.
@@ -268,7 +269,7 @@ class AsyncInventory(AsyncConnected):
         """
         duration_s = None if minutes is None else minutes * 60
         request = device_pb2.RenewReservationRequest(reservation_id=reservation_id, duration_s=duration_s)
-        return decode_devices.reservation(await self._open.devices.Renew(request))
+        return decoded(ReservationInfo, await self._open.devices.Renew(request))
 
     async def release_reservation(self, reservation_id: str) -> None:
         """End a reservation. What runs on its devices continues; what waits for them fails.
@@ -283,7 +284,7 @@ class AsyncInventory(AsyncConnected):
         request = device_pb2.ListReservationsRequest(page_size=PAGE_SIZE)
         reservations: list[ReservationInfo] = []
         async for page in iterate_pages(self._open.devices.ListReservations, request, server=self._open.server):
-            reservations += [decode_devices.reservation(message) for message in page.reservations]
+            reservations += [decoded(ReservationInfo, message) for message in page.reservations]
         return reservations
 
     async def watch_devices(self, selector: str = "", *, telemetry: bool = True) -> AsyncIterator[DeviceChange]:
@@ -323,7 +324,7 @@ class AsyncInventory(AsyncConnected):
         )
         readings: list[Telemetry] = []
         async for page in iterate_pages(self._open.devices.ListTelemetry, request, server=self._open.server):
-            readings += [decode_devices.telemetry(message) for message in page.telemetry]
+            readings += [decoded(Telemetry, message) for message in page.telemetry]
         return readings
 
     async def device_health(self, device_id: str, *, limit: int = 100) -> list[HealthEvent]:
@@ -344,7 +345,7 @@ class AsyncInventory(AsyncConnected):
         request = device_pb2.ListHealthEventsRequest(device_id=device_id, page_size=min(limit, PAGE_SIZE))
         events: list[HealthEvent] = []
         async for page in iterate_pages(self._open.devices.ListHealthEvents, request, server=self._open.server):
-            events += [decode_devices.health_event(event) for event in page.events]
+            events += [decoded(HealthEvent, event) for event in page.events]
             if len(events) >= limit:
                 break
         return events[:limit]
@@ -356,7 +357,7 @@ class AsyncInventory(AsyncConnected):
             EtfarmError: DEVICE_NOT_FOUND, HEALTH_RUN_IMPOSSIBLE, HEALTH_RUN_ABORTED; PERMISSION_DENIED.
         """
         request = device_pb2.CheckHealthRequest(device_id=device_id)
-        return decode_devices.health_event(await self._open.devices.CheckHealth(request))
+        return decoded(HealthEvent, await self._open.devices.CheckHealth(request))
 
     async def clear_device(self, device_id: str) -> Device:
         """Make a device GOOD: its faults no longer count, and its speed gets a new baseline. Admins only.
@@ -365,7 +366,7 @@ class AsyncInventory(AsyncConnected):
             EtfarmError: DEVICE_NOT_FOUND; PERMISSION_DENIED.
         """
         request = device_pb2.ClearHealthRequest(device_id=device_id)
-        return decode_devices.device(await self._open.devices.ClearHealth(request))
+        return decoded(Device, await self._open.devices.ClearHealth(request))
 
     @property
     def projects(self) -> AsyncProjects:
@@ -391,7 +392,7 @@ class AsyncInventory(AsyncConnected):
         request = compile_pb2.ListRecipesRequest(page_size=PAGE_SIZE)
         recipes: list[RecipeInfo] = []
         async for page in iterate_pages(self._open.compiler.ListRecipes, request, server=self._open.server):
-            recipes += [decode.recipe(recipe) for recipe in page.recipes]
+            recipes += [decoded(RecipeInfo, recipe) for recipe in page.recipes]
         return recipes
 
     async def bundles(self) -> list[Bundle]:
@@ -399,7 +400,7 @@ class AsyncInventory(AsyncConnected):
         request = farm_pb2.ListBundlesRequest(page_size=PAGE_SIZE)
         bundles: list[Bundle] = []
         async for page in iterate_pages(self._open.farm.ListBundles, request, server=self._open.server):
-            bundles += [decode.bundle(bundle) for bundle in page.bundles]
+            bundles += [decoded(Bundle, bundle) for bundle in page.bundles]
         return bundles
 
     async def add_bundle(self, path: str | Path, *, on_upload: transfers.Moved | None = None) -> Bundle:
@@ -413,12 +414,12 @@ class AsyncInventory(AsyncConnected):
         blobs: dict[str, tuple[Any, transfers.Source]] = {artifact.digest: (artifact, path)}
         await transfers.upload_missing(self._open, blobs, on_progress=on_upload)
         request = farm_pb2.AddBundleRequest(digest=artifact.digest)
-        return decode.bundle(await self._open.farm.AddBundle(request))
+        return decoded(Bundle, await self._open.farm.AddBundle(request))
 
     async def info(self) -> ServerInfo:
         """Return information about the server, including what it is still starting."""
         request = farm_pb2.GetServerInfoRequest()
-        return decode.server_info(await self._open.farm.GetServerInfo(request))
+        return decoded(ServerInfo, await self._open.farm.GetServerInfo(request))
 
     async def server_status(self) -> ServerStatus:
         """Return the server's settings without secrets, and its metrics. For admins.
@@ -426,7 +427,7 @@ class AsyncInventory(AsyncConnected):
         Raises:
             EtfarmError: PERMISSION_DENIED.
         """
-        return decode.server_status(await self._open.farm.GetServerStatus(farm_pb2.GetServerStatusRequest()))
+        return decoded(ServerStatus, await self._open.farm.GetServerStatus(farm_pb2.GetServerStatusRequest()))
 
 
 def _is_done_before(error: EtfarmError) -> bool:

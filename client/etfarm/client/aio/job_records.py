@@ -13,7 +13,7 @@ from etfarm.client import reports
 from etfarm.client.aio.connected import PAGE_SIZE, AsyncConnected
 from etfarm.client.models import JobInfo, JobPage, JobState, Queue, QueuedRun
 from etfarm.client.submit.options import require_at_least, to_list
-from etfarm.client.transport import decode
+from etfarm.client.transport.decode import decoded
 from etfarm.client.transport.paging import iterate_pages
 from etfarm.client.transport.timestamps import to_timestamp
 from etfarm.v1 import job_pb2, report_pb2
@@ -100,7 +100,7 @@ class AsyncJobRecords(AsyncConnected):
         token = ""
         request.page_size = min(limit, PAGE_SIZE)
         async for page in iterate_pages(self._open.jobs.List, request, server=self._open.server):
-            jobs += [decode.job(job) for job in page.jobs]
+            jobs += [decoded(JobInfo, job) for job in page.jobs]
             token = page.next_page_token
             if len(jobs) >= limit:
                 break
@@ -130,7 +130,7 @@ class AsyncJobRecords(AsyncConnected):
         other_runs = 0
         request = job_pb2.ListQueueRequest(page_size=PAGE_SIZE)
         async for page in iterate_pages(self._open.jobs.ListQueue, request, server=self._open.server):
-            runs += [decode.queued_run(run) for run in page.runs]
+            runs += [decoded(QueuedRun, run) for run in page.runs]
             other_runs = page.other_runs
         return Queue(tuple(runs), other_runs)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from etfarm.client.errors import EtfarmError
 from etfarm.client.models import ReservationInfo
-from etfarm.client.transport import decode_devices
+from etfarm.client.transport.decode import decoded
 from etfarm.v1 import device_pb2
 from etfarm.wire.errors import error_for
 
@@ -64,7 +64,7 @@ class AsyncReservation:
         """
         self._request.request_id = str(uuid.uuid4())
         self._ended = None
-        self._info = decode_devices.reservation(await self._stubs().devices.Reserve(self._request))
+        self._info = decoded(ReservationInfo, await self._stubs().devices.Reserve(self._request))
         self._renewing = asyncio.create_task(self._renew(), name=f"reservation {self._info.id}")
         return self
 
@@ -123,7 +123,7 @@ class AsyncReservation:
             EtfarmError: RESERVATION_ENDED; SERVER_UNREACHABLE.
         """
         request = device_pb2.RenewReservationRequest(reservation_id=self.info.id, duration_s=seconds)
-        self._info = decode_devices.reservation(await self._stubs().devices.Renew(request))
+        self._info = decoded(ReservationInfo, await self._stubs().devices.Renew(request))
         return self._info
 
     async def _renew(self) -> None:

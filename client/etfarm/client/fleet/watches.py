@@ -10,7 +10,8 @@ import grpc
 
 from etfarm.client.errors import EtfarmError
 from etfarm.client.models import Cell, Device, DeviceChange, JobInfo
-from etfarm.client.transport import decode, decode_devices
+from etfarm.client.transport import decode
+from etfarm.client.transport.decode import decoded
 from etfarm.v1 import device_pb2, job_pb2
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ async def watch_devices(stubs: Stubs, selector: str, *, telemetry: bool) -> Asyn
                     if known.pop(event.removed_device_id, None) is not None:
                         yield DeviceChange(event.removed_device_id, None)
                 elif event.HasField("device"):
-                    device = decode_devices.device(event.device)
+                    device = decoded(Device, event.device)
                     if in_snapshot is not None:
                         in_snapshot.add(device.id)
                     if known.get(device.id) != device:
@@ -64,7 +65,7 @@ class _Known:
         if message.version <= self.versions.get(message.index, 0):
             return False
         self.versions[message.index] = message.version
-        self.cells[message.index] = decode.cell(message)
+        self.cells[message.index] = decoded(Cell, message)
         cells = tuple(self.cells[index] for index in sorted(self.cells))
         self.info = replace(self.info, cells=cells, state=decode.job_state(state))
         return True
@@ -117,7 +118,7 @@ async def watch_jobs(stubs: Stubs, owner: str) -> AsyncIterator[JobInfo]:
 
 def _job(live: dict[str, _Known], change: job_pb2.JobChange) -> JobInfo | None:
     """Return a job that was submitted, changed or ended; None if it is as before."""
-    info = decode.job(change.job)
+    info = decoded(JobInfo, change.job)
     former = live.get(info.id)
     if info.state.is_terminal:
         live.pop(info.id, None)
@@ -129,7 +130,7 @@ def _job(live: dict[str, _Known], change: job_pb2.JobChange) -> JobInfo | None:
 async def _ended(stubs: Stubs, last: JobInfo) -> JobInfo | None:
     """Return how a job ended that is no longer live; None if it is not stored any more."""
     try:
-        return decode.job(await stubs.jobs.Get(job_pb2.GetJobRequest(job_id=last.id)))
+        return decoded(JobInfo, await stubs.jobs.Get(job_pb2.GetJobRequest(job_id=last.id)))
     except EtfarmError as error:
         if error.reason != "JOB_NOT_FOUND":
             raise

@@ -14,10 +14,11 @@ from etfarm.client import reports
 from etfarm.client.errors import OutputUnwritable
 from etfarm.client.jobs import raw_files, series
 from etfarm.client.jobs.file_names import data_file_name, method_file, safe_name
-from etfarm.client.models import CellState, Event, JobInfo, JobState, LogLine
+from etfarm.client.models import Cell, CellState, Event, JobInfo, JobState, LogLine
 from etfarm.client.submit.names_file import write_names
 from etfarm.client.submit.value_names import ValueNames
 from etfarm.client.transport import decode, transfers
+from etfarm.client.transport.decode import decoded
 from etfarm.client.transport.paging import iterate_pages
 from etfarm.v1 import common_pb2, job_pb2, report_pb2, webhook_pb2
 from etfarm.wire import report, tensors
@@ -67,7 +68,7 @@ class AsyncJob:
     @property
     def info(self) -> JobInfo:
         """The job and its cells as last read from the server."""
-        return decode.job(self._job)
+        return decoded(JobInfo, self._job)
 
     async def refresh(self) -> JobInfo:
         """Read the job's current state from the server.
@@ -238,7 +239,7 @@ class AsyncJob:
                     backoff.reset()
                     if message.number > seen:
                         seen = message.number
-                        yield decode.log_line(message)
+                        yield decoded(LogLine, message)
                 return
             except grpc.aio.AioRpcError as error:
                 await backoff.after(error)
@@ -363,7 +364,7 @@ class AsyncJob:
             return await raw_files.save(self._stubs, self._job, message, entry, Path(folder))
         raise error_for(
             "NOT_PRODUCED",
-            f"Cell {cell} of job {self.id} has no report: it is {decode.cell(message).state}.",
+            f"Cell {cell} of job {self.id} has no report: it is {decoded(Cell, message).state}.",
             job=self.id,
             cell=cell,
         )
@@ -381,7 +382,7 @@ class AsyncJob:
     async def _files(self, cell: int, what: str) -> dict[str, common_pb2.Artifact]:
         """Return the artifacts of a map in the cell's report, by key."""
         message = self._cell(cell)
-        if (error := decode.cell(message).error) is not None:
+        if (error := decoded(Cell, message).error) is not None:
             raise error
         for entry in await self._reports(message.id):
             artifacts = getattr(entry.compile.compilation, what)
@@ -438,7 +439,7 @@ class AsyncJob:
 
     def _produced(self, index: int, what: str) -> Any:
         cell = self._cell(index)
-        known = decode.cell(cell)
+        known = decoded(Cell, cell)
         if known.error is not None:
             raise known.error
         if not cell.HasField(what):  # type: ignore[arg-type]

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etfarm.client.jobs.job import AsyncJob
+from etfarm.client.models import Cell
 from etfarm.client.submit.early_checks import check_source, is_program, require_accepted
 from etfarm.client.submit.preparation import ExampleInputs, Model, Say, prepare
 from etfarm.client.submit.prepared import PreparedModel
 from etfarm.client.submit.recipes import DEFAULT_RECIPE, read_recipe
 from etfarm.client.submit.value_names import ValueNames
-from etfarm.client.transport import decode, transfers
+from etfarm.client.transport import transfers
 from etfarm.client.transport.daemon_thread import in_thread
+from etfarm.client.transport.decode import decoded
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import common_pb2, compile_pb2, job_pb2
 from etfarm.wire import chunks, digest
@@ -119,7 +121,7 @@ class ServedModel:
             raise
         request = job_pb2.GetJobRequest(job_id=job.id)
         (cell,) = (await stubs.jobs.Get(request)).cells
-        if (error := decode.cell(cell).error) is not None:
+        if (error := decoded(Cell, cell).error) is not None:
             raise error
         for report in (await job.result()).reports:
             for warning in report.compile.warnings if report.compile is not None else ():

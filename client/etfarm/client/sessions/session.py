@@ -15,7 +15,7 @@ from etfarm.client.sessions.calls import Loop, Outputs, flattened, loop_of, type
 from etfarm.client.sessions.open_calls import Connect, SessionCalls, TextCallback
 from etfarm.client.sessions.text import AsyncTokenStream, TextContext, request_of
 from etfarm.client.submit.input_types import require_count, require_fitting
-from etfarm.client.transport import decode_devices
+from etfarm.client.transport.decode import decoded
 from etfarm.v1 import session_pb2
 from etfarm.wire import sessions, tensors
 from etfarm.wire.errors import EtfarmError, error_for
@@ -66,7 +66,7 @@ class AsyncSession:
     def device(self) -> Device:
         """The device that runs the program."""
         self._calls.require_open()
-        return decode_devices.device(self._calls.ready.device)
+        return decoded(Device, self._calls.ready.device)
 
     @property
     def threads(self) -> int:

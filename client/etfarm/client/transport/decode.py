@@ -1,305 +1,181 @@
-"""Conversion of the contract's messages to the library's values; the only place that uses both."""
+"""Conversion of the contract's messages to the library's values; the only place that uses both.
+
+A value's attribute is the message's field of the same name. An instant differs in its name: `expires_at` is `expire_time`.
+"""
 
 from __future__ import annotations
 
-from datetime import UTC
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from datetime import datetime
+from enum import StrEnum
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from etfarm.client.models import (
-    Agent,
-    AgentWheel,
-    Artifact,
-    Bundle,
-    Cell,
-    CellChanged,
-    CellState,
-    Event,
-    FarmServer,
-    JobChanged,
-    JobInfo,
-    JobState,
-    LogLine,
-    Metric,
-    MetricSample,
-    Progress,
-    Project,
-    QueuedRun,
-    RecipeInfo,
-    RemovedAgent,
-    ServerInfo,
-    ServerSetting,
-    ServerStatus,
-    UpgradeProgress,
-    Webhook,
-    WebhookDelivery,
-)
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from etfarm.client import models
 from etfarm.client.transport.timestamps import from_timestamp
-from etfarm.v1 import (
-    agent_pb2,
-    artifact_pb2,
-    common_pb2,
-    compile_pb2,
-    farm_pb2,
-    job_pb2,
-    project_pb2,
-    report_pb2,
-    webhook_pb2,
-)
+from etfarm.v1 import common_pb2, device_pb2, job_pb2
 from etfarm.wire import status
+from etfarm.wire.errors import EtfarmError
 from etfarm.wire.words import word_of
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
-def job(message: job_pb2.Job) -> JobInfo:
-    """Return a Job, with its cells if the message has them."""
-    return JobInfo(
-        id=message.id,
-        name=message.name,
-        labels=dict(message.labels),
-        owner=message.owner,
-        state=job_state(message.state),
-        submitted_at=from_timestamp(message.create_time),
-        finished_at=from_timestamp(message.end_time) if message.HasField("end_time") else None,
-        cells=tuple(cell(item) for item in message.cells),
-        tags=tuple(message.tags),
-        project=message.project,
-    )
+Value = TypeVar("Value", bound="DataclassInstance")
+Convert = Callable[[Any], Any]
+
+_UNKNOWN: Final[dict[type[StrEnum], StrEnum]] = {
+    models.JobState: models.JobState.QUEUED,
+    models.CellState: models.CellState("UNSPECIFIED"),
+    models.DeviceState: models.DeviceState.OFFLINE,
+    models.HealthState: models.HealthState.UNKNOWN,
+}
+"""What an enum has for UNSPECIFIED and for a value that this version does not know."""
 
 
-def queued_run(message: job_pb2.QueuedRun) -> QueuedRun:
-    """Return a QueuedRun."""
-    return QueuedRun(
-        rank=message.rank,
-        job_id=message.job_id,
-        job_name=message.job_name,
-        session_id=message.session_id,
-        cell_ids=tuple(message.cell_ids),
-        model=message.candidate_name,
-        recipe=message.recipe_name or None,
-        method=message.method,
-        selector=message.selector,
-        reservation=message.reservation_id,
-        exclusive=message.exclusive,
-        priority=message.priority,
-        aged_priority=message.aged_priority,
-        share_penalty=message.share_penalty,
-        waiting_since=from_timestamp(message.wait_start_time),
-        waiting_for=message.waiting_for,
-        expires_at=from_timestamp(message.expire_time) if message.HasField("expire_time") else None,
-        starts_at=from_timestamp(message.start_estimate_time) if message.HasField("start_estimate_time") else None,
-        owner=message.owner,
-        project=message.project,
-    )
+def decoded(kind: type[Value], message: Message, **others: Any) -> Value:
+    """Return the value of a class for a message; `others` are the attributes that the message does not have."""
+    readers = _readers(kind, message.DESCRIPTOR, tuple(others))
+    return kind(**{name: read(message) for name, read in readers}, **others)
 
 
-def job_state(value: job_pb2.JobState.ValueType) -> JobState:
+def job_state(number: job_pb2.JobState.ValueType) -> models.JobState:
     """Return a JobState; QUEUED if it is unspecified."""
-    name = job_pb2.JobState.Name(value).removeprefix("JOB_STATE_")
-    return JobState(name) if name in JobState.__members__ else JobState.QUEUED
+    return models.JobState(word_of(job_pb2.JobState.DESCRIPTOR, number) or models.JobState.QUEUED)
 
 
-def cell(message: job_pb2.Cell) -> Cell:
-    """Return a Cell."""
-    return Cell(
-        id=message.id,
-        index=message.index,
-        model=message.candidate_name,
-        recipe=message.recipe_name or None,
-        method=message.method,
-        threads=message.threads if message.HasField("threads") else None,
-        device=message.attempts[-1].device_id if message.attempts else None,
-        attempts=len(message.attempts),
-        state=CellState(common_pb2.CellState.Name(message.state).removeprefix("CELL_STATE_")),
-        waiting_for=message.waiting_for,
-        phase=message.phase,
-        error=status.from_proto(message.error) if message.HasField("error") else None,
-        on_device=message.HasField("device_index"),
-        p50_ns=message.p50_ns if message.HasField("p50_ns") else None,
-        p50_ci95_ns=tuple(message.p50_ci95_ns),
-        verdict=word_of(report_pb2.VerdictStatus.DESCRIPTOR, message.verdict),
-        started_at=from_timestamp(message.attempts[-1].start_time) if message.attempts else None,
-    )
-
-
-def event(message: job_pb2.JobEvent) -> Event | None:
+def event(message: job_pb2.JobEvent) -> models.Event | None:
     """Return a JobEvent; None for a kind that this version does not know."""
-    sequence = message.sequence if message.HasField("sequence") else None
-    at = from_timestamp(message.time)
     match message.WhichOneof("event"):
         case "job":
-            return JobChanged(sequence, at, job(message.job), job_state(message.job_state))
+            return decoded(models.JobChanged, message)
         case "cell":
-            return CellChanged(sequence, at, cell(message.cell), job_state(message.job_state))
+            return decoded(models.CellChanged, message)
         case "progress":
-            progress = message.progress
-            return Progress(
-                at=at,
-                cell_id=progress.cell_id,
-                actor=progress.device_name or word_of(common_pb2.Actor.DESCRIPTOR, progress.actor) or "",
-                phase=progress.phase,
-                duration_ms=progress.duration_ms if progress.HasField("duration_ms") else None,
-                done=progress.done if progress.HasField("done") else None,
-                total=progress.total if progress.HasField("total") else None,
-                message=progress.message,
-                p50_ns=progress.p50_ns if progress.HasField("p50_ns") else None,
-            )
+            return decoded(models.Progress, message.progress, at=from_timestamp(message.time))
         case "log":
-            return log_line(message.log)
+            return decoded(models.LogLine, message.log)
     return None
 
 
-def log_line(message: job_pb2.LogLine) -> LogLine:
-    """Return a LogLine."""
-    source = word_of(common_pb2.LogSource.DESCRIPTOR, message.source) or ""
-    return LogLine(from_timestamp(message.time), message.number, message.cell_id, source, message.text)
+def _readings(message: device_pb2.DeviceTelemetry) -> dict[str, float | bool]:
+    return {field.name: value for field, value in message.ListFields() if field.name != "time"}
 
 
-def project(message: project_pb2.Project) -> Project:
-    """Return a Project."""
-    return Project(
-        name=message.name,
-        created_by=message.created_by,
-        members=tuple(message.members),
-        storage_limit_bytes=message.storage_limit_bytes if message.HasField("storage_limit_bytes") else None,
-        storage_bytes=message.storage_bytes,
-        live_jobs=message.live_jobs,
-    )
+def _actor(progress: job_pb2.Progress) -> str:
+    return progress.device_name or word_of(common_pb2.Actor.DESCRIPTOR, progress.actor) or ""
 
 
-def recipe(message: compile_pb2.RecipeInfo) -> RecipeInfo:
-    """Return a RecipeInfo."""
-    return RecipeInfo(
-        name=message.name,
-        summary=message.summary,
-        backend=message.backend,
-        quantization=word_of(common_pb2.Quantization.DESCRIPTOR, message.quantization) or "",
-        available=message.available,
-        missing=message.missing,
-        arguments=tuple(message.arguments),
-    )
+def _runner_kinds(device: device_pb2.Device) -> tuple[str, ...]:
+    return tuple(word_of(common_pb2.RunnerKind.DESCRIPTOR, runner.kind) or "" for runner in device.own_runners)
 
 
-def artifact(message: artifact_pb2.StoredArtifact) -> Artifact:
-    """Return an Artifact."""
-    stored = message.artifact
-    at = message.create_time.ToDatetime(tzinfo=UTC)
-    return Artifact(stored.digest, stored.size_bytes, message.project, message.owner, at)
+def _reserved_devices(reservation: device_pb2.Reservation) -> tuple[str, ...]:
+    return tuple(reservation.device_ids) or ((reservation.device_id,) if reservation.device_id else ())
 
 
-def bundle(message: agent_pb2.RunnerBundle) -> Bundle:
-    """Return a RunnerBundle."""
-    return Bundle(
-        digest=message.artifact.digest,
-        size_bytes=message.artifact.size_bytes,
-        arch=message.arch,
-        executorch=message.executorch_version,
-        source_digest=message.source_digest,
-        backends=tuple(message.backends),
-        operators=tuple(message.operators),
-    )
+_SOURCES: Final[dict[type, dict[str, str | Convert]]] = {
+    models.Artifact: {"digest": "artifact.digest", "size_bytes": "artifact.size_bytes"},
+    models.Bundle: {
+        "digest": "artifact.digest", "size_bytes": "artifact.size_bytes", "executorch": "executorch_version",
+    },
+    models.Cell: {
+        "model": "candidate_name", "recipe": "recipe_name",
+        "device": lambda cell: cell.attempts[-1].device_id if cell.attempts else None,
+        "attempts": lambda cell: len(cell.attempts),
+        "on_device": lambda cell: cell.HasField("device_index"),
+        "started_at": lambda cell: from_timestamp(cell.attempts[-1].start_time) if cell.attempts else None,
+    },
+    models.Device: {
+        "concurrent_runs": lambda device: max(1, device.concurrent_runs),
+        "own_runners": _runner_kinds,
+        "telemetry": lambda device: _readings(device.telemetry),
+    },
+    models.DeviceHealth: {"since": "start_time"},
+    models.JobInfo: {"submitted_at": "create_time", "finished_at": "end_time"},
+    models.Progress: {"actor": _actor},
+    models.QueuedRun: {
+        "model": "candidate_name", "recipe": "recipe_name", "reservation": "reservation_id",
+        "waiting_since": "wait_start_time", "starts_at": "start_estimate_time",
+    },
+    models.RemovedAgent: {"revoked_tokens": "revoked_token_ids"},
+    models.ReservationInfo: {"device_ids": _reserved_devices},
+    models.RetiredDevice: {
+        "revoked_tokens": "revoked_token_ids", "other_devices": "other_device_ids",
+        "ended_attempts": "ended_attempt_ids",
+    },
+    models.ServerInfo: {
+        "principal": "principal.name",
+        "role": lambda server: word_of(common_pb2.Role.DESCRIPTOR, server.principal.role) or "UNSPECIFIED",
+        "is_stopping": "stopping", "disk_free_bytes": "disk.free_bytes", "is_disk_full": "disk.full",
+    },
+    models.Telemetry: {"values": _readings},
+}  # fmt: skip
+"""Where an attribute comes from that is no field with its name: the path of a field, or a function of the message."""
 
 
-def agent(message: agent_pb2.Agent) -> Agent:
-    """Return an Agent."""
-    return Agent(
-        agent_id=message.agent_id,
-        principal=message.principal,
-        connected=message.connected,
-        device_ids=tuple(message.device_ids),
-        refused_principal=message.refused_principal,
-        version=message.version,
-        host=message.host,
-        allows_upgrade=message.allows_upgrade,
-        retired=message.retired,
-        outdated=message.outdated,
-    )
+@cache
+def _readers(kind: type[DataclassInstance], message: Descriptor, others: tuple[str, ...]) -> tuple[tuple[str, Convert], ...]:
+    """Return the attributes of a class with the functions that read them from a message."""
+    hints, sources = typing.get_type_hints(kind), _SOURCES.get(kind, {})
+    readers: list[tuple[str, Convert]] = []
+    for name in (attribute.name for attribute in fields(kind)):
+        if name in others or hints[name] is types.NoneType:
+            continue
+        source = sources.get(name) or next(known for known in _names(name) if known in message.fields_by_name)
+        readers.append((name, _reader(source, hints[name], message) if isinstance(source, str) else source))
+    return tuple(readers)
 
 
-def removed_agent(message: agent_pb2.RemoveAgentResponse) -> RemovedAgent:
-    """Return a RemovedAgent."""
-    return RemovedAgent(agent(message.agent), tuple(message.revoked_token_ids))
+def _names(attribute: str) -> Iterator[str]:
+    """Yield the names that an attribute's field may have: `created_at` is `create_time`, `ended_at` is `end_time`."""
+    yield attribute
+    if attribute == "at":
+        yield "time"
+    elif attribute.endswith("_at"):
+        verb = attribute.removesuffix("_at")
+        yield from (f"{verb.removesuffix(ending)}_time" for ending in ("", "s", "d", "ed"))
 
 
-def upgrade_progress(message: agent_pb2.UpgradeAgentProgress) -> UpgradeProgress:
-    """Return an UpgradeProgress."""
-    phase = word_of(agent_pb2.UpgradePhase.DESCRIPTOR, message.phase) or ""
-    return UpgradeProgress(phase, message.version, message.former_version, message.message)
+def _reader(path: str, hint: Any, message: Descriptor) -> Convert:
+    """Return the function that reads a value of a type from a field, or from a field of a nested message."""
+    name, _, rest = path.partition(".")
+    field = message.fields_by_name[name]
+    inner = field.message_type
+    is_optional = types.NoneType in typing.get_args(hint)
+    only = next(part for part in typing.get_args(hint) if part is not types.NoneType) if is_optional else hint
+    convert = _reader(rest, hint, inner) if rest and inner is not None else _conversion(only, field)
+    if is_optional and only is str:
+        return lambda message: convert(getattr(message, name)) or None
+    if is_optional and field.has_presence:
+        return lambda message: convert(getattr(message, name)) if message.HasField(name) else None
+    return lambda message: convert(getattr(message, name))
 
 
-def webhook(message: webhook_pb2.Webhook) -> Webhook:
-    """Return a Webhook."""
-    return Webhook(
-        id=message.id,
-        url=message.url,
-        events=tuple(message.events),
-        created_at=from_timestamp(message.create_time),
-        created_by=message.created_by,
-        configured=message.configured,
-        waiting=message.waiting,
-        dropped=message.dropped,
-    )
+def _conversion(hint: Any, field: FieldDescriptor) -> Convert:
+    """Return the function that converts a field's value to a type; an optional text is empty where it is None."""
+    if typing.get_origin(hint) is tuple:
+        convert = _conversion(typing.get_args(hint)[0], field)
+        return tuple if convert is _same else lambda values: tuple(map(convert, values))
+    if typing.get_origin(hint) in (Mapping, dict):
+        return dict
+    if field.enum_type is not None:
+        word = partial(word_of, field.enum_type)
+        return (lambda number: word(number) or "") if hint is str else lambda number: hint(word(number) or _UNKNOWN[hint])
+    if field.message_type is None:
+        return _same
+    return _MESSAGES.get(hint) or partial(decoded, hint)
 
 
-def delivery(message: webhook_pb2.WebhookDelivery) -> WebhookDelivery:
-    """Return a WebhookDelivery."""
-    return WebhookDelivery(
-        number=message.number,
-        event_id=message.event_id,
-        event=message.event,
-        webhook_id=message.webhook_id,
-        url=message.url,
-        job_id=message.job_id,
-        project=message.project,
-        state=word_of(webhook_pb2.DeliveryState.DESCRIPTOR, message.state) or "",
-        attempts=message.attempts,
-        status=message.status if message.HasField("status") else None,
-        error=message.error,
-        answer=message.answer,
-        created_at=from_timestamp(message.create_time),
-        next_at=from_timestamp(message.next_time) if message.HasField("next_time") else None,
-        ended_at=from_timestamp(message.end_time) if message.HasField("end_time") else None,
-    )
+def _same(value: Any) -> Any:
+    return value
 
 
-def server_status(message: farm_pb2.ServerStatus) -> ServerStatus:
-    """Return a ServerStatus."""
-    return ServerStatus(
-        tuple(ServerSetting(setting.name, setting.value, setting.source) for setting in message.settings),
-        tuple(
-            Metric(
-                metric.name, metric.help, metric.kind,
-                tuple(MetricSample(sample.suffix, dict(sample.labels), sample.value) for sample in metric.samples),
-            )
-            for metric in message.metrics
-        ),
-    )  # fmt: skip
-
-
-def server_info(message: farm_pb2.ServerInfo) -> ServerInfo:
-    """Return a ServerInfo."""
-    return ServerInfo(
-        version=message.version,
-        principal=message.principal.name,
-        role=common_pb2.Role.Name(message.principal.role).removeprefix("ROLE_"),
-        workers_ready=message.workers_ready,
-        devices_online=message.devices_online,
-        devices_known=message.devices_known,
-        live_jobs=message.live_jobs,
-        starting=message.starting,
-        bundle_error=status.from_proto(message.bundle_error) if message.HasField("bundle_error") else None,
-        protocol_version=message.protocol_version,
-        server_time=from_timestamp(message.server_time) if message.HasField("server_time") else None,
-        token_expires_at=from_timestamp(message.token_expire_time) if message.HasField("token_expire_time") else None,
-        certificate_expires_at=(
-            from_timestamp(message.certificate_expire_time) if message.HasField("certificate_expire_time") else None
-        ),
-        is_stopping=message.stopping,
-        disk_free_bytes=message.disk.free_bytes if message.HasField("disk") else None,
-        is_disk_full=message.disk.full,
-        agent_wheel=(
-            AgentWheel(message.agent_wheel.version, message.agent_wheel.digest) if message.HasField("agent_wheel") else None
-        ),
-        servers=tuple(
-            FarmServer(server.address, server.version, server.leads, from_timestamp(server.start_time))
-            for server in message.servers
-        ),
-        forwarded_by=message.forwarded_by,
-    )
+_MESSAGES: Final[dict[Any, Convert]] = {datetime: from_timestamp, EtfarmError: status.from_proto}
+"""How messages become values that are no dataclasses."""

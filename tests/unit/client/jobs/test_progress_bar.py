@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.progress import Progress as RichProgress
 
 from etfarm.client.jobs.progress_bar import JobProgress, TerminalBar, is_notebook, open_bar
-from etfarm.client.models import CellChanged, JobState, Progress
-from etfarm.client.transport import decode
+from etfarm.client.models import Cell, CellChanged, JobInfo, JobState, Progress
+from etfarm.client.transport.decode import decoded
 from etfarm.v1 import common_pb2, job_pb2
 from etfarm.wire import report as projection
 from tests.support import documents
@@ -26,7 +26,7 @@ from tests.support.documents import HOSTILE
 from tests.support.farm import FarmProcess
 from tests.support.programs import program
 
-NOW = decode.job(job_pb2.Job()).submitted_at
+NOW = decoded(JobInfo, job_pb2.Job()).submitted_at
 
 
 @pytest.fixture
@@ -51,13 +51,13 @@ def _job(states: str) -> JobProgress:
         job_pb2.Cell(id=str(place), state=common_pb2.CellState.Value(f"CELL_STATE_{state}"), candidate_name=HOSTILE)
         for place, state in enumerate(states.split())
     ]
-    return JobProgress(decode.job(job_pb2.Job(id="j", state=job_pb2.JOB_STATE_RUNNING, cells=cells)))
+    return JobProgress(decoded(JobInfo, job_pb2.Job(id="j", state=job_pb2.JOB_STATE_RUNNING, cells=cells)))
 
 
 def test_a_bar_counts_the_steps_of_all_cells() -> None:
     progress = _job("QUEUED SUCCEEDED")
     assert (progress.done, progress.total, progress.text) == (5, 10, "running")
-    cell = decode.cell(job_pb2.Cell(id="0", state=common_pb2.CELL_STATE_RUNNING, candidate_name="net"))
+    cell = decoded(Cell, job_pb2.Cell(id="0", state=common_pb2.CELL_STATE_RUNNING, candidate_name="net"))
     progress.observe(CellChanged(1, NOW, cell, JobState.RUNNING))
     assert (progress.done, progress.text) == (8, "net: running")
     progress.observe(Progress(NOW, "0", "board", "TIMED", None, 50, 200, ""))
@@ -67,7 +67,7 @@ def test_a_bar_counts_the_steps_of_all_cells() -> None:
 
 def test_a_bar_shows_names_literally() -> None:
     progress = _job("RUNNING")
-    progress.observe(CellChanged(1, NOW, decode.cell(job_pb2.Cell(id="0", state=1, candidate_name=HOSTILE)), JobState.RUNNING))
+    progress.observe(CellChanged(1, NOW, decoded(Cell, job_pb2.Cell(id="0", state=1, candidate_name=HOSTILE)), JobState.RUNNING))
     assert "<script" not in progress._repr_html_() and "&lt;script&gt;" in progress._repr_html_()
     shown = io.StringIO()
     progress.text = "[red]x[/red]\x1b[2J"
@@ -90,9 +90,10 @@ def test_a_kernel_shows_a_bar_and_tables(jupyter: Path) -> None:
     bar = """
 import threading
 from etfarm.client.jobs.progress_bar import JobProgress, open_bar
-from etfarm.client.transport import decode
+from etfarm.client.models import JobInfo
+from etfarm.client.transport.decode import decoded
 from etfarm.v1 import common_pb2, job_pb2
-progress = JobProgress(decode.job(job_pb2.Job(state=2, cells=[job_pb2.Cell(id="0", state=2)])))
+progress = JobProgress(decoded(JobInfo, job_pb2.Job(state=2, cells=[job_pb2.Cell(id="0", state=2)])))
 def show():
     with open_bar(progress) as bar:
         progress.text = "TIMED"

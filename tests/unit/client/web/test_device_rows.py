@@ -12,7 +12,7 @@ import pytest
 from etfarm.client.aio import AsyncFarm
 from etfarm.client.errors import FarmError
 from etfarm.client.models import CellState, Device, DeviceChange, JobInfo, JobState
-from etfarm.client.transport import decode, decode_devices
+from etfarm.client.transport.decode import decoded
 from etfarm.client.web import device_rows
 from etfarm.v1 import common_pb2, device_pb2, job_pb2
 
@@ -39,7 +39,7 @@ class Watches:
 
 
 def device(name: str, **changes: Any) -> Device:
-    return decode_devices.device(device_pb2.Device(id=f"id-{name}", name=name, state=device_pb2.DEVICE_STATE_IDLE, **changes))
+    return decoded(Device, device_pb2.Device(id=f"id-{name}", name=name, state=device_pb2.DEVICE_STATE_IDLE, **changes))
 
 
 def job(job_id: str, *places: tuple[str, CellState]) -> JobInfo:
@@ -52,7 +52,7 @@ def job(job_id: str, *places: tuple[str, CellState]) -> JobInfo:
             id=f"{job_id}-{index}", index=index, candidate_name="resnet8", method="forward", attempts=[attempt],
             state=common_pb2.CellState.Value(f"CELL_STATE_{state.value}"),
         )  # fmt: skip
-    info = decode.job(message)
+    info = decoded(JobInfo, message)
     assert info.state is JobState.RUNNING
     return info
 

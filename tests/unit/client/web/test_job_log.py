@@ -9,7 +9,7 @@ from typing import cast
 from etfarm.client.aio import AsyncFarm
 from etfarm.client.jobs.job import AsyncJob
 from etfarm.client.models import LogLine
-from etfarm.client.transport import decode
+from etfarm.client.transport.decode import decoded
 from etfarm.client.web.pages.job import LOG
 from etfarm.v1 import job_pb2
 
@@ -19,14 +19,14 @@ class Ending(AsyncJob):
 
     def __init__(self) -> None:
         super().__init__(None, job_pb2.Job(id="j", state=job_pb2.JOB_STATE_RUNNING))  # type: ignore[arg-type]
-        self.lines = [decode.log_line(job_pb2.LogLine(number=1, text="first"))]
+        self.lines = [decoded(LogLine, job_pb2.LogLine(number=1, text="first"))]
 
     async def logs(self, *, cell: int | None = None, follow: bool = False) -> AsyncIterator[LogLine]:
         for line in list(self.lines):
             yield line
         if len(self.lines) == 1:
             self._job.state = job_pb2.JOB_STATE_SUCCEEDED
-            self.lines.append(decode.log_line(job_pb2.LogLine(number=2, text="last")))
+            self.lines.append(decoded(LogLine, job_pb2.LogLine(number=2, text="last")))
 
 
 class Farm:

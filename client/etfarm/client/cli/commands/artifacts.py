@@ -16,7 +16,7 @@ from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.terminal.capabilities import in_a_line, tell
 
 if TYPE_CHECKING:
-    from etfarm.client.models import Artifact, Collected
+    from etfarm.client.models import Collected
     from etfarm.client.transport.stubs import Stubs
     from etfarm.v1.artifact_pb2 import VerifyArtifactsProgress
 
@@ -47,12 +47,13 @@ def list_(
     from etfarm.client.admin import artifacts
     from etfarm.client.cli.terminal import output
     from etfarm.client.formats import units
-    from etfarm.client.transport import decode
+    from etfarm.client.models import Artifact
+    from etfarm.client.transport.decode import decoded
 
     listing = JsonListing(context.obj, json, "artifacts")
 
     async def fetch(stubs: Stubs) -> list[Artifact]:
-        return [decode.artifact(row) async for row in artifacts.list_all(stubs, limit)]
+        return [decoded(Artifact, row) async for row in artifacts.list_all(stubs, limit)]
 
     known = listing.record(_connected(fetch, server, tls_ca))
     if listing.is_on_stdout:

@@ -10,7 +10,8 @@ import pytest
 from etfarm.client.cli.commands import run
 from etfarm.client.cli.terminal.progress import SampleLines, left
 from etfarm.client.datasets.tally import Tally, Work
-from etfarm.client.transport import decode_devices
+from etfarm.client.models import Device
+from etfarm.client.transport.decode import decoded
 from etfarm.v1 import device_pb2
 from tests.support.golden import Golden
 
@@ -61,7 +62,7 @@ def test_off_a_terminal_a_line_comes_now_and_then() -> None:
 
 
 def test_a_sample_without_a_time_of_its_own_has_none_instead_of_0() -> None:
-    device = decode_devices.device(device_pb2.Device(id="d", name="board"))
+    device = decoded(Device, device_pb2.Device(id="d", name="board"))
     tally = Tally(devices={"d": Work(device)})
     tally.begin()
     tally.ran(device, None)
