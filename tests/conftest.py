@@ -158,7 +158,7 @@ async def workers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wor
     from tests.support.compiling import warm_workers
 
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+        environment.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
         async with warm_workers(tmp_path_factory.mktemp("workers")) as pool:
             await pool.ready()
             yield pool
