@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
+from etfarm.wire.report_keys import project
 from tests.support import models
 
 
@@ -34,7 +35,7 @@ class CheckRequest:
 
 
 def check(request: CheckRequest, folder: Path, emit: Callable[[bytes], None]) -> bytes:
-    """Task: lowers and checks. Answers {"checks", "warnings", "sizes", "methods", "inputs", "left"} as JSON."""
+    """Task: lowers and checks. Answers {"checks", "warnings", "sizes", "inputs", "left"} as JSON."""
     from etfarm.server.compile.inspect import facts, sizes
     from etfarm.server.compile.verify import checks, trials
     from etfarm.server.compile.verify.smoke import SmokeRunner
@@ -47,13 +48,13 @@ def check(request: CheckRequest, folder: Path, emit: Callable[[bytes], None]) ->
         original = make(request.original)
         data = lower(make(request.lowered) if request.lowered else original, request, folder / "model.pte")
         described = sizes.read(folder / "model.pte")
-        methods = facts.of_program(described.program)["methods"]
+        methods = facts.of_program(described.program).methods
         files = {f"{name}-{n}": path for name, path in data.items() for n in range(request.data_files)}
         before = {name: buffer.clone() for name, buffer in original.state_dict.items()}
         inputs = checks.example_files({"forward": original}, folder)
         checked = checks.check_program(
             smoke, originals={"forward": original}, pte=folder / "model.pte", data=files,
-            backends={"forward": request.backends or methods["forward"]["backends"]}, folder=folder, quantized=request.quantized,
+            backends={"forward": request.backends or methods["forward"].backends}, folder=folder, quantized=request.quantized,
         )  # fmt: skip
     finally:
         smoke.close()
@@ -62,8 +63,9 @@ def check(request: CheckRequest, folder: Path, emit: Callable[[bytes], None]) ->
     left = sorted(path.name for path in folder.iterdir() if path.is_dir())
     return json.dumps(
         {
-            "checks": checked.checks, "warnings": checked.warnings, "sizes": sizes.of_program(described, data),
-            "methods": methods, "inputs": inputs, "left": left,
+            "checks": [project(each) for each in checked.checks],
+            "warnings": [project(warning) for warning in checked.warnings],
+            "sizes": project(sizes.of_program(described, data)), "inputs": inputs, "left": left,
         }
     ).encode()  # fmt: skip
 

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from etfarm.server.compile.request import InspectRequest, LowerRequest, QuantizeRequest
-from etfarm.server.compile.result import encode, encode_recipes
+from etfarm.v1 import child_pb2, compile_pb2
 from etfarm.wire.errors import UserError
+from etfarm.wire.messages import fill
 
 Emit = Callable[[bytes], None]
 PLACES = [{"source": {"file": "net.py", "line": 3, "code": "y = x + 1"}, "module": "add", "count": 2}]
@@ -44,7 +45,7 @@ def quantize(request: QuantizeRequest, folder: Path, emit: Emit) -> bytes:
     stayed = {method: [{"op": "aten.sin", "count": 2, "places": PLACES}] for method in programs}
     text = _find_overrides("quantize", request.models)
     result: Any = {"stages": stages, "programs": programs, "warnings": [FEW], "stayed_fp32": stayed} | text
-    return _answer("quantize", request.models, encode(result))
+    return _answer("quantize", request.models, _encode(result))
 
 
 def lower(request: LowerRequest, folder: Path, emit: Emit) -> bytes:
@@ -57,7 +58,7 @@ def lower(request: LowerRequest, folder: Path, emit: Emit) -> bytes:
     if request.stop_after is not None:
         (folder / "delegation.csv").write_text(request.stop_after)
         stopped: Any = result | {"stage_files": {"delegation.csv": "delegation.csv"}}
-        return _answer("lower", request.models, encode(stopped))
+        return _answer("lower", request.models, _encode(stopped))
     stages.append(_stage("lower", "TO_EXECUTORCH", request.models, emit))
     models = sorted(request.models.items())
     constants = [path.read_bytes() for _, path in sorted(request.constant_methods.items())]
@@ -95,12 +96,12 @@ def lower(request: LowerRequest, folder: Path, emit: Emit) -> bytes:
         }
         | _find_overrides("lower", request.models)
     )  # fmt: skip
-    return _answer("lower", request.models, encode(whole))
+    return _answer("lower", request.models, _encode(whole))
 
 
 def inspect(request: InspectRequest, folder: Path, emit: Emit) -> bytes:
     result: Any = {"warnings": [], "facts": {"methods": {"forward": FACTS}}, "stayed_fp32": {}}
-    return encode(result)
+    return _encode(result)
 
 
 def list_recipes(request: object, folder: Path, emit: Emit) -> bytes:
@@ -108,8 +109,7 @@ def list_recipes(request: object, folder: Path, emit: Emit) -> bytes:
     known = {"xnnpack_fp32": "none", "acme.static": "pt2e-static", "acme.plain": "none"}
     rows = [row | {"name": name, "quantization": how} for name, how in known.items()]
     absent = row | {"name": "coreml_fp16", "quantization": "none", "available": False, "missing": "coremltools"}
-    result: Any = {"recipes": [*rows, absent]}
-    return encode_recipes(result)
+    return fill(compile_pb2.ListRecipesResponse(), {"recipes": [*rows, absent]}).SerializeToString()
 
 
 def _stage(task: str, stage: str, models: Mapping[str, Path], emit: Emit) -> dict[str, Any]:
@@ -128,6 +128,29 @@ def _stage(task: str, stage: str, models: Mapping[str, Path], emit: Emit) -> dic
     while _find_orders(task, "flood", models):
         emit(_json(stage=stage, phase="END", duration_ms=1.5))
     return {"stage": stage, "duration_ms": 1.5, "where": "SERVER", "methods": dict.fromkeys(models, 1.0)}
+
+
+def _encode(result: Mapping[str, Any]) -> bytes:
+    """Return a CompileResult for JSON, in which the program's files are an object and the operators in fp32 are lists."""
+    compilation: dict[str, Any] = {}
+    files: dict[str, Any] = {}
+    for key, value in result.items():
+        if key == "program":
+            files |= value or {}
+        elif key == "stayed_fp32":
+            compilation[key] = {method: {"operators": rows} for method, rows in value.items()}
+        elif key in _FILES:
+            files[_FILES[key]] = value
+        else:
+            compilation[key] = value
+    answer = child_pb2.CompileResult()
+    fill(answer.compilation, compilation)
+    return fill(answer, files).SerializeToString()
+
+
+_FILES = {
+    "programs": "exported_programs", "inputs": "example_inputs", "etrecord": "etrecord", "stage_files": "stage_files",
+}  # fmt: skip
 
 
 def _find_orders(task: str, order: str, models: Mapping[str, Path]) -> list[str]:

@@ -15,7 +15,6 @@ import torch
 from etfarm.server.compile.prewarm import PRELOAD
 from etfarm.server.compile.program import values
 from etfarm.server.compile.request import LowerRequest, QuantizeRequest
-from etfarm.server.compile.result import LowerResult, QuantizeResult
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
 from etfarm.v1 import child_pb2, common_pb2, compile_pb2
@@ -46,12 +45,13 @@ async def warm_workers(folder: Path) -> AsyncIterator[Workers]:
 class Compiled:
     """What the children answered, and the files that were beside it."""
 
-    result: LowerResult
-    quantized: QuantizeResult | None = None
+    result: dict[str, Any]
+    quantized: dict[str, Any] | None = None
     files: dict[str, bytes] = field(default_factory=dict)
     quantized_files: dict[str, bytes] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
+    facts: compile_pb2.ProgramFacts = field(default_factory=compile_pb2.ProgramFacts)
 
     @property
     def pte(self) -> bytes:
@@ -87,7 +87,7 @@ async def compiled(
         m: models.save(one, folder / f"3a7bd3e2360a3d29eea436fcfb7e44c7{i}") for i, (m, one) in enumerate(created.items())
     }
     known = recipes.parse(recipe) if isinstance(recipe, str) else recipe
-    answer = Compiled({})  # type: ignore[typeddict-item]
+    answer = Compiled({})
     lowered: dict[str, Path] = dict(originals)
     quantizes = known.quantization in (recipes.Quantization.PT2E_STATIC, recipes.Quantization.PT2E_DYNAMIC)
     if (quantizes or "QUANTIZE" in known.stages) and "QUANTIZE" not in done:
@@ -114,7 +114,7 @@ def lowered_here(program: Any, recipe: str) -> bytes:
 
     programs, built = {"forward": program}, build.export_recipe(recipes.parse(recipe), ["forward"])
     pipeline = lowering.Pipeline(("TO_EDGE_TRANSFORM_AND_LOWER", "TO_EXECUTORCH"))
-    stages = lowering.Stages(lambda event: None, programs)
+    stages = lowering.Stages(lambda event: None, programs, compile_pb2.Compilation())
     return bytes(lowering.lower(programs, built, pipeline, "tiny", stages, places.undelegated).manager.buffer)
 
 
@@ -131,11 +131,12 @@ async def _ran(workers: Workers, task: str, request: object, answer: Compiled) -
         on_event=lambda event: answer.events.append(json.loads(event)), on_log=answer.log.append,
     ) as finished:  # fmt: skip
         files = {p.name: p.read_bytes() for p in finished.folder.iterdir() if p.is_file() and not p.is_symlink()}
+        answer.facts = child_pb2.CompileResult.FromString(finished.result).compilation.facts
         return plain(finished.result), files
 
 
 def plain(answer: bytes) -> Any:
-    """Return the result that a compiling child answered with: a LowerResult with the keys of a QuantizeResult."""
+    """Return the result that a compiling child answered with as JSON, whose static dims are numbers."""
     message = child_pb2.CompileResult.FromString(answer)
     compilation = project(message.compilation)
     facts, sizes = compilation["facts"], compilation["sizes"]

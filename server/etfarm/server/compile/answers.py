@@ -9,18 +9,15 @@ import asyncio
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Final
 
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.keys import program_digest
-from etfarm.server.compile.result import DimRange, MethodFacts, ValueFacts
 from etfarm.server.workers import answers, output_files
 from etfarm.server.workers.errors import BadWorkerAnswer
 from etfarm.v1 import child_pb2, common_pb2, compile_pb2
 from etfarm.v1.compile_pb2 import Compilation
-from etfarm.wire.messages import from_scalar
 from etfarm.wire.stages import STAGES
-from etfarm.wire.words import word_of
 
 MAX_FILES: Final = 10_000
 """Maximum number of files of one child: several for each of at most 1,000 methods."""
@@ -39,10 +36,10 @@ _GREATEST_MS: Final = 1 << 53
 
 
 def stage_event(data: bytes) -> tuple[str, float | None]:
-    """Return a StageEvent's stage, and its duration in milliseconds if the stage has ended.
+    """Return the stage of an event of `lowering.Stages`, and its duration in milliseconds if the stage has ended.
 
     Raises:
-        BadWorkerAnswer: the data is not a valid StageEvent.
+        BadWorkerAnswer: the data is no such event.
     """
     try:
         event = json.loads(data)
@@ -189,25 +186,3 @@ async def _add_program(compilation: Compilation, answer: child_pb2.CompileResult
 async def _add_etrecord(compilation: Compilation, answer: child_pb2.CompileResult, files: Files) -> None:
     if answer.HasField("etrecord"):
         compilation.etrecord.CopyFrom(await files.adopt(answer.etrecord))
-
-
-def facts_of(facts: compile_pb2.MethodFacts) -> MethodFacts:
-    """Return a method's facts in the form that `compile.inputs` reads."""
-    return {
-        "inputs": [_value_facts(spec) for spec in facts.inputs], "outputs": [_value_facts(spec) for spec in facts.outputs],
-        "operators": list(facts.operators), "backends": list(facts.backends), "planned_bytes": list(facts.planned_bytes),
-        "relations": list(facts.relations),
-    }  # fmt: skip
-
-
-def _value_facts(spec: compile_pb2.ValueSpec) -> ValueFacts:
-    is_tensor = spec.kind == common_pb2.VALUE_KIND_TENSOR
-    kind = cast(Any, word_of(common_pb2.ValueKind.DESCRIPTOR, spec.kind) or "none")
-    dims: list[int | DimRange] = [dim.min if dim.min == dim.max else {"min": dim.min, "max": dim.max} for dim in spec.dims]
-    facts: ValueFacts = {
-        "name": spec.name or None, "kind": kind, "dtype": spec.dtype or None,
-        "dims": dims if is_tensor else None, "dim_order": list(spec.dim_order) if is_tensor else None,
-    }  # fmt: skip
-    if spec.HasField("value"):
-        facts["value"] = from_scalar(spec.value)
-    return facts

@@ -1,14 +1,17 @@
-"""The check that inputs fit a method, before anything is sent to a device. Standard library only: also runs in the daemon."""
+"""The check that inputs fit a method, before anything is sent to a device. Also runs in the daemon."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from etfarm.server.compile.result import DimRange, MethodFacts, ValueFacts
+from etfarm.v1 import common_pb2
+from etfarm.v1.compile_pb2 import DimRange, MethodFacts, ValueSpec
 from etfarm.wire import size_relations
 from etfarm.wire.errors import UserError
 from etfarm.wire.fixed_numbers import how_to_vary
+from etfarm.wire.messages import from_scalar
 from etfarm.wire.tensors import Layout, Scalar, Tensor
+from etfarm.wire.words import word_of
 
 _KINDS = {"int": int, "double": float, "bool": bool}
 
@@ -73,7 +76,7 @@ def check_inputs(method: str, facts: MethodFacts, values: Sequence[Value]) -> No
         SizesDoNotFit: their sizes break a relation.
         ValueMismatch: a value differs in kind, dtype, shape, dim order or baked-in value; the first such value is reported.
     """
-    expected = facts["inputs"]
+    expected = facts.inputs
     if len(values) != len(expected):
         raise CountMismatch(method, [_name(fact, index) for index, fact in enumerate(expected)], len(values))
     for index, (fact, value) in enumerate(zip(expected, values, strict=True)):
@@ -83,36 +86,38 @@ def check_inputs(method: str, facts: MethodFacts, values: Sequence[Value]) -> No
         for index, (fact, value) in enumerate(zip(expected, values, strict=True))
         if not isinstance(value, Scalar)
     }
-    if broken := size_relations.find_broken(facts.get("relations", ()), shapes):
+    if broken := size_relations.find_broken(facts.relations, shapes):
         raise SizesDoNotFit(method, broken)
 
 
-def _check_value(method: str, name: str, fact: ValueFacts, value: Value) -> None:
-    if isinstance(value, Scalar) or fact["kind"] != "tensor":
+def _check_value(method: str, name: str, fact: ValueSpec, value: Value) -> None:
+    if isinstance(value, Scalar) or fact.kind != common_pb2.VALUE_KIND_TENSOR:
         _check_scalar(method, name, fact, value)
         return
-    if value.dtype != fact["dtype"]:
-        remedy = f"Convert it, for example with array.astype({fact['dtype']!r})."
-        raise ValueMismatch(method, name, "dtype", str(fact["dtype"]), value.dtype, remedy)
-    dims = fact["dims"] or []
-    if len(dims) != len(value.shape) or not all(_fits(d, n) for d, n in zip(dims, value.shape, strict=True)):
-        dynamic = any(isinstance(dim, dict) for dim in dims)
+    if value.dtype != fact.dtype:
+        remedy = f"Convert it, for example with array.astype({fact.dtype!r})."
+        raise ValueMismatch(method, name, "dtype", fact.dtype, value.dtype, remedy)
+    dims = fact.dims
+    if len(dims) != len(value.shape) or not all(d.min <= n <= d.max for d, n in zip(dims, value.shape, strict=True)):
+        dynamic = any(dim.min != dim.max for dim in dims)
         remedy = "Reshape or resize it." if dynamic else "Reshape it, or export the model with dynamic shapes."
         raise ValueMismatch(method, name, "shape", _format_dims(dims), str(list(value.shape)), remedy)
-    order = fact["dim_order"]
-    if order is not None and list(value.dim_order) != list(order) and not _same_layout(value.shape, value.dim_order, order):
+    order = list(fact.dim_order)
+    if list(value.dim_order) != order and not _same_layout(value.shape, value.dim_order, order):
         remedy = "Give its bytes in that order: contiguous is 0, 1, 2, ..., channels last is 0, 2, 3, 1."
-        raise ValueMismatch(method, name, "dim order", str(list(order)), str(list(value.dim_order)), remedy)
+        raise ValueMismatch(method, name, "dim order", str(order), str(list(value.dim_order)), remedy)
 
 
-def _check_scalar(method: str, name: str, fact: ValueFacts, value: Value) -> None:
+def _check_scalar(method: str, name: str, fact: ValueSpec, value: Value) -> None:
     kind = "tensor" if not isinstance(value, Scalar) else _kind_of(value)
-    if kind != fact["kind"]:
-        expected, got = (_NAMES.get(known, known) for known in (fact["kind"], kind))
+    wanted = word_of(common_pb2.ValueKind.DESCRIPTOR, fact.kind) or "none"
+    if kind != wanted:
+        expected, got = (_NAMES.get(known, known) for known in (wanted, kind))
         raise ValueMismatch(method, name, "kind", expected, got, f"Give a {expected}.")
-    if isinstance(value, Scalar) and "value" in fact and value.value != fact["value"]:
+    fixed = from_scalar(fact.value)  # None without one, and for an integer that no message can hold
+    if isinstance(value, Scalar) and fixed is not None and value.value != fixed:
         remedy = f"The export fixed it: give the same value, or export again with the new one. {how_to_vary(kind)}".rstrip()
-        raise ValueMismatch(method, name, "value", repr(fact["value"]), repr(value.value), remedy)
+        raise ValueMismatch(method, name, "value", repr(fixed), repr(value.value), remedy)
 
 
 def _kind_of(value: Scalar) -> str:
@@ -121,18 +126,14 @@ def _kind_of(value: Scalar) -> str:
     return next(kind for kind, python in _KINDS.items() if type(value.value) is python)
 
 
-def _fits(dim: int | DimRange, size: int) -> bool:
-    return dim == size if isinstance(dim, int) else dim["min"] <= size <= dim["max"]
-
-
 def _same_layout(shape: Sequence[int], first: Sequence[int], second: Sequence[int]) -> bool:
     """Return whether two dim orders differ only in the position of dims of size 1, which does not move bytes."""
     return [d for d in first if shape[d] != 1] == [d for d in second if shape[d] != 1]
 
 
-def _format_dims(dims: Sequence[int | DimRange]) -> str:
-    return "[" + ", ".join(str(d) if isinstance(d, int) else f"{d['min']}..{d['max']}" for d in dims) + "]"
+def _format_dims(dims: Iterable[DimRange]) -> str:
+    return "[" + ", ".join(f"{dim.min}..{dim.max}" if dim.min != dim.max else str(dim.min) for dim in dims) + "]"
 
 
-def _name(fact: ValueFacts, index: int) -> str:
-    return fact["name"] or str(index)
+def _name(fact: ValueSpec, index: int) -> str:
+    return fact.name or str(index)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, TypedDict
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from etfarm.v1.compile_pb2 import OutputCheck
 from etfarm.wire import rounding, tensors
 from etfarm.wire.sqnr import EXACT_DB, QUANTIZED_DB, ROUNDING_ERROR, decibels, has_same_infinity, sqnr_db
 from etfarm.wire.tensors import Scalar, Value
@@ -40,18 +41,6 @@ _BEYOND_CHANCE_SHARE: Final = 10.0
 """How many times as many integers must differ as in such a second run."""
 
 
-class OutputCheck(TypedDict):
-    """A comparison of one output with eager PyTorch; OutputCheck in `compile.proto`."""
-
-    output: str
-    equal: bool
-    max_abs_error: float | None
-    sqnr_db: float | None
-    """The SQNR in dB, capped at 300; None for NaN or infinity on one side, an all-zero reference, and integers and bools."""
-    equal_share: float | None
-    """The fraction of equal elements, 0 to 1; None for floats."""
-
-
 @dataclass(frozen=True)
 class Difference:
     """The comparison of one output: what is reported, and what decides the verdict."""
@@ -78,25 +67,25 @@ def find_problem(output: Difference, *, quantized: bool) -> str:
     problem = output.wrong or _find_wrong_values(output, quantized=quantized)
     if not problem and output.other_dtype:
         problem = f"has the dtype {output.other_dtype} where the model gives {output.dtype}"
-    return f"{output.report['output']} {problem}" if problem else ""
+    return f"{output.report.output} {problem}" if problem else ""
 
 
 def _find_wrong_values(output: Difference, *, quantized: bool) -> str:
     reported = output.report
-    error, share = reported["max_abs_error"], reported["equal_share"]
+    error, share, ratio_db = (_known(reported, name) for name in ("max_abs_error", "equal_share", "sqnr_db"))
     if share is not None:
         if share < (QUANTIZED_EQUAL_SHARE if quantized else EQUAL_SHARE):
             return f"agrees in {share:.0%} of its integers only"
         if output.unlike and not quantized:
             return f"has {output.unlike} of {output.size} integers that rounding does not explain, off by up to {error:g}"
         return ""
-    if reported["equal"] or (error is not None and error <= ROUNDING_ERROR):
+    if reported.equal or (error is not None and error <= ROUNDING_ERROR):
         return ""
-    if reported["sqnr_db"] is None and error is not None:
+    if ratio_db is None and error is not None:
         limit = _NOT_ZERO_QUANTIZED if quantized else _NOT_ZERO
         return f"is up to {error:g} where the model gives zeros" if error > limit else ""
     # A float64 that overflows in between has no ratio.
-    whole_db = -EXACT_DB if reported["sqnr_db"] is None else reported["sqnr_db"]
+    whole_db = -EXACT_DB if ratio_db is None else ratio_db
     return _find_low_ratio(whole_db, output, quantized=quantized)
 
 
@@ -118,7 +107,7 @@ def _find_low_ratio(whole_db: float, output: Difference, *, quantized: bool) -> 
 
 def is_rounding(expected: Value, output: Difference) -> bool:
     """Return whether rounding explains the difference from the expected value."""
-    error = output.report["max_abs_error"]
+    error = _known(output.report, "max_abs_error")
     if output.wrong or error is None or isinstance(expected, Scalar):
         return False
     values = np.abs(tensors.to_array(expected).astype(np.float64))
@@ -130,7 +119,7 @@ def is_chance(output: Difference, chance: Difference | None) -> bool:
     """Return whether an output is hardly further from the reference than the reference from itself."""
     if chance is None or output.wrong:
         return False
-    share, chance_share = output.report["equal_share"], chance.report["equal_share"]
+    share, chance_share = (_known(each.report, "equal_share") for each in (output, chance))
     if share is not None and chance_share is not None:
         return 1 - share <= _BEYOND_CHANCE_SHARE * (1 - chance_share)
     if output.judged_db is None or chance.judged_db is None:
@@ -186,10 +175,11 @@ def _of_floats(name: str, reference: NDArray[np.generic], output: NDArray[np.gen
         return Difference(_output_check(name, equal), None, wrong=_describe_not_finite(r, a, reference.size))
     with np.errstate(over="ignore"):
         largest = float(np.abs(r - a).max()) if r.size else math.nan
-    reported = _output_check(name, equal, largest if math.isfinite(largest) else None, sqnr_db(r, a))
+    ratio_db = sqnr_db(r, a)
+    reported = _output_check(name, equal, largest if math.isfinite(largest) else None, ratio_db)
     # float32 noise around a single value is not a signal, and cannot be used to judge a quantizer.
     is_constant = r.size < 2 or float(np.ptp(r)) <= 1e-6 * float(np.abs(r).max())
-    return Difference(reported, reported["sqnr_db"] if is_constant else sqnr_db(r, a, r - r.mean()))
+    return Difference(reported, ratio_db if is_constant else sqnr_db(r, a, r - r.mean()))
 
 
 def _describe_not_finite(reference: NDArray[np.float64], actual: NDArray[np.float64], size: int | None = None) -> str:
@@ -209,7 +199,12 @@ def _describe_not_finite(reference: NDArray[np.float64], actual: NDArray[np.floa
 def _output_check(
     name: str, equal: bool, error: float | None = None, sqnr_db: float | None = None, equal_share: float | None = None
 ) -> OutputCheck:
-    return {"output": name, "equal": equal, "max_abs_error": error, "sqnr_db": sqnr_db, "equal_share": equal_share}
+    return OutputCheck(output=name, equal=equal, max_abs_error=error, sqnr_db=sqnr_db, equal_share=equal_share)
+
+
+def _known(report: OutputCheck, name: Literal["max_abs_error", "sqnr_db", "equal_share"]) -> float | None:
+    value: float = getattr(report, name)
+    return value if report.HasField(name) else None
 
 
 def _array(value: Value) -> NDArray[np.generic]:

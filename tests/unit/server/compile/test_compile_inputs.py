@@ -5,17 +5,19 @@ from __future__ import annotations
 import pytest
 
 from etfarm.server.compile.inputs import InputMismatch, check_inputs
-from etfarm.server.compile.result import MethodFacts
+from etfarm.v1.common_pb2 import VALUE_KIND_INT, VALUE_KIND_TENSOR
+from etfarm.v1.compile_pb2 import DimRange, MethodFacts, ValueSpec
+from etfarm.wire.messages import to_scalar
 from etfarm.wire.tensors import Scalar, Tensor, Value
 from tests.support.golden import Golden
 
-FACTS: MethodFacts = {
-    "inputs": [
-        {"name": "x", "kind": "tensor", "dtype": "float32", "dims": [{"min": 1, "max": 4}, 2], "dim_order": [0, 1]},
-        {"name": None, "kind": "int", "dtype": None, "dims": None, "dim_order": None, "value": 3},
-    ],
-    "outputs": [], "operators": [], "backends": [], "planned_bytes": [],
-}  # fmt: skip
+DIMS = [DimRange(min=1, max=4), DimRange(min=2, max=2)]
+FACTS = MethodFacts(
+    inputs=[
+        ValueSpec(name="x", kind=VALUE_KIND_TENSOR, dtype="float32", dims=DIMS, dim_order=[0, 1]),
+        ValueSpec(kind=VALUE_KIND_INT, value=to_scalar(3)),
+    ]
+)
 
 
 def tensor(*shape: int, dtype: str = "float32", item: int = 4, order: tuple[int, ...] = ()) -> Tensor:
@@ -58,8 +60,13 @@ def test_what_does_not_fit_is_named(values: list[Value], words: list[str]) -> No
         assert word in str(caught.value)
 
 
+def test_an_integer_that_no_message_can_hold_is_not_compared() -> None:
+    facts = MethodFacts(inputs=[ValueSpec(kind=VALUE_KIND_INT, value=to_scalar(1 << 70))])
+    assert check_inputs("forward", facts, [Scalar("", 1 << 70)]) is None  # type: ignore[func-returns-value]
+
+
 def test_a_method_that_takes_none_is_given_none(golden: Golden) -> None:
-    none: MethodFacts = {"inputs": [], "outputs": [], "operators": [], "backends": [], "planned_bytes": []}
+    none = MethodFacts()
     assert check_inputs("reset", none, []) is None  # type: ignore[func-returns-value]
     with pytest.raises(InputMismatch) as caught:
         check_inputs("reset", none, [tensor(1)])

@@ -39,7 +39,7 @@ def of_floats(expected: list[float], actual: list[float]) -> Difference:
 
 def test_a_warning_names_the_ratio_that_the_report_shows() -> None:
     output = of_floats([1.0, 1.0, 1.0, -1.0], [0.0, 0.0, 0.0, 0.0])
-    assert output.report["sqnr_db"] == 0.0 and output.judged_db == pytest.approx(-1.2494, abs=1e-3)
+    assert output.report.sqnr_db == 0.0 and output.judged_db == pytest.approx(-1.2494, abs=1e-3)
     assert differences.find_problem(output, quantized=True) == "y has 0.0 dB, less than the 10 dB that quantization should keep"
 
 
@@ -122,4 +122,4 @@ def test_another_dtype_than_the_models_is_named(dtype: str, other: str) -> None:
 def test_samples_are_judged_together() -> None:
     samples = [(Tensor("y", "float32", (), np.float32([a]).tobytes()), Scalar("y", b)) for a, b in ((3, 3), (4, 3))]
     output = differences.difference_of_samples("y", samples)
-    assert output.report["sqnr_db"] == pytest.approx(10 * np.log10(25))
+    assert output.report.sqnr_db == pytest.approx(10 * np.log10(25))

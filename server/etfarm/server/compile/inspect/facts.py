@@ -5,20 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 from etfarm.server.compile.inspect import sizes
 from etfarm.server.compile.inspect.program import ExecutionPlan, Program, TensorValue
 from etfarm.server.compile.program.toolchain import toolchain
 from etfarm.server.compile.request import InspectRequest
-from etfarm.server.compile.result import DimRange, LowerResult, MethodFacts, ProgramFacts, ProgramSizes, ValueFacts, encode
 from etfarm.server.compile.screening import screen
+from etfarm.v1 import child_pb2, common_pb2
+from etfarm.v1.compile_pb2 import Compilation, DimRange, MethodFacts, ProgramFacts, ProgramSizes, ValueSpec
 from etfarm.wire.errors import error_for
+from etfarm.wire.messages import to_scalar
 from etfarm.wire.tensors import ITEM_BYTES
 
-_KINDS: Final[dict[type, Literal["int", "double", "bool", "str", "none"]]] = {
-    int: "int", bool: "bool", float: "double", str: "str", type(None): "none",
-}  # fmt: skip
+_KINDS: Final[dict[type, common_pb2.ValueKind.ValueType]] = {
+    int: common_pb2.VALUE_KIND_INT,
+    bool: common_pb2.VALUE_KIND_BOOL,
+    float: common_pb2.VALUE_KIND_DOUBLE,
+    str: common_pb2.VALUE_KIND_STRING,
+    type(None): common_pb2.VALUE_KIND_NONE,
+}
 
 
 def inspect_pte(request: InspectRequest, folder: Path, emit: Callable[[bytes], None]) -> bytes:
@@ -30,12 +36,8 @@ def inspect_pte(request: InspectRequest, folder: Path, emit: Callable[[bytes], N
     """
     screen.screen_pte(request.pte)
     facts, program_sizes = describe(sizes.read(request.pte))
-    result: LowerResult = {
-        "stages": [], "program": None, "etrecord": None, "stage_files": {}, "inputs": {}, "delegation": {},
-        "toolchain": toolchain(), "warnings": [], "facts": facts, "sizes": program_sizes, "modules": [], "checks": [],
-        "stayed_fp32": {}, "located": {}, "shared_buffers": [], "stateful_methods": [],
-    }  # fmt: skip
-    return encode(result)
+    compilation = Compilation(toolchain=toolchain(), facts=facts, sizes=program_sizes)
+    return child_pb2.CompileResult(compilation=compilation).SerializeToString()
 
 
 def describe(described: sizes.Described) -> tuple[ProgramFacts, ProgramSizes]:
@@ -59,18 +61,18 @@ _MOST_BYTES: Final = (1 << 63) - 1
 
 def of_program(program: Program) -> ProgramFacts:
     """Return the facts of a deserialized program, as `sizes.read` returns it."""
-    return {"methods": {plan.name: _method(plan) for plan in program.execution_plan}}
+    return ProgramFacts(methods={plan.name: _method(plan) for plan in program.execution_plan})
 
 
 def _method(plan: ExecutionPlan) -> MethodFacts:
-    return {
-        "inputs": _values(plan, plan.inputs),
-        "outputs": _values(plan, plan.outputs),
-        "operators": sorted(set(plan.operators)),
-        "backends": sorted({delegate.backend for delegate in plan.delegates}),
-        "planned_bytes": plan.planned_bytes,
-        "state_bytes": _state_bytes(plan),
-    }
+    return MethodFacts(
+        inputs=_values(plan, plan.inputs),
+        outputs=_values(plan, plan.outputs),
+        operators=sorted(set(plan.operators)),
+        backends=sorted({delegate.backend for delegate in plan.delegates}),
+        planned_bytes=plan.planned_bytes,
+        state_bytes=_state_bytes(plan),
+    )
 
 
 def _state_bytes(plan: ExecutionPlan) -> int | None:
@@ -89,15 +91,15 @@ def _state_bytes(plan: ExecutionPlan) -> int | None:
     return total if total <= _MOST_BYTES else None
 
 
-def _values(plan: ExecutionPlan, indices: Iterable[int]) -> list[ValueFacts]:
-    rows: list[ValueFacts] = []
+def _values(plan: ExecutionPlan, indices: Iterable[int]) -> list[ValueSpec]:
+    rows = []
     for index in indices:
         value = plan.values[index]
         if isinstance(value, TensorValue):
-            dims: list[int | DimRange] = [size if value.is_static else {"min": 0, "max": size} for size in value.sizes]
-            rows.append({"name": None, "kind": "tensor", "dtype": value.dtype, "dims": dims, "dim_order": list(value.dim_order)})
+            kind = common_pb2.VALUE_KIND_TENSOR
+            # A .pte has only the maximum size of a dynamic dim.
+            dims = [DimRange(min=size if value.is_static else 0, max=size) for size in value.sizes]
+            rows.append(ValueSpec(kind=kind, dtype=value.dtype, dims=dims, dim_order=value.dim_order))
         else:
-            rows.append(
-                {"name": None, "kind": _KINDS[type(value)], "dtype": None, "dims": None, "dim_order": None, "value": value}
-            )
+            rows.append(ValueSpec(kind=_KINDS[type(value)], value=to_scalar(value)))
     return rows

@@ -25,9 +25,9 @@ from executorch.exir.lowered_backend_module import LoweredBackendModule
 from executorch.exir.tensor import TensorSpec
 
 from etfarm.server.compile.program.places import module_path
-from etfarm.server.compile.result import ModuleFootprint
 from etfarm.server.graphs import origins
 from etfarm.server.graphs.sources import common_module
+from etfarm.v1.compile_pb2 import ModuleFootprint
 
 Graphs = Mapping[bytes, Any]
 """XNNPACK's graphs by the bytes of their delegates."""
@@ -78,7 +78,7 @@ def of_program(manager: Any, graphs: Graphs) -> list[ModuleFootprint]:
             for module, share in shares.items()
             if share.constant_bytes or share.planned
         ]  # fmt: skip
-        footprints += sorted(rows, key=lambda row: (-row["constant_bytes"], -row["planned_bytes"], row["module"]))
+        footprints += sorted(rows, key=lambda row: (-row.constant_bytes, -row.planned_bytes, row.module))
     return footprints
 
 

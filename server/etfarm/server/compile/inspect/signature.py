@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Final
 
 import torch
 
@@ -11,8 +11,10 @@ from etfarm.server.compile.program import loading
 from etfarm.server.compile.program.descriptions import describe_control_flow, name_as_called
 from etfarm.server.compile.program.places import all_nodes
 from etfarm.server.compile.program.values import input_names, output_names
-from etfarm.server.compile.result import DimRange, MethodFacts, ValueFacts
+from etfarm.v1 import common_pb2
+from etfarm.v1.compile_pb2 import DimRange, MethodFacts, ValueSpec
 from etfarm.wire import size_relations
+from etfarm.wire.messages import to_scalar
 
 
 def add_exported(known: MethodFacts, exact: MethodFacts) -> list[str]:
@@ -25,15 +27,16 @@ def add_exported(known: MethodFacts, exact: MethodFacts) -> list[str]:
         The dims of inputs that are smaller in the .pte, such as `dim 0 of 'x' (2..6, only 3 on the device)`.
     """
     lost = []
-    known["relations"] = exact["relations"]
-    for known_values, exact_values in ((known["inputs"], exact["inputs"]), (known["outputs"], exact["outputs"])):
+    known.relations[:] = exact.relations
+    for is_input, known_values, exact_values in ((True, known.inputs, exact.inputs), (False, known.outputs, exact.outputs)):
         if len(known_values) == len(exact_values):
             for value, exact_value in zip(known_values, exact_values, strict=True):
-                value["name"] = exact_value["name"]
-                if value["kind"] == exact_value["kind"] == "tensor":
-                    if known_values is known["inputs"]:
+                value.name = exact_value.name
+                if value.kind == exact_value.kind == common_pb2.VALUE_KIND_TENSOR:
+                    if is_input:
                         lost += _lost_dims(value, exact_value)
-                    value["dims"] = exact_value["dims"]
+                    value.ClearField("dims")
+                    value.dims.extend(exact_value.dims)
     return lost
 
 
@@ -52,13 +55,12 @@ def describe_lost(method: str, program: Any, dims: Sequence[str]) -> str:
     )
 
 
-def _lost_dims(value: ValueFacts, exact: ValueFacts) -> list[str]:
+def _lost_dims(value: ValueSpec, exact: ValueSpec) -> list[str]:
     lost = []
-    for place, (dim, wanted) in enumerate(zip(value["dims"] or (), exact["dims"] or (), strict=True)):
-        largest = dim["max"] if isinstance(dim, dict) else dim
-        if isinstance(wanted, dict) and largest < wanted["max"]:
-            what = f"at most {largest}" if isinstance(dim, dict) else f"only {largest}"
-            lost.append(f"dim {place} of {exact['name']!r} ({wanted['min']}..{wanted['max']}, {what} on the device)")
+    for place, (dim, wanted) in enumerate(zip(value.dims, exact.dims, strict=True)):
+        if wanted.min != wanted.max and dim.max < wanted.max:
+            what = f"{'at most' if dim.min != dim.max else 'only'} {dim.max}"
+            lost.append(f"dim {place} of {exact.name!r} ({wanted.min}..{wanted.max}, {what} on the device)")
     return lost
 
 
@@ -77,10 +79,7 @@ def of_exported(program: Any) -> MethodFacts:
         node = by_name.get(getattr(spec.arg, "name", "") or "")
         outputs.append(_exported_value(program, name, None if node is None else node.meta.get("val"), spec.arg))
     assert len(inputs) == len(input_names(program))
-    return {
-        "inputs": inputs, "outputs": outputs, "operators": [], "backends": [], "planned_bytes": [],
-        "relations": _relations(program),
-    }  # fmt: skip
+    return MethodFacts(inputs=inputs, outputs=outputs, relations=_relations(program))
 
 
 def _relations(program: Any) -> list[str]:
@@ -95,26 +94,31 @@ def _relations(program: Any) -> list[str]:
     return size_relations.relations_of(dims, getattr(program, "_guards_code", None) or ())
 
 
-def _exported_value(program: Any, name: str, value: Any, argument: Any) -> ValueFacts:
+def _exported_value(program: Any, name: str, value: Any, argument: Any) -> ValueSpec:
     if isinstance(value, torch.Tensor):
-        dims: list[int | DimRange] = []
-        for size in value.shape:
-            if isinstance(size, torch.SymInt):
-                low, high = loading.bounds(program, size)
-                dims.append({"min": low, "max": high if high is not None else 2**62})
-            else:
-                dims.append(int(size))
-        return {
-            "name": name or None, "kind": "tensor", "dtype": str(value.dtype).removeprefix("torch."), "dims": dims,
-            "dim_order": _dim_order(value),
-        }  # fmt: skip
+        dims = [_dim(program, size) for size in value.shape]
+        dtype = str(value.dtype).removeprefix("torch.")
+        return ValueSpec(name=name, kind=common_pb2.VALUE_KIND_TENSOR, dtype=dtype, dims=dims, dim_order=_dim_order(value))
+    for symbol, kind in _SYMBOLS:
+        if isinstance(value, symbol):
+            return ValueSpec(name=name, kind=kind)
     constant = getattr(argument, "value", None)
-    kind: Literal["int", "double", "bool", "none", "str"]
-    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        kind = "int" if isinstance(value, torch.SymInt) else "double" if isinstance(value, torch.SymFloat) else "bool"
-        return {"name": name or None, "kind": kind, "dtype": None, "dims": None, "dim_order": None}
-    kind = _kind_of(constant)
-    return {"name": name or None, "kind": kind, "dtype": None, "dims": None, "dim_order": None, "value": constant}
+    return ValueSpec(name=name, kind=_kind_of(constant), value=to_scalar(constant))
+
+
+_SYMBOLS: Final = (
+    (torch.SymInt, common_pb2.VALUE_KIND_INT),
+    (torch.SymFloat, common_pb2.VALUE_KIND_DOUBLE),
+    (torch.SymBool, common_pb2.VALUE_KIND_BOOL),
+)
+"""The kinds of numbers that an exported program takes as inputs or computes."""
+
+
+def _dim(program: Any, size: int | torch.SymInt) -> DimRange:
+    if not isinstance(size, torch.SymInt):
+        return DimRange(min=int(size), max=int(size))
+    low, high = loading.bounds(program, size)
+    return DimRange(min=low, max=high if high is not None else 2**62)
 
 
 def _dim_order(value: torch.Tensor) -> list[int]:
@@ -124,11 +128,11 @@ def _dim_order(value: torch.Tensor) -> list[int]:
         return list(range(value.dim()))
 
 
-def _kind_of(value: object) -> Literal["int", "double", "bool", "none", "str"]:
+def _kind_of(value: object) -> common_pb2.ValueKind.ValueType:
     if isinstance(value, bool):
-        return "bool"
+        return common_pb2.VALUE_KIND_BOOL
     if isinstance(value, int):
-        return "int"
+        return common_pb2.VALUE_KIND_INT
     if isinstance(value, float):
-        return "double"
-    return "none" if value is None else "str"
+        return common_pb2.VALUE_KIND_DOUBLE
+    return common_pb2.VALUE_KIND_NONE if value is None else common_pb2.VALUE_KIND_STRING

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etfarm.server.compile.inspect.program import Program, parse
-from etfarm.server.compile.result import ProgramSizes
+from etfarm.v1.compile_pb2 import MethodSizes, ProgramSizes
 from etfarm.wire import pte
 from etfarm.wire.errors import error_for
 from etfarm.wire.flatbuffer import BadBuffer
@@ -60,20 +60,25 @@ def of_program(described: Described, data: Mapping[str, Path] | None = None) -> 
     program = described.program
     used = {_place(delegate) for plan in program.execution_plan for delegate in plan.delegates}
     in_segments = {index for in_segment, index in used if in_segment}
-    return {
-        "program_bytes": described.program_bytes,
-        "constant_bytes": program.constant_bytes
-        + sum(size for index, size in enumerate(program.segment_bytes) if index not in in_segments),
-        "delegate_bytes": sum(_bytes(program, *place) for place in used),
-        "methods": {
-            plan.name: {
-                "delegate_bytes": sum(_bytes(program, *place) for place in {_place(delegate) for delegate in plan.delegates}),
-                "planned_bytes": plan.planned_bytes,
-            }
+    constants = program.constant_bytes + sum(size for index, size in enumerate(program.segment_bytes) if index not in in_segments)
+    return ProgramSizes(
+        program_bytes=described.program_bytes,
+        constant_bytes=_possible(constants),
+        delegate_bytes=_possible(sum(_bytes(program, *place) for place in used)),
+        methods={
+            plan.name: MethodSizes(
+                delegate_bytes=_possible(sum(_bytes(program, *place) for place in {_place(d) for d in plan.delegates})),
+                planned_bytes=plan.planned_bytes,
+            )
             for plan in program.execution_plan
         },
-        "data_bytes": {name: path.stat().st_size for name, path in sorted((data or {}).items())},
-    }  # fmt: skip
+        data_bytes={name: path.stat().st_size for name, path in sorted((data or {}).items())},
+    )
+
+
+def _possible(size: int) -> int:
+    """Return a size; 0 for one that no file has, which a damaged program may claim for a segment."""
+    return size if size < 1 << 63 else 0
 
 
 def _place(delegate: Delegate) -> tuple[bool, int]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from etfarm.server.compile.inspect import facts, sizes
 from etfarm.server.compile.request import UploadRequest
-from etfarm.server.compile.result import fill_facts
 from etfarm.server.compile.screening import screen
 from etfarm.v1 import compile_pb2
 from etfarm.wire import pt2, pte
@@ -46,7 +45,4 @@ def _begins_as_pte(path: Path) -> bool:
 def _inspect_pte(path: Path) -> compile_pb2.Inspection:
     screen.screen_pte(path)
     described, _ = facts.describe(sizes.read(path))
-    inspection = compile_pb2.Inspection(format=compile_pb2.MODEL_FORMAT_PTE)
-    for method, values in described["methods"].items():
-        fill_facts(inspection.facts.methods[method], values)
-    return inspection
+    return compile_pb2.Inspection(format=compile_pb2.MODEL_FORMAT_PTE, facts=described if described.methods else None)

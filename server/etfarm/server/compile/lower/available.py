@@ -6,19 +6,20 @@ import dataclasses
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 from etfarm.server.compile.lower import build, plugins
 from etfarm.server.compile.program.descriptions import first_line
-from etfarm.server.compile.result import RecipeRow, RecipesResult, encode_recipes
+from etfarm.v1 import common_pb2
+from etfarm.v1.compile_pb2 import ListRecipesResponse, RecipeInfo
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.recipes import RECIPES, Argument, BadRecipeArgument, Part, Plain, Quantization, Specification, resolve
 
-_QUANTIZATION: Final[dict[Quantization, Literal["none", "pt2e-static", "pt2e-dynamic", "torchao"]]] = {
-    Quantization.NONE: "none",
-    Quantization.PT2E_STATIC: "pt2e-static",
-    Quantization.PT2E_DYNAMIC: "pt2e-dynamic",
-    Quantization.TORCHAO_SOURCE: "torchao",
+_QUANTIZATION: Final = {
+    Quantization.NONE: common_pb2.QUANTIZATION_NONE,
+    Quantization.PT2E_STATIC: common_pb2.QUANTIZATION_PT2E_STATIC,
+    Quantization.PT2E_DYNAMIC: common_pb2.QUANTIZATION_PT2E_DYNAMIC,
+    Quantization.TORCHAO_SOURCE: common_pb2.QUANTIZATION_TORCHAO,
 }
 
 _TOOLS: Final = {
@@ -38,11 +39,11 @@ _NOT_HERE: Final = {
 def list_recipes(request: object, folder: Path, emit: Callable[[bytes], None]) -> bytes:
     """Task: return a ListRecipesResponse: every recipe of etfarm, in the table's order, then those of plug-ins."""
     rows = [_row(specification, _missing(specification)) for specification in RECIPES.values()]
-    result: RecipesResult = {"recipes": rows + [_plugin_row(name) for name in plugins.names(plugins.RECIPES)]}
-    return encode_recipes(result)
+    rows += [_plugin_row(name) for name in plugins.names(plugins.RECIPES)]
+    return ListRecipesResponse(recipes=rows).SerializeToString()
 
 
-def _plugin_row(name: str) -> RecipeRow:
+def _plugin_row(name: str) -> RecipeInfo:
     """Return the row of a plug-in's recipe: its specification, and whether it returns an ExportRecipe."""
     described = Specification(name, "", Quantization.NONE, "an installed plug-in's recipe")
     try:
@@ -54,16 +55,16 @@ def _plugin_row(name: str) -> RecipeRow:
         return _row(described, _why(error))
 
 
-def _row(specification: Specification, missing: str) -> RecipeRow:
-    return {
-        "name": specification.name,
-        "summary": specification.summary,
-        "backend": "" if specification.backend == "portable" else specification.backend,
-        "quantization": _QUANTIZATION[specification.quantization],
-        "available": not missing,
-        "missing": missing,
-        "arguments": [_describe_argument(argument) for argument in specification.arguments],
-    }
+def _row(specification: Specification, missing: str) -> RecipeInfo:
+    return RecipeInfo(
+        name=specification.name,
+        summary=specification.summary,
+        backend="" if specification.backend == "portable" else specification.backend,
+        quantization=_QUANTIZATION[specification.quantization],
+        available=not missing,
+        missing=missing,
+        arguments=[_describe_argument(argument) for argument in specification.arguments],
+    )
 
 
 def _missing(specification: Specification) -> str:

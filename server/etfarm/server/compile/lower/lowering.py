@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,8 +21,9 @@ from etfarm.server.compile.inspect import footprint
 from etfarm.server.compile.lower import branches, build, memory_formats, regions, rejections, remainders, shared_state
 from etfarm.server.compile.program.descriptions import describe_control_flow
 from etfarm.server.compile.program.explain import stage_failed
-from etfarm.server.compile.result import Delegation, Place, StageEvent, StageTime
 from etfarm.server.workers.errors import is_disk_full, is_out_of_memory
+from etfarm.v1 import common_pb2
+from etfarm.v1.compile_pb2 import Compilation, Delegation, OperatorDelegation, Place
 from etfarm.wire.errors import EtfarmError, error_for
 
 
@@ -29,14 +31,16 @@ class Stages:
     """The reporter of stages, which also records their durations.
 
     Args:
-        emit: called with each StageEvent.
+        emit: called with the JSON of each event: `stage`, a name from etfarm.wire.stages.STAGES; `phase`, START or END, which a
+            failed stage has not; `duration_ms`, null at START.
         programs: the compiled programs by method, for error messages.
+        compilation: gets the stages that ended.
     """
 
-    def __init__(self, emit: Callable[[StageEvent], None], programs: Mapping[str, Any]) -> None:
+    def __init__(self, emit: Callable[[bytes], None], programs: Mapping[str, Any], compilation: Compilation) -> None:
         self._emit = emit
         self.programs = programs
-        self.times: list[StageTime] = []
+        self._compilation = compilation
 
     @contextmanager
     def stage(self, name: str) -> Iterator[dict[str, float]]:
@@ -45,7 +49,7 @@ class Stages:
         Raises:
             StageFailed: an exception was raised inside; it is the error's cause, and goes to the log.
         """
-        self._emit({"stage": name, "phase": "START", "duration_ms": None})
+        self._emit(json.dumps({"stage": name, "phase": "START", "duration_ms": None}).encode())
         began = time.monotonic()
         methods: dict[str, float] = {}
         try:
@@ -57,8 +61,8 @@ class Stages:
                 raise
             raise stage_failed(name, error, self.programs) from error
         duration_ms = milliseconds(began)
-        self.times.append({"stage": name, "duration_ms": duration_ms, "where": "SERVER", "methods": methods})
-        self._emit({"stage": name, "phase": "END", "duration_ms": duration_ms})
+        self._compilation.stages.add(stage=name, duration_ms=duration_ms, where=common_pb2.ACTOR_SERVER, methods=methods)
+        self._emit(json.dumps({"stage": name, "phase": "END", "duration_ms": duration_ms}).encode())
 
 
 @contextmanager
@@ -285,12 +289,12 @@ def _copy_graph(program: Any) -> Any:
 
 def _delegation(info: Any, places: Mapping[str, list[Place]]) -> Delegation:
     rows = sorted(info.delegation_by_operator.items())
-    return {
-        "subgraphs": info.num_delegated_subgraphs,
-        "delegated_nodes": info.num_delegated_nodes,
-        "non_delegated_nodes": info.num_non_delegated_nodes,
-        "operators": [
-            {"op": op, "delegated": b.delegated, "non_delegated": b.non_delegated, "places": list(places.get(op, []))}
+    return Delegation(
+        subgraphs=info.num_delegated_subgraphs,
+        delegated_nodes=info.num_delegated_nodes,
+        non_delegated_nodes=info.num_non_delegated_nodes,
+        operators=[
+            OperatorDelegation(op=op, delegated=b.delegated, non_delegated=b.non_delegated, places=places.get(op, ()))
             for op, b in rows
         ],
-    }
+    )

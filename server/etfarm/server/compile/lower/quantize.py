@@ -348,10 +348,10 @@ def export_again(module: torch.nn.Module, program: Any, strict: bool) -> Any:
     shapes = _collect_dynamic_shapes(program, module, args, kwargs)
     with torch.no_grad():
         exported = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=strict)
-    for before, after in zip(signature.of_exported(program)["inputs"], signature.of_exported(exported)["inputs"], strict=True):
-        for dim, (was, now) in enumerate(zip(before["dims"] or [], after["dims"] or [], strict=True)):
-            if isinstance(was, dict) and not isinstance(now, dict):
-                why = f"dim {dim} of {before['name']!r} became static ({now}) when it was quantized"
+    for before, after in zip(signature.of_exported(program).inputs, signature.of_exported(exported).inputs, strict=True):
+        for dim, (was, now) in enumerate(zip(before.dims, after.dims, strict=True)):
+            if was.min != was.max and now.min == now.max:
+                why = f"dim {dim} of {before.name!r} became static ({now.min}) when it was quantized"
                 raise StageFailed("TORCH_EXPORT", "Specialized", why, "Use a float recipe, or export with static shapes.")
     return exported
 

@@ -11,12 +11,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from etfarm.server.compile.errors import name_not_found
 from etfarm.server.compile.program import places
-from etfarm.server.compile.result import SelectedName, SelectedOperator
 from etfarm.server.graphs.sources import source_of
+from etfarm.v1.compile_pb2 import SelectedName, SelectedOperator
 
 ARGUMENTS: Final = ("only_modules", "skip_modules", "only_operators", "skip_operators")
 ANNOTATION: Final = "quantization_annotation"
@@ -110,13 +110,12 @@ class Selection:
             by_operator: dict[str, list[Any]] = defaultdict(list)
             for node in nodes:
                 by_operator[_name_of(node)[0]].append(node)
-            operators: list[SelectedOperator] = [
-                {"op": operator, "count": len(group), "quantized": _count_quantized(group), "places": places.places(group)}
+            operators = [
+                SelectedOperator(op=operator, count=len(group), quantized=_count_quantized(group), places=places.places(group))
                 for operator, group in sorted(by_operator.items())
             ]
             quantized = _count_quantized(nodes)
-            row = {"argument": argument, "name": name, "count": len(nodes), "quantized": quantized, "operators": operators}
-            listed.append(cast(SelectedName, row))
+            listed.append(SelectedName(argument=argument, name=name, count=len(nodes), quantized=quantized, operators=operators))
         return listed
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from etfarm.server.compile.result import Delegation
+from etfarm.v1.compile_pb2 import Delegation
 from etfarm.wire.escapes import spreadsheet_cell
 
 
@@ -55,5 +55,5 @@ def _write_table(delegation: Mapping[str, Delegation], path: Path) -> None:
         table = csv.writer(file, lineterminator="\n")
         table.writerow(("method", "op", "delegated", "non_delegated"))
         for method, delegated in sorted(delegation.items()):
-            for row in delegated["operators"]:
-                table.writerow((spreadsheet_cell(method), spreadsheet_cell(row["op"]), row["delegated"], row["non_delegated"]))
+            for row in delegated.operators:
+                table.writerow((spreadsheet_cell(method), spreadsheet_cell(row.op), row.delegated, row.non_delegated))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import traceback
@@ -47,12 +46,13 @@ from etfarm.server.compile.program.explain import stage_failed
 from etfarm.server.compile.program.input_copies import copy_written_inputs, describe_copies
 from etfarm.server.compile.program.toolchain import toolchain
 from etfarm.server.compile.request import LowerRequest, QuantizeRequest
-from etfarm.server.compile.result import Fp32Operator, LowerResult, QuantizeResult, StageEvent, Warning, encode
 from etfarm.server.compile.screening.operators import Operators
 from etfarm.server.compile.verify import checks
 from etfarm.server.compile.verify.smoke import SmokeRunner
 from etfarm.server.graphs.quantized_outputs import is_quantized
 from etfarm.server.workers.errors import is_disk_full, is_out_of_memory
+from etfarm.v1.child_pb2 import CompileResult
+from etfarm.v1.compile_pb2 import Compilation, Fp32Operator
 from etfarm.wire import recipes, tensors
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.fixed_numbers import INPUT_FIXED
@@ -73,7 +73,7 @@ _log = logging.getLogger(__name__)
 
 
 def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes], None]) -> bytes:
-    """Task: run QUANTIZE and the TORCH_EXPORT after it for all methods. Emit StageEvents as JSON, return a CompileResult.
+    """Task: run QUANTIZE and the TORCH_EXPORT after it for all methods. Emit events of stages, return a CompileResult.
 
     A method without quantizers stays unchanged. So does one without anything that they quantize, with a warning, and a method
     that the quantizers fail on if others are quantized, unless the recipe names quantizers for it.
@@ -86,8 +86,9 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
     torch.set_num_threads(request.threads)
     recipe = build.resolved(recipes.from_json(request.recipe_json))
     programs, copies = _load(request.models, folder, request.operators)
-    stages = lowering.Stages(_emitter(emit), programs)
-    result: QuantizeResult = {"stages": stages.times, "programs": {}, "warnings": [], "stayed_fp32": {}, "selected": {}}
+    result = CompileResult()
+    compilation = result.compilation
+    stages = lowering.Stages(emit, programs, compilation)
     quantizing = {method: built for method in programs if (built := build.quantization(recipe, method)) is not None}
     name = _quantizer_names(recipe)
     for method in quantizing:
@@ -110,33 +111,33 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
                     )
                 except QuantizedNothing as error:
                     failures.append(error)
-                    _add_selected(quantization, method, result)
-                    _warn_of_kept(method, kept, result["warnings"])
+                    _add_selected(quantization, method, compilation)
+                    _warn_of_kept(method, kept, compilation)
                     continue
                 except Exception as error:  # noqa: BLE001 - raised again if the host or the model is at fault
                     failures.append(_quantizer_failure(error, recipe, method, programs))
                     continue
-            _add_selected(quantization, method, result)
-            _warn_of_integers(programs[method], quantization, method, result["warnings"])
-            _warn_of_kept(method, kept, result["warnings"])
-            _warn_of_copies(method, copies[method], result["warnings"])
+            _add_selected(quantization, method, compilation)
+            _warn_of_integers(programs[method], quantization, method, compilation)
+            _warn_of_kept(method, kept, compilation)
+            _warn_of_copies(method, copies[method], compilation)
             if kept.is_blank and quantize.is_static(modules[method]):
                 _warn(
-                    result["warnings"], "FEW_CALIBRATION_INPUTS",
+                    compilation, "FEW_CALIBRATION_INPUTS",
                     f"Each calibration input of {method} has one value only, such as 0 everywhere, which shows no range: the "
                     "int8 program is as fast as any, and wrong for other inputs. Give calibration inputs as they are in use.",
                 )  # fmt: skip
             elif not calibration and quantize.is_static(modules[method]):
                 _warn(
-                    result["warnings"], "FEW_CALIBRATION_INPUTS",
+                    compilation, "FEW_CALIBRATION_INPUTS",
                     f"{method} was calibrated with one input; int8 needs eight or more to be accurate. "
                     "Give more calibration inputs.",
                 )  # fmt: skip
             elif quantize.is_static(modules[method]):
-                _warn_of_same(method, kept, result["warnings"])
+                _warn_of_same(method, kept, compilation)
             if kept.grown and not kept.is_blank:
                 _warn(
-                    result["warnings"], "STATE_GROWS",
+                    compilation, "STATE_GROWS",
                     f"In calls after those of calibration, the buffers {', '.join(kept.grown)} of {method} give operators values "
                     "that int8 clips. Give as many calibration inputs as a session has calls, in their order, or keep the layers "
                     "that these buffers reach in fp32 (skip_modules).",
@@ -150,13 +151,13 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
             stays = (
                 "The method stays as it is." if modules else "The program is the one without quantization, as from xnnpack_fp32."
             )
-            _warn(result["warnings"], failure.reason, f"{failure.message} {stays}")
+            _warn(compilation, failure.reason, f"{failure.message} {stays}")
         for option in sorted(unused) if modules else ():
-            _warn(result["warnings"], "OPTION_WITHOUT_EFFECT", f"{option} changes nothing: {_UNUSED[option]}. Leave it out.")
+            _warn(compilation, "OPTION_WITHOUT_EFFECT", f"{option} changes nothing: {_UNUSED[option]}. Leave it out.")
     with stages.stage("TORCH_EXPORT") as times:
         for method in sorted(programs):
             file = folder / f"{method}.pt2"
-            result["programs"][method] = file.name
+            result.exported_programs[method] = file.name
             if method not in modules:
                 if is_marked:
                     torch.export.save(programs[method], str(file))
@@ -175,13 +176,13 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
                 # The archive's prefix is the file's stem, so equal programs of the same method have equal bytes.
                 torch.export.save(exported, str(file))
             fp32_operators = places.fp32(exported, xnnpack=fp32_layers.by_xnnpack(quantizing[method].quantizers))
-            _add_fp32(name, method, fp32_operators, result["stayed_fp32"], result["warnings"])
-    return encode(result)
+            _add_fp32(name, method, fp32_operators, compilation)
+    return result.SerializeToString()
 
 
-def _add_selected(quantization: Any, method: str, result: QuantizeResult) -> None:
+def _add_selected(quantization: Any, method: str, compilation: Compilation) -> None:
     if names := [row for each in _selections(quantization) for row in each.listed()]:
-        result["selected"][method] = names
+        compilation.selected[method].names.extend(names)
 
 
 def _selections(quantization: Any) -> list[Selection]:
@@ -223,19 +224,19 @@ def _quantizer_failure(error: Exception, recipe: Recipe, method: str, programs: 
     return failure
 
 
-def _warn_of_integers(program: Any, quantization: Any, method: str, warnings: list[Warning]) -> None:
+def _warn_of_integers(program: Any, quantization: Any, method: str, compilation: Compilation) -> None:
     """Warn of arithmetic that was kept away from the quantizers."""
     nodes = integers.find_scalar_arithmetic(program) if quantize.keeps_integers(quantization) else []
     if nodes:
         where = describe_place(places.places(nodes))
         _warn(
-            warnings, "INTEGERS_KEPT",
+            compilation, "INTEGERS_KEPT",
             f"{len(nodes)} sums and products of integers in {method} stay integers{f', such as {where}' if where else ''}: "
             "XNNPACK's quantizer would compute them in float.",
         )  # fmt: skip
 
 
-def _warn_of_kept(method: str, kept: Kept, warnings: list[Warning]) -> None:
+def _warn_of_kept(method: str, kept: Kept, compilation: Compilation) -> None:
     """Warn of operators that stay in fp32 for their values."""
     for reason, (code, why) in _WHY_KEPT.items():
         nodes_by_operator: dict[str, list[Any]] = defaultdict(list)
@@ -245,10 +246,10 @@ def _warn_of_kept(method: str, kept: Kept, warnings: list[Warning]) -> None:
             named = (f"{len(group)} x {name}{describe_places(places.places(group))}" for name, group in nodes_by_operator.items())
             what = f"Operators of {method} stay in fp32: {', '.join(named)}."
             remedies = _remedies(kept) if reason is Reason.UNSEEN else []
-            _warn(warnings, code, " ".join((what, why, *remedies)))
+            _warn(compilation, code, " ".join((what, why, *remedies)))
 
 
-def _warn_of_same(method: str, kept: Kept, warnings: list[Warning]) -> None:
+def _warn_of_same(method: str, kept: Kept, compilation: Compilation) -> None:
     """Warn of inputs that were the same in all calibration inputs, and for whose other values int8 has no range."""
     names = [*kept.clipped, *kept.untried]
     if not names:
@@ -260,7 +261,7 @@ def _warn_of_same(method: str, kept: Kept, warnings: list[Warning]) -> None:
             "there are too many such inputs."
         )
     _warn(
-        warnings, "SAME_IN_CALIBRATION",
+        compilation, "SAME_IN_CALIBRATION",
         f"These inputs of {method} were the same in all calibration inputs: {', '.join(names)}. int8 has ranges for these values "
         f"only, so that outputs for others may be wrong.{untried} Give calibration inputs in which they vary as in use, or keep "
         "the layers that they reach in fp32 (skip_modules).",
@@ -296,13 +297,13 @@ _WHY_KEPT: Final = {
 """The codes and sentences of warnings, by reason."""
 
 
-def _warn_of_copies(method: str, copies: Mapping[str, int], warnings: list[Warning]) -> None:
+def _warn_of_copies(method: str, copies: Mapping[str, int], compilation: Compilation) -> None:
     if copies:
-        _warn(warnings, "INPUT_COPIED", describe_copies(method, copies))
+        _warn(compilation, "INPUT_COPIED", describe_copies(method, copies))
 
 
 def lower_model(request: LowerRequest, folder: Path, emit: Callable[[bytes], None]) -> bytes:
-    """Task: run the stages from exported programs to a .pte. Emit StageEvents as JSON, return a CompileResult.
+    """Task: run the stages from exported programs to a .pte. Emit events of stages, return a CompileResult.
 
     Raises:
         UserError: the model or the recipe is at fault; see `compile.errors`.
@@ -310,39 +311,39 @@ def lower_model(request: LowerRequest, folder: Path, emit: Callable[[bytes], Non
     """
     smoke = SmokeRunner(folder / "smoke.log")  # forks, so it must come first; see SmokeRunner
     try:
-        return encode(_lower(request, folder, _emitter(emit), smoke))
+        return _lower(request, folder, emit, smoke).SerializeToString()
     finally:
         smoke.close()
 
 
-def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], None], smoke: SmokeRunner) -> LowerResult:
+def _lower(request: LowerRequest, folder: Path, emit: Callable[[bytes], None], smoke: SmokeRunner) -> CompileResult:
     torch.set_num_threads(request.threads)
     recipe = build.resolved(recipes.from_json(request.recipe_json))
     built = build.export_recipe(recipe, sorted(request.models))
     remaining = _remaining_stages(recipe, built, request)
     programs, copies = _load(request.models, folder, request.operators)
     unquantized = {method: path for method, path in request.originals.items() if request.models[method] != path}
-    result: LowerResult = {
-        "stages": [], "program": None, "etrecord": None, "stage_files": {}, "inputs": checks.example_files(programs, folder),
-        "delegation": {}, "toolchain": toolchain(), "warnings": [], "facts": None, "sizes": None, "modules": [], "checks": [],
-        "stayed_fp32": {}, "located": {}, "shared_buffers": [],
-        "stateful_methods": sorted(method for method, program in programs.items() if written_buffers(program)),
-    }  # fmt: skip
+    stateful = sorted(method for method, program in programs.items() if written_buffers(program))
+    result = CompileResult(
+        compilation=Compilation(toolchain=toolchain(), stateful_methods=stateful),
+        example_inputs=checks.example_files(programs, folder),
+    )
+    compilation = result.compilation
     for method in programs:
-        _warn_of_copies(method, copies[method], result["warnings"])
+        _warn_of_copies(method, copies[method], compilation)
         if fixed := number_inputs.describe_fixed(programs[method], method):
-            _warn(result["warnings"], INPUT_FIXED, fixed)
+            _warn(compilation, INPUT_FIXED, fixed)
         if unchecked := assertions.describe(programs[method], method):
-            _warn(result["warnings"], "ASSERTIONS_DROPPED", unchecked)
+            _warn(compilation, "ASSERTIONS_DROPPED", unchecked)
         if remainders := suspects.find_remainders(programs[method]):
             sentence = f"{method} may differ from PyTorch for negative numbers: {remainders}"
-            _warn(result["warnings"], "REMAINDERS_TRUNCATED", sentence)
+            _warn(compilation, "REMAINDERS_TRUNCATED", sentence)
     quantized = _check_quantized(recipe, built, request, programs)
     for method in sorted(quantized) if not request.quantized_here else ():
         fp32_operators = places.fp32(programs[method], xnnpack=fp32_layers.by_xnnpack(build.partitioners(built, method)))
-        _add_fp32(recipe.name, method, fp32_operators, result["stayed_fp32"], result["warnings"])
+        _add_fp32(recipe.name, method, fp32_operators, compilation)
     if not remaining:
-        result["stage_files"] = stage_files.of_exported(request.models, programs, folder)
+        result.stage_files.update(stage_files.of_exported(request.models, programs, folder))
         return result
 
     shared_state.rename_ambiguous(programs.values())
@@ -352,11 +353,10 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
             batch_norms.compute_apart(program)
             written_state.return_values(program)
     shared = shared_state.plan_shared_state(programs, recipe, built.executorch_backend_config)
-    result["shared_buffers"] = sorted(frozenset().union(*shared.values()))
+    compilation.shared_buffers.extend(sorted(frozenset().union(*shared.values())))
     if shared:
-        _warn(result["warnings"], "STATE_SHARED", shared_state.describe(shared))
-    stages = lowering.Stages(emit, programs)
-    result["stages"] = stages.times
+        _warn(compilation, "STATE_SHARED", shared_state.describe(shared))
+    stages = lowering.Stages(emit, programs, compilation)
     exported = lowering.apply_aten_passes(built, programs)
     pipeline = lowering.Pipeline(
         remaining,
@@ -367,34 +367,35 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     )
     exact = {method: signature.of_exported(program) for method, program in programs.items() if method not in unquantized}
     lowered = lowering.lower(exported, built, pipeline, request.model_name, stages, places.undelegated)
-    result["delegation"] = lowered.delegation
     for method, table in lowered.delegation.items():
+        compilation.delegation[method].CopyFrom(table)
         by_xnnpack = fp32_layers.by_xnnpack(build.partitioners(built, method))
-        if exact_gelus := gelu.describe_exact(programs[method], table["operators"]) if by_xnnpack else "":
-            _warn(result["warnings"], "GELU_NOT_APPROXIMATED", f"In {method}, {exact_gelus}")
+        if exact_gelus := gelu.describe_exact(programs[method], table.operators) if by_xnnpack else "":
+            _warn(compilation, "GELU_NOT_APPROXIMATED", f"In {method}, {exact_gelus}")
         if resized := resizes.describe_undelegated(programs[method]) if by_xnnpack and build.partitioners(built, method) else "":
-            _warn(result["warnings"], "RESIZE_NOT_DELEGATED", f"In {method}, {resized}")
+            _warn(compilation, "RESIZE_NOT_DELEGATED", f"In {method}, {resized}")
     if remaining[-1] != "TO_EXECUTORCH":
-        result["stage_files"] = stage_files.of_edge(lowered.manager, lowered.delegation, folder)
+        result.stage_files.update(stage_files.of_edge(lowered.manager, lowered.delegation, folder))
         return result
 
     for method, buffers in lowered.initialized.items():
         _warn(
-            result["warnings"], "INITIALIZED_MUTABLE_BUFFERS",
+            compilation, "INITIALIZED_MUTABLE_BUFFERS",
             f"The initial values of {', '.join(buffers)}, which {method} changes, were put into the .pte; "
             "ExecuTorch alone would start them at 0.",
         )  # fmt: skip
     for method, copied in lowered.copied.items():
         _warn(
-            result["warnings"], "BRANCH_OUTPUTS_COPIED",
+            compilation, "BRANCH_OUTPUTS_COPIED",
             f"{method} copies the outputs of {copied}: in ExecuTorch's memory plan, a later branch overwrites them, or a view of "
             "them reads other memory. ExecuTorch alone computes wrong outputs here, or fails; torch.where needs no copy.",
         )  # fmt: skip
     data = _write_program(lowered.manager, folder, result)
     described = sizes.read(folder / "model.pte")
-    program_facts = result["facts"] = facts.of_program(described.program)
-    _add_footprint(lowered, result)
-    located = result["located"] = refused_operators.of_program(lowered.manager)
+    compilation.facts.CopyFrom(facts.of_program(described.program))
+    _add_footprint(lowered, compilation)
+    for method, operators in refused_operators.of_program(lowered.manager).items():
+        compilation.located_operators[method].CopyFrom(operators)
     unsaved = [lowered] if request.want_etrecord else []
     del lowered
 
@@ -409,13 +410,13 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     shared_state.rename_ambiguous(originals.values())
     for method, original in originals.items():
         facts_before = exact.get(method) or signature.of_exported(original)
-        if lost := signature.add_exported(program_facts["methods"][method], facts_before):
-            _warn(result["warnings"], "DYNAMIC_DIM_LOST", signature.describe_lost(method, original, lost))
-    result["sizes"] = sizes.of_program(described, data)
-    backends = {method: program_facts["methods"][method]["backends"] for method in originals}
+        if lost := signature.add_exported(compilation.facts.methods[method], facts_before):
+            _warn(compilation, "DYNAMIC_DIM_LOST", signature.describe_lost(method, original, lost))
+    compilation.sizes.CopyFrom(sizes.of_program(described, data))
+    backends = {method: compilation.facts.methods[method].backends for method in originals}
     checked = checks.check_program(
         smoke, originals=originals, pte=folder / "model.pte", data=data, folder=folder, quantized=bool(quantized),
-        backends=backends, delegation=result["delegation"], located=located,
+        backends=backends, delegation=compilation.delegation, located=compilation.located_operators,
         lowered={method: programs[method] for method in quantized}, meanwhile=save_etrecord,
     )  # fmt: skip
     calls = list(request.calls) or [(method, None) for method in sorted(originals) if shared]
@@ -426,12 +427,12 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     for sequence in [calls] if shared else [[call for call in calls if call[0] == method] for method in methods]:
         if [file for _, file in sequence] != [None]:  # a single call with the example inputs was compared before
             checks.check_calls(
-                smoke, checked, calls=sequence, originals=originals, shared=result["shared_buffers"],
+                smoke, checked, calls=sequence, originals=originals, shared=compilation.shared_buffers,
                 pte=folder / "model.pte", data=data, folder=folder, quantized=bool(quantized), backends=backends,
                 must_run=bool(request.calls),
             )  # fmt: skip
-    result["checks"] = checked.checks
-    result["warnings"].extend(checked.warnings)
+    compilation.checks.extend(checked.checks)
+    compilation.warnings.extend(checked.warnings)
     return result
 
 
@@ -515,49 +516,44 @@ def _load_constants(request: LowerRequest) -> dict[str, Any]:
     return constants
 
 
-def _write_program(manager: Any, folder: Path, result: LowerResult) -> dict[str, Path]:
+def _write_program(manager: Any, folder: Path, result: CompileResult) -> dict[str, Path]:
     """Write model.pte and its data files; return the data files by the names that the program refers to."""
     with (folder / "model.pte").open("wb") as file:
         manager.write_to_file(file)
     manager.write_tensor_data_to_file(str(folder))
     data = {name: folder / f"{name}.ptd" for name in sorted(manager._tensor_data or {})}
-    result["program"] = {"pte": "model.pte", "data": {name: path.name for name, path in data.items()}}
+    result.pte = "model.pte"
+    result.data.update({name: path.name for name, path in data.items()})
     return data
 
 
-def _add_footprint(lowered: lowering.Lowered, result: LowerResult) -> None:
+def _add_footprint(lowered: lowering.Lowered, compilation: Compilation) -> None:
     try:
-        result["modules"] = footprint.of_program(lowered.manager, lowered.graphs)
+        compilation.modules.extend(footprint.of_program(lowered.manager, lowered.graphs))
     except Exception as error:  # noqa: BLE001 - the program is complete; results of plug-ins may not be readable here
         traceback.print_exc()
-        _warn(result["warnings"], "FOOTPRINT_FAILED", f"The sizes of the modules are unknown: {first_line(error)}.")
+        _warn(compilation, "FOOTPRINT_FAILED", f"The sizes of the modules are unknown: {first_line(error)}.")
 
 
-def _save_etrecord(lowered: lowering.Lowered, exported: Mapping[str, Any], folder: Path, result: LowerResult) -> None:
+def _save_etrecord(lowered: lowering.Lowered, exported: Mapping[str, Any], folder: Path, result: CompileResult) -> None:
     path = folder / "model.etrecord"
     try:
         etrecord.save(lowered.manager.get_etrecord(), exported, lowered.transformed, path)
-        result["etrecord"] = path.name
+        result.etrecord = path.name
     except Exception as error:  # noqa: BLE001 - the program is complete; without the record only names in the profile are missing
         if is_out_of_memory(error):
             _log.warning("not enough memory for the ETRecord")
         traceback.print_exc()
         path.unlink(missing_ok=True)  # after a full disk, the runs that try the program need the space
-        _warn(result["warnings"], "ETRECORD_FAILED", f"No ETRecord was written: {first_line(error)}.")
+        _warn(result.compilation, "ETRECORD_FAILED", f"No ETRecord was written: {first_line(error)}.")
 
 
-def _add_fp32(
-    recipe: str, method: str, rows: list[Fp32Operator], stayed: dict[str, list[Fp32Operator]], warnings: list[Warning]
-) -> None:
+def _add_fp32(recipe: str, method: str, rows: list[Fp32Operator], compilation: Compilation) -> None:
     if rows:
-        stayed[method] = rows
-        operators = ", ".join(f"{row['count']} x {row['op']}{describe_places(row['places'])}" for row in rows)
-        _warn(warnings, "STAYED_FP32", f"Recipe {recipe} left operators of {method} in fp32: {operators}.")
+        compilation.stayed_fp32[method].operators.extend(rows)
+        operators = ", ".join(f"{row.count} x {row.op}{describe_places(row.places)}" for row in rows)
+        _warn(compilation, "STAYED_FP32", f"Recipe {recipe} left operators of {method} in fp32: {operators}.")
 
 
-def _warn(warnings: list[Warning], code: str, message: str) -> None:
-    warnings.append({"code": code, "message": message})
-
-
-def _emitter(emit: Callable[[bytes], None]) -> Callable[[StageEvent], None]:
-    return lambda event: emit(json.dumps(event).encode())
+def _warn(compilation: Compilation, code: str, message: str) -> None:
+    compilation.warnings.add(code=code, message=message)

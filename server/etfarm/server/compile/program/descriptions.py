@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from etfarm.server.compile.program.places import all_nodes, places
-from etfarm.server.compile.result import Place
 from etfarm.server.graphs.sources import source_of
+from etfarm.v1.compile_pb2 import Place
 
 MAX_CHARACTERS: Final = 400
 NAMED: Final = 3
@@ -75,17 +75,16 @@ def describe_operators(names: Sequence[str], programs: Programs) -> str:
 def describe_place(where: Iterable[Place]) -> str:
     """Return the first place that has a source line, like `models/net.py:31 (y = x + 1), in module head`; else empty."""
     for place in where:
-        if place["source"] is not None:
-            source = place["source"]
-            module = f", in module {place['module']}" if place["module"] else ""
-            return f"{source['file']}:{source['line']} ({source['code'][:80]}){module}"
+        if place.HasField("source"):
+            source = place.source
+            module = f", in module {place.module}" if place.module else ""
+            return f"{source.file}:{source.line} ({source.code[:80]}){module}"
     return ""
 
 
 def describe_places(where: Iterable[Place]) -> str:
     """Return the first three source lines, like ` at models/net.py:31, models/net.py:35 and more`; empty if there are none."""
-    sources = (place["source"] for place in where)
-    lines = list(dict.fromkeys(f"{source['file']}:{source['line']}" for source in sources if source is not None))
+    lines = list(dict.fromkeys(f"{place.source.file}:{place.source.line}" for place in where if place.HasField("source")))
     more = " and more" if len(lines) > NAMED else ""
     return f" at {', '.join(lines[:NAMED])}{more}" if lines else ""
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 from etfarm.server.compile.program.descriptions import describe_node
 from etfarm.server.compile.program.fp32_layers import name_of
 from etfarm.server.compile.program.places import all_nodes
-from etfarm.server.compile.result import OperatorDelegation
+from etfarm.v1.compile_pb2 import OperatorDelegation
 
 _NAMED: Final = 3
 """Maximum number of operators in a message."""
@@ -23,7 +23,7 @@ def describe_exact(program: Any, operators: Iterable[OperatorDelegation]) -> str
     Args:
         operators: the delegation to XNNPACK.
     """
-    if not any(row["op"].startswith("aten_gelu") and row["delegated"] for row in operators):
+    if not any(row.op.startswith("aten_gelu") and row.delegated for row in operators):
         return ""
     nodes = [node for node in all_nodes(program) if name_of(node) == "gelu" and node.kwargs.get("approximate") == "tanh"]
     shown = list(dict.fromkeys(map(describe_node, nodes)))

@@ -9,11 +9,14 @@ from functools import partial
 from typing import Any, Final
 
 from etfarm.server.compile.program import fp32_layers
-from etfarm.server.compile.result import Fp32Operator, Place, SourceLine
 from etfarm.server.graphs.sources import Source, path_of, source_of
+from etfarm.v1.compile_pb2 import Fp32Operator, Place, SourceLine
 
 MAX_PLACES: Final = 20
 """Maximum number of places of one operator; less frequent places are dropped."""
+
+_MAX_LINE: Final = (1 << 31) - 1
+"""The last line that a message can name; the stack trace of an upload may have any number."""
 
 _NO_OPERATORS: Final = frozenset({"executorch_call_delegate", "getitem", "alloc"})
 _NUMBER = re.compile(r"_\d+$")
@@ -66,7 +69,7 @@ def fp32(program: Any, *, xnnpack: bool = False) -> list[Fp32Operator]:
     for node in fp32_layers.in_fp32(program, xnnpack=xnnpack):
         nodes_by_operator[fp32_layers.name_of(node)].append(node)
     rows = sorted(nodes_by_operator.items(), key=lambda row: (-len(row[1]), row[0]))
-    return [{"op": operator, "count": len(nodes), "places": places(nodes)} for operator, nodes in rows]
+    return [Fp32Operator(op=operator, count=len(nodes), places=places(nodes)) for operator, nodes in rows]
 
 
 def places(nodes: Iterable[Any], reason_of: Callable[[Any], str] = lambda node: "") -> list[Place]:
@@ -90,9 +93,8 @@ def module_path(node: Any) -> str | None:
 
 
 def _place(source: Source | None, module: str | None, reason: str, count: int) -> Place:
-    line: SourceLine | None = None if source is None else {"file": source.file, "line": source.line, "code": source.code}
-    place: Place = {"source": line, "module": module, "count": count}
-    return {**place, "undelegated_reason": reason} if reason else place
+    line = None if source is None else SourceLine(file=source.file, line=min(source.line, _MAX_LINE), code=source.code)
+    return Place(source=line, module=module, count=count, undelegated_reason=reason or None)
 
 
 def _sort_key(key: tuple[Source | None, str | None, str]) -> tuple[str, int, str, str]:

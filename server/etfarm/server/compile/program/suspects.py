@@ -17,7 +17,7 @@ from etfarm.server.compile.program.descriptions import (
     schema_name,
 )
 from etfarm.server.compile.program.places import all_nodes, places
-from etfarm.server.compile.result import OperatorDelegation
+from etfarm.v1.compile_pb2 import OperatorDelegation
 
 _NO_KERNEL = re.compile(r"kernel '(\w+)::(\w+)(?:\.\w+)?' not found")
 _SUSPECTS: Final = {
@@ -48,8 +48,8 @@ def missing_kernel(why: str, program: Any, operators: Iterable[OperatorDelegatio
         return ""
     name, start = f"{match[1]}::{match[2]}", f"{match[1]}_{match[2]}_"
     # Names in the table end in the overload. The shortest match is the operator: aten_max_default, not aten_max_pool2d_default.
-    rows = sorted((row for row in operators if row["op"].startswith(start) and row["places"]), key=lambda row: len(row["op"]))
-    shown = describe(name, rows[0]["places"]) if rows else name
+    rows = sorted((row for row in operators if row.op.startswith(start) and row.places), key=lambda row: len(row.op))
+    shown = describe(name, rows[0].places) if rows else name
     return describe_operators([name], {"": program}) if shown == name else shown
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from etfarm.server.compile.result import Toolchain
+from etfarm.v1.compile_pb2 import Toolchain
 
 
 def toolchain() -> Toolchain:
     """Return the installed versions; empty for packages that are not installed."""
-    return {"torch": _version("torch"), "executorch": _version("executorch"), "torchao": _version("torchao")}
+    return Toolchain(torch=_version("torch"), executorch=_version("executorch"), torchao=_version("torchao"))
 
 
 def _version(package: str) -> str:

@@ -2,12 +2,12 @@
 
     smoke = SmokeRunner(folder / "smoke.log")          # first, before torch is used
     ...
-    files = checks.example_files(originals, folder)    # {method: "inputs-0.ett"} for LowerResult["inputs"]
+    files = checks.example_files(originals, folder)    # {method: "inputs-0.ett"} for CompileResult.example_inputs
     checked = checks.check_program(
         smoke, originals=originals, pte=folder / "model.pte", data={"weights.ptd": folder / "weights.ptd"},
-        backends={method: facts["methods"][method]["backends"] for method in originals}, folder=folder, quantized=True,
+        backends={method: facts.methods[method].backends for method in originals}, folder=folder, quantized=True,
     )
-    checked.checks, checked.warnings                   # for LowerResult
+    checked.checks, checked.warnings                   # for Compilation
 
 `originals` are the programs before quantization. The checks run them, so call this before or after lowering, but not during
 it: weights are shared, and buffers that the programs change are restored afterwards.
@@ -31,7 +31,6 @@ from etfarm.server.compile.inputs import SizesDoNotFit
 from etfarm.server.compile.program import suspects, values
 from etfarm.server.compile.program.descriptions import first_line
 from etfarm.server.compile.program.suspects import missing_kernel
-from etfarm.server.compile.result import Delegation, HostCheck, Warning
 from etfarm.server.compile.verify import parts, reference, trials
 from etfarm.server.compile.verify.reference import ReferenceFailed
 from etfarm.server.compile.verify.refusals import Refusal, find_refusal
@@ -40,11 +39,13 @@ from etfarm.server.compile.verify.trials import TooLarge, Trial
 from etfarm.server.graphs import call_sequence, differences, quantized_outputs
 from etfarm.server.graphs.differences import Difference
 from etfarm.server.workers.errors import is_out_of_memory
-from etfarm.v1.compile_pb2 import LocatedOperators
+from etfarm.v1 import compile_pb2
+from etfarm.v1.compile_pb2 import Delegation, HostCheck, LocatedOperators, Warning
 from etfarm.wire import tensors
 from etfarm.wire.located_failures import find_operator
 from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH
 from etfarm.wire.tensors import Value
+from etfarm.wire.words import value_of
 
 RUN_S: Final = 120.0
 """Maximum seconds of a run; a slower run causes a warning only, because the program is not at fault."""
@@ -61,7 +62,7 @@ class Checked:
 
     def warn(self, code: str, message: str) -> None:
         """Add a warning."""
-        self.warnings.append({"code": code, "message": message})
+        self.warnings.append(Warning(code=code, message=message))
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def check_calls(
         shared: names of the buffers that methods share.
         must_run: whether to warn if they cannot be run or compared, too.
     """
-    ran = {check["method"] for check in checked.checks if check["ran"]}
+    ran = {check.method for check in checked.checks if check.ran}
     if not {method for method, _ in calls} <= ran:
         return
     with tempfile.TemporaryDirectory(dir=folder, prefix="calls-") as temporary:
@@ -333,7 +334,7 @@ def _finish(program: _Program, method: str, original: Any, trial: Trial) -> list
     if outcome.timed_out or outcome.out_of_memory:
         return outcome.why if outcome.timed_out else f"there is not enough memory ({outcome.why})"
     table = program.delegation.get(method)
-    operator = missing_kernel(outcome.why, original, table["operators"] if table else ())
+    operator = missing_kernel(outcome.why, original, table.operators if table else ())
     if not operator:
         operator = find_operator(outcome.log, program.located.get(method, LocatedOperators()))
     why = outcome.why
@@ -364,7 +365,8 @@ def _advise(program: _Program, method: str, why: str) -> str:
 
 
 def _host_check(method: str, trial: Trial, *, ran: bool, why: str = "") -> HostCheck:
-    return {"method": method, "inputs": trial.inputs, "shapes": trial.shapes, "ran": ran, "why": why, "outputs": []}
+    inputs = value_of(compile_pb2.HostCheckInputs, trial.inputs)
+    return HostCheck(method=method, inputs=inputs, shapes=trial.shapes, ran=ran, why=why)
 
 
 def _compare(
@@ -381,12 +383,12 @@ def _compare(
     check = _host_check(method, trial, ran=True)
     checked.checks.append(check)
     if len(expected) != len(outputs):
-        check["why"] = f"it returned {len(outputs)} outputs, but the model returns {len(expected)}"
-        checked.warn("OUTPUTS_DIFFER", f"{method} on the server{_where(trial)}: {check['why']}.")
+        check.why = f"it returned {len(outputs)} outputs, but the model returns {len(expected)}"
+        checked.warn("OUTPUTS_DIFFER", f"{method} on the server{_where(trial)}: {check.why}.")
         return
     pairs = enumerate(zip(expected, outputs, strict=True))
     compared = [differences.difference(first.name or str(index), first, actual) for index, (first, actual) in pairs]
-    check["outputs"] = [output.report for output in compared]
+    check.outputs.extend(output.report for output in compared)
     # By index, since several outputs may have the same name.
     problems = {
         index: problem
@@ -396,9 +398,9 @@ def _compare(
     if not problems:
         return
     if chance := find_unrepeatable(original, trial, expected, threads):
-        names = ", ".join(output.report["output"] for output in chance.values())
-        check["why"] = f"the model does not repeat {names} when it runs again with the same inputs and threads"
-        checked.warn("NOT_COMPARED", f"{method} was not fully compared with eager PyTorch: {check['why']}.")
+        names = ", ".join(output.report.output for output in chance.values())
+        check.why = f"the model does not repeat {names} when it runs again with the same inputs and threads"
+        checked.warn("NOT_COMPARED", f"{method} was not fully compared with eager PyTorch: {check.why}.")
         for index, output in enumerate(compared):
             if differences.is_chance(output, chance.get(index)):
                 problems.pop(index, None)
@@ -516,6 +518,6 @@ def find_unrepeatable(original: Any, trial: Trial, expected: list[Value], thread
     differing = {}
     for index, (first, second) in enumerate(zip(expected, repeated, strict=True)):
         output = differences.difference(first.name or str(index), first, second)
-        if not (output.report["equal"] or differences.is_rounding(first, output)):
+        if not (output.report.equal or differences.is_rounding(first, output)):
             differing[index] = output
     return differing

@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from etfarm.server.artifacts.store import Store
-from etfarm.server.compile.answers import facts_of
 from etfarm.server.compile.inputs import check_inputs
-from etfarm.server.compile.result import MethodFacts
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.runners import Runner, known_runner
 from etfarm.server.devices.scheduling.waiting import own_scope, scopes_of
@@ -83,7 +81,7 @@ class Requirements:
 
     async def _check_artifact(self, inputs: common_pb2.Artifact, method: str, facts: compile_pb2.MethodFacts) -> None:
         await self._store.require_whole([inputs.digest])
-        await self._readers.run(_check_file, self._store.path(inputs.digest), method, facts_of(facts))
+        await self._readers.run(_check_file, self._store.path(inputs.digest), method, facts)
 
     async def find_lost(self, digests: Iterable[str]) -> list[str]:
         """Return the artifacts that the store has lost; see `Store.find_lost`."""
@@ -163,7 +161,7 @@ class Requirements:
         return frozenset(unsupported) | without_runner
 
 
-def _check_file(path: Path, method: str, facts: MethodFacts) -> None:
+def _check_file(path: Path, method: str, facts: compile_pb2.MethodFacts) -> None:
     check_inputs(method, facts, tensors.read_header(path))
 
 

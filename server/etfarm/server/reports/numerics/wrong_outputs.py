@@ -46,7 +46,7 @@ def describe(
         index: problem
         for index, output in compared.items()
         if (problem := differences.find_problem(output, quantized=quantized))
-        and not _is_known(output.report["output"], problem, known)
+        and not _is_known(output.report.output, problem, known)
     }
     again = repeat() if problems else ()
     for index in list(problems):
@@ -70,7 +70,7 @@ def _in_half_precision(output: Difference) -> Difference:
 def _find_chance(first: Value, again: Value) -> Difference | None:
     """Return the difference of a second run of the model; None if it repeats the output up to rounding."""
     chance = differences.difference("", first, again)
-    return None if chance.report["equal"] or differences.is_rounding(first, chance) else chance
+    return None if chance.report.equal or differences.is_rounding(first, chance) else chance
 
 
 def _is_known(name: str, problem: str, known: Sequence[str]) -> bool:

@@ -24,6 +24,7 @@ from etfarm.server.compile.inspect import facts, signature, sizes  # noqa: E402
 from etfarm.server.compile.program import places  # noqa: E402
 from etfarm.server.compile.request import InspectRequest  # noqa: E402
 from etfarm.v1 import child_pb2  # noqa: E402
+from etfarm.wire.report_keys import project  # noqa: E402
 from tests.support import models  # noqa: E402
 from tests.support.compiling import plain  # noqa: E402
 
@@ -74,23 +75,22 @@ def test_operators_outside_of_delegates_have_places_under_their_tables_names() -
     manager = session.get_edge_program_manager()
     result = places.undelegated(manager)["forward"]
     table = get_delegation_info(manager.exported_program().graph_module).delegation_by_operator
-    assert {op: sum(place["count"] for place in rows) for op, rows in result.items()} == {
+    assert {op: sum(place.count for place in rows) for op, rows in result.items()} == {
         op: row.non_delegated for op, row in table.items() if row.non_delegated and op not in ("getitem", "alloc")
     }
     sums = result["aten_cumsum_default"]
-    assert [(place["module"], place["count"]) for place in sums] == [("shared", 2), ("blocks.0", 1), ("blocks.1", 1)]
-    source = sums[0]["source"]
-    assert source is not None
-    assert source["file"].endswith("test_compile_facts.py")
-    assert source["code"] == "return torch.cumsum(self.conv(x), -1)"
-    assert [place["module"] for place in result["aten_erf_default"]] == [None], "the model itself"
+    assert [(place.module, place.count) for place in sums] == [("shared", 2), ("blocks.0", 1), ("blocks.1", 1)]
+    source = sums[0].source
+    assert source.file.endswith("test_compile_facts.py")
+    assert source.code == "return torch.cumsum(self.conv(x), -1)"
+    assert [place.HasField("module") for place in result["aten_erf_default"]] == [False], "the model itself"
 
 
 def test_what_a_quantizer_left_in_fp32_has_places() -> None:
     [row] = places.fp32(as_sent(torch.export.export(Net().eval(), (torch.randn(1, 4, 5),))))
-    assert (row["op"], row["count"]) == ("conv1d", 4)
-    assert row["places"][0]["module"] == "shared.conv"
-    assert row["places"][0]["count"] == 2
+    assert (row.op, row.count) == ("conv1d", 4)
+    assert row.places[0].module == "shared.conv"
+    assert row.places[0].count == 2
     assert places.fp32(models.quantized()) == []
 
 
@@ -114,8 +114,8 @@ class WeightOnly(nn.Module):
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_quantized_weight_is_enough_not_to_be_fp32(turned: bool) -> None:
     [row] = places.fp32(as_sent(torch.export.export(WeightOnly(turned).eval(), (torch.randn(2, 4),))))
-    assert (row["op"], row["count"]) == ("linear", 1)
-    assert row["places"][0]["module"] == "plain"
+    assert (row.op, row.count) == ("linear", 1)
+    assert row.places[0].module == "plain"
 
 
 _CODEBOOK = """
@@ -193,9 +193,9 @@ def test_at_most_twenty_places_and_the_frequent_ones_first() -> None:
             return self.blocks[24](x)
 
     [row] = places.fp32(torch.export.export(Many().eval(), (torch.randn(1, 4, 5),)))
-    assert row["count"] == 26
-    assert len(row["places"]) == places.MAX_PLACES
-    assert (row["places"][0]["module"], row["places"][0]["count"]) == ("blocks.24.conv", 2)
+    assert row.count == 26
+    assert len(row.places) == places.MAX_PLACES
+    assert (row.places[0].module, row.places[0].count) == ("blocks.24.conv", 2)
 
 
 def written(program: Any, path: Path) -> Path:
@@ -212,7 +212,7 @@ def test_a_compiled_program_reports_its_values_and_sizes(tmp_path: Path) -> None
     assert method["inputs"][2]["value"] == 3
     assert [value["kind"] for value in method["outputs"]] == ["tensor", "int"]
     assert set(result["facts"]) == {"methods"}
-    assert result["sizes"] == sizes.of_program(sizes.read(pte))
+    assert result["sizes"] == project(sizes.of_program(sizes.read(pte)))
     assert result["sizes"]["methods"]["forward"]["planned_bytes"] == method["planned_bytes"]
     parts = [result["sizes"][part] for part in ("program_bytes", "constant_bytes", "delegate_bytes")]
     assert 0 < sum(parts) <= pte.stat().st_size
@@ -230,17 +230,17 @@ def test_the_whole_contract_is_answered(tmp_path: Path) -> None:
 def test_a_method_takes_its_names_and_ranges_from_the_exported_program(tmp_path: Path) -> None:
     program = models.dynamic()
     result = facts.of_program(sizes.read(written(program, tmp_path / "model.pte")).program)
-    assert result["methods"]["forward"]["inputs"][0]["dims"] == [{"min": 0, "max": 8}, {"min": 0, "max": 16}]
-    assert signature.add_exported(result["methods"]["forward"], signature.of_exported(program)) == []
-    value = result["methods"]["forward"]["inputs"][0]
-    assert (value["name"], value["dims"]) == ("x", [{"min": 1, "max": 8}, 16])
+    value = result.methods["forward"].inputs[0]
+    assert [(dim.min, dim.max) for dim in value.dims] == [(0, 8), (0, 16)]
+    assert signature.add_exported(result.methods["forward"], signature.of_exported(program)) == []
+    assert (value.name, [(dim.min, dim.max) for dim in value.dims]) == ("x", [(1, 8), (16, 16)])
 
 
 def test_a_dim_that_lowering_fixes_is_named(tmp_path: Path) -> None:
     result = facts.of_program(sizes.read(written(models.dynamic(), tmp_path / "model.pte")).program)
     exact = signature.of_exported(models.dynamic())
-    exact["inputs"][0]["dims"] = [{"min": 1, "max": 9}, {"min": 2, "max": 16}]
-    lost = signature.add_exported(result["methods"]["forward"], exact)
+    exact.inputs[0].dims[0].max, exact.inputs[0].dims[1].min = 9, 2
+    lost = signature.add_exported(result.methods["forward"], exact)
     assert lost == ["dim 0 of 'x' (1..9, at most 8 on the device)"]
 
 
@@ -264,7 +264,7 @@ def test_a_description_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 def test_a_description_that_contradicts_itself_is_a_users_error(tmp_path: Path, where: str) -> None:
     pte = written(torch.export.export(Net().eval(), (torch.randn(1, 4, 5),)), tmp_path / "model.pte")
     described = sizes.read(pte)
-    assert facts.describe(described)[0]["methods"]["forward"]["backends"] == ["XnnpackBackend"]
+    assert facts.describe(described)[0].methods["forward"].backends == ["XnnpackBackend"]
     plan = described.program.execution_plan[0]
     if where == "a segment":
         plan.delegates[0].processed.index = 99

@@ -114,12 +114,12 @@ class CompiledProgram:
         self.rows = footprint.of_program(self.manager, graphs)
 
     def of(self, module: str, method: str = "forward") -> Any:
-        (row,) = [row for row in self.rows if (row["module"], row["method"]) == (module, method)]
+        (row,) = [row for row in self.rows if (row.module, row.method) == (module, method)]
         return row
 
     @property
     def constant_bytes(self) -> int:
-        return sum(row["constant_bytes"] for row in self.rows)
+        return sum(row.constant_bytes for row in self.rows)
 
 
 def net() -> Any:
@@ -140,59 +140,59 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CompiledProg
 def test_xnnpacks_constants_add_up_to_the_programs_constants(compiled: dict[str, CompiledProgram], recipe: str) -> None:
     program = compiled[recipe]
     assert program.graphs
-    assert program.sizes["constant_bytes"] - _padding(program) <= program.constant_bytes <= program.sizes["constant_bytes"]
+    assert program.sizes.constant_bytes - _padding(program) <= program.constant_bytes <= program.sizes.constant_bytes
 
 
 def test_undelegated_constants_add_up_to_the_programs_constants(compiled: dict[str, CompiledProgram]) -> None:
     program = compiled["portable"]
     assert not program.graphs
-    assert program.sizes["constant_bytes"] - _padding(program) <= program.constant_bytes <= program.sizes["constant_bytes"]
+    assert program.sizes.constant_bytes - _padding(program) <= program.constant_bytes <= program.sizes.constant_bytes
 
 
 def test_a_weight_has_the_size_that_its_recipe_stores_it_in(compiled: dict[str, CompiledProgram]) -> None:
     weight, bias = 64 * 64, 64 * 4
-    assert compiled["xnnpack_fp32"].of("head")["constant_bytes"] == 4 * weight + bias
-    assert compiled["portable"].of("head")["constant_bytes"] == 4 * weight + bias
+    assert compiled["xnnpack_fp32"].of("head").constant_bytes == 4 * weight + bias
+    assert compiled["portable"].of("head").constant_bytes == 4 * weight + bias
     # A scale a channel, and the bias for each of the two calls: its scale is also their inputs'.
-    assert compiled[STATIC].of("head")["constant_bytes"] == weight + 64 * 4 + 2 * bias
-    groups = compiled[FOUR_BIT].of("head")["constant_bytes"] - weight // 2 - bias
+    assert compiled[STATIC].of("head").constant_bytes == weight + 64 * 4 + 2 * bias
+    groups = compiled[FOUR_BIT].of("head").constant_bytes - weight // 2 - bias
     assert 64 * 2 <= groups <= 64 * 4 * 2  # two of them to a byte, and scales
 
 
 def test_a_norm_that_is_folded_leaves_its_convolution_a_bias(compiled: dict[str, CompiledProgram]) -> None:
     conv = 8 * 8 * 9 * 4
-    assert compiled["xnnpack_fp32"].of("blocks.0.conv")["constant_bytes"] == conv + 8 * 4
+    assert compiled["xnnpack_fp32"].of("blocks.0.conv").constant_bytes == conv + 8 * 4
     portable = compiled["portable"]
-    assert portable.of("blocks.0.conv")["constant_bytes"] == conv
-    assert portable.of("blocks.0.norm")["constant_bytes"] >= 8 * 4
+    assert portable.of("blocks.0.conv").constant_bytes == conv
+    assert portable.of("blocks.0.norm").constant_bytes >= 8 * 4
 
 
 def test_a_parameter_of_the_model_itself_is_the_model_s(compiled: dict[str, CompiledProgram]) -> None:
     for recipe in ("xnnpack_fp32", "portable"):
-        assert compiled[recipe].of("")["constant_bytes"] >= 64 * 4
+        assert compiled[recipe].of("").constant_bytes >= 64 * 4
 
 
 def test_modules_have_the_tensors_that_their_operators_write(compiled: dict[str, CompiledProgram]) -> None:
     program = compiled["portable"]
     conv = program.of("blocks.0.conv")
-    assert (conv["planned_bytes"], conv["planned_tensors"]) == (8 * 8 * 8 * 4, 1)
+    assert (conv.planned_bytes, conv.planned_tensors) == (8 * 8 * 8 * 4, 1)
     # Only what lives at one time is added: the sum and its relu do, for one operator.
-    assert program.of("blocks.0")["planned_bytes"] == 2 * 8 * 8 * 8 * 4
-    (planned,) = program.sizes["methods"]["forward"]["planned_bytes"]
-    assert max(row["planned_bytes"] for row in program.rows) <= planned <= sum(row["planned_bytes"] for row in program.rows)
+    assert program.of("blocks.0").planned_bytes == 2 * 8 * 8 * 8 * 4
+    (planned,) = program.sizes.methods["forward"].planned_bytes
+    assert max(row.planned_bytes for row in program.rows) <= planned <= sum(row.planned_bytes for row in program.rows)
 
 
 def test_inside_a_delegate_nothing_is_planned_and_its_outputs_are_those_of_the_module_that_holds_it(
     compiled: dict[str, CompiledProgram],
 ) -> None:
     program = compiled["xnnpack_fp32"]
-    planned = {row["module"]: row["planned_tensors"] for row in program.rows if row["planned_tensors"]}
+    planned = {row.module: row.planned_tensors for row in program.rows if row.planned_tensors}
     assert planned == {"": 3, "blocks": 1}  # input, mean and output; both blocks are one delegate
 
 
 def test_an_opaque_backends_tensors_are_counted_from_the_graph(compiled: dict[str, CompiledProgram]) -> None:
     rows = footprint.of_program(compiled["xnnpack_fp32"].manager, {})
-    result = {row["module"]: row["constant_bytes"] for row in rows}
+    result = {row.module: row.constant_bytes for row in rows}
     assert result["head"] == 64 * 64 * 4 + 64 * 4
     assert result["blocks.0.norm"] == 4 * 8 * 4 - _equal_bytes([net().blocks[0].norm])
 
@@ -200,12 +200,12 @@ def test_an_opaque_backends_tensors_are_counted_from_the_graph(compiled: dict[st
 def test_methods_that_share_weights_pay_for_them_once(tmp_path: Path) -> None:
     shared = net()
     program = CompiledProgram("xnnpack_fp32", {"decode": shared, "encode": shared}, IMAGE, tmp_path)
-    assert program.sizes["constant_bytes"] - _padding(program) <= program.constant_bytes <= program.sizes["constant_bytes"]
+    assert program.sizes.constant_bytes - _padding(program) <= program.constant_bytes <= program.sizes.constant_bytes
     by_method: dict[str, int] = defaultdict(int)
     for row in program.rows:
-        by_method[row["method"]] += row["constant_bytes"]
+        by_method[row.method] += row.constant_bytes
     assert by_method["decode"] > 0 == by_method["encode"]
-    assert program.of("", "encode")["planned_tensors"] >= 1
+    assert program.of("", "encode").planned_tensors >= 1
 
 
 @pytest.mark.parametrize("quantized", [False, True])
@@ -216,7 +216,7 @@ def test_stages_of_their_own_leave_each_module_what_it_takes(tmp_path: Path, qua
     recipe = f'recipe = "{STATIC if quantized else "xnnpack_fp32"}"\nstages = {json.dumps(stages)}\n'
     torch.manual_seed(0)
     program = CompiledProgram(recipe, {"forward": Alike(norm=not quantized).eval()}, (torch.randn(1, 6, 16),), tmp_path)
-    taken = {row["module"]: row["constant_bytes"] for row in program.rows if row["constant_bytes"]}
+    taken = {row.module: row.constant_bytes for row in program.rows if row.constant_bytes}
     if quantized:
         # A scale for each channel of a weight, and a bias with one.
         assert (taken["query"], taken["key"], taken["last"]) == (16 * (16 + 3 * 4), 16 * (16 + 4), 32 * (16 + 3 * 4))
@@ -229,8 +229,8 @@ def test_stages_of_their_own_leave_each_module_what_it_takes(tmp_path: Path, qua
 
 def test_a_buffer_that_changes_is_planned_and_not_stored(tmp_path: Path) -> None:
     program = CompiledProgram("portable", {"forward": Counter().eval()}, (torch.randn(1, 4),), tmp_path)
-    assert program.of("")["planned_bytes"] >= 2 * 4 * 4
-    assert program.sizes["constant_bytes"] - _padding(program) <= program.constant_bytes <= program.sizes["constant_bytes"]
+    assert program.of("").planned_bytes >= 2 * 4 * 4
+    assert program.sizes.constant_bytes - _padding(program) <= program.constant_bytes <= program.sizes.constant_bytes
 
 
 def _padding(program: CompiledProgram) -> int:

@@ -15,24 +15,28 @@ CACHE_BYTES = 4 * 64 * 32 * 4
 @pytest.mark.slow(reason="exports language models")
 @pytest.mark.parametrize("kind", ["start", "vector", "static", "xnnpack", "custom", "shared"])
 def test_a_kv_cache_is_state_however_it_is_exported(kind: str) -> None:
-    described = facts.of_program(sizes.read(program(f"decoder_{kind}").path).program)["methods"]
+    described = facts.of_program(sizes.read(program(f"decoder_{kind}").path).program).methods
     methods = ("prefill", "decode") if kind == "shared" else ("forward",)
-    assert [described[name]["state_bytes"] for name in methods] == [CACHE_BYTES] * len(methods)
-    assert sum(described[methods[0]]["planned_bytes"]) > CACHE_BYTES
+    assert [described[name].state_bytes for name in methods] == [CACHE_BYTES] * len(methods)
+    assert sum(described[methods[0]].planned_bytes) > CACHE_BYTES
 
 
 @pytest.mark.parametrize("name", ["add", "conv"])
 def test_a_program_without_buffers_has_no_state(name: str) -> None:
-    (method,) = facts.of_program(sizes.read(program(name).path).program)["methods"].values()
-    assert method["state_bytes"] == 0
+    (method,) = facts.of_program(sizes.read(program(name).path).program).methods.values()
+    assert method.HasField("state_bytes") and method.state_bytes == 0
 
 
 @pytest.mark.parametrize("dims", [(2**31 - 1,) * 4, (-1, 8)])
 def test_impossible_dims_of_state_leave_its_size_unknown(dims: tuple[int, ...]) -> None:
     state = TensorValue("float32", dims, tuple(range(len(dims))), is_static=True, place=(1, 0))
     plan = ExecutionPlan("forward", [state], [], [], [], [], [16], state=[0])
-    (method,) = facts.of_program(Program([plan], 0, [], [])).values()
-    assert method["forward"]["state_bytes"] is None
+    assert not facts.of_program(Program([plan], 0, [], [])).methods["forward"].HasField("state_bytes")
+
+
+def test_an_impossible_size_of_a_segment_counts_as_nothing() -> None:
+    described = sizes.Described(Program([], 0, [], [(1 << 64) - 1]), 8)
+    assert (sizes.of_program(described).program_bytes, sizes.of_program(described).constant_bytes) == (8, 0)
 
 
 def test_a_list_that_is_read_any_number_of_times_is_followed_once() -> None:

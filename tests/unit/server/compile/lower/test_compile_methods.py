@@ -151,4 +151,4 @@ async def test_constants_of_one_name_in_two_methods_are_not_mixed_up(workers: Wo
         await compiled(workers, tmp_path, {"one": lambda: scaled(2.0), "two": lambda: scaled(3.0)}, recipe)
     assert caught.value.reason == "EXTERNAL_CONSTANTS_CLASH"
     shared = await compiled(workers, tmp_path, {"one": lambda: scaled(2.0), "two": lambda: scaled(2.0)}, recipe)
-    assert list(shared.result["program"]["data"]) == ["weights"]  # type: ignore[index]
+    assert list(shared.result["program"]["data"]) == ["weights"]

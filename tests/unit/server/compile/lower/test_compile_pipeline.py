@@ -16,7 +16,6 @@ pytest.importorskip("executorch")
 from etfarm.server.compile.inputs import InputMismatch, check_inputs  # noqa: E402
 from etfarm.server.compile.program import values  # noqa: E402 - needs torch
 from etfarm.server.compile.request import InspectRequest, LowerRequest  # noqa: E402
-from etfarm.server.compile.result import LowerResult  # noqa: E402
 from etfarm.server.compile.verify import reference  # noqa: E402 - needs torch
 from etfarm.server.workers.pool import Workers  # noqa: E402
 from etfarm.wire import recipes, tensors  # noqa: E402
@@ -112,9 +111,9 @@ async def test_nested_inputs_numbers_and_keywords(workers: Workers, tmp_path: Pa
         "name": "scale", "kind": "int", "dtype": None, "dims": None, "dim_order": None, "value": 3
     }  # fmt: skip
     arguments = tensors.decode(one.files[one.result["inputs"]["forward"]])
-    check_inputs("forward", facts, arguments)
+    check_inputs("forward", one.facts.methods["forward"], arguments)
     with pytest.raises(InputMismatch, match=r"'scale'.*takes 3"):
-        check_inputs("forward", facts, [*arguments[:2], tensors.Scalar("scale", 4), arguments[3]])
+        check_inputs("forward", one.facts.methods["forward"], [*arguments[:2], tensors.Scalar("scale", 4), arguments[3]])
     outputs = run(one.files["model.pte"], [values.to_leaf(value) for value in arguments])
     assert torch.equal(outputs[0], torch.full((2, 3), 4.5))
     assert outputs[1] == 3
@@ -178,7 +177,7 @@ async def test_a_ready_program_is_described(workers: Workers, tmp_path: Path) ->
     (tmp_path / "p").write_bytes(one.files["model.pte"])
     request = InspectRequest(tmp_path / "p", "tiny")
     async with await workers.run("etfarm.server.compile.inspect.facts:inspect_pte", request, deadline_s=60) as finished:
-        result: LowerResult = plain(finished.result)
+        result = plain(finished.result)
     assert result["stages"] == []
     assert result["facts"] is not None
     method = result["facts"]["methods"]["forward"]

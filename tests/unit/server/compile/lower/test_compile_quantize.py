@@ -14,6 +14,7 @@ pytest.importorskip("executorch")
 
 from etfarm.server.reports.trace.graph import read_record  # noqa: E402 - needs torch
 from etfarm.server.workers.pool import Workers  # noqa: E402
+from etfarm.v1 import compile_pb2  # noqa: E402
 from etfarm.wire import recipes, tensors  # noqa: E402
 from etfarm.wire.errors import EtfarmError, Fault  # noqa: E402
 from tests.support import models  # noqa: E402
@@ -127,7 +128,7 @@ def in_one_process(calibration: list[Path], folder: Path) -> Path:
     module = quantize.quantize(program, how, recipe.name, "forward", calibration)
     again = {"forward": quantize.export_again(module, program, False)}
     pipeline = lowering.Pipeline(("TO_EDGE_TRANSFORM_AND_LOWER", "TO_EXECUTORCH"), etrecord=True)
-    stages = lowering.Stages(lambda event: None, again)
+    stages = lowering.Stages(lambda event: None, again, compile_pb2.Compilation())
     lowered = lowering.lower(again, build.export_recipe(recipe, ["forward"]), pipeline, "tiny", stages, places.undelegated)
     etrecord.save(lowered.manager.get_etrecord(), again, {}, folder / "theirs.etrecord")
     return folder / "theirs.etrecord"

@@ -13,6 +13,7 @@ from executorch.exir.backend.utils import WhyNoPartitionReporter  # noqa: E402
 
 from etfarm.server.compile.lower import build, lowering, rejections  # noqa: E402
 from etfarm.server.compile.program import places  # noqa: E402
+from etfarm.v1 import compile_pb2  # noqa: E402
 from etfarm.wire import recipes  # noqa: E402
 
 pytestmark = pytest.mark.slow(reason="lowers a real model")
@@ -36,19 +37,19 @@ class Unsupported(torch.nn.Module):
 def test_operators_outside_of_delegates_have_the_partitioners_reasons(caplog: pytest.LogCaptureFixture) -> None:
     program = torch.export.export(Rejected().eval(), (torch.randn(2, 3, 4),))
     recipe = build.export_recipe(recipes.parse("xnnpack_fp32"), ["forward", "other"])
-    stages = lowering.Stages(lambda event: None, {"forward": program})
+    stages = lowering.Stages(lambda event: None, {"forward": program}, compile_pb2.Compilation())
     pipeline = lowering.Pipeline(["TO_EDGE_TRANSFORM_AND_LOWER", "TO_EXECUTORCH"])
     with caplog.at_level(logging.WARNING):
         lowered = lowering.lower({"forward": program, "other": program}, recipe, pipeline, "net", stages, places.undelegated)
     assert not [record for record in caplog.records if record.name.startswith("executorch") and record.levelno < logging.WARNING]
     assert logging.getLogger("executorch.backends.xnnpack").handlers == []
     for method in ("forward", "other"):
-        operators = {row["op"]: row["places"] for row in lowered.delegation[method]["operators"] if row["non_delegated"]}
-        assert [place.get("undelegated_reason") for place in operators["aten_cumsum_default"]] == [
+        operators = {row.op: row.places for row in lowered.delegation[method].operators if row.non_delegated}
+        assert [place.undelegated_reason for place in operators["aten_cumsum_default"]] == [
             "XnnpackPartitioner has no rule for cumsum.default"
         ]
         (place,) = operators["aten__softmax_default"]
-        assert place["undelegated_reason"] == "dim must be the last dim, got dim = 1 for tensor of rank 3"
+        assert place.undelegated_reason == "dim must be the last dim, got dim = 1 for tensor of rank 3"
 
 
 def test_a_node_that_no_partitioner_judged_has_no_reason() -> None:
@@ -68,10 +69,10 @@ def test_partitioners_without_a_log_of_reasons_are_quoted_or_named(partitioner: 
     program = torch.export.export(Unsupported().eval(), (torch.randn(6),))
     recipe = build.export_recipe(recipes.from_toml(f'partitioners = ["{partitioner}"]'), ["forward"])
     pipeline = lowering.Pipeline(["TO_EDGE_TRANSFORM_AND_LOWER"])
-    stages = lowering.Stages(lambda event: None, {"forward": program})
+    stages = lowering.Stages(lambda event: None, {"forward": program}, compile_pb2.Compilation())
     lowered = lowering.lower({"forward": program}, recipe, pipeline, "net", stages, places.undelegated)
-    operators = {row["op"]: row["places"] for row in lowered.delegation["forward"]["operators"] if row["non_delegated"]}
-    assert [place.get("undelegated_reason") for place in operators["aten_histc_default"]] == [reason]
+    operators = {row.op: row.places for row in lowered.delegation["forward"].operators if row.non_delegated}
+    assert [place.undelegated_reason for place in operators["aten_histc_default"]] == [reason]
 
 
 def test_the_report_that_arms_partitioners_write_is_read_and_left_as_it_was() -> None:

@@ -73,7 +73,7 @@ async def test_a_recipe_file_gives_each_method_its_own(workers: Workers, tmp_pat
     recipe = recipes.from_toml(f'recipe = "portable"\n{PLANNED.format("false")}')
     one = await compiled(workers, tmp_path, programs(counter()), recipe)
     assert one.codes == []
-    planned = {method: len(facts["planned_bytes"]) for method, facts in one.result["facts"]["methods"].items()}  # type: ignore[index]
+    planned = {method: len(facts["planned_bytes"]) for method, facts in one.result["facts"]["methods"].items()}
     assert planned == {"set": 1, "add": 1, "get": 1}
 
 

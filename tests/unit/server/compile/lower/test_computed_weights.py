@@ -90,7 +90,7 @@ def quantized(body: Callable[[Any, Tensor], Tensor], recipe: str, x: Tensor) -> 
     own = recipes.from_toml(f'recipe = "{recipe}"')
     module = quantize.quantize(program, build.quantization(own, "forward"), recipe, "forward", [])
     again = quantize.export_again(module, program, own.strict)
-    return again, [row["op"] for row in places.fp32(again, xnnpack=True) for _ in range(row["count"])]
+    return again, [row.op for row in places.fp32(again, xnnpack=True) for _ in range(row.count)]
 
 
 def must_run(program: Any, body: Callable[[Any, Tensor], Tensor], recipe: str, x: Tensor) -> None:

@@ -194,7 +194,7 @@ def test_an_activation_that_is_fused_counts_as_quantized() -> None:
     assert quantization is not None
     quantize.quantize(program, quantization, recipe.name, "forward", [], recipe.options)
     (quantizer,) = quantization.quantizers
-    listed = [(row["name"], row["count"], row["quantized"]) for row in quantizer.selection.listed()]
+    listed = [(row.name, row.count, row.quantized) for row in quantizer.selection.listed()]
     assert listed == [(":relu6", 1, 1), ("depth:conv2d", 1, 1)]
 
 

@@ -90,14 +90,14 @@ def stack() -> Any:
 def test_children_of_a_root_sequential_are_named_by_their_numbers(strict: bool) -> None:
     names, listed = annotated('only_modules = ["0", "3.0"]', stack(), strict=strict)
     assert names == ["conv2d", "conv2d_2", "relu"]
-    assert [(row["name"], row["count"], row["quantized"]) for row in listed] == [("0", 1, 1), ("3.0", 1, 1)]
-    assert listed[1]["operators"][0]["places"][0]["module"] == "3.0"
+    assert [(row.name, row.count, row.quantized) for row in listed] == [("0", 1, 1), ("3.0", 1, 1)]
+    assert listed[1].operators[0].places[0].module == "3.0"
 
 
 def test_an_activation_can_stay_in_fp32_without_the_convolution_before_it() -> None:
     names, listed = annotated('skip_modules = ["1"]', stack())
     assert names == ["conv2d", "conv2d_1", "conv2d_2"]
-    assert [(row["name"], row["quantized"]) for row in listed] == [("1", 0)]
+    assert [(row.name, row.quantized) for row in listed] == [("1", 0)]
     assert annotated('skip_modules = ["0"]', stack())[0] == ["conv2d_1", "conv2d_2"]
 
 
@@ -111,7 +111,7 @@ def test_functional_operators_are_named_by_module_operator_and_ordinal_or_by_lin
         names, (row,) = annotated(f'skip_operators = ["{name}"]')
         heavy = {each for each in names if not each.startswith("linear")}
         assert heavy == {"conv2d", "conv2d_1", "conv2d_2", "relu", "relu_1", "relu_2"} - kept, name
-        assert row["name"] == name and (row["count"], row["quantized"]) == (len(kept), 0)
+        assert row.name == name and (row.count, row.quantized) == (len(kept), 0)
     names, _ = annotated('only_operators = ["layers.a-b:conv2d"]')
     assert names == ["conv2d_1", "relu_1"]
 
@@ -129,7 +129,7 @@ def test_a_key_of_a_dictionary_of_modules_is_a_name_whatever_its_text(key: str) 
     for argument, name in (("only_modules", f"layers.{key}"), ("only_operators", f"layers.{key}:conv2d")):
         names, (row,) = annotated(f"{argument} = [{json.dumps(name, ensure_ascii=False)}]", Keyed())
         assert names == ["conv2d", "relu"]
-        assert (row["name"], row["count"], row["operators"][0]["places"][0]["module"]) == (name, 1, f"layers.{key}")
+        assert (row.name, row.count, row.operators[0].places[0].module) == (name, 1, f"layers.{key}")
 
 
 def test_a_batch_norm_behind_a_linear_layer_is_refused_where_it_is_folded() -> None:
@@ -138,12 +138,12 @@ def test_a_batch_norm_behind_a_linear_layer_is_refused_where_it_is_folded() -> N
     _, (row,) = annotated(
         'skip_modules = ["1"]', nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(5)), inputs=(torch.rand(2, 5, 8),)
     )
-    assert row["count"] == 1
+    assert row.count == 1
 
 
 def test_a_module_that_only_its_enclosing_one_calls_is_found_by_its_parameters() -> None:
     _, (row,) = annotated('skip_modules = ["self_attn.out_proj"]')
-    assert [(each["op"], each["count"]) for each in row["operators"]] == [("linear", 1)]
+    assert [(each.op, each.count) for each in row.operators] == [("linear", 1)]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from etfarm.server.compile.lower.lowering import Stages  # noqa: E402
 from etfarm.server.compile.program.descriptions import first_line  # noqa: E402
 from etfarm.server.compile.program.explain import stage_failed  # noqa: E402
 from etfarm.server.compile.program.suspects import find_many_dims, find_suspects  # noqa: E402
+from etfarm.v1.compile_pb2 import Compilation  # noqa: E402
 from etfarm.wire.errors import EtfarmError, Fault  # noqa: E402
 from tests.support import models  # noqa: E402
 
@@ -360,8 +361,8 @@ def test_an_error_without_a_message_is_explained_by_its_type() -> None:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_full_disk_is_no_failure_of_the_model(number: int) -> None:
-    with pytest.raises(OSError) as raised, Stages(lambda event: None, {}).stage("TO_EXECUTORCH"):
+    with pytest.raises(OSError) as raised, Stages(lambda event: None, {}, Compilation()).stage("TO_EXECUTORCH"):
         raise OSError(number, os.strerror(number))
     assert raised.value.errno == number
-    with pytest.raises(StageFailed), Stages(lambda event: None, {}).stage("TO_EXECUTORCH"):
+    with pytest.raises(StageFailed), Stages(lambda event: None, {}, Compilation()).stage("TO_EXECUTORCH"):
         raise FileNotFoundError(errno.ENOENT, "no such file")

@@ -106,7 +106,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def left(program: Any, *, xnnpack: bool = True) -> dict[str, int]:
-    return {row["op"]: row["count"] for row in places.fp32(program, xnnpack=xnnpack)}
+    return {row.op: row.count for row in places.fp32(program, xnnpack=xnnpack)}
 
 
 X = torch.randn(1, 5, 8)

@@ -20,7 +20,7 @@ from etfarm.server.compile.program.refused_operators import of_program  # noqa: 
 from etfarm.server.compile.verify.smoke import explain  # noqa: E402
 from etfarm.server.reports.trace import xnnpack  # noqa: E402
 from etfarm.server.workers.pool import Workers  # noqa: E402
-from etfarm.v1.compile_pb2 import LocatedOperators  # noqa: E402
+from etfarm.v1.compile_pb2 import Compilation, LocatedOperators  # noqa: E402
 from etfarm.wire import recipes  # noqa: E402
 from etfarm.wire.errors import EtfarmError, Fault, error_of  # noqa: E402
 from etfarm.wire.located_failures import find_operator, locate  # noqa: E402
@@ -53,7 +53,7 @@ def lowered() -> Any:
     recipe = build.export_recipe(recipes.parse("xnnpack_fp32"), ["forward"])
     pipeline = lowering.Pipeline(("TO_EDGE_TRANSFORM_AND_LOWER", "TO_EXECUTORCH"))
     return lowering.lower(
-        programs, recipe, pipeline, "net", lowering.Stages(lambda event: None, programs), places.undelegated
+        programs, recipe, pipeline, "net", lowering.Stages(lambda event: None, programs, Compilation()), places.undelegated
     ).manager
 
 
@@ -156,7 +156,8 @@ def test_a_write_past_the_end_is_blamed_on_its_position(slices: bool, capfd: pyt
     programs = {"forward": torch.export.export(exported, (row, torch.tensor(2)))}
     pipeline = lowering.Pipeline(("TO_EDGE_TRANSFORM_AND_LOWER", "TO_EXECUTORCH"))
     recipe = build.export_recipe(recipes.parse("portable"), ["forward"])
-    manager = lowering.lower(programs, recipe, pipeline, "m", lowering.Stages(lambda event: None, programs), places.undelegated)
+    stages = lowering.Stages(lambda event: None, programs, Compilation())
+    manager = lowering.lower(programs, recipe, pipeline, "m", stages, places.undelegated)
     operators = of_program(manager.manager)["forward"]
     method = Runtime.get().load_program(manager.manager.buffer).load_method("forward")
     assert method is not None

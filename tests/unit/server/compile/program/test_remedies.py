@@ -30,6 +30,7 @@ from torchao.utils import unwrap_tensor_subclass  # noqa: E402
 from etfarm.server.compile.program.gelu import describe_exact  # noqa: E402
 from etfarm.server.compile.program.suspects import find_remainders  # noqa: E402
 from etfarm.server.workers.pool import Workers  # noqa: E402
+from etfarm.v1.compile_pb2 import OperatorDelegation  # noqa: E402
 from etfarm.wire.errors import UserError  # noqa: E402
 from tests.support.compiling import compiled  # noqa: E402
 
@@ -332,10 +333,10 @@ def test_remainders_that_cannot_be_negative_integers_are_not_named(dtype: torch.
 
 
 def test_an_exact_gelu_and_one_outside_of_delegates_are_not_named() -> None:
-    row: Any = {"op": "aten_gelu_default", "delegated": 1, "non_delegated": 0, "places": []}
+    row = OperatorDelegation(op="aten_gelu_default", delegated=1)
     exact, tanh = (torch.export.export(nn.GELU(approximate=kind), (X,)) for kind in ("none", "tanh"))
     assert describe_exact(exact, [row]) == ""
-    assert describe_exact(tanh, [{**row, "delegated": 0}]) == ""
+    assert describe_exact(tanh, [OperatorDelegation(op="aten_gelu_default")]) == ""
     assert "aten::gelu" in describe_exact(tanh, [row])
     x = torch.linspace(-8, 8, 10001, dtype=torch.float64)
     assert (F.gelu(x) - F.gelu(x, approximate="tanh")).abs().max() < 0.0005

@@ -15,6 +15,7 @@ from torch import nn  # noqa: E402
 from etfarm.server.compile.program import values  # noqa: E402
 from etfarm.server.compile.verify import checks  # noqa: E402
 from etfarm.server.compile.verify.smoke import Outcome, Run, SmokeRunner  # noqa: E402
+from etfarm.v1.compile_pb2 import HOST_CHECK_INPUTS_EXAMPLE, HostCheck  # noqa: E402
 from etfarm.wire import tensors  # noqa: E402
 
 
@@ -65,11 +66,11 @@ class Answers:
 def test_a_call_continues_the_state_of_those_before(tmp_path: Path, outputs: Any, quantized: bool, code: str, words: str) -> None:
     program = torch.export.export(Sum().eval(), (torch.tensor([1.0, 2.0]),))
     checked = checks.Checked()
-    checked.checks.append({"method": "forward", "inputs": "EXAMPLE", "shapes": ["2"], "ran": True, "why": "", "outputs": []})
+    checked.checks.append(HostCheck(method="forward", inputs=HOST_CHECK_INPUTS_EXAMPLE, shapes=["2"], ran=True))
     checks.check_calls(
         cast(SmokeRunner, Answers(*outputs)), checked, calls=[("forward", None)] * 2, originals={"forward": program},
         shared=(), pte=tmp_path / "model.pte", data={}, folder=tmp_path, quantized=quantized, backends={}, must_run=True,
     )  # fmt: skip
-    assert [warning["code"] for warning in checked.warnings] == [code] * bool(code)
-    assert all(words in warning["message"] for warning in checked.warnings)
+    assert [warning.code for warning in checked.warnings] == [code] * bool(code)
+    assert all(words in warning.message for warning in checked.warnings)
     assert program.state_dict["total"].tolist() == [0, 0] and not list(tmp_path.iterdir())
