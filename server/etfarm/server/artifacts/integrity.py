@@ -19,7 +19,7 @@ log = structlog.get_logger()
 
 _BATCH = 100
 
-_MOST_VERIFIED: Final = 5_000
+_MOST_VERIFIED: Final = 2_000
 """Number of files, for 0.4 MB, after which those that were not read since the last such time are forgotten: they are verified
 again on their next read."""
 
