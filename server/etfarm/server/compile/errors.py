@@ -193,6 +193,16 @@ def unsupported_quantized_op(stage: str, operators: str, names: str) -> EtfarmEr
     )  # fmt: skip
 
 
+def zero_points_ignored(method: str, operators: str, names: str) -> EtfarmError:
+    """Return the error that weights have zero points, which XNNPACK ignores."""
+    return error_for(
+        "UNSUPPORTED_QUANTIZED_OP",
+        f"In {method}, the quantized weights of these operators have zero points, which XNNPACK ignores: {operators}.",
+        "Quantize weights symmetrically, as by weight_mapping_type=MappingType.SYMMETRIC in torchao's configuration.",
+        stage="TO_EDGE_TRANSFORM_AND_LOWER", operators=names, places=operators,
+    )  # fmt: skip
+
+
 def operator_not_core_aten(stage: str, operators: str, names: str, *, has_kernel: bool = True) -> EtfarmError:
     """Return the error that the edge dialect's verifier refuses an operator outside of Core ATen.
 

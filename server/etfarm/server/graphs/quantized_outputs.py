@@ -43,10 +43,16 @@ QUANTIZING: Final = ("quantized_decomposed.", "torchao.quantize_affine", "torcha
                      "torchao.choose_qparams", "quant.dequantize_codebook")  # fmt: skip
 """Beginnings of the names of operators that quantize or dequantize."""
 
+_CHOOSING: Final = ("quantized_decomposed.choose_qparams", "torchao.choose_qparams")
+
 _OTHERWISE: Final = (
     "Keep layers in fp32 with skip_modules or skip_operators in a recipe file, or use an int8 recipe with dynamic scales."
 )
 KEEP_IN_FP32: Final = "Keep layers in fp32 with skip_modules in a recipe file: --numerics names the operators that differ."
+QUANTIZE_OTHERWISE: Final = (
+    "The model came quantized: export it with other quantization, with layers left in fp32 (torchao's quantize_ takes "
+    "filter_fn), or in fp32 for a recipe that quantizes. --numerics names the operators that differ."
+)
 
 _NAMED: Final = 3
 """Maximum number of layers or outputs in a message."""
@@ -107,7 +113,7 @@ def is_static(program: Any) -> bool:
 
 def is_dynamic(program: Any) -> bool:
     """Return whether a graph quantizes activations with scales of their own values."""
-    return any(str(node.target).startswith("quantized_decomposed.choose_qparams") for node in program.graph.nodes)
+    return any(str(node.target).startswith(_CHOOSING) for node in program.graph.nodes)
 
 
 def describe(
@@ -117,6 +123,8 @@ def describe(
     inputs_of: Callable[[int], Sequence[Any]],
     backends: Collection[str],
     model: Sequence[Value] = (),
+    *,
+    is_source: bool = False,
 ) -> str:
     """Return the warning of outputs that are far from a quantized program's graph; empty without such outputs.
 
@@ -131,14 +139,14 @@ def describe(
         backends: ids of the backends that compute it.
         model: the outputs before quantization of the first sample. Outputs with dynamic scales are far only if they are farther
             from these than the graph is; without them, they are not judged.
+        is_source: whether the user has quantized the program, which is then the model itself.
     """
     dynamic = not is_static(program)
-    if dynamic and not (is_dynamic(program) and len(model) == len(names)):
+    if dynamic and not (is_dynamic(program) and (is_source or len(model) == len(names))):
         return ""
     levels = {at: level for at in range(len(names)) if (level := level_of([sample[at] for sample in samples])) is not None}
-    far = {
-        at: level for at, level in levels.items() if level.is_far and not (dynamic and _is_as_near(model[at], *samples[0][at]))
-    }
+    nearer = dynamic and not is_source
+    far = {at: level for at, level in levels.items() if level.is_far and not (nearer and _is_as_near(model[at], *samples[0][at]))}
     advice = advise(program.graph) if far and _XNNPACK in backends else ""
     # Integers are often indices of what is nearly equal, so that a cause in the graph is no reason to blame it for them.
     unsure = [at for at, level in far.items() if math.isfinite(level.db) and (not advice or level.equal_share is not None)]
@@ -146,10 +154,10 @@ def describe(
     listed = [f"{names[at]} ({level.words})" for at, level in far.items() if at not in explained]
     if not listed:
         return ""
-    otherwise = KEEP_IN_FP32 if dynamic else _OTHERWISE
+    remedy = QUANTIZE_OTHERWISE if is_source else advice or (KEEP_IN_FP32 if dynamic else _OTHERWISE)
     return (
         f"Outputs are far from the program's own quantized graph, run by PyTorch: {_list(listed)}, where {LEAST_DB:g} dB or more "
-        f"are usual. The backend computes something else than the graph says. {advice or otherwise}"
+        f"are usual. The backend computes something else than the graph says. {remedy}"
     )
 
 

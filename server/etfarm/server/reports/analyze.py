@@ -400,7 +400,7 @@ def _fill_accuracy(
     # A model that the client has quantized is its own quantized graph.
     if sentence := describe(
         program, [row.output for row in rows], pairs, lambda sample: reference.read_inputs(files[sample]), request.backends,
-        of_model,
+        of_model, is_source=against == report_pb2.REFERENCE_EAGER,
     ):  # fmt: skip
         _warn(report, FAR_FROM_QUANTIZED_GRAPH, sentence)
     return [expected for expected, _ in pairs[0]]

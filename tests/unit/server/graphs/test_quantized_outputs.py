@@ -147,6 +147,19 @@ def test_dynamic_scales_are_judged_by_the_model_as_well(
     assert not describe(program, ["y"], pairs, lambda sample: [], ["XnnpackBackend"])
 
 
+@pytest.mark.parametrize("level_db", [12, 40])
+def test_a_program_that_the_user_quantized_is_judged_by_itself(level_db: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torchao  # noqa: F401 - registers the operators
+
+    graph = torch.fx.Graph()
+    arguments = (graph.placeholder("x"), "ASYMMETRIC", [1, 64], torch.int8)
+    graph.output(graph.call_function(torch.ops.torchao.choose_qparams_affine.default, arguments))
+    program, pairs = SimpleNamespace(graph=graph), [[(value(SIGNAL), value(noisy(level_db)))]]
+    monkeypatch.setattr(quantized_outputs, "run_rounded", lambda program, leaves, seed: [torch.from_numpy(SIGNAL)])
+    text = describe(program, ["y"], pairs, lambda sample: [], ["XnnpackBackend"], is_source=True)
+    assert text.endswith(quantized_outputs.QUANTIZE_OTHERWISE) if level_db < quantized_outputs.LEAST_DB else not text
+
+
 @pytest.mark.parametrize(
     ("graph", "program", "level_db"),
     [

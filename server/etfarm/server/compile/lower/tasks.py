@@ -39,6 +39,7 @@ from etfarm.server.compile.program import (
     refused_operators,
     resizes,
     suspects,
+    zero_points,
 )
 from etfarm.server.compile.program import values as wire_values
 from etfarm.server.compile.program.descriptions import describe_place, describe_places, first_line
@@ -350,6 +351,7 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[bytes], None], s
     for method, program in programs.items():
         written_state.copy_values(program)
         if (partitioners := build.partitioners(built, method)) and fp32_layers.by_xnnpack(partitioners):
+            zero_points.check(program, method)
             batch_norms.compute_apart(program)
             written_state.return_values(program)
     shared = shared_state.plan_shared_state(programs, recipe, built.executorch_backend_config)

@@ -78,6 +78,8 @@ class _Program:
     delegation: Mapping[str, Delegation]
     located: Mapping[str, LocatedOperators]
     lowered: Mapping[str, Any]
+    sources: Collection[str]
+    """The methods that the user has quantized."""
 
     @property
     def inputs(self) -> Path:
@@ -136,7 +138,8 @@ def check_program(
     checked = Checked()
     with tempfile.TemporaryDirectory(dir=folder, prefix="checks-") as temporary:
         tables = (delegation or {}, located or {}, lowered or {})
-        program = _Program(smoke, pte, data, Path(temporary), quantized, backends, *tables)
+        sources = {method for method, each in tables[2].items() if originals.get(method) is each}
+        program = _Program(smoke, pte, data, Path(temporary), quantized, backends, *tables, sources)
         for method, original in sorted(originals.items()):
             trial = trials.example(original)
             why = _not_on_host(backends.get(method, ()), data, trial)
@@ -469,7 +472,10 @@ def _compare_with_lowered(
     leaves = [values.to_leaf(value) for value in trial.values]
     pairs = list(zip(expected, outputs, strict=True))
     try:
-        sentence = quantized_outputs.describe(lowered, names, [pairs], lambda _: leaves, program.backends.get(method, ()), model)
+        sentence = quantized_outputs.describe(
+            lowered, names, [pairs], lambda _: leaves, program.backends.get(method, ()), model,
+            is_source=method in program.sources,
+        )  # fmt: skip
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -482,6 +488,8 @@ def _compare_with_lowered(
 
 def _advise_accuracy(program: _Program, method: str) -> str:
     lowered = program.lowered.get(method)
+    if method in program.sources:
+        return quantized_outputs.QUANTIZE_OTHERWISE
     if lowered is not None and not quantized_outputs.is_static(lowered):
         return quantized_outputs.KEEP_IN_FP32
     return (

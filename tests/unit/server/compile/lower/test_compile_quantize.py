@@ -412,6 +412,13 @@ async def test_a_program_that_is_wrong_when_fused_is_found_without_a_device(work
     )
     assert "write copy_shared_layers = true" in warning and "test_compile_quantize.py:" in warning
     assert "FAR_FROM_QUANTIZED_GRAPH" not in copied.codes
+    # A recipe's options are not for a program that the user quantized.
+    from torch.ao.quantization.fx import _decomposed  # noqa: F401 - registers the operators
+
+    (tmp_path / "quantized.pt2").write_bytes(plain.quantized_files["forward.pt2"])
+    by_user = await compiled(workers, tmp_path / "by_user", lambda: torch.export.load(tmp_path / "quantized.pt2"), "xnnpack_fp32")
+    (warning,) = [each["message"] for each in by_user.result["warnings"] if each["code"] == "FAR_FROM_QUANTIZED_GRAPH"]
+    assert "torchao's quantize_ takes filter_fn" in warning and "recipe file" not in warning
     # A model without activations has nothing for the other option.
     assert copied.quantized is not None
     (unused,) = [each["message"] for each in copied.quantized["warnings"] if each["code"] == "OPTION_WITHOUT_EFFECT"]

@@ -22,6 +22,7 @@ from torchao.quantization import (  # noqa: E402
     Int8DynamicActivationIntxWeightConfig,
     Int8WeightOnlyConfig,
     IntxWeightOnlyConfig,
+    MappingType,
     quantize_,
 )
 from torchao.quantization.granularity import PerAxis, PerGroup  # noqa: E402
@@ -142,6 +143,11 @@ def weights(config: AOBaseConfig) -> nn.Module:
     return unwrap_tensor_subclass(layer)
 
 
+def dynamic(dtype: torch.dtype, granularity: PerGroup | PerAxis, mapping: MappingType) -> AOBaseConfig:
+    """Return torchao's configuration for weights of a dtype, with zero points or without."""
+    return Int8DynamicActivationIntxWeightConfig(weight_dtype=dtype, weight_granularity=granularity, weight_mapping_type=mapping)
+
+
 def by_depth(x: torch.Tensor) -> torch.Tensor:
     """Return what a 3-D convolution with CUBE gives."""
     steps = [F.conv2d(x[0, :, step : step + 3].transpose(0, 1), CUBE[:, :, step]) for step in range(2)]
@@ -252,6 +258,14 @@ CASES: Final[dict[str, tuple[nn.Module, tuple[Any, ...], nn.Module, tuple[Any, .
         weights(Int8DynamicActivationIntxWeightConfig(weight_granularity=PerAxis(0))), (WIDE,),
         None, ["STAGE_FAILED", "groups only in 4 bits", "int8 weights per channel (PerAxis(0)"],
     ),
+    **{
+        f"zero points of {bits} bits, xnnpack": (
+            weights(dynamic(dtype, granularity, MappingType.ASYMMETRIC)), (WIDE,),
+            weights(dynamic(dtype, granularity, MappingType.SYMMETRIC)), (WIDE,), None,
+            ["UNSUPPORTED_QUANTIZED_OP", "which XNNPACK ignores: 0, aten::linear.", "weight_mapping_type=MappingType.SYMMETRIC"],
+        )
+        for bits, dtype, granularity in ((4, torch.int4, PerGroup(32)), (8, torch.int8, PerAxis(0)))
+    },
     "remainders of integers": (
         Function(lambda x: x % 4), (INTEGERS.abs(),),
         Function(lambda x: x - torch.div(x, 4, rounding_mode="floor") * 4), (INTEGERS,),
