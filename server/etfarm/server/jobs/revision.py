@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from etfarm.server.compile.cache import CompilationNotFound
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.devices.errors import DeviceNotFound
+from etfarm.server.graphs.lost_columns import PART_LOST
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells.analysis import CellAnalysis
 from etfarm.server.jobs.cells.cell_run import CellRun
@@ -154,7 +155,7 @@ def keep(before: report_pb2.Report, revised: report_pb2.Report) -> None:
         codes = {
             *((LEFT_OUT, NOT_REPEATED) if "runs" in missing else ()),
             *((FAR_FROM_QUANTIZED_GRAPH,) if report_pb2.REFERENCE_QUANTIZED not in compared else ()),
-            *((LOW_ACCURACY,) if report_pb2.REFERENCE_EAGER in before_compared - compared else ()),
+            *((LOW_ACCURACY, PART_LOST) if report_pb2.REFERENCE_EAGER in before_compared - compared else ()),
             *((CALLS_DIFFER,) if any(warning.code == FILE_MISSING for warning in revised.compile.warnings) else ()),
         }
         old = [warning for warning in before.compile.warnings if is_of_analysis(warning) or warning.code in codes]

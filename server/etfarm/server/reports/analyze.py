@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from etfarm.server.graphs import lost_columns
+from etfarm.server.graphs.lost_columns import PART_LOST
 from etfarm.server.graphs.quantized_outputs import describe, is_quantized
 from etfarm.server.reports.latency import generation, interleaved, slow_group, statistics
 from etfarm.server.reports.numerics import (
@@ -44,7 +46,7 @@ from etfarm.v1 import compile_pb2, report_pb2
 from etfarm.wire import series, tensors
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.samples import round_down
-from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH
+from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH, QUANTIZED_DB
 from etfarm.wire.words import word_of
 
 _LOG = logging.getLogger(__name__)
@@ -397,6 +399,11 @@ def _fill_accuracy(
             known=request.known_problems,
         ):  # fmt: skip
             _warn(report, LOW_ACCURACY, sentence)
+        is_quantized_here = request.is_quantized or request.quantized is not None
+        for at, (name, samples) in comparable.items() if is_quantized_here else ():
+            known = any("loses " in problem for problem in request.known_problems)
+            if not known and rows[at].sqnr_db >= QUANTIZED_DB and (columns := lost_columns.find(samples)):
+                _warn(report, PART_LOST, lost_columns.describe(request.method, name, columns, program, at))
     # A model that the client has quantized is its own quantized graph.
     if sentence := describe(
         program, [row.output for row in rows], pairs, lambda sample: reference.read_inputs(files[sample]), request.backends,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from etfarm.server.graphs.lost_columns import PART_LOST
 from etfarm.server.reports.latency.samples import Block, Generation
 from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH
 
@@ -22,7 +23,7 @@ SAMPLES_LEFT_OUT: Final = "ANALYSIS_SAMPLES_LEFT_OUT"
 LOW_ACCURACY: Final = "LOW_ACCURACY"
 """Warning code of outputs that are far from the model's."""
 
-ACCURACY_CODES: Final = frozenset({FAR_FROM_QUANTIZED_GRAPH, LOW_ACCURACY, OUTPUTS_DO_NOT_MATCH, SAMPLES_LEFT_OUT})
+ACCURACY_CODES: Final = frozenset({FAR_FROM_QUANTIZED_GRAPH, LOW_ACCURACY, OUTPUTS_DO_NOT_MATCH, PART_LOST, SAMPLES_LEFT_OUT})
 """Warning codes of a complete accuracy."""
 
 CALLS_DIFFER: Final = "CALLS_DIFFER"

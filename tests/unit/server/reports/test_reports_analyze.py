@@ -251,6 +251,9 @@ def _accuracy_of(
     outputs: list[tensors.Value],
     further: Sequence[tuple[list[tensors.Value], list[tensors.Value]]] = (),
     limit_s: float = 600.0,
+    *,
+    quantized: bool = False,
+    known: tuple[str, ...] = (),
 ) -> report_pb2.Report:
     import torch
 
@@ -267,7 +270,7 @@ def _accuracy_of(
     request = AnalyzeRequest(
         pte=None, etdump=None, etrecord=None, model=folder / "model.pt2", inputs=folder / "inputs.ett",
         outputs=folder / "outputs.ett", samples=None, method="forward", output_names=(), traced_ns=(), limit_s=limit_s,
-        further=Further(tuple(files), folder / "further.ett") if files else None,
+        further=Further(tuple(files), folder / "further.ett") if files else None, is_quantized=quantized, known_problems=known,
     )  # fmt: skip
     return _analyze(request, folder)[0]
 
@@ -284,6 +287,37 @@ def test_outputs_that_are_far_from_the_model_are_a_warning_of_the_analysis(tmp_p
     report = _accuracy_of(tmp_path, Doubled(), [tensors.from_array("x", x)], [tensors.from_array("", each) for each in outputs])
     assert _codes(report) == ["LOW_ACCURACY"]
     assert "forward is far from the model: 1 has NaN in 1 of 3 elements where" in report.compile.warnings[0].message
+
+
+@pytest.mark.parametrize(
+    ("quantized", "known", "codes"),
+    [(True, (), ["PART_LOST"]), (False, (), []), (True, ("forward loses columns 1 of 0",), [])],
+)
+def test_columns_that_are_lost_over_the_samples_are_named(
+    tmp_path: Path, quantized: bool, known: tuple[str, ...], codes: list[str]
+) -> None:
+    import torch
+
+    class Head(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(2, 2, bias=False)
+            self.head.weight.data = torch.tensor([[600.0, 0.0], [0.0, 0.05]])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x)
+
+    rows = np.random.default_rng(0).normal(size=(8, 1, 2)).astype(np.float32)
+    step = np.float32(1 if quantized else 1e-3)
+    rounded = [np.round(row * np.array([600, 0.05], np.float32) / step) * step for row in rows]
+    (first, outputs), *further = [
+        ([tensors.from_array("x", row)], [tensors.from_array("y", output)]) for row, output in zip(rows, rounded, strict=True)
+    ]
+    report = _accuracy_of(tmp_path, Head(), first, outputs, further, quantized=quantized, known=known)
+    assert _codes(report) == codes
+    if codes:
+        message = report.compile.warnings[0].message
+        assert "forward loses columns 1 of " in message and 'skip_modules = ["head"]' in message
 
 
 def _counted(values: Sequence[float]) -> list[tuple[list[tensors.Value], list[tensors.Value]]]:

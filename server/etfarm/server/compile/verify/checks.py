@@ -36,8 +36,9 @@ from etfarm.server.compile.verify.reference import ReferenceFailed
 from etfarm.server.compile.verify.refusals import Refusal, find_refusal
 from etfarm.server.compile.verify.smoke import HOST_BACKENDS, MAX_DATA_FILES, Run, SmokeRunner
 from etfarm.server.compile.verify.trials import TooLarge, Trial
-from etfarm.server.graphs import call_sequence, differences, quantized_outputs
+from etfarm.server.graphs import call_sequence, differences, lost_columns, quantized_outputs
 from etfarm.server.graphs.differences import Difference
+from etfarm.server.graphs.lost_columns import PART_LOST
 from etfarm.server.workers.errors import is_out_of_memory
 from etfarm.v1 import compile_pb2
 from etfarm.v1.compile_pb2 import Delegation, HostCheck, LocatedOperators, Warning
@@ -435,11 +436,13 @@ def _compare_parts(
 ) -> None:
     """Warn of parts of outputs that quantization lost, where the outputs as a whole are near the reference."""
     lost: dict[int, list[parts.LostPart]] = {}
+    columns: dict[int, list[int]] = {}
     try:
         for index, (wanted, actual) in enumerate(zip(expected, outputs, strict=True)):
             rows = parts.find_lost(original, program.lowered.get(method), index, wanted, actual)
-            if rows and not differences.find_problem(differences.difference("", wanted, actual), quantized=True):
-                lost[index] = rows
+            found = [] if rows or method in program.sources else lost_columns.find([(wanted, actual)])
+            if (rows or found) and not differences.find_problem(differences.difference("", wanted, actual), quantized=True):
+                lost[index], columns[index] = rows, found
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -449,9 +452,12 @@ def _compare_parts(
         return
     for index in find_unrepeatable(original, example, expected, threads) if lost else ():
         lost.pop(index, None)
-    if lost:
-        listed = [part for rows in lost.values() for part in rows]
-        checked.warn(parts.PART_LOST, parts.describe(method, listed, _advise_accuracy(program, method)))
+    if listed := [part for rows in lost.values() for part in rows]:
+        checked.warn(PART_LOST, parts.describe(method, listed, _advise_accuracy(program, method)))
+    for index in lost:
+        if found := columns[index]:
+            name = expected[index].name or str(index)
+            checked.warn(PART_LOST, lost_columns.describe(method, name, found, original, index))
 
 
 def _compare_with_lowered(

@@ -25,9 +25,6 @@ from etfarm.wire import tensors
 from etfarm.wire.sqnr import QUANTIZED_DB, ROUNDING_ERROR, decibels, sqnr_db
 from etfarm.wire.tensors import Tensor, Value
 
-PART_LOST: Final = "PART_LOST"
-"""Code of the warning about such parts."""
-
 _JOINS: Final = frozenset({"cat", "concat", "concatenate", "stack", "hstack", "vstack"})
 _FEW: Final = 4
 """Maximum number of differing elements that are no reason to warn."""

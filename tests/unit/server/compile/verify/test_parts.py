@@ -204,3 +204,40 @@ def test_sizes_that_depend_on_values_and_views_as_another_dtype_are_no_parts() -
         program = torch.export.export(module, inputs)
         wanted = values.to_value("y", module(*inputs))
         assert parts.find_lost(program, None, 0, wanted, values.to_value("y", module(*inputs) * 0)) == []
+
+
+class Head(nn.Module):
+    """A layer that gives pixels and offsets, whose ranges are far apart, for each image of a batch."""
+
+    def __init__(self, offsets: float = 0.05) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Conv2d(3, 16, 3, stride=2, padding=1)
+        self.head = nn.Linear(16, 6)
+        ranges = torch.tensor([600.0] * 4 + [offsets] * 2)
+        self.head.weight.data *= ranges[:, None]
+        self.head.bias.data *= ranges
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.stem(x).relu().mean((2, 3)))
+
+
+IMAGES: Final = torch.rand(12, 3, 16, 16, generator=torch.Generator().manual_seed(4))
+
+
+@in_children
+async def test_columns_of_a_layer_are_named_and_the_remedy_helps(compile_int8: Callable[..., Any]) -> None:
+    answer = await compile_int8(Head(), STATIC, IMAGES)
+    (message,) = lost(answer)
+    assert answer.result["checks"][0]["outputs"][0]["sqnr_db"] > 25, "as a whole"
+    assert "loses columns 4, 5 of 0," in message and 'skip_modules = ["head"]' in message
+    file = 'recipe = "xnnpack_fp32"\n[[quantizers]]\nname = "xnnpack"\nper_channel = true\nskip_modules = ["head"]\n'
+    kept = await compile_int8(Head(), recipes.from_toml(file), IMAGES)
+    assert lost(kept) == []
+    wanted, got = (each[:, 4:].detach() for each in (Head()(IMAGES), run(kept.pte, [IMAGES])[0]))
+    assert sqnr_db(wanted, got) > 20
+
+
+@in_children
+async def test_columns_of_like_ranges_are_not_named(compile_int8: Callable[..., Any]) -> None:
+    assert lost(await compile_int8(Head(offsets=30.0), STATIC, IMAGES)) == []
