@@ -151,6 +151,7 @@ def export_source(
     calibrate: bool = True,
     folder: Path | None = None,
     say: Callable[[str], None] | None = None,
+    shares: bool = True,
 ) -> ExportedModel:
     """Export each method of `source` separately.
 
@@ -164,8 +165,10 @@ def export_source(
             computed on them.
         folder: folder for archives and samples as files instead of in memory; the caller removes it.
         say: called with a sentence if a method is exported in another mode than `strict` says, or with a copy of an input.
+        shares: whether a buffer that several methods have is one in the program.
 
     Raises:
+        STATE_NOT_SHARED: `shares`, and two methods have different views of one memory, to which one writes.
         TRAINING_MODE: `.eval()` was not called.
         MODEL_NOT_ON_CPU: a weight or input is elsewhere.
         UnsupportedInput: an input's dtype or type cannot be sent, or it is a dynamic number.
@@ -181,14 +184,15 @@ def export_source(
     tell = say or (lambda _: None)
     export = _Export(source, base, strict, Transform(source, recipe, base, tell), calibrate, folder, tell)
     with source.scope or nullcontext():
-        return _exported(export, name)
+        return _exported(export, name, shares)
 
 
-def _exported(export: _Export, name: str) -> ExportedModel:
+def _exported(export: _Export, name: str, shares: bool) -> ExportedModel:
     source = export.source
     export.transform.must_find_something(name)
     programs = {method: export.program(method) for method in source.methods}
-    is_shared = mark_shared({method: exported.program for method, exported in programs.items()}, source.methods, export.say)
+    say = None if shares else export.say
+    is_shared = mark_shared({method: exported.program for method, exported in programs.items()}, source.methods, say)
     methods = {method: export.archived(exported) for method, exported in programs.items()}
     calls = export.calls(methods) or (tuple((method, None) for method in methods) if is_shared else ())
     return ExportedModel(name, methods, _constants(source), calls, bool(export.transform.quantized))

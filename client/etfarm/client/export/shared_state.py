@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import combinations, product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from etfarm.wire.errors import error_for
 from etfarm.wire.shared_state import PREFIX, keep_constants, rename_buffers, written_buffers
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 Group = Mapping[str, frozenset[str]]
 """The names that one buffer has in its methods."""
+
+_SEPARATE: Final = ", or set share_mutable_buffers = false in [executorch] of a recipe file for separate states"
 
 
 class _Place(NamedTuple):
@@ -67,7 +70,11 @@ def mark_shared(
 
     Args:
         modules: the methods' modules, whose buffers count if the programs were exported from copies.
-        say: called with a sentence for a buffer that is a different view of another method's: each has a state of its own.
+        say: called with a sentence for a buffer that is a different view of another method's, if each method is to have a state
+            of its own; else None.
+
+    Raises:
+        STATE_NOT_SHARED: a buffer is a different view of another method's.
     """
     memories = _memories(programs, modules or {})
     groups = [{method: frozenset(names) for method, names in group.items()} for group in memories.values() if len(group) > 1]
@@ -86,9 +93,17 @@ def mark_shared(
             marks[method].update(dict.fromkeys(names, mark))
     for method, program in programs.items():
         rename_buffers(program, marks[method])
-    if say is not None:
-        for first, second in _views(memories, written):
-            say(f"{first} and {second} are different views of one memory: each method has a state of its own there.")
+    for first, second in _views(memories, written):
+        why = f"{first} and {second} are different views of one memory"
+        if say is None:
+            raise error_for(
+                "STATE_NOT_SHARED",
+                f"{why}, which a program cannot have as one buffer.",
+                "Register the memory as one buffer in a module of both methods, and take its parts in forward, such as "
+                f"self.cache[0]{'' if modules is None else _SEPARATE}.",
+                stage="TORCH_EXPORT", buffer=first, methods=f"{first.partition(':')[0]},{second.partition(':')[0]}",
+            )  # fmt: skip
+        say(f"{why}: each method has a state of its own there.")
     return bool(taken)
 
 

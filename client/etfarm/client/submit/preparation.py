@@ -181,12 +181,15 @@ def _exports(source: ModelSource, name: str, recipes: Sequence[Recipe], folder: 
         wishes.setdefault(export_key(recipe), []).append(recipe)
     # Accuracy is relative to the unmodified modules: 4-bit weights against 4-bit weights would always look accurate.
     references = {reference_key(recipe): recipe for recipe in recipes if torchao_parts(recipe)}
+    shares = any(recipe is None or _shares(recipe) for recipe in recipes or (None,))
     exports = {}
     for key in references.keys() - wishes.keys():
         if say is not None:
             say(f"Exporting {name} as it is, to compare with.")
         strict = references[key].strict
-        exports[key] = _export(export_source(source, name=name, strict=strict, calibrate=False, folder=folder, say=say))
+        exports[key] = _export(
+            export_source(source, name=name, strict=strict, calibrate=False, folder=folder, say=say, shares=shares)
+        )
     for key, sharing in wishes.items():
         first = sharing[0]
         if say is not None:
@@ -194,16 +197,24 @@ def _exports(source: ModelSource, name: str, recipes: Sequence[Recipe], folder: 
         calibrate = any(recipe is None or reads_values(recipe) for recipe in sharing)
         strict = first.strict if first is not None else False
         exported = export_source(
-            source, name=name, strict=strict, recipe=first if key else None, calibrate=calibrate, folder=folder, say=say
-        )
+            source, name=name, strict=strict, recipe=first if key else None, calibrate=calibrate, folder=folder, say=say,
+            shares=shares,
+        )  # fmt: skip
         exports[key] = _export(exported)
         if exported.is_quantized and (key := untransformed_key(strict=strict)) not in exports:
             # What the source's own transforms do to weights is quantization, too.
             if say is not None:
                 say(f"Exporting {name} without its transforms, to compare with.")
             plain = replace(source, source_transforms=())
-            exports[key] = _export(export_source(plain, name=name, strict=strict, calibrate=False, folder=folder, say=say))
+            exports[key] = _export(
+                export_source(plain, name=name, strict=strict, calibrate=False, folder=folder, say=say, shares=shares)
+            )
     return PreparedModel(name, exports, eager=True, sources=source.scope.sources if source.scope is not None else ())
+
+
+def _shares(recipe: Recipe) -> bool:
+    """Return whether methods share the buffers that they have in common."""
+    return recipe.options.executorch.get("share_mutable_buffers") is not False
 
 
 def _export(model: ExportedModel) -> PreparedExport:

@@ -14,6 +14,7 @@ from etfarm.client.export import ExportedMethod, ModelSource, export_source
 from etfarm.client.submit.preparation import prepare
 from etfarm.client.submit.prepared import PreparedMethod
 from etfarm.wire import tensors
+from etfarm.wire.recipes import from_toml
 from etfarm.wire.shared_state import PREFIX, buffer_names
 from tests.support.refusals import refuses
 from tests.support.shared_state import Add, Get, Holder, counter
@@ -47,14 +48,44 @@ def test_buffers_of_their_own_and_constants_keep_their_names(source: ModelSource
     assert model.calls == ()
 
 
-def test_a_view_of_another_methods_buffer_is_said() -> None:
+class Part(nn.Module):
+    """Reads a row of the memory."""
+
+    def __init__(self, holder: Holder) -> None:
+        super().__init__()
+        self.held = holder
+
+    def forward(self, x: Any) -> Any:
+        return self.held.n[0] * x
+
+
+def test_a_view_of_another_methods_buffer_is_refused_unless_each_has_its_own() -> None:
     first, second = Holder(), Holder()
     second.n = first.n[None]
+    source = two(Add(first), Get(second))
+    with refuses("STATE_NOT_SHARED") as refused:
+        prepare(source, recipes=["portable"])
+    assert refused.value.metadata.items() >= {"buffer": "a: counter.n", "methods": "a,b"}.items()
+    assert "share_mutable_buffers = false" in refused.value.remedy and "such as self.cache[0]" in refused.value.remedy
     sentences: list[str] = []
-    export_source(two(Add(first), Get(second)), name="m", say=sentences.append)
-    assert sentences == [
-        "a: counter.n and b: held.n are different views of one memory: each method has a state of its own there."
-    ]
+    own = from_toml('recipe = "portable"\n[executorch]\nshare_mutable_buffers = false\n')
+    prepare(source, recipes=[own], say=sentences.append)
+    assert "a: counter.n and b: held.n are different views of one memory: each method has a state of its own there." in sentences
+    # As the remedy says: one buffer, of which forward takes the parts.
+    memory = Holder()
+    model = export_source(two(Add(memory), Part(memory)), name="m")
+    assert model.calls == (("a", None), ("b", None))
+
+
+def test_views_of_one_memory_in_exported_programs_are_refused() -> None:
+    first, second = Holder(), Holder()
+    second.n = first.n[None]
+    programs = {
+        name: torch.export.export(module, (torch.ones(2),)) for name, module in two(Add(first), Get(second)).methods.items()
+    }
+    with refuses("STATE_NOT_SHARED") as refused:
+        prepare(programs)
+    assert "recipe" not in refused.value.remedy
 
 
 def test_parts_of_one_memory_that_do_not_overlap_are_states_of_their_own() -> None:
