@@ -84,8 +84,8 @@ _FOREIGN_OUTPUT = re.compile(
 """torch.export 2.13 on an object in the output, in its strict and in its other mode."""
 _NO_LEAVES = "not enough values to unpack (expected 2, got 0)"
 """torch.export 2.13 on a forward that returns an empty tuple, list or dict."""
-_FORBIDDEN_WRITE = re.compile(r"view .*is being modified inplace")
-"""Autograd on writes to views that it does not support."""
+_FORBIDDEN_WRITE = re.compile(r"view .*is being modified inplace|functions with out=\.\.\. arguments don't support")
+"""Autograd on writes that it does not support: to views, and to an `out`."""
 _INTS = 1 << 63
 """ExecuTorch's ints have 64 bits, with this limit."""
 
@@ -436,9 +436,10 @@ def _users_samples(method: str, base: Path) -> Iterator[None]:
 
 
 def _with_gradients_if_they_allow(export: Callable[[], _Exported]) -> _Exported:
-    """Return the result of an export, which is repeated without gradients where only these forbid to write to a view.
+    """Return the result of an export, which is repeated without gradients where only these forbid to write to a tensor.
 
-    Gradients forbid to write to one of several views, which chunk, split and unbind return, and to one of torch.no_grad().
+    Gradients forbid to write to an `out`, to one of several views, which chunk, split and unbind return, and to one of
+    torch.no_grad().
     """
     import torch
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -52,13 +53,17 @@ def find_reshaping(graph: Graph, operators: Iterable[str] = tuple(_IN_PLACE)) ->
 def plain_operators(program: ExportedProgram) -> ExportedProgram:
     """Return a program without what servers refuse, though torch can write it with other operators: with these.
 
-    That are the functions of torch.vmap, and operators of the user's libraries with a kernel of CompositeImplicitAutograd. All
-    others stay whole. A program without such operators is returned as it is.
+    That are the functions of torch.vmap, operators that write their result to an `out`, and operators of the user's libraries
+    with a kernel of CompositeImplicitAutograd. All others stay whole. A program without such operators is returned as it is.
     """
+    import torch
+
     composites = _composites(program)
-    if not composites and not _has_predispatch(program):
+    writes_results = _writes_results(program)
+    if not composites and not writes_results and not _has_predispatch(program):
         return program
-    plain = program.run_decompositions({operator: _kernel_of(operator) for operator in composites})
+    with torch.no_grad() if writes_results else nullcontext():  # an `out` has no gradients
+        plain = program.run_decompositions({operator: _kernel_of(operator) for operator in composites})
     while inner := _composites(plain) - composites:  # in the kernels of others
         composites |= inner
         plain = plain.run_decompositions({operator: _kernel_of(operator) for operator in composites})
@@ -79,6 +84,12 @@ def _graphs(program: ExportedProgram) -> list[Graph]:
 
 def _has_predispatch(program: ExportedProgram) -> bool:
     return any(getattr(node.target, "__module__", "") == _PREDISPATCH for graph in _graphs(program) for node in graph.nodes)
+
+
+def _writes_results(program: ExportedProgram) -> bool:
+    """Return whether an operator of torch writes its result to a tensor that is given as `out`."""
+    schemas = (getattr(node.target, "_schema", None) for graph in _graphs(program) for node in graph.nodes)
+    return any(schema.name.startswith("aten::") and any(each.is_out for each in schema.arguments) for schema in schemas if schema)
 
 
 def _composites(program: ExportedProgram) -> set[OpOverload]:

@@ -103,10 +103,12 @@ class OperatorNotAllowed(UnsafeModel):
 
     def __init__(self, where: str, namespace: str, name: str, overload: str) -> None:
         listed = ".".join(filter(None, (namespace, name, overload)))
+        result = _describe_result(name, overload)
+        shown = f"{namespace}::{name}.{overload}" if result else f"{namespace}::{name}"
         super().__init__(
-            "OPERATOR_NOT_ALLOWED", where, f"uses the operator {namespace}::{name}, which is not on the server's list",
+            "OPERATOR_NOT_ALLOWED", where, f"uses the operator {shown}, which is not on the server's list",
             next((remedy for part, remedy in _INSTEAD if part in name), "")
-            or _describe_result(name, overload)
+            or result
             or "Decompose it before the export (program.run_decompositions()). If it only computes, the server's owner "
             f"can add the line {listed} to a file for `etfarm serve --allow-operators FILE`.",
         )  # fmt: skip
