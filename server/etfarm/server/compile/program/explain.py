@@ -208,6 +208,18 @@ def _no_output(stage: str, match: re.Match[str], text: str, programs: Programs) 
     return StageFailed(stage, "InternalError", why, remedy)
 
 
+def _numbers_without_inputs(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
+    nodes: dict[str, list[Any]] = {}
+    for method, program in programs.items():
+        if not program.graph_signature.user_inputs:
+            nodes[method] = [node for node in all_nodes(program) if any(isinstance(each, int | float) for each in node.args)]
+    shown = "; ".join(dict.fromkeys(describe_node(node) for each in nodes.values() for node in each[:NAMED])) or "operators"
+    method = ", ".join(nodes) or "A method"
+    why = f"{method} has no inputs, and ExecuTorch mixes up the numbers of several operators in such a method: {shown}."
+    remedy = "Return a buffer as self.h.clone(), not self.h + 0; or give the method an input, which it need not use."
+    return StageFailed(stage, "SpecViolationError", why, remedy)
+
+
 _OF_SIZES: Final = {
     "pow": "n * n for n ** 2",
     "lshift": "n * 4 for n << 2",
@@ -332,6 +344,7 @@ _EXPLAINED: Final[tuple[tuple[re.Pattern[str], _Explained], ...]] = (
         ),
     ),
     (re.compile(r"graph_output_allocated not set"), _no_output),
+    (re.compile(r"Input spec name _lifted_tensor_constant\d+ does not match node name"), _numbers_without_inputs),
     (
         re.compile(
             r"Unsupported control flow operator: (\w+)|invalid target for call_function (?:<(?:built-in )?function )?([\w.]*\w)"

@@ -67,6 +67,10 @@ def _computes_with_number(node: Any) -> bool:
     return name_of(node) in ("add", "sub", "mul", "div", "rsub") and max(ranks) == _IMAGE_DIMS and min(ranks) < _IMAGE_DIMS
 
 
+def _drops_a_dim(node: Any) -> bool:
+    return str(node.target) == "aten.max.dim" and len(node.args) < 3
+
+
 def _has_dynamic_dims(node: Any) -> bool:
     """Return whether an operator that XNNPACK's part computes with other shapes has several dynamic dims."""
     shape = getattr(node.meta.get("val"), "shape", ())
@@ -118,6 +122,12 @@ _FAULTS: Final = (
         "ExecuTorch cannot lower loops that are nested or that share values with their inputs: {}.",
         "Write a loop with a fixed number of steps in Python, which the export unrolls; where the number depends on values, take "
         "its maximum and keep finished values with torch.where.",
+    ),
+    Fault(
+        re.compile(r"amax\.default only supports keep_dim == True"),
+        _drops_a_dim,
+        "XNNPACK's part of ExecuTorch takes {}, and computes maxima only if they keep their dim.",
+        "Write x.amax(dim) for x.max(dim)[0] or x.max(dim).values.",
     ),
     Fault(
         re.compile(r"XNNPACK reshape only supports 1 dynamic dimension"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import pytest
@@ -163,6 +164,30 @@ class Last(nn.Module):
         return F.relu(self.a(x))
 
 
+class Read(nn.Module):
+    """Returns two buffers, as a function of them gives them, and takes no inputs unless it ignores one."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.register_buffer("h", torch.zeros(2, 4))
+        self.register_buffer("n", torch.zeros(3))
+
+    def forward(self, *ignored: Any) -> Any:
+        return self.function(self.h), self.function(self.n)
+
+
+class Largest(nn.Module):
+    """Takes the maximum along a dim of an image."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x)
+
+
 SERIES: Final = torch.rand(3, 8, 21)
 BATCH, TIME = Dim("batch", max=4), Dim("time", min=4, max=40)
 
@@ -204,6 +229,14 @@ CASES: Final[dict[str, tuple[nn.Module, Any, str, list[tuple[nn.Module, str]], l
     "weights that are channels last": (
         Last(torch.channels_last), IMAGE, STATIC, [(Last(torch.contiguous_format), STATIC)],
         ["weights in the usual memory format", "channels last", "Leave out model.to(memory_format"],
+    ),
+    "maxima without their dim": (
+        Largest(lambda x: x.max(1)[0]), IMAGE, "xnnpack_fp32", [(Largest(lambda x: x.amax(1)), "xnnpack_fp32")],
+        ["aten::max at ", LINE, "Write x.amax(dim) for x.max(dim)[0]"],
+    ),
+    "numbers in a method without inputs": (
+        Read(lambda x: x + 0), (), "portable", [(Read(lambda x: x.clone()), "portable")],
+        ["forward has no inputs", "aten::add at ", LINE, "self.h.clone(), not self.h + 0"],
     ),
     "a difference with a returned value": (
         Returned(), IMAGE, STATIC, [(Returned(), "xnnpack_fp32")], ["KeyError: 'val'", "aten::sub at ", LINE, "y - 2.0", "fp32"],
@@ -257,6 +290,13 @@ def test_a_convolution_of_series_names_its_dynamic_dims() -> None:
     assert lower(module, SERIES, "portable", ({0: BATCH, 2: TIME},))[1] is None
     for shapes in ({0: BATCH}, {2: TIME}):
         assert lower(module, SERIES, "xnnpack_fp32", (shapes,))[1] is None
+
+
+def test_an_input_that_is_not_used_lets_a_method_compute_with_numbers() -> None:
+    module = Read(lambda x: x * 2 + 3)
+    _, error = lower(module, (), "xnnpack_fp32")
+    assert error is not None and error.remedy.endswith("or give the method an input, which it need not use.")
+    assert lower(module, X, "xnnpack_fp32")[1] is None
 
 
 @pytest.mark.parametrize("proxied", [False, True])
