@@ -43,7 +43,7 @@ def find(pairs: Sequence[tuple[Value, Value]]) -> list[int]:
     """
     if not all(isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape for one, other in pairs):
         return []
-    sides = [[tensors.to_array(value) for value in side] for side in zip(*pairs, strict=True)]  # type: ignore[arg-type]
+    sides = [[tensors.to_array(value) for value in side] for side in zip(*pairs, strict=True)]
     shapes = {array.shape for array in sides[0]}
     rank = len(next(iter(shapes), ()))
     dims = {shape[1 if rank == 4 else -1] for shape in shapes if len(shape) == rank} if rank > 1 else set()
