@@ -440,9 +440,9 @@ def _compare_parts(
     try:
         for index, (wanted, actual) in enumerate(zip(expected, outputs, strict=True)):
             rows = parts.find_lost(original, program.lowered.get(method), index, wanted, actual)
-            found = [] if rows or method in program.sources else lost_columns.find([(wanted, actual)])
-            if (rows or found) and not differences.find_problem(differences.difference("", wanted, actual), quantized=True):
-                lost[index], columns[index] = rows, found
+            narrow = [] if rows or method in program.sources else lost_columns.find([(wanted, actual)])
+            if (rows or narrow) and not differences.find_problem(differences.difference("", wanted, actual), quantized=True):
+                lost[index], columns[index] = rows, narrow
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -455,9 +455,9 @@ def _compare_parts(
     if listed := [part for rows in lost.values() for part in rows]:
         checked.warn(PART_LOST, parts.describe(method, listed, _advise_accuracy(program, method)))
     for index in lost:
-        if found := columns[index]:
+        if narrow := columns[index]:
             name = expected[index].name or str(index)
-            checked.warn(PART_LOST, lost_columns.describe(method, name, found, original, index))
+            checked.warn(PART_LOST, lost_columns.describe(method, name, narrow, original, index))
 
 
 def _compare_with_lowered(
