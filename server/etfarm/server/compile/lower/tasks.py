@@ -33,6 +33,8 @@ from etfarm.server.compile.program import (
     assertions,
     fp32_layers,
     gelu,
+    infinite_roots,
+    large_integers,
     loading,
     number_inputs,
     places,
@@ -339,6 +341,8 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[bytes], None], s
         if remainders := suspects.find_remainders(programs[method]):
             sentence = f"{method} may differ from PyTorch for negative numbers: {remainders}"
             _warn(compilation, "REMAINDERS_TRUNCATED", sentence)
+        if inexact := large_integers.describe(programs[method]):
+            _warn(compilation, "LARGE_INTEGERS_INEXACT", f"{method} may differ from PyTorch for large integers: {inexact}")
     quantized = _check_quantized(recipe, built, request, programs)
     for method in sorted(quantized) if not request.quantized_here else ():
         fp32_operators = places.fp32(programs[method], xnnpack=fp32_layers.by_xnnpack(build.partitioners(built, method)))
@@ -374,6 +378,8 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[bytes], None], s
         by_xnnpack = fp32_layers.by_xnnpack(build.partitioners(built, method))
         if exact_gelus := gelu.describe_exact(programs[method], table.operators) if by_xnnpack else "":
             _warn(compilation, "GELU_NOT_APPROXIMATED", f"In {method}, {exact_gelus}")
+        if infinite := infinite_roots.describe(programs[method], table.operators) if by_xnnpack else "":
+            _warn(compilation, "INFINITY_IS_NAN", f"In {method}, {infinite}")
         if resized := resizes.describe_undelegated(programs[method]) if by_xnnpack and build.partitioners(built, method) else "":
             _warn(compilation, "RESIZE_NOT_DELEGATED", f"In {method}, {resized}")
     if remaining[-1] != "TO_EXECUTORCH":

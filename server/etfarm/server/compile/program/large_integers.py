@@ -1,0 +1,96 @@
+"""Operators of int32 and int64 that ExecuTorch computes in floats: inexact for large integers, however small the examples are."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, Final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from etfarm.server.compile.program.descriptions import NAMED, describe_node
+from etfarm.server.compile.program.fp32_layers import name_of
+from etfarm.server.compile.program.places import all_nodes
+from etfarm.server.compile.program.values import input_names
+
+_WIDE: Final = (torch.int32, torch.int64)
+"""Dtypes of integers that float32 cannot hold."""
+_INSTEAD: Final = {
+    "sum": (
+        "The runtime sums one dim in float32, which is inexact where a sum is above 2**24 (16777216). Write "
+        "x.sum(dim, dtype=torch.float64).long(), which is exact up to 2**53."
+    ),
+    "pow": (
+        "The runtime raises integers to a power in float64, which is inexact where the result is above 2**53 (int32: where it "
+        "overflows, 46341**2), and has other results than PyTorch where it overflows. Write x * x for x**2."
+    ),
+    "fmod": (
+        "The runtime computes fmod in float64, which is inexact where an integer is above 2**53. "
+        "Write x - torch.div(x, n, rounding_mode='trunc') * n."
+    ),
+}
+"""What is inexact, and what works instead."""
+_BOUNDING: Final = frozenset({
+    "arange", "argmax", "argmin", "argsort", "bincount", "bitwise_and", "bucketize", "clamp", "clip", "fmod", "full", "full_like",
+    "nonzero", "one_hot", "ones", "ones_like", "randint", "remainder", "searchsorted", "sign", "topk", "zeros", "zeros_like",
+})  # fmt: skip
+"""Operators whose integers are indices, counts, remainders or constants, which are small."""
+_OF_A_TABLE: Final = frozenset({"embedding", "gather", "index", "index_select", "take", "take_along_dim"})
+"""Operators that take values from their first argument by indices, which the values do not depend on."""
+
+
+def describe(program: Any) -> str:
+    """Return which operators of an exported program are inexact for large integers, and what to do; empty without any.
+
+    Only operators of integers that come from an input are named, and only if no operator between bounds them. An input that is
+    0 or 1 in the example inputs counts as a mask.
+    """
+    large = _find_large(program)
+    nodes_by_kind: dict[str, list[Any]] = defaultdict(list)
+    for node in all_nodes(program):
+        if (kind := _kind_of(node)) and any(each in large for each in node.all_input_nodes):
+            nodes_by_kind[kind].append(node)
+    sentences = []
+    for kind, nodes in nodes_by_kind.items():
+        shown = list(dict.fromkeys(map(describe_node, nodes)))
+        more = f" and {len(shown) - NAMED} more" if len(shown) > NAMED else ""
+        sentences.append(f"{'; '.join(shown[:NAMED])}{more}. {_INSTEAD[kind]}")
+    return " ".join(sentences)
+
+
+def _kind_of(node: Any) -> str:
+    """Return the key in `_INSTEAD` of an operator that is computed in floats; empty for others."""
+    name, value = name_of(node).rstrip("_"), node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dtype not in _WIDE:
+        return ""
+    if name == "sum":
+        # The kernel's fast path. Sums of several dims, and sums with another dtype than the input's, are of int64.
+        dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+        one = isinstance(dims, int) or (isinstance(dims, list | tuple) and len(dims) == 1)
+        return "sum" if one and node.args[0].meta["val"].dtype == value.dtype else ""
+    if name in ("pow", "square"):
+        base = node.args[0]
+        return "" if isinstance(base, int) and base.bit_count() == 1 else "pow"  # float64 holds powers of two exactly
+    return "fmod" if name == "fmod" and value.dtype == torch.int64 else ""
+
+
+def _find_large(program: Any) -> set[Any]:
+    """Return the nodes of a program's graph whose integers come from an input, without operators between that bound them."""
+    masks = dict(zip(input_names(program), map(_is_mask, pytree.tree_leaves(program.example_inputs)), strict=False))
+    inputs = set(input_names(program))
+    large: set[Any] = set()
+    for node in program.graph.nodes:
+        if getattr(node.meta.get("val"), "dtype", None) not in _WIDE:
+            continue
+        if node.op == "placeholder":
+            if node.name in inputs and not masks.get(node.name):
+                large.add(node)
+        elif (name := name_of(node).rstrip("_")) not in _BOUNDING:
+            sources = node.all_input_nodes[:1] if name in _OF_A_TABLE else node.all_input_nodes
+            if any(each in large for each in sources):
+                large.add(node)
+    return large
+
+
+def _is_mask(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and bool(((leaf == 0) | (leaf == 1)).all())
