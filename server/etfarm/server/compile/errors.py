@@ -176,7 +176,8 @@ def missing_out_variants(stage: str, operators: str, names: str) -> EtfarmError:
 _TORCHAO: Final = (
     "Of torchao's configurations, recipes of XNNPACK take Int8DynamicActivationIntxWeightConfig for linears, with int4 weights "
     "in groups of a multiple of 32 or int8 weights per channel (PerAxis(0)). The recipe portable, too, takes "
-    "Int8WeightOnlyConfig. Or leave these layers in fp32."
+    "Int8WeightOnlyConfig. For embeddings, all recipes take IntxWeightOnlyConfig with int8, int4 or int2 weights, unless the "
+    "recipe file sets do_quant_fusion_and_const_prop = false. Or leave these layers in fp32."
 )
 
 

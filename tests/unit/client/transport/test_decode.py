@@ -99,7 +99,7 @@ def test_messages_of_older_servers() -> None:
     assert decoded(models.Device, device_pb2.Device()).concurrent_runs == 1
     assert decoded(models.ReservationInfo, device_pb2.Reservation(device_id="d")).device_ids == ("d",)
     server = decoded(models.ServerInfo, farm_pb2.ServerInfo())
-    assert (server.protocol_version, server.disk_free_bytes, server.is_disk_full) == (2, None, False)
+    assert (server.protocol_version, server.disk_free_bytes, server.is_disk_full) == (0, None, False)
     full = decoded(models.ServerInfo, farm_pb2.ServerInfo(disk=farm_pb2.DiskSpace(free_bytes=0, full=True)))
     assert (full.disk_free_bytes, full.is_disk_full) == (0, True)
 

@@ -23,6 +23,7 @@ from etfarm.server.compile.lower import (
     lowering,
     plugins,
     quantize,
+    quantized_tables,
     shared_state,
     stage_files,
     written_state,
@@ -346,7 +347,8 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[bytes], None], s
     quantized = _check_quantized(recipe, built, request, programs)
     for method in sorted(quantized) if not request.quantized_here else ():
         fp32_operators = places.fp32(programs[method], xnnpack=fp32_layers.by_xnnpack(build.partitioners(built, method)))
-        _add_fp32(recipe.name, method, fp32_operators, compilation)
+        name = "" if recipe.quantization is Quantization.NONE else recipe.name
+        _add_fp32(name, method, fp32_operators, compilation)
     if not remaining:
         result.stage_files.update(stage_files.of_exported(request.models, programs, folder))
         return result
@@ -358,6 +360,7 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[bytes], None], s
             zero_points.check(program, method)
             batch_norms.compute_apart(program)
             written_state.return_values(program)
+    quantized_tables.fuse(recipe, built, programs.values())
     shared = shared_state.plan_shared_state(programs, recipe, built.executorch_backend_config)
     compilation.shared_buffers.extend(sorted(frozenset().union(*shared.values())))
     if shared:
@@ -557,10 +560,16 @@ def _save_etrecord(lowered: lowering.Lowered, exported: Mapping[str, Any], folde
 
 
 def _add_fp32(recipe: str, method: str, rows: list[Fp32Operator], compilation: Compilation) -> None:
+    """Add the heavy operators of a quantized method that are in fp32, and warn of them.
+
+    Args:
+        recipe: the name of the recipe that quantized; empty if the model came quantized.
+    """
     if rows:
         compilation.stayed_fp32[method].operators.extend(rows)
         operators = ", ".join(f"{row.count} x {row.op}{describe_places(row.places)}" for row in rows)
-        _warn(compilation, "STAYED_FP32", f"Recipe {recipe} left operators of {method} in fp32: {operators}.")
+        left = f"Recipe {recipe} left" if recipe else "The model's own quantization leaves"
+        _warn(compilation, "STAYED_FP32", f"{left} operators of {method} in fp32: {operators}.")
 
 
 def _warn(compilation: Compilation, code: str, message: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 from etfarm.server.compile.program.descriptions import NAMED, describe_node
 from etfarm.server.compile.program.fp32_layers import name_of
 from etfarm.server.compile.program.places import all_nodes
-from etfarm.server.compile.result import OperatorDelegation
+from etfarm.v1.compile_pb2 import OperatorDelegation
 
 _COMPARISONS: Final = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
@@ -20,7 +20,7 @@ def describe(program: Any, operators: Iterable[OperatorDelegation]) -> str:
     Args:
         operators: the delegation to XNNPACK.
     """
-    if not any(row["op"].startswith("aten_rsqrt") and row["delegated"] for row in operators):
+    if not any(row.op.startswith("aten_rsqrt") and row.delegated for row in operators):
         return ""
     roots = [node for node in all_nodes(program) if name_of(node).rstrip("_") == "rsqrt"]
     shown = list(dict.fromkeys(describe_node(node) for node in roots if any(map(_is_of_infinity, node.users))))

@@ -1,0 +1,26 @@
+"""Embeddings whose tables torchao has quantized. ExecuTorch has kernels for them, but none for the table alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+from etfarm.server.compile.program.fp32_layers import name_of
+from etfarm.server.compile.program.places import all_nodes
+from etfarm.wire.recipes import Recipe
+
+_FUSION: Final = "do_quant_fusion_and_const_prop"
+"""The option of ExecutorchBackendConfig with which TO_EXECUTORCH replaces a table and its lookup by one operator."""
+
+
+def fuse(recipe: Recipe, built: Any, programs: Iterable[Any]) -> None:
+    """Switch the fusion on in an ExportRecipe where a program has such an embedding, unless the recipe file sets it."""
+    if _FUSION not in recipe.options.executorch and any(map(_has_quantized_table, programs)):
+        setattr(built.executorch_backend_config, _FUSION, True)
+
+
+def _has_quantized_table(program: Any) -> bool:
+    return any(
+        name_of(node) == "embedding" and str(node.args[0].target).startswith("torchao.dequantize_affine")
+        for node in all_nodes(program)
+    )
