@@ -29,6 +29,7 @@ from etfarm.client.export.errors import (
     unsupported_output,
 )
 from etfarm.client.export.exportable import must_be_exportable
+from etfarm.client.export.fixed_sizes import find_fixing, must_not_be_fixed
 from etfarm.client.export.forgetting import EagerCall, attributes_kept
 from etfarm.client.export.mutation import (
     assignments_written,
@@ -300,10 +301,11 @@ class _Export:
         must_be_savable(method, program, self.base)
         must_be_whole(method, program, self.base)
         keep_constants(program)
-        with _refusals(method, self.base), quiet():
-            program = plain_operators(program)
         must_be_bounded(method, program)
         must_fit_all_sizes(method, program, self.base)
+        must_not_be_fixed(method, program, self.base)
+        with _refusals(method, self.base), quiet():
+            program = plain_operators(program)
         if small := differing_sizes(module, program):
             self.say(differences.describe_sizes(method, small))
         inputs = self.source.example_inputs[method], dict(self.source.example_kwargs.get(method, {}))
@@ -531,7 +533,7 @@ def _refusals(method: str, base: Path, what: str = "torch.export", graph: Graph 
         branch = "Could not guard on data-dependent expression" in text or text.startswith("Data-dependent branching")
         if branch:
             raise data_dependent_branch(method, str(place or ""), place.code if place else "") from error
-        dim = specialized(method, text, str(place or ""), partial(find_split, error, base))
+        dim = specialized(method, text, str(place or ""), partial(find_split, error, base), partial(find_fixing, error, base))
         name = type(error).__name__
         if (dim or name == "AssertionError") and (padding := find_padding(error, base)) is not None:
             why = "torch.cat gets a tensor that is empty for some of its sizes"

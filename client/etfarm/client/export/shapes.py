@@ -15,6 +15,7 @@ from etfarm.client.export.errors import (
     dim_without_maximum,
     with_article,
 )
+from etfarm.client.export.fixed_sizes import Fixing
 from etfarm.wire.dim_guards import WHOLE_NUMBERS, computes_in_floats, how_to_divide, how_to_exclude, why_floats
 from etfarm.wire.errors import error_for
 from etfarm.wire.fixed_numbers import how_to_vary
@@ -109,13 +110,16 @@ def must_be_bounded(method: str, program: ExportedProgram) -> None:
                     raise dim_without_maximum(method, node.name, str(index))
 
 
-def specialized(method: str, text: str, place: str, find: Callable[[], Split | None]) -> DimSpecialized | None:
+def specialized(
+    method: str, text: str, place: str, find: Callable[[], Split | None], find_fixing: Callable[[], Fixing | None]
+) -> DimSpecialized | None:
     """Convert torch.export's message about a dim that cannot be dynamic to one sentence with a remedy.
 
     Args:
         text: the message of torch.export's exception.
         place: the user's line that it comes from; empty if unknown.
         find: returns the split of a dynamic dim in the model, if there is one.
+        find_fixing: returns the equation of a size in the model, if there is one.
 
     Returns:
         The error; None if the message is about something else.
@@ -123,17 +127,18 @@ def specialized(method: str, text: str, place: str, find: Callable[[], Split | N
     violated = _VIOLATED.match(text)
     if violated is None and not text.startswith(_CONFLICTS):
         return None
-    if match := _FIXED.search(text):
-        return _fixed(method, match[1], int(match[2]), place)
-    if match := _FIXED_HINT.search(text):
-        return _fixed(method, match[2], int(match[1]), place)
+    fixed = (match[1], match[2]) if (match := _FIXED.search(text)) else None
+    fixed = (match[2], match[1]) if fixed is None and (match := _FIXED_HINT.search(text)) else fixed
+    if fixed is not None:
+        fixing = find_fixing()
+        return _fixed(method, fixed[0], int(fixed[1]), str(fixing.place) if fixing and fixing.place else place)
     if violated is None:
         match = _CONFLICT.search(text)
         dim, why = (
             (_dim_named(match[3]), f"its range {match[1]} is not the {match[2]}") if match else ("a dim", "its range is another")
         )
         return DimSpecialized(method, dim, why, "Give it a range of sizes that the model accepts.", place)
-    reason = re.search(r"^\s*- (.+?)\.?$", text, re.MULTILINE)
+    reason = re.search(r"^\s*- (.+?)\.?(?:Specializations unexpectedly required .*)?$", text, re.MULTILINE)
     why = _SIZE.sub(lambda size: _dim_named(size[0]), reason[1]) if reason else "its constraints are violated"
     if (condition := _GUARD.search(why)) and computes_in_floats(condition[1]):
         return DimSpecialized(method, _dim_named(violated[1]), why_floats(condition[1]), WHOLE_NUMBERS, place)
@@ -147,10 +152,8 @@ def specialized(method: str, text: str, place: str, find: Callable[[], Split | N
     fix = "; ".join(line.strip() for line in fixes[1].splitlines()) if fixes else ""
     remedy = f"Write {fix}, or remove what limits the size from the model." if fix else "Export the dim as static."
     if _QUOTIENT.search(why):
-        remedy = (
-            "Remove what fixes the quotient: write x.shape[0] // 2 for int(x.shape[0] / 2), which fixes it as a number in a "
-            "reshape does. Where a slice ends there, give a multiple as the dim, with a minimum: 2 * Dim('k', min=2, max=8)."
-        )
+        fixing = find_fixing() or Fixing(None, None)
+        return DimSpecialized(method, _dim_named(violated[1]), fixing.why(), fixing.remedy(), str(fixing.place or place))
     if not fix and reason and (bounds := how_to_exclude(reason[1])):
         remedy = f"Give the dim {bounds}, or export it as static."
     elif not fix and reason and (multiple := how_to_divide(reason[1])):

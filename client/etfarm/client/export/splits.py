@@ -95,7 +95,8 @@ def must_fit_all_sizes(method: str, program: ExportedProgram, base: Path) -> Non
         DimSpecialized: some sizes give another number.
     """
     for split in _splits(program.graph, base):
-        sizes = [*_sizes(split.length, program.range_constraints)]
+        length = split.length.node.expr
+        sizes = [int(length.subs(symbol, value)) for symbol, value in sizes_of(length, program)]
         if any(_parts(split, size) != split.parts for size in sizes):
             remedy = split.remedy(min(sizes), max(sizes))
             raise DimSpecialized(method, f"dim {split.dim} of a tensor", split.why(), remedy, str(split.place or ""))
@@ -134,13 +135,12 @@ def _parts(split: Split, length: int) -> int:
     return max(1, -(-length // size)) if size else 1
 
 
-def _sizes(length: Any, ranges: Any) -> Iterator[int]:
-    """Yield sizes of a dim, which depends on one symbol; none if it depends on several."""
-    expression = length.node.expr
-    symbols = list(expression.free_symbols)
+def sizes_of(expression: Any, program: ExportedProgram) -> Iterator[tuple[Any, int]]:
+    """Yield the symbol of an expression of sizes with values in its range; none if it depends on several."""
+    symbols, ranges = list(expression.free_symbols), program.range_constraints
     if len(symbols) != 1 or symbols[0] not in ranges:
         return
     low, high = int(ranges[symbols[0]].lower), int(ranges[symbols[0]].upper)
     middle = min(high, low + _MAX_SIZES)
     for value in chain(range(low, middle + 1), range(max(middle + 1, high - _MAX_SIZES), high + 1)):
-        yield int(expression.subs(symbols[0], value))
+        yield symbols[0], value

@@ -116,6 +116,11 @@ def place_in(text: str, base: Path) -> Place | None:
     return _innermost(frames, base)
 
 
+def place_of_frame(frame: traceback.FrameSummary, base: Path) -> Place | None:
+    """Return the line of a frame if it is the user's own code."""
+    return _innermost([frame], base)
+
+
 def traced_graph(error: BaseException) -> Graph | None:
     """Return the graph that torch.export had traced when it failed after that; None without one.
 

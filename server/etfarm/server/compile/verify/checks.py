@@ -312,7 +312,7 @@ def _run_reference(original: Any, trial: Trial) -> list[Value] | _Refused:
     except ReferenceFailed as error:
         return _Refused(f"eager PyTorch refuses them ({error.why})", error.is_guard)
     except SizesDoNotFit as error:
-        return _Refused(f"the model does not take them ({error.metadata['got']})", is_guard=True)
+        return _Refused(f"the exported program requires other sizes ({error.metadata['got']})", is_guard=True)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

@@ -1,0 +1,102 @@
+"""Dynamic dims of which a model takes a quotient as a number, mostly in Python: the steps of a loop, a branch, an int."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from etfarm.client.export.errors import DimSpecialized
+from etfarm.client.export.splits import sizes_of
+from etfarm.client.export.traces import Place, place_of_frame, traced_graph
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.fx import Graph
+
+_LOOP: Final = re.compile(r"(for|while)\b|.*\brange\(")
+_BRANCH: Final = re.compile(r"(if|elif|assert)\b|.*\bif\b.+\belse\b")
+_LISTED: Final = 5
+"""Maximum number of sizes in a message."""
+
+
+class Fixing(NamedTuple):
+    """The equation by which a program has one size, or one quotient of it, and the line that it comes from."""
+
+    equation: Any
+    """An expression of sympy; None if it is unknown."""
+    place: Place | None
+
+    @property
+    def _code(self) -> str:
+        return self.place.code.strip() if self.place else ""
+
+    def why(self) -> str:
+        """Return why the dim cannot have any size: the rest of a sentence that starts with it."""
+        if _LOOP.match(self._code):
+            return "the number of steps of a Python loop depends on it, and the program has those of the example inputs"
+        if _BRANCH.match(self._code):
+            return "a Python branch depends on it, and the program has the one of the example inputs"
+        return "the model takes a quotient of it as a number, and the program has that of the example inputs"
+
+    def remedy(self) -> str:
+        """Return what to do about it."""
+        static = "Leave the dim out of dynamic_shapes, and compile a program for each size"
+        if _LOOP.match(self._code):
+            return f"{static}. Or write the loop as a scan over torch.arange(n), where n is the number of steps, which can vary."
+        if _BRANCH.match(self._code):
+            return f"{static}. Or compute both and choose with torch.where and a tensor of the size, torch.tensor(x.shape[0])."
+        return (
+            f"{static}. Or remove what fixes the quotient: write x.shape[0] // 2 for int(x.shape[0] / 2), which fixes it as a "
+            "number in a reshape does. Where a slice ends there, give a multiple as the dim, with a minimum: "
+            "2 * Dim('k', min=2, max=8)."
+        )
+
+
+def find_fixing(error: BaseException, base: Path) -> Fixing | None:
+    """Return the first equation of a size in the graph that torch.export had traced when it failed; None if there is none."""
+    graph = traced_graph(error)
+    return next(_fixings(graph, base), None) if graph is not None else None
+
+
+def must_not_be_fixed(method: str, program: ExportedProgram, base: Path) -> None:
+    """Require that equations of sizes hold for all sizes of their dims.
+
+    torch.export leaves it to a check when its program is called if the dim is a multiple, `4 * n`. ExecuTorch has no such check.
+
+    Raises:
+        DimSpecialized: an equation does not hold for some sizes.
+    """
+    for fixing in _fixings(program.graph, base):
+        holds = {value: bool(fixing.equation.subs(symbol, value)) for symbol, value in sizes_of(fixing.equation, program)}
+        if all(holds.values()):
+            continue
+        dim, length = _dim_of(program, fixing)
+        sizes = [str(length.subs(symbol, value)) for symbol, value in sizes_of(fixing.equation, program) if holds[value]]
+        listed = ", ".join(sizes[:_LISTED]) + (", ..." if len(sizes) > _LISTED else "")
+        why = f"{fixing.why()}; it is right for {listed} only"
+        raise DimSpecialized(method, dim, why, fixing.remedy(), str(fixing.place or ""))
+
+
+def _fixings(graph: Graph, base: Path) -> Iterator[Fixing]:
+    import sympy
+
+    sizes = [size for node in graph.nodes for size in getattr(node.meta.get("val"), "shape", ()) if hasattr(size, "node")]
+    env: Any = sizes[0].node.shape_env if sizes else None
+    for guard in env.guards if env is not None else ():
+        frame = guard.sloc.framework_loc
+        # A condition on a remainder holds for multiples, and says so itself.
+        is_fixing = isinstance(guard.expr, sympy.Eq) and guard.expr.rhs.is_number and "Mod(" not in str(guard.expr)
+        if is_fixing:
+            equation = guard.expr.subs(env.replacements)  # a dim that is a multiple has had a symbol of its own
+            yield Fixing(equation, None if isinstance(frame, str | None) else place_of_frame(frame, base))
+
+
+def _dim_of(program: ExportedProgram, fixing: Fixing) -> tuple[str, Any]:
+    """Return the name and the size of an input's dim that an equation is about."""
+    for node in program.graph.nodes:
+        for index, size in enumerate(getattr(node.meta.get("val"), "shape", ()) if node.op == "placeholder" else ()):
+            if hasattr(size, "node") and size.node.expr.free_symbols & fixing.equation.free_symbols:
+                return f"dim {index} of {node.name!r}", size.node.expr
+    return "a dim", fixing.equation.lhs

@@ -1,0 +1,112 @@
+"""Dynamic dims of which a model takes a quotient as a number: the refusal has the line, and its remedies work."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
+from torch.export import Dim
+
+from etfarm.client.export import ModelSource, export_source
+from etfarm.client.export.errors import DimSpecialized
+
+ANY, MULTIPLE = Dim("n", min=8, max=19), 4 * Dim("k", min=2, max=4)
+
+
+class Function(nn.Module):
+    """A model that is one function of a tensor."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def loop(x: Tensor) -> Tensor:
+    for i in range(x.shape[0] // 4):
+        x = x + i
+    return x
+
+
+def scanned(x: Tensor) -> Tensor:
+    def step(h: Tensor, i: Tensor) -> tuple[Tensor, Tensor]:
+        return h + i, i.clone()
+
+    return scan(step, x, torch.arange(x.shape[0] // 4).float(), dim=0)[0]
+
+
+def branch(x: Tensor) -> Tensor:
+    if x.shape[0] // 4 == 2:
+        return x + 1
+    return x * 2
+
+
+def chosen(x: Tensor) -> Tensor:
+    return torch.where(torch.tensor(x.shape[0]) // 4 == 2, x + 1, x * 2)
+
+
+def quotient(x: Tensor) -> Tensor:
+    return x * (x.shape[0] // 4)
+
+
+def source(function: Callable[[Tensor], Tensor], dim: Any, size: int = 8) -> ModelSource:
+    x = torch.arange(2.0 * size).reshape(size, 2)
+    return ModelSource.of(Function(function).eval(), (x,), dynamic_shapes={"x": {0: dim}} if dim else None)
+
+
+def must_work(function: Callable[[Tensor], Tensor], dim: Any, size: int = 8) -> None:
+    pt2 = export_source(source(function, dim, size), name="m").methods["forward"].pt2
+    called = torch.export.load(io.BytesIO(pt2)).module()  # type: ignore[arg-type]
+    for each in (8, 12, 16) if dim else (size,):
+        x = torch.rand(each, 2)
+        torch.testing.assert_close(called(x), function(x))
+
+
+@pytest.mark.parametrize("dim", [ANY, MULTIPLE])
+@pytest.mark.parametrize(
+    ("function", "mended", "why", "remedy"),
+    [
+        (loop, scanned, "the number of steps of a Python loop", "a scan over torch.arange(n)"),
+        (branch, chosen, "a Python branch depends on it", "torch.where and a tensor of the size, torch.tensor(x.shape[0])"),
+    ],
+)
+def test_a_loop_or_branch_over_a_quotient_is_refused_with_its_line(
+    dim: Any, function: Callable[[Tensor], Tensor], mended: Callable[[Tensor], Tensor], why: str, remedy: str
+) -> None:
+    with pytest.raises(DimSpecialized) as caught:
+        export_source(source(function, dim), name="m")
+    assert f"test_fixed_sizes.py:{function.__code__.co_firstlineno + 1}" in caught.value.metadata["source"]
+    assert why in caught.value.message and ("for 8 only" in caught.value.message) == (dim is MULTIPLE)
+    assert remedy in caught.value.remedy and caught.value.remedy.startswith("Leave the dim out of dynamic_shapes")
+    must_work(mended, dim)
+    for size in (8, 12):
+        must_work(function, None, size)
+
+
+def test_a_number_of_a_quotient_is_refused_with_its_line() -> None:
+    def divided(x: Tensor) -> Tensor:
+        return x * int(x.shape[0] // 4)
+
+    with pytest.raises(DimSpecialized) as caught:
+        export_source(source(divided, MULTIPLE), name="m")
+    assert "takes a quotient of it as a number" in caught.value.message and "test_fixed_sizes.py:" in caught.value.message
+    assert "write x.shape[0] // 2 for int(x.shape[0] / 2)" in caught.value.remedy
+    must_work(quotient, MULTIPLE)
+
+
+def test_the_words_of_torch_are_not_a_remedy() -> None:
+    with pytest.raises(DimSpecialized) as caught:
+        export_source(source(loop, Dim("n", min=2, max=19), 5), name="m", strict=True)
+    assert "TORCH_LOGS" not in str(caught.value) and "Write n = 5" not in caught.value.remedy
+
+
+def test_sizes_that_fit_their_dim_are_not_refused() -> None:
+    must_work(lambda x: x.reshape(-1, 4, 2).sum(1), MULTIPLE)
+    must_work(lambda x: x[: x.shape[0] // 2] * 2, MULTIPLE)
