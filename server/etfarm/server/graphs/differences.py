@@ -209,3 +209,15 @@ def _known(report: OutputCheck, name: Literal["max_abs_error", "sqnr_db", "equal
 
 def _array(value: Value) -> NDArray[np.generic]:
     return np.asarray(value.value) if isinstance(value, Scalar) else tensors.to_array(value)
+
+
+def advise_floats(*, delegates: bool) -> str:
+    """Return what to do about a float program that differs from eager PyTorch.
+
+    Args:
+        delegates: whether a backend computes a part of it.
+    """
+    numerics = "--numerics (numerics=True) of a benchmark names the operators that differ, with their lines"
+    if delegates:
+        return f"Compile it with the recipe portable too: if that agrees, the backend is the reason. {numerics}."
+    return f"No delegate takes part, so one of ExecuTorch's kernels or its memory plan is the cause: {numerics}."

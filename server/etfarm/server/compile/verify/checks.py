@@ -506,14 +506,11 @@ def _advise_accuracy(program: _Program, method: str) -> str:
 
 def _find_cause(original: Any, *, delegates: bool) -> str:
     """Return what may make a float program differ from eager PyTorch, and what to do about it."""
-    portable = "Compile it with the recipe portable too: if that agrees, the backend is the reason."
+    advice = differences.advise_floats(delegates=delegates)
     if causes := suspects.find_suspects(original):
         cause = f"ExecuTorch's kernels or its memory plan often compute these wrongly: {causes}"
-        return f"{cause} {portable}" if delegates else cause
-    numerics = "--numerics (numerics=True) of a benchmark names the operators that differ, with their lines"
-    if delegates:
-        return f"{portable} {numerics}."
-    return f"No delegate takes part, so one of ExecuTorch's kernels or its memory plan is the cause: {numerics}."
+        return f"{cause} {advice}" if delegates else cause
+    return advice
 
 
 def _where(trial: Trial) -> str:

@@ -17,8 +17,9 @@ _NAMED: Final = 3
 _FULL_PRECISION: Final = frozenset({"XnnpackBackend"})
 """Backends that compute floats in the model's dtype, as ExecuTorch's own kernels do."""
 
-_REMEDY: Final = "Compile it with the recipe portable too: if that agrees, the backend is the reason."
-_QUANTIZED_REMEDY: Final = "Calibrate static scales with inputs like these, or keep more in fp32."
+_QUANTIZED_REMEDY: Final = (
+    "Calibrate static scales with inputs like these, or keep more in fp32. --numerics names the operators that differ."
+)
 
 
 def describe(
@@ -56,8 +57,8 @@ def describe(
         return ""
     more = f" and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
     listed = "; ".join(list(problems.values())[:_NAMED])
-    remedy = _QUANTIZED_REMEDY if quantized else _REMEDY
-    return f"On the device, {method} is far from the model: {listed}{more}. {remedy} --numerics names the operators that differ."
+    remedy = _QUANTIZED_REMEDY if quantized else differences.advise_floats(delegates=bool(backends))
+    return f"On the device, {method} is far from the model: {listed}{more}. {remedy}"
 
 
 def _in_half_precision(output: Difference) -> Difference:

@@ -41,7 +41,8 @@ def test_a_program_is_judged_as_its_recipe_is() -> None:
     assert describe(RIGHT) == describe(ROUGH, quantized=True) == ""
     message = describe(ROUGH)
     assert message.startswith("On the device, forward is far from the model: y has 26.7 dB, where a float32 output mostly has")
-    assert "portable" in message
+    assert "No delegate takes part" in message and "the recipe portable too" not in message
+    assert "Compile it with the recipe portable too" in describe(ROUGH, backends=["XnnpackBackend"])
     message = describe(RIGHT, FAR, quantized=True)
     assert message.startswith("On the device, forward is far from the model: z has 3.7 dB, less than the 10 dB")
     assert "Calibrate" in message
