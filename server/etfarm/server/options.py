@@ -123,9 +123,9 @@ def built(kind: type[T], arguments: argparse.Namespace) -> T:
     values = {}
     for known in fields(kind):  # type: ignore[arg-type]
         declared: tuple[Option, ...] = known.metadata.get(_OPTIONS, ())
-        given = [getattr(arguments, each.flag.removeprefix("--").replace("-", "_")) for each in declared]
-        if len(given) > 1 or (given and given[0] is not None):
-            values[known.name] = known.metadata[_BUILD](*given)
+        chosen = [getattr(arguments, each.flag.removeprefix("--").replace("-", "_")) for each in declared]
+        if len(chosen) > 1 or (chosen and chosen[0] is not None):
+            values[known.name] = known.metadata[_BUILD](*chosen)
     return kind(**values)
 
 
