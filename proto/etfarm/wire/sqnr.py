@@ -24,6 +24,9 @@ ROUNDING_ERROR: Final = 1e-6
 FAR_FROM_QUANTIZED_GRAPH: Final = "FAR_FROM_QUANTIZED_GRAPH"
 """Code of the warning about a program whose outputs are far from those of its own quantized graph."""
 
+PART_LOST: Final = "PART_LOST"
+"""Code of the warning about parts of outputs that a quantized program loses."""
+
 
 def decibels(value_db: float) -> str:
     """Return `41.2 dB`; a ratio that rounds to zero has no sign."""

@@ -17,9 +17,6 @@ from etfarm.wire import tensors
 from etfarm.wire.sqnr import QUANTIZED_DB, ROUNDING_ERROR, sqnr_db
 from etfarm.wire.tensors import Tensor, Value
 
-PART_LOST: Final = "PART_LOST"
-"""Code of the warning about parts of outputs that are lost."""
-
 _FEWEST: Final = 5
 """Minimum number of values of a column."""
 _WIDER: Final = 50.0

@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from etfarm.server.compile.cache import CompilationNotFound
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.devices.errors import DeviceNotFound
-from etfarm.server.graphs.lost_columns import PART_LOST
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells.analysis import CellAnalysis
 from etfarm.server.jobs.cells.cell_run import CellRun
@@ -25,7 +24,7 @@ from etfarm.v1 import agent_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.v1.job_pb2 import Cell, Job
 from etfarm.wire.errors import error_for
-from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH
+from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH, PART_LOST
 
 _PARTS = (
     "latency",

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Final
 
 from etfarm.server.artifacts.store import Store
-from etfarm.server.graphs.lost_columns import PART_LOST
 from etfarm.server.reports.findings import Findings
 from etfarm.server.reports.latency.samples import Block, GeneratingProcess, Generation
 from etfarm.server.reports.request import (
@@ -26,7 +25,7 @@ from etfarm.server.reports.request import (
 from etfarm.server.workers.child_pool import OnTurn
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, generation_pb2, job_pb2, report_pb2
 from etfarm.wire.flows import encoded_positions
-from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH
+from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH, PART_LOST
 
 _KNOWN_DIFFERENCES: Final = frozenset({LOW_ACCURACY, "OUTPUTS_DIFFER", PART_LOST, FAR_FROM_QUANTIZED_GRAPH})
 """Codes of the compilation's warnings that name wrong outputs."""

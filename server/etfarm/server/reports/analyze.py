@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etfarm.server.graphs import lost_columns
-from etfarm.server.graphs.lost_columns import PART_LOST
 from etfarm.server.graphs.quantized_outputs import describe, is_quantized
 from etfarm.server.reports.latency import generation, interleaved, slow_group, statistics
 from etfarm.server.reports.numerics import (
@@ -46,7 +45,7 @@ from etfarm.v1 import compile_pb2, report_pb2
 from etfarm.wire import series, tensors
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.samples import round_down
-from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH, QUANTIZED_DB
+from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH, PART_LOST, QUANTIZED_DB
 from etfarm.wire.words import word_of
 
 _LOG = logging.getLogger(__name__)

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from etfarm.server.graphs.lost_columns import PART_LOST
 from etfarm.server.reports.latency.samples import Block, Generation
-from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH
+from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH, PART_LOST
 
 CUT_SHORT: Final = "ANALYSIS_CUT_SHORT"
 """Warning code of parts that are missing or incomplete because a child failed on them or had too little time for them."""

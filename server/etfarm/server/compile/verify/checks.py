@@ -38,13 +38,12 @@ from etfarm.server.compile.verify.smoke import HOST_BACKENDS, MAX_DATA_FILES, Ru
 from etfarm.server.compile.verify.trials import TooLarge, Trial
 from etfarm.server.graphs import call_sequence, differences, lost_columns, quantized_outputs
 from etfarm.server.graphs.differences import Difference
-from etfarm.server.graphs.lost_columns import PART_LOST
 from etfarm.server.workers.errors import is_out_of_memory
 from etfarm.v1 import compile_pb2
 from etfarm.v1.compile_pb2 import Delegation, HostCheck, LocatedOperators, Warning
 from etfarm.wire import tensors
 from etfarm.wire.located_failures import find_operator
-from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH
+from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH, PART_LOST
 from etfarm.wire.tensors import Value
 from etfarm.wire.words import value_of
 
