@@ -14,6 +14,7 @@ from markdown_it import MarkdownIt
 
 from etfarm.client.formats import compared_markdown, csv, escapes, html, markdown
 from etfarm.server.compile.lower import stage_files
+from etfarm.v1.compile_pb2 import Delegation, OperatorDelegation
 from etfarm.wire import escapes as wire
 from tests.support.documents import document, report, row
 
@@ -55,11 +56,8 @@ def test_no_cell_of_a_reports_csv_is_evaluated_and_its_numbers_are_numbers(name:
 
 
 def test_no_cell_of_a_stages_table_is_evaluated(tmp_path: Path) -> None:
-    stage_files._write_table(
-        {"=1+1": {"subgraphs": 0, "delegated_nodes": 0, "non_delegated_nodes": 1,
-                  "operators": [{"op": "@SUM(1)", "delegated": 0, "non_delegated": 1}]}},
-        tmp_path / "delegation.csv",
-    )  # fmt: skip
+    delegation = Delegation(operators=[OperatorDelegation(op="@SUM(1)", non_delegated=1)])
+    stage_files._write_table({"=1+1": delegation}, tmp_path / "delegation.csv")
     assert (tmp_path / "delegation.csv").read_text().splitlines()[1] == "'=1+1,'@SUM(1),0,1"
 
 
