@@ -253,7 +253,7 @@ def message_class(message: Descriptor) -> str:
             name = code.partition(":")[0]
     if message.name == "OperatorRow":
         lines.append(
-            "\n\nclass Operators(OperatorTable, tuple[Operator, ...]):\n"
+            "\n\nclass Operators(tuple[Operator, ...], OperatorTable):\n"
             '    """The operators of a report in the order of execution: a tuple, which notebooks show as a table."""\n\n'
             "    __slots__ = ()\n"
         )

@@ -824,7 +824,7 @@ class Operator(JsonObject):
     """
 
 
-class Operators(OperatorTable, tuple[Operator, ...]):
+class Operators(tuple[Operator, ...], OperatorTable):
     """The operators of a report in the order of execution: a tuple, which notebooks show as a table."""
 
     __slots__ = ()

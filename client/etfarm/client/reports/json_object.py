@@ -210,7 +210,7 @@ def _conversions(hint: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]
     if issubclass(hint, JsonObject):
         return hint._parse, hint.to_dict
     if issubclass(hint, tuple):
-        *_, base = hint.__orig_bases__
+        base, *_ = hint.__orig_bases__
         return _list_conversions(hint, typing.get_args(base)[0], None)
     if hint is float:
         return _read_float, _write_float
