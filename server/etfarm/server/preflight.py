@@ -94,8 +94,7 @@ async def find_nodes(config: Config, within_s: float = SETTLE_S) -> tuple[Node, 
 async def find_jail(config: Config) -> JailReport:
     """Return the measures that isolate a real child process on this host. Takes less than a second without loading torch."""
     options = jail_options(config)
-    work = config.data / "work"  # a server that is killed leaves nothing outside of it
-    folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="etfarm-jail-", dir=work if work.is_dir() else None)
+    folder = await asyncio.to_thread(_new_folder, config.data / "work")
     workers = Workers(
         preload=(), limits=limits(config), folder=Path(folder), concurrency=1,
         options=JailOptions(options.hidden, options.readable, required=False, first_user=options.first_user),
@@ -109,6 +108,14 @@ async def find_jail(config: Config) -> JailReport:
         return JailReport.of_nothing(NETWORK, error.message)
     finally:
         await workers.stop()
+
+
+def _new_folder(work: Path) -> str:
+    """Return a new folder within that of the server's work, where one that is killed may leave it, or in the system's."""
+    try:
+        return tempfile.mkdtemp(prefix="etfarm-jail-", dir=work)
+    except OSError:  # no server has been there, or the disk is full
+        return tempfile.mkdtemp(prefix="etfarm-jail-")
 
 
 async def require_jail(config: Config) -> JailReport:

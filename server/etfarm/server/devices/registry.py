@@ -148,8 +148,7 @@ class Registry(DeviceDirectory):
             former.end()
             await self.disconnect(former)
         # Reconcile before the devices can be assigned: this Hello cannot contain attempts that start from now on.
-        kept = set() if session.is_outdated else {*hello.active_attempts, *hello.unacknowledged_attempts}
-        self._runs.reconcile({device.id for device in accepted}, kept)
+        self._runs.reconcile({device.id for device in accepted}, {*hello.active_attempts, *hello.unacknowledged_attempts})
         projects = self._admission.projects_of_new(session)
         for device in accepted:
             await self._serve(session, device, projects)
@@ -318,6 +317,7 @@ class Registry(DeviceDirectory):
         known.agent_version = session.version
         if session.is_outdated:
             known.problem.CopyFrom(to_proto(agent_outdated(session.version)))
+            self._runs.reconcile({device.id}, set())
         known.last_seen_time.FromDatetime(self._now())
         former = self._known.get(device.id)
         # One without an agent was damaged in the database, which has kept its restrictions.

@@ -253,28 +253,29 @@ def _convert(action: argparse.Action, value: Any, where: str, folder: Path | Non
     Raises:
         BAD_SETTING: the value is not valid for the option.
     """
-    name = _name(action)
+    name, shown = _name(action), _show(action, value)
     if _is_repeatable(action):
         # NAME=N options may be a table.
         items = [f"{key}={item}" for key, item in value.items()] if isinstance(value, dict) else value
         if not isinstance(items, list):
-            raise error_for(
-                "BAD_SETTING", f"{where}: {name!r} must be a list, got {value!r}.", "Write it in brackets.", setting=name
-            )
+            raise error_for("BAD_SETTING", f"{where}: {name!r} must be a list{shown}", "Write it in brackets.", setting=name)
         return [_convert_one(action, name, item, where, folder) for item in items]
     if action.nargs == 0:
         word = str(value).lower() if isinstance(value, (bool, str)) else ""
         if word not in _TRUE | _FALSE:
-            raise error_for(
-                "BAD_SETTING", f"{where}: {name!r} must be true or false, got {value!r}.", "Correct the value.", setting=name
-            )
+            raise error_for("BAD_SETTING", f"{where}: {name!r} must be true or false{shown}", "Correct the value.", setting=name)
         return word in _TRUE
     return _convert_one(action, name, value, where, folder)
 
 
-def _convert_one(action: argparse.Action, name: str, value: Any, where: str, folder: Path | None) -> Any:
+def _show(action: argparse.Action, value: Any) -> str:
+    """Return the end of a sentence about an option's value, with the value if it cannot be a secret."""
     declared = declaration_of(action)
-    shown = "." if declared is not None and declared.is_secret else f", got {value!r}."
+    return "." if declared is not None and declared.is_secret else f", got {value!r}."
+
+
+def _convert_one(action: argparse.Action, name: str, value: Any, where: str, folder: Path | None) -> Any:
+    shown = _show(action, value)
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         what = f"{where}: {name!r} must be a text or a number" + shown
         raise error_for("BAD_SETTING", what, "Correct the value.", setting=name)
@@ -287,9 +288,7 @@ def _convert_one(action: argparse.Action, name: str, value: Any, where: str, fol
         raise error_for("BAD_SETTING", what, "Correct the value; `etfarm serve --help` explains it.", setting=name) from None
     if action.choices is not None and converted not in action.choices:
         names = ", ".join(map(str, action.choices))
-        raise error_for(
-            "BAD_SETTING", f"{where}: {name!r} must be one of {names}, got {value!r}.", "Correct the value.", setting=name
-        )
+        raise error_for("BAD_SETTING", f"{where}: {name!r} must be one of {names}{shown}", "Correct the value.", setting=name)
     return folder / converted if folder is not None and isinstance(converted, Path) else converted
 
 

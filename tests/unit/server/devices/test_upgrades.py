@@ -15,9 +15,11 @@ from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import AgentSession
 from etfarm.server.devices.upgrades import Upgrades
 from etfarm.v1 import agent_pb2, common_pb2
-from etfarm.v1.agent_pb2 import Hello, UpgradePhase
+from etfarm.v1.agent_pb2 import Hello, RunResult, UpgradePhase
 from etfarm.v1.device_pb2 import Device
+from etfarm.wire.names import OLDEST_PROTOCOL_VERSION
 from tests.support.databases import new_database
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -49,9 +51,10 @@ async def test_an_upgrade_waits_for_the_runs_and_no_longer(tmp_path: Path, *, is
         registry = Registry(database, bundles, runs, lambda: datetime(2026, 6, 1, tzinfo=UTC))
         upgrades = Upgrades(registry, runs, lambda: "u1")
         hello = Hello(agent_id="agent", devices=[Device(id="pi", name="pi")], allows_upgrade=True)
-        session = AgentSession("agent", "", lambda: 0.0, principal="rack", hello=hello)
-        session.is_outdated = is_outdated
+        version = OLDEST_PROTOCOL_VERSION - is_outdated
+        session = AgentSession("agent", "", lambda: 0.0, principal="rack", hello=hello, protocol_version=version)
         await registry.connect(session, hello)
+        assert (registry.get("pi").problem.reason == "AGENT_OUTDATED") is is_outdated
         runs.begin("a1", "pi", lambda _: None)
         wheel = common_pb2.Artifact(digest="0" * 64, size_bytes=1)
         messages = upgrades.upgrade("agent", wheel, "9.9", drain_s=60, limit_s=60, principal="root")
@@ -76,5 +79,29 @@ async def test_an_upgrade_waits_for_the_runs_and_no_longer(tmp_path: Path, *, is
         await registry.drain("pi", "its fan is broken", "root")
         await Upgrades(registry, runs, lambda: "u3").release()
         assert registry.get("pi").drain.reason == "its fan is broken"
+    finally:
+        database.close()
+
+
+@pytest.mark.parametrize("comes_later", [False, True])
+async def test_an_outdated_agent_delivers_no_result(tmp_path: Path, *, comes_later: bool) -> None:
+    database = new_database(tmp_path / "farm.sqlite")
+    await database.open()
+    try:
+        runs = Runs(3600)
+        registry = Registry(database, Bundles(Store(tmp_path, database), database, tmp_path), runs, lambda: datetime.now(UTC))
+        runs.begin("a1", "phone", lambda _: None, sent=True)
+        phone = Device(id="phone", name="phone")
+        hello = Hello(agent_id="agent", active_attempts=["a1"], devices=[] if comes_later else [phone])
+        session = AgentSession(
+            "agent", "", lambda: 0.0, principal="rack", hello=hello, protocol_version=OLDEST_PROTOCOL_VERSION - 1
+        )
+        await registry.connect(session, hello)
+        if comes_later:
+            await registry.update(session, phone)
+        assert registry.get("phone").problem.reason == "AGENT_OUTDATED"
+        runs.deliver(RunResult(attempt_id="a1", device_id="phone"), "rack")
+        with refuses("ATTEMPT_LOST"):
+            await runs.result("a1")
     finally:
         database.close()

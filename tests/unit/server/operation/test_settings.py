@@ -155,3 +155,13 @@ def test_every_option_can_be_set_in_a_file(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_may_be_a_secret_is_not_public(name: str, value: object, shown: str) -> None:
     assert Setting(name, value, DEFAULT).public_text == shown
+
+
+@pytest.mark.parametrize("value", ['"https://hooks.example/SECRET"', '[["https://hooks.example/SECRET"]]'])
+def test_a_webhook_in_a_wrong_form_is_not_shown(tmp_path: Path, value: str) -> None:
+    file = tmp_path / "farm.toml"
+    file.write_text(f"webhook = {value}\n")
+    file.chmod(0o600)
+    with refuses("BAD_SETTING", match="webhook") as refused:
+        parse(parser(), ["--config", str(file)], {})
+    assert "SECRET" not in str(refused.value)
