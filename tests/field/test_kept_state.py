@@ -165,7 +165,8 @@ def test_quantization_keeps_state_and_knows_its_range(client: Farm) -> None:
     frames = [torch.rand(1, 4) + 0.5 for _ in range(24)]
     source = ModelSource.of(Integrator().eval(), (frames[0],), calibration_inputs=[(frame,) for frame in frames[1:]])
     (report,) = client.compile(source, recipes=INT8).result().reports
-    assert report.compile is not None and not [warning.code for warning in report.compile.warnings]
+    # The sum grows with each call, so that a session longer than calibration leaves the range.
+    assert report.compile is not None and [warning.code for warning in report.compile.warnings] == ["STATE_GROWS"]
     eager = Integrator().eval()
     eager.load_state_dict(source.methods["forward"].state_dict())
     with client.session(source, recipe=INT8) as session:

@@ -207,7 +207,7 @@ def _expand(node: Any) -> None:
 def find_overlapping_write(program: ExportedProgram) -> Any:
     """Return the first node that writes to a tensor whose elements share memory, as an expanded one's do; None without.
 
-    Eager mode refuses that, and a program computes something.
+    Eager mode refuses most of these, and a program computes the others otherwise.
     """
     import torch
 

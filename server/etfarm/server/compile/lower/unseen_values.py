@@ -225,17 +225,20 @@ class Exploration:
         self.buffers = [str(node.target).removeprefix(PREFIX) for node in changed if node in self._states]
 
     def go_on(self) -> tuple[Ranges, list[str]]:
-        """Return the values of calls after those of calibration, and the names of the buffers whose values become larger."""
+        """Return the values of calls after those of calibration, and the names of the buffers whose values become larger.
+
+        If none does, what changes may be the sign or the order of values: all of the method's own buffers are named.
+        """
         ranges = Ranges()
         calls = self._state.go_on()
         buffers = {name: buffer for name, buffer in self._prepared.named_buffers() if name in self._state.own and buffer.numel()}
         before = {name: float(buffer.abs().max()) for name, buffer in buffers.items()}
-        grown: list[str] = []
+        grown: dict[str, None] = {}
         for call in range(min(max(calls, _MIN_CALLS), _MAX_CALLS) if self.samples and buffers else 0):
             if self.execute(self.samples[call % len(self.samples)], [{}], ranges):
                 break
-            grown = [name for name, buffer in buffers.items() if float(buffer.abs().max()) > before[name]] or grown
-        return ranges, grown or list(buffers)
+            grown |= {name: None for name, buffer in buffers.items() if float(buffer.abs().max()) > before[name]}
+        return ranges, list(grown or buffers)
 
     def is_zero(self, node: Any) -> bool:
         """Return whether an input was a float tensor of zeros in all samples."""
