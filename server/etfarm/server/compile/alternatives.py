@@ -59,7 +59,7 @@ _INSTEAD: Final = tuple(
         (
             "embedding_bag\\w*",
             "F.embedding(x, weight).mean(1) for F.embedding_bag(x, weight) with mode='mean', its default, .sum(1) for 'sum' and "
-            ".amax(1) for 'max', with a bag in each row of x",
+            ".amax(1) for 'max', with a bag in each row of x, and without padding_idx and per_sample_weights",
         ),
         ("round", "(x * 10**n).round() / 10**n for x.round(decimals=n)"),
         ("trilinear", "torch.einsum('bi,kij,bj->bk', x, weight, y) for F.bilinear(x, y, weight)"),

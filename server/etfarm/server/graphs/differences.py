@@ -40,6 +40,12 @@ inaccurate: errors ten times as large as those by chance."""
 _BEYOND_CHANCE_SHARE: Final = 10.0
 """How many times as many integers must differ as in such a second run."""
 
+_LOST_DB: Final = 3.0
+"""SQNR without the means of channels below which a quantized program has lost how they vary."""
+
+_FEWEST: Final = 5
+"""Minimum number of values of a channel in a sample."""
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -50,6 +56,8 @@ class Difference:
     """The SQNR in dB of the reference without its mean, so that a bias does not count as signal; None if undefined.
 
     That of the whole reference if all of its values are equal."""
+    channels_db: float | None = None
+    """The same without the mean of each channel of each sample; None if undefined, or if channels have few values."""
     dtype: str = ""
     """The dtype of the reference; empty for a scalar."""
     wrong: str = ""
@@ -96,6 +104,9 @@ def _find_low_ratio(whole_db: float, output: Difference, *, quantized: bool) -> 
         usual = f"where a {output.dtype or 'float'} output mostly has {_USUAL.get(output.dtype, 'over 100')}"
         return f"has {decibels(whole_db)}, {usual}"
     db = whole_db if output.judged_db is None else output.judged_db
+    if db >= QUANTIZED_DB and output.channels_db is not None and output.channels_db < _LOST_DB:
+        varies = f"but only {decibels(output.channels_db)} without the mean of each channel"
+        return f"has {decibels(whole_db)}, {varies}: the program loses how its values vary"
     if db >= QUANTIZED_DB:
         return ""
     # The report shows the SQNR of the whole output, so this is the number to name, unless only the other one decides.
@@ -146,7 +157,10 @@ def difference_of_samples(name: str, pairs: Sequence[tuple[Value, Value]]) -> Di
     reference, output = (np.concatenate([_array(value).ravel() for value in side]) for side in zip(*pairs, strict=True))
     expected, actual = pairs[0]
     dtype, other = ("" if isinstance(value, Scalar) else value.dtype for value in (expected, actual))
-    compared = (_of_integers if reference.dtype.kind in "biu" else _of_floats)(name, reference, output)
+    if reference.dtype.kind in "biu":
+        compared = _of_integers(name, reference, output)
+    else:
+        compared = replace(_of_floats(name, reference, output), channels_db=_channels_db(pairs))
     return replace(compared, dtype=dtype, other_dtype=other if dtype and other != dtype else "", size=reference.size)
 
 
@@ -180,6 +194,27 @@ def _of_floats(name: str, reference: NDArray[np.generic], output: NDArray[np.gen
     # float32 noise around a single value is not a signal, and cannot be used to judge a quantizer.
     is_constant = r.size < 2 or float(np.ptp(r)) <= 1e-6 * float(np.abs(r).max())
     return Difference(reported, ratio_db if is_constant else sqnr_db(r, a, r - r.mean()))
+
+
+def _channels_db(pairs: Sequence[tuple[Value, Value]]) -> float | None:
+    """Return the lower SQNR in dB of all samples without the means of their channels, which are along the second or the last dim.
+
+    Offsets of channels, such as pressures beside temperatures, are no signal: a program that gives nothing else has lost it.
+    """
+    samples = [tuple(_array(value).astype(np.float64) for value in pair) for pair in pairs]
+    rank = samples[0][0].ndim
+    if rank < 3 or not all(np.isfinite(side).all() for sample in samples for side in sample):
+        return None
+    ratios = []
+    for axis in {1, rank - 1}:
+        others = tuple(each for each in range(1, rank) if each != axis)
+        varying = [reference - reference.mean(axis=others, keepdims=True) for reference, _ in samples]
+        has_few = any(reference.size < _FEWEST * reference.shape[0] * reference.shape[axis] for reference, _ in samples)
+        is_constant = any(np.abs(part).max() <= 1e-6 * np.abs(r).max() for part, (r, _) in zip(varying, samples, strict=True))
+        if not has_few and not is_constant:
+            sides = ([r for r, _ in samples], [a for _, a in samples], varying)
+            ratios.append(sqnr_db(*(np.concatenate([each.ravel() for each in side]) for side in sides)))
+    return min((ratio for ratio in ratios if ratio is not None), default=None)
 
 
 def _describe_not_finite(reference: NDArray[np.float64], actual: NDArray[np.float64], size: int | None = None) -> str:

@@ -123,3 +123,33 @@ def test_samples_are_judged_together() -> None:
     samples = [(Tensor("y", "float32", (), np.float32([a]).tobytes()), Scalar("y", b)) for a, b in ((3, 3), (4, 3))]
     output = differences.difference_of_samples("y", samples)
     assert output.report.sqnr_db == pytest.approx(10 * np.log10(25))
+
+
+def of_channels(expected: np.ndarray, actual: np.ndarray) -> Difference:
+    sides = (Tensor("y", "float32", values.shape, np.float32(values).tobytes()) for values in (expected, actual))
+    return differences.difference("y", *sides)
+
+
+OFFSETS = np.array([1013.0, 290.0, 60.0])
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_offsets_of_channels_do_not_hide_that_their_values_are_lost(axis: int) -> None:
+    varying = 0.3 * np.random.default_rng(0).standard_normal((1, 12, 3)).cumsum(1)
+    expected, step = varying + OFFSETS, 1013 / 255
+    actual = np.round(expected / step) * step
+    if axis == 1:
+        expected, actual = expected.swapaxes(1, 2), actual.swapaxes(1, 2)
+    output = of_channels(expected, actual)
+    assert output.report.sqnr_db > 40 and output.judged_db is not None and output.judged_db > 40
+    assert "dB without the mean of each channel: the program loses how its values vary" in differences.find_problem(
+        output, quantized=True
+    )
+    assert differences.find_problem(output, quantized=False) == ""
+
+
+@pytest.mark.parametrize("shape", [(1, 12, 3), (8, 10), (1, 4, 1, 1), (1, 3, 6, 6)])
+def test_channels_that_vary_or_have_few_values_are_near(shape: tuple[int, ...]) -> None:
+    expected = 10 * np.random.default_rng(0).standard_normal(shape) + 5
+    assert differences.find_problem(of_channels(expected, expected + 0.5), quantized=True) == ""
+    assert differences.find_problem(of_channels(np.full(shape, 7.0), np.full(shape, 7.1)), quantized=True) == ""
