@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -267,7 +268,7 @@ def test_a_description_that_contradicts_itself_is_a_users_error(tmp_path: Path, 
     assert facts.describe(described)[0].methods["forward"].backends == ["XnnpackBackend"]
     plan = described.program.execution_plan[0]
     if where == "a segment":
-        plan.delegates[0].processed.index = 99
+        plan.delegates[0] = replace(plan.delegates[0], index=99)
     else:
         plan.inputs[0] = 9999
     with refuses("UNSUPPORTED_PROGRAM", match="contradicts itself"):
