@@ -201,7 +201,7 @@ def test_conditions_choose_jobs_and_wrong_ones_say_what_to_write(web: WebFarm, v
     for path in ("/jobs?since=tomorrow", "/jobs?state=LAZY", "/jobs?page=x", "/history?model=program&threads=-1"):
         assert visit.get(path).status == 400, path
     assert visit.get("/jobs/nothing-like-it").status == 404
-    assert visit.get(f"/jobs/{measured[0]}/report?cell=other").status == 400
+    assert visit.get(f"/jobs/{measured[0]}/report?cell=other").status == 404
     assert visit.get(f"/jobs/{measured[0][:8]}").headers["location"] == f"/jobs/{measured[0]}"
     log = visit.get(f"/jobs/{measured[0]}/log.txt")
     assert log.status == 200

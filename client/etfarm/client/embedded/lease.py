@@ -65,7 +65,10 @@ class Place:
         """
         for folder in (self.data, self.sockets, self.held_jobs):
             try:
-                make_private(folder)
+                try:
+                    make_private(folder)
+                except FileNotFoundError:  # a farm that ended at this moment removed the one above
+                    make_private(folder)
             except FolderNotPrivate as error:
                 raise FolderNotPrivate(error.message, "Set ETFARM_DATA to another folder.", folder=folder) from None
             except OSError as error:

@@ -21,6 +21,8 @@ _FEWEST: Final = 5
 """Minimum number of values of a column."""
 _WIDER: Final = 50.0
 """How much wider the range of the widest column is than that of a lost one."""
+_MOST: Final = 1 << 24
+"""Maximum number of elements of all samples, which take 130 bytes each."""
 _NAMED: Final = 8
 """Maximum number of columns in a message."""
 _LAYERS: Final = ("linear", "conv1d", "conv2d", "convolution", "addmm", "mm")
@@ -29,8 +31,24 @@ _CALL: Final = re.compile(r"@[0-9]+")
 """The number of a further call of a module in its path."""
 
 
-def find(pairs: Sequence[tuple[Value, Value]]) -> list[int]:
-    """Return the columns of an output, along its last dim, or dim 1 of images, that are lost over all samples.
+def dim_of_columns(program: Any, at: int) -> int | None:
+    """Return the dim of an output along which one layer gives its columns; None if no layer gives it directly.
+
+    The others are positions in space or time, which may vary less than others without any loss.
+
+    Args:
+        program: the exported program before quantization.
+        at: the output's index.
+    """
+    node = _node_of(program, at)
+    while _name(node) in ("clone", "contiguous"):
+        node = node.args[0]
+    kind = _name(node)
+    return None if kind not in _LAYERS else 1 if kind.startswith("conv") else -1
+
+
+def find(pairs: Sequence[tuple[Value, Value]], dim: int | None) -> list[int]:
+    """Return the columns of an output, along a dim, that are lost over all samples; none without a dim.
 
     Such a column varies in the model by less than the output's step, and the widest one by far more. The step is the least
     distance between values of the program. Probabilities do not count: those of classes that never occur are all near 0.
@@ -41,12 +59,11 @@ def find(pairs: Sequence[tuple[Value, Value]]) -> list[int]:
     if not all(isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape for one, other in pairs):
         return []
     sides = [[tensors.to_array(value) for value in side] for side in zip(*pairs, strict=True)]
-    shapes = {array.shape for array in sides[0]}
-    rank = len(next(iter(shapes), ()))
-    dims = {shape[1 if rank == 4 else -1] for shape in shapes if len(shape) == rank} if rank > 1 else set()
-    if len(dims) != 1 or sides[0][0].dtype.kind in "biu":
+    if dim is None or any(array.ndim < 2 for array in sides[0]) or sum(array.size for array in sides[0]) > _MOST:
         return []
-    wanted, got = (np.concatenate([_columns(array) for array in side]).astype(np.float64) for side in sides)
+    if len({array.shape[dim] for array in sides[0]}) != 1 or sides[0][0].dtype.kind in "biu":
+        return []
+    wanted, got = (np.concatenate([_columns(array, dim) for array in side]).astype(np.float64) for side in sides)
     if len(wanted) < _FEWEST or not (np.isfinite(wanted).all() and np.isfinite(got).all()):
         return []
     if wanted.min() >= 0 and wanted.max() <= 1:
@@ -76,9 +93,9 @@ def describe(method: str, name: str, columns: Sequence[int], program: Any, at: i
     )
 
 
-def _columns(array: NDArray[Any]) -> NDArray[Any]:
+def _columns(array: NDArray[Any], dim: int) -> NDArray[Any]:
     """Return an array with a row for each element of the other dims."""
-    last = np.moveaxis(array, 1, -1) if array.ndim == 4 else array
+    last = np.moveaxis(array, dim, -1)
     return last.reshape(-1, last.shape[-1])
 
 
@@ -89,14 +106,19 @@ def _is_lost(wanted: NDArray[np.float64], got: NDArray[np.float64]) -> bool:
 
 def _advise(program: Any, at: int) -> str:
     """Return how to keep the layer that gives an output in fp32; empty if that is unknown."""
-    specs = program.graph_signature.output_specs
-    returned = next(node.args[0] for node in program.graph.nodes if node.op == "output")
-    outputs = [value for spec, value in zip(specs, returned, strict=False) if spec.kind.name == "USER_OUTPUT"]
-    node: Any = outputs[at] if at < len(outputs) else None
+    node = _node_of(program, at)
     while _name(node) in _VIEWS:
         node = node.args[0]
     module = _module(node) if _name(node) in _LAYERS else ""
     return f'; or keep that layer in fp32: skip_modules = ["{module}"] in a recipe file' if module else ""
+
+
+def _node_of(program: Any, at: int) -> Any:
+    """Return the node of an output; None if there is none."""
+    specs = program.graph_signature.output_specs
+    returned = next(node.args[0] for node in program.graph.nodes if node.op == "output")
+    outputs = [value for spec, value in zip(specs, returned, strict=False) if spec.kind.name == "USER_OUTPUT"]
+    return outputs[at] if at < len(outputs) else None
 
 
 def _name(node: Any) -> str:

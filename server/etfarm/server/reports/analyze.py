@@ -401,7 +401,11 @@ def _fill_accuracy(
         is_quantized_here = request.is_quantized or request.quantized is not None
         for at, (name, samples) in comparable.items() if is_quantized_here else ():
             known = any("loses " in problem for problem in request.known_problems)
-            if not known and rows[at].sqnr_db >= QUANTIZED_DB and (columns := lost_columns.find(samples)):
+            if (
+                not known
+                and rows[at].sqnr_db >= QUANTIZED_DB
+                and (columns := lost_columns.find(samples, lost_columns.dim_of_columns(program, at)))
+            ):
                 _warn(report, PART_LOST, lost_columns.describe(request.method, name, columns, program, at))
     # A model that the client has quantized is its own quantized graph.
     if sentence := describe(

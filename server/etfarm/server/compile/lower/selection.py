@@ -165,7 +165,7 @@ def _filter(chosen: Mapping[tuple[str, str], Sequence[Any]]) -> Callable[[Any], 
 
     def allows(node: Any) -> bool:
         inputs = node.all_input_nodes
-        if node.op != "call_function" or (inputs and all(each.op == "get_attr" for each in inputs)):
+        if node.op != "call_function" or (node not in skip and inputs and all(map(_is_constant, inputs))):
             return True
         if _name_of(node)[0] in _DROPOUTS:
             return True
@@ -173,6 +173,11 @@ def _filter(chosen: Mapping[tuple[str, str], Sequence[Any]]) -> Callable[[Any], 
         return node not in skip and (not has_only or is_chosen)
 
     return allows
+
+
+def _is_constant(node: Any) -> bool:
+    """Return whether a node is a parameter or buffer that the program does not write."""
+    return node.op == "get_attr" and not any(_name_of(user)[0] == "copy" and user.args[0] is node for user in node.users)
 
 
 @contextmanager

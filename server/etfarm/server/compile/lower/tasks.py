@@ -144,7 +144,7 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
                     compilation, "STATE_GROWS",
                     f"In calls after those of calibration, the buffers {', '.join(kept.grown)} of {method} give operators values "
                     "that int8 clips. Give as many calibration inputs as a session has calls, in their order, or keep the layers "
-                    "that these buffers reach in fp32 (skip_modules).",
+                    "that these buffers reach in fp32 (skip_modules, or skip_operators for those of the model itself).",
                 )  # fmt: skip
         if not quantizing:
             raise QuantizedNothing(name, " or ".join(programs))

@@ -67,9 +67,13 @@ def describe_operators(names: Sequence[str], programs: Programs) -> str:
             name = schema_name(node)
             if name in names:
                 nodes[name or ""].append(node)
-    shown = [describe(name, places(nodes[name])) for name in names[:NAMED]]
-    remaining = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return "; ".join(shown) + remaining
+    return list_first(describe(name, places(nodes[name])) for name in names)
+
+
+def list_first(words: Iterable[str]) -> str:
+    """Return the first three different words of several, like `a; b; c and 2 more`; empty if there are none."""
+    shown = list(dict.fromkeys(words))
+    return "; ".join(shown[:NAMED]) + (f" and {len(shown) - NAMED} more" if len(shown) > NAMED else "")
 
 
 def describe_place(where: Iterable[Place]) -> str:
@@ -103,8 +107,7 @@ def describe_control_flow(nodes: Sequence[Any]) -> str:
 
     At most three of them.
     """
-    shown = list(dict.fromkeys(describe(name_as_called(node), places([node])) for node in nodes))
-    return "; ".join(shown[:NAMED]) + (f" and {len(shown) - NAMED} more" if len(shown) > NAMED else "")
+    return list_first(describe(name_as_called(node), places([node])) for node in nodes)
 
 
 def schema_name(node: Any) -> str | None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, Final
 
-from etfarm.server.compile.program.descriptions import NAMED, describe_node
+from etfarm.server.compile.program.descriptions import describe_node, list_first
 from etfarm.server.compile.program.fp32_layers import name_of
 from etfarm.server.compile.program.places import all_nodes
 from etfarm.v1.compile_pb2 import OperatorDelegation
@@ -23,13 +23,12 @@ def describe(program: Any, operators: Iterable[OperatorDelegation]) -> str:
     if not any(row.op.startswith("aten_rsqrt") and row.delegated for row in operators):
         return ""
     roots = [node for node in all_nodes(program) if name_of(node).rstrip("_") == "rsqrt"]
-    shown = list(dict.fromkeys(describe_node(node) for node in roots if any(map(_is_of_infinity, node.users))))
-    more = f" and {len(shown) - NAMED} more" if len(shown) > NAMED else ""
+    shown = list_first(describe_node(node) for node in roots if any(map(_is_of_infinity, node.users)))
     if not shown:
         return ""
     return (
         f"XNNPACK computes the reciprocal square root of 0 as NaN, and the model compares it with infinity, which it is in "
-        f"PyTorch: {'; '.join(shown[:NAMED])}{more}. Compare its input instead, torch.where(x > 0, torch.rsqrt(x), 0), or write "
+        f"PyTorch: {shown}. Compare its input instead, torch.where(x > 0, torch.rsqrt(x), 0), or write "
         "x.pow(-0.5), which the portable kernels compute."
     )
 

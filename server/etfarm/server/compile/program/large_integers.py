@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch.utils import _pytree as pytree
 
-from etfarm.server.compile.program.descriptions import NAMED, describe_node
+from etfarm.server.compile.program.descriptions import describe_node, list_first
 from etfarm.server.compile.program.fp32_layers import name_of
 from etfarm.server.compile.program.places import all_nodes
 from etfarm.server.compile.program.values import input_names
@@ -50,12 +50,7 @@ def describe(program: Any) -> str:
     for node in all_nodes(program):
         if (kind := _kind_of(node)) and any(each in large for each in node.all_input_nodes):
             nodes_by_kind[kind].append(node)
-    sentences = []
-    for kind, nodes in nodes_by_kind.items():
-        shown = list(dict.fromkeys(map(describe_node, nodes)))
-        more = f" and {len(shown) - NAMED} more" if len(shown) > NAMED else ""
-        sentences.append(f"{'; '.join(shown[:NAMED])}{more}. {_INSTEAD[kind]}")
-    return " ".join(sentences)
+    return " ".join(f"{list_first(map(describe_node, nodes))}. {_INSTEAD[kind]}" for kind, nodes in nodes_by_kind.items())
 
 
 def _kind_of(node: Any) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from etfarm.server.compile.errors import zero_points_ignored
-from etfarm.server.compile.program.descriptions import NAMED, describe_node, schema_name
+from etfarm.server.compile.program.descriptions import describe_node, list_first, schema_name
 from etfarm.server.compile.program.fp32_layers import OPERANDS, VIEWS, name_of
 from etfarm.server.compile.program.places import all_nodes, module_path
 from etfarm.server.compile.program.suspects import owned_names
@@ -33,10 +33,8 @@ def check(program: Any, method: str) -> None:
         if points is not None and bool(points.count_nonzero()):
             layers.extend(_layers(node))
     if layers:
-        shown = list(dict.fromkeys(map(_describe, layers)))
-        more = f" and {len(shown) - NAMED} more" if len(shown) > NAMED else ""
         names = ", ".join(sorted({schema_name(layer) or layer.name for layer in layers}))
-        raise zero_points_ignored(method, "; ".join(shown[:NAMED]) + more, names)
+        raise zero_points_ignored(method, list_first(map(_describe, layers)), names)
 
 
 def _describe(layer: Any) -> str:

@@ -439,7 +439,8 @@ def _compare_parts(
     try:
         for index, (wanted, actual) in enumerate(zip(expected, outputs, strict=True)):
             rows = parts.find_lost(original, program.lowered.get(method), index, wanted, actual)
-            narrow = [] if rows or method in program.sources else lost_columns.find([(wanted, actual)])
+            dim = None if rows or method in program.sources else lost_columns.dim_of_columns(original, index)
+            narrow = lost_columns.find([(wanted, actual)], dim)
             if (rows or narrow) and not differences.find_problem(differences.difference("", wanted, actual), quantized=True):
                 lost[index], columns[index] = rows, narrow
     except Exception as error:

@@ -39,11 +39,12 @@ class Model(nn.Module):
     (STATIC, lambda m, x: m.point(F.prelu(m.image(x), m.make(x.mean((0, 2, 3)))))),
     (STATIC, lambda m, x: ((y := m.image(x)), m.point(F.instance_norm(y)))),
     (STATIC, lambda m, x: ((y := m.image(x)), m.point(y), y + 1, y.flatten(2))),
+    (STATIC, lambda m, x: ((y := m.image(x)), torch.sigmoid(y))),
     (STATIC, lambda m, x: m.last(m.prelu(m.first(x)))),
     (DYNAMIC, lambda m, x: m.last(m.prelu(m.first(x)))),
     (DYNAMIC, lambda m, x: m.last(F.max_pool2d(m.first(x), 3, 1, 1))),
     (DYNAMIC, lambda m, x: ((y := m.prelu(m.first(x))), m.last(y), m.first(y))),
-], ids=["computed", "generated", "instance norm", "outputs", "linear", "dynamic linear", "dynamic pool",
+], ids=["computed", "generated", "instance norm", "outputs", "sigmoid", "linear", "dynamic linear", "dynamic pool",
         "dynamic twice"])  # fmt: skip
 def test_programs_compute_as_the_model(recipe: str, body: Body) -> None:
     torch.manual_seed(0)

@@ -162,3 +162,24 @@ def test_a_name_that_selects_nothing_is_refused_with_the_nearest(text: str, name
         annotated(text)
     assert refused.value.metadata["name"] == name and nearest in refused.value.remedy
     assert refused.value.metadata["argument"] == text.split()[0]
+
+
+class Counting(nn.Module):  # type: ignore[misc]
+    """Changes a buffer, and multiplies with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.register_buffer("n", torch.zeros(1))
+        self.register_buffer("one", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        n = self.n + self.one
+        self.n.copy_(n)
+        return self.a(x) * n
+
+
+@pytest.mark.parametrize("text", ['skip_operators = [":add", ":mul"]', 'only_modules = ["a"]'])
+def test_operators_of_buffers_that_the_model_writes_are_selected_by_name(text: str) -> None:
+    names, _ = annotated(text, Counting(), inputs=(torch.randn(2, 8),))
+    assert names == ["linear"]

@@ -34,22 +34,6 @@ class Two(nn.Module):
         self.register_buffer("offset", torch.ones(1) if offset is None else offset)
 
 
-class Returned(Two):
-    """Returns what it also uses."""
-
-    def forward(self, x: Any) -> Any:
-        y = self.a(x)
-        return y, torch.sigmoid(y)
-
-
-class Copied(Two):
-    """Returns a copy of what it uses."""
-
-    def forward(self, x: Any) -> Any:
-        y = self.a(x)
-        return y * 1.0, torch.sigmoid(y)
-
-
 class Increased(Two):
     """Adds a number before a convolution."""
 
@@ -125,10 +109,6 @@ CASES: Final[dict[str, tuple[Model, list[Model], list[str]]]] = {
     "a complex number in int8": ((Rotated(), STATIC), [(Parts(), "xnnpack_fp32")], [*COMPLEX, "aten::mul at ", "* 2j)"]),
     "a complex number": ((Rotated(), "xnnpack_fp32"), [(Parts(), "xnnpack_fp32")], [*COMPLEX, "aten::mul at ", "* 2j)"]),
     "a complex keyword": ((Increment(), "portable"), [(Parts(), "portable")], [*COMPLEX, "aten::add at ", "alpha=2j)"]),
-    "a convolution's output that is returned and used": (
-        (Returned(), STATIC), [(Copied(), STATIC), (Returned(), DYNAMIC)],
-        ["PROGRAM_CANNOT_RUN", "of aten::conv2d at ", "(y = self.a(x)), in module a", "channels last", "y * 1.0"],
-    ),
     "a number before a convolution": (
         (Increased(), DYNAMIC),
         [(Shifted(torch.full((1, 1, 1, 1), 1.0)), DYNAMIC), (Increased(), with_quantizer(DYNAMIC, 'skip_modules = ["b"]'))],
