@@ -73,7 +73,7 @@ def _noted(monkeypatch: pytest.MonkeyPatch) -> None:
             built.annotated = [
                 node for node in result.graph.nodes
                 if node.op == "call_function" and getattr(node.meta.get("quantization_annotation"), "_annotated", False)
-                and str(node.target).split(".")[1] in ("conv2d", "linear", "relu")
+                and str(node.target).split(".")[1] in ("conv2d", "linear", "relu", "add", "mul")
             ]  # fmt: skip
             return result
 
@@ -109,7 +109,7 @@ def test_functional_operators_are_named_by_module_operator_and_ordinal_or_by_lin
         (":relu", {"relu_1", "relu_2"}),
     ):
         names, (row,) = annotated(f'skip_operators = ["{name}"]')
-        heavy = {each for each in names if not each.startswith("linear")}
+        heavy = {each for each in names if not each.startswith(("linear", "add", "mul"))}
         assert heavy == {"conv2d", "conv2d_1", "conv2d_2", "relu", "relu_1", "relu_2"} - kept, name
         assert row.name == name and (row.count, row.quantized) == (len(kept), 0)
     names, _ = annotated('only_operators = ["layers.a-b:conv2d"]')
