@@ -107,11 +107,15 @@ def check(path: Path, head: str, known: Iterable[str], *, whole: bool = False) -
 
 def _check_access(path: Path) -> None:
     for file in (path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")):
-        # Another process that closes the database removes the files beside it.
-        if not os.access(file, os.R_OK | os.W_OK) and file.exists():
+        # Other processes that open and close the database create and remove the files beside it.
+        if not _may_use(file) and file.exists() and not _may_use(file):
             raise _no_access(file)
     if not os.access(path.parent, os.R_OK | os.W_OK | os.X_OK):
         raise _no_access(path.parent)
+
+
+def _may_use(file: Path) -> bool:
+    return os.access(file, os.R_OK | os.W_OK)
 
 
 def _no_access(path: Path) -> EtfarmError:
