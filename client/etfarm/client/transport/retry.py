@@ -20,7 +20,7 @@ from etfarm.wire.retry_backoff import retry_backoff
 from etfarm.wire.status import is_unanswered
 
 FIRST_DELAY_S: Final = 0.1
-LONGEST_DELAY_S: Final = 2.0
+LONGEST_DELAY_S: Final = 1.0
 _SHOWN_AFTER: Final = 3
 """Number of times in a row that a server which is there cannot do something, after which its reason is shown."""
 

@@ -34,7 +34,7 @@ _IDLE_S: Final = 5
 _LOCK_S: Final = 10
 """Time limit of the wait for a lock: another server's transactions take milliseconds."""
 _FIRST_PAUSE_S: Final = 0.05
-_LONGEST_PAUSE_S: Final = 1.0
+_LONGEST_PAUSE_S: Final = 0.5
 
 _DEFAULTS: Final[dict[str, Any]] = {
     "application_name": "etfarm",
