@@ -6,16 +6,14 @@ tables below. `--check` says whether the committed modules are up to date.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
-import tempfile
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from generate_sync import tidy
+from generate_sync import write
 from google.protobuf.descriptor import Descriptor, EnumDescriptor
 
 from etfarm.v1 import comparison_pb2, report_pb2
@@ -294,29 +292,5 @@ def modules() -> dict[str, str]:
     }
 
 
-def main() -> int:
-    """Write the modules, or compare them with the committed ones."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a module is not what would be generated")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="etfarm-reports-") as folder:
-        fresh = []
-        for name, text in modules().items():
-            fresh.append(Path(folder) / f"{name}.py")
-            fresh[-1].write_text(text)
-        tidy(fresh, moves_types=False)
-        texts = {TARGET / path.name: path.read_text() for path in fresh}
-    differing = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
-    if arguments.check:
-        if differing:
-            names = ", ".join(path.name for path in differing)
-            print(f"not up to date: {names}. Run `python client/generate_reports.py`.", file=sys.stderr)
-        return 1 if differing else 0
-    for path in differing:
-        path.write_text(texts[path])
-    print(f"{len(differing)} of {len(texts)} files changed")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write(__doc__ or "", TARGET, modules(), moves_types=False))

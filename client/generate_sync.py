@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -222,23 +222,28 @@ def tidy(paths: list[Path], *, moves_types: bool = True) -> None:
     subprocess.run([ruff, "format", *options, "--config", "format.skip-magic-trailing-comma=true", *paths], check=True)
 
 
-def main() -> int:
-    """Write the modules, or compare them with the committed ones."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def write(about: str, target: Path, modules: Mapping[str, str], *, moves_types: bool = True) -> int:
+    """Write the modules that a script generates, or compare them with the committed ones; return the exit code.
+
+    Args:
+        about: the script's docstring.
+        target: the modules' folder.
+        modules: their texts, not formatted and with imports that are not needed.
+    """
+    parser = argparse.ArgumentParser(description=about.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a module is not what would be generated")
     arguments = parser.parse_args()
-    committed = ROOT / Path(*PACKAGE.split("."))
-    with tempfile.TemporaryDirectory(prefix="etfarm-sync-") as folder:
-        fresh = [Path(folder) / f"{source.target}.py" for source in SOURCES]
-        for path, source in zip(fresh, SOURCES, strict=True):
-            path.write_text(generate(source))
-        tidy(fresh)
-        texts = {committed / path.name: path.read_text() for path in fresh}
+    with tempfile.TemporaryDirectory(prefix="etfarm-generated-") as folder:
+        fresh = [Path(folder) / f"{name}.py" for name in modules]
+        for path in fresh:
+            path.write_text(modules[path.stem])
+        tidy(fresh, moves_types=moves_types)
+        texts = {target / path.name: path.read_text() for path in fresh}
     differing = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
     if arguments.check:
         if differing:
             names = ", ".join(path.name for path in differing)
-            print(f"not up to date: {names}. Run `python client/generate_sync.py`.", file=sys.stderr)
+            print(f"not up to date: {names}. Run `python client/{Path(sys.argv[0]).name}`.", file=sys.stderr)
         return 1 if differing else 0
     for path in differing:
         path.write_text(texts[path])
@@ -247,4 +252,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    modules = {source.target: generate(source) for source in SOURCES}
+    sys.exit(write(__doc__ or "", ROOT / Path(*PACKAGE.split(".")), modules))

@@ -89,7 +89,7 @@ def test_an_agent_is_upgraded_in_place_and_falls_back_to_what_works(rack: Rack) 
 
     # The wheel is no longer held.
     with rack.farm.client() as client:
-        assert client.info().agent_wheel == AgentWheel(NEW, digest_of_file(rack.wheels[NEW]))
+        assert client.info().agent_wheel == AgentWheel(version=NEW, digest=digest_of_file(rack.wheels[NEW]))
         client.delete_artifact(digest_of_file(rack.wheels[NEW]), force=True)
 
     # A version that never connects is given up for the former one.

@@ -1298,7 +1298,7 @@ Global___RunCall: _TypeAlias = RunCall  # noqa: Y015
 
 @_typing.final
 class RunnerBundle(_message.Message):
-    """A runner for one architecture: an archive that starts with the dynamic loader it contains."""
+    """A runner that the farm sends to devices of its architecture: an archive that starts with the dynamic loader it contains."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1660,6 +1660,8 @@ Global___EnrollAgentResponse: _TypeAlias = EnrollAgentResponse  # noqa: Y015
 
 @_typing.final
 class Agent(_message.Message):
+    """An agent identity and the principal whose token may use it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     AGENT_ID_FIELD_NUMBER: _builtins.int
@@ -1677,10 +1679,11 @@ class Agent(_message.Message):
     """The principal whose tokens may use the identity; empty if it is not bound."""
     connected: _builtins.bool
     refused_principal: _builtins.str
-    """For an identity that is not bound: the principal that last tried to connect with it."""
+    """For an identity that is not bound: the principal that last tried to connect with it; empty if there was none."""
     version: _builtins.str
-    """The version of etfarm and the host name in its last Hello; empty if it has not connected to this version of the server."""
+    """The version of etfarm in its last Hello, connected or not; empty if it has not connected to this version of the server."""
     host: _builtins.str
+    """The name of its machine in its last Hello."""
     allows_upgrade: _builtins.bool
     """Whether it is connected and installs wheels that the server offers."""
     retired: _builtins.bool
@@ -1754,6 +1757,8 @@ Global___UpgradeAgentRequest: _TypeAlias = UpgradeAgentRequest  # noqa: Y015
 
 @_typing.final
 class UpgradeAgentProgress(_message.Message):
+    """A step of an agent's upgrade."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PHASE_FIELD_NUMBER: _builtins.int
@@ -1851,6 +1856,8 @@ Global___RemoveAgentRequest: _TypeAlias = RemoveAgentRequest  # noqa: Y015
 
 @_typing.final
 class RemoveAgentResponse(_message.Message):
+    """An agent that was removed."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     AGENT_FIELD_NUMBER: _builtins.int
@@ -1861,7 +1868,7 @@ class RemoveAgentResponse(_message.Message):
 
     @_builtins.property
     def revoked_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Token.id of each token that was the agent's alone."""
+        """Ids of the tokens that were the agent's alone."""
 
     def __init__(
         self,

@@ -271,6 +271,8 @@ Global___ListArtifactsRequest: _TypeAlias = ListArtifactsRequest  # noqa: Y015
 
 @_typing.final
 class StoredArtifact(_message.Message):
+    """A file that the farm stores for a project, by its digest."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ARTIFACT_FIELD_NUMBER: _builtins.int
@@ -278,6 +280,7 @@ class StoredArtifact(_message.Message):
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     PROJECT_FIELD_NUMBER: _builtins.int
     owner: _builtins.str
+    """The principal that stored it."""
     project: _builtins.str
     """The project that holds the artifact. An artifact of several projects is listed once for each."""
     @_builtins.property
@@ -389,6 +392,8 @@ Global___CollectArtifactsRequest: _TypeAlias = CollectArtifactsRequest  # noqa: 
 
 @_typing.final
 class CollectArtifactsResponse(_message.Message):
+    """What a collection of artifacts deleted, or would delete."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DELETED_BYTES_FIELD_NUMBER: _builtins.int

@@ -115,6 +115,8 @@ Global___ListRecipesResponse: _TypeAlias = ListRecipesResponse  # noqa: Y015
 
 @_typing.final
 class RecipeInfo(_message.Message):
+    """A recipe, and whether the server can run it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int

@@ -32,18 +32,19 @@ class _DeviceStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DeviceSta
     DEVICE_STATE_BUSY: _DeviceState.ValueType  # 2
     DEVICE_STATE_OFFLINE: _DeviceState.ValueType  # 3
     DEVICE_STATE_DRAINING: _DeviceState.ValueType  # 4
-    """Connected, and takes nothing new; Device.drain says why. It still runs an attempt if `attempt_id` is set."""
+    """Connected, and takes nothing new; Device.drain says why. It still runs an attempt if Device.attempt_id is set."""
     DEVICE_STATE_UNUSABLE: _DeviceState.ValueType  # 5
     """Connected, but unable to run programs now. Device.problem says why, and what to do."""
 
-class DeviceState(_DeviceState, metaclass=_DeviceStateEnumTypeWrapper): ...
+class DeviceState(_DeviceState, metaclass=_DeviceStateEnumTypeWrapper):
+    """The current activity of a device."""
 
 DEVICE_STATE_UNSPECIFIED: DeviceState.ValueType  # 0
 DEVICE_STATE_IDLE: DeviceState.ValueType  # 1
 DEVICE_STATE_BUSY: DeviceState.ValueType  # 2
 DEVICE_STATE_OFFLINE: DeviceState.ValueType  # 3
 DEVICE_STATE_DRAINING: DeviceState.ValueType  # 4
-"""Connected, and takes nothing new; Device.drain says why. It still runs an attempt if `attempt_id` is set."""
+"""Connected, and takes nothing new; Device.drain says why. It still runs an attempt if Device.attempt_id is set."""
 DEVICE_STATE_UNUSABLE: DeviceState.ValueType  # 5
 """Connected, but unable to run programs now. Device.problem says why, and what to do."""
 Global___DeviceState: _TypeAlias = DeviceState  # noqa: Y015
@@ -61,9 +62,10 @@ class _HealthStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HealthSta
     HEALTH_STATE_SUSPECT: _HealthState.ValueType  # 3
     """Used only if no healthy device matches."""
     HEALTH_STATE_QUARANTINED: _HealthState.ValueType  # 4
-    """Not used until a health run succeeds."""
+    """Not used until its health runs pass."""
 
-class HealthState(_HealthState, metaclass=_HealthStateEnumTypeWrapper): ...
+class HealthState(_HealthState, metaclass=_HealthStateEnumTypeWrapper):
+    """What the farm thinks of a device's reliability, whatever its activity."""
 
 HEALTH_STATE_UNSPECIFIED: HealthState.ValueType  # 0
 HEALTH_STATE_UNKNOWN: HealthState.ValueType  # 1
@@ -72,7 +74,7 @@ HEALTH_STATE_GOOD: HealthState.ValueType  # 2
 HEALTH_STATE_SUSPECT: HealthState.ValueType  # 3
 """Used only if no healthy device matches."""
 HEALTH_STATE_QUARANTINED: HealthState.ValueType  # 4
-"""Not used until a health run succeeds."""
+"""Not used until its health runs pass."""
 Global___HealthState: _TypeAlias = HealthState  # noqa: Y015
 
 class _HealthEventKind:
@@ -223,6 +225,8 @@ Global___DeviceRunner: _TypeAlias = DeviceRunner  # noqa: Y015
 
 @_typing.final
 class Device(_message.Message):
+    """A device known to the farm."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -300,7 +304,7 @@ class Device(_message.Message):
     model: _builtins.str
     """The product, if `soc` does not name it: "Google Pixel 8"."""
     state: Global___DeviceState.ValueType
-    """The server sets the following fields; agents leave them unset."""
+    """What it does. The server sets this and the following fields; agents leave them unset."""
     attempt_id: _builtins.str
     """The attempt that it runs; empty if it is idle, or if the attempt belongs to none of the caller's projects."""
     operator_count: _builtins.int
@@ -444,7 +448,7 @@ class DeviceHealth(_message.Message):
     """The sum of its faults, each of which counts less as it ages."""
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp:
-        """Since when the device has this state."""
+        """Since when the device has this state; absent if nothing is known yet."""
 
     @_builtins.property
     def last_run_time(self) -> _timestamp_pb2.Timestamp:
@@ -809,6 +813,8 @@ Global___ReserveDeviceRequest: _TypeAlias = ReserveDeviceRequest  # noqa: Y015
 
 @_typing.final
 class Reservation(_message.Message):
+    """Devices that are reserved for the jobs and sessions which name the reservation."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ID_FIELD_NUMBER: _builtins.int
@@ -822,14 +828,16 @@ class Reservation(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     DURATION_S_FIELD_NUMBER: _builtins.int
     id: _builtins.str
+    """Empty for a reservation of another project."""
     device_id: _builtins.str
     """The first of `device_ids`; in Device.reservation, the device itself."""
     owner: _builtins.str
+    """Empty for a reservation of another project, as `reason` is."""
     project: _builtins.str
     selector: _builtins.str
     reason: _builtins.str
     duration_s: _builtins.float
-    """The duration of Reserve or of the last Renew."""
+    """The time for which each renewal extends it, in seconds: the duration of Reserve or of the last Renew."""
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
         """When the reservation ends unless it is renewed, by the server's clock."""
@@ -1169,6 +1177,8 @@ Global___RetireDeviceRequest: _TypeAlias = RetireDeviceRequest  # noqa: Y015
 
 @_typing.final
 class RetireDeviceResponse(_message.Message):
+    """A device that was retired."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DEVICE_FIELD_NUMBER: _builtins.int
@@ -1181,15 +1191,15 @@ class RetireDeviceResponse(_message.Message):
 
     @_builtins.property
     def revoked_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Token.id of each token that was the agent's alone."""
+        """Ids of the tokens that were its agent's alone."""
 
     @_builtins.property
     def other_device_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The agent's other devices, because of which it stays admitted."""
+        """Ids of its agent's other devices, because of which the agent stays admitted."""
 
     @_builtins.property
     def ended_attempt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The attempts that were ended, if `now` was set."""
+        """Ids of the attempts that were ended instead of waited for: if `now` was set."""
 
     def __init__(
         self,
@@ -1234,6 +1244,8 @@ Global___RestrictDeviceRequest: _TypeAlias = RestrictDeviceRequest  # noqa: Y015
 
 @_typing.final
 class HealthEvent(_message.Message):
+    """Something that happened to a device's health."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DEVICE_ID_FIELD_NUMBER: _builtins.int
@@ -1306,6 +1318,7 @@ class HealthRun(_message.Message):
     BASELINE_NS_FIELD_NUMBER: _builtins.int
     DURATION_S_FIELD_NUMBER: _builtins.int
     trigger: Global___HealthRunTrigger.ValueType
+    """Why it ran."""
     passed: _builtins.bool
     """Whether the device returned the known outputs."""
     program: _builtins.str
@@ -1317,7 +1330,7 @@ class HealthRun(_message.Message):
     p50_ns: _builtins.float
     """The median. Absent for an emulated device, and for a run that only checked the outputs."""
     baseline_ns: _builtins.float
-    """The device's usual median, once enough health runs under equal conditions are known."""
+    """The device's usual median; absent until enough health runs under equal conditions are known."""
     duration_s: _builtins.float
     @_builtins.property
     def doubts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

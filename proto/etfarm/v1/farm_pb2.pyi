@@ -99,6 +99,8 @@ Global___GetServerStatusRequest: _TypeAlias = GetServerStatusRequest  # noqa: Y0
 
 @_typing.final
 class ServerStatus(_message.Message):
+    """The settings and metrics of a server."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SETTINGS_FIELD_NUMBER: _builtins.int
@@ -170,7 +172,7 @@ class Metric(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """"etfarm_jobs_finished" """
+    """Such as `etfarm_jobs_finished`."""
     help: _builtins.str
     kind: _builtins.str
     """"counter", "gauge", "histogram", ..."""
@@ -194,6 +196,8 @@ Global___Metric: _TypeAlias = Metric  # noqa: Y015
 
 @_typing.final
 class MetricSample(_message.Message):
+    """A value of a metric."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -287,7 +291,7 @@ Global___ApplyRetentionResponse: _TypeAlias = ApplyRetentionResponse  # noqa: Y0
 
 @_typing.final
 class RetentionResult(_message.Message):
-    """What a limit deleted."""
+    """What one limit of the server's retention deleted, or would delete."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -305,10 +309,11 @@ class RetentionResult(_message.Message):
     deleted_bytes: _builtins.int
     """Approximate size of what was deleted; for cached compilations, that of their files."""
     kept_count: _builtins.int
-    """Of a limit of the size of jobs: the number and size of live and tagged jobs, which count for the limit and are never deleted.
-    Absent for other limits.
+    """Of a limit of the size of jobs: the number of live and tagged jobs, which count for the limit and are never deleted; absent for
+    other limits.
     """
     kept_bytes: _builtins.int
+    """Their size."""
     def __init__(
         self,
         *,
@@ -351,6 +356,8 @@ Global___GetServerInfoRequest: _TypeAlias = GetServerInfoRequest  # noqa: Y015
 
 @_typing.final
 class ServerInfo(_message.Message):
+    """Information about the server."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
@@ -384,8 +391,9 @@ class ServerInfo(_message.Message):
     ready.
     """
     protocol_version: _builtins.int
-    """The newest version of the contract that the server speaks, as Hello.protocol_version, and the oldest that it serves."""
+    """The newest version of the contract that the server speaks, as Hello.protocol_version."""
     oldest_protocol_version: _builtins.int
+    """The oldest that it serves."""
     stopping: _builtins.bool
     """Whether the server is about to stop: it finishes running work, and refuses new work with UNAVAILABLE (SERVER_STOPPING)."""
     forwarded_by: _builtins.str
@@ -535,6 +543,7 @@ class DiskSpace(_message.Message):
     WORK_BYTES_FIELD_NUMBER: _builtins.int
     FULL_FIELD_NUMBER: _builtins.int
     free_bytes: _builtins.int
+    """Free space on the disk of the server's data."""
     work_bytes: _builtins.int
     """Free space below which new jobs, users' uploads and compilations are refused with RESOURCE_EXHAUSTED (DISK_FULL). Results of
     running attempts may use the rest but for a reserve for the journal.

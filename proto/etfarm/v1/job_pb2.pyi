@@ -704,16 +704,18 @@ class Cell(_message.Message):
     """Position among the job's cells, from 0."""
     candidate_index: _builtins.int
     device_index: _builtins.int
-    """Absent for a compile-only job."""
+    """Absent for a compile-only job, whose cell covers all methods, whatever its method name."""
     method: _builtins.str
     threads: _builtins.int
+    """The device's default when absent."""
     state: _common_pb2.CellState.ValueType
     version: _builtins.int
     """Number of the cell's changes. Every change is a compare-and-set of it."""
     compilation_key: _builtins.str
     candidate_name: _builtins.str
-    """Names of the model and of the recipe for people: "resnet8" and "xnnpack_fp32"."""
+    """The name of the model for people, such as "resnet8"."""
     recipe_name: _builtins.str
+    """The name of the recipe for people, such as "xnnpack_fp32"; absent for a ready program."""
     selector: _builtins.str
     """The choice's selector; a device id if DeviceChoice.all created the cell."""
     report_id: _builtins.str
@@ -725,10 +727,11 @@ class Cell(_message.Message):
     compile_cached: _builtins.bool
     """Whether the compilation came from the cache."""
     p50_ns: _builtins.float
-    """The result of the timed pass, as in the cell's report: Latency.p50_ns and p50_ci95_ns, and Verdict.status. Set once the cell
-    has succeeded with a measurement.
+    """The median latency of the timed pass in nanoseconds, as Latency.p50_ns of the cell's report; absent until the cell has succeeded,
+    and without a measurement.
     """
     verdict: _report_pb2.VerdictStatus.ValueType
+    """The status of the measurement's verdict; absent without a measurement."""
     phase: _builtins.str
     """What a live cell does or waits for at this moment, as Progress.phase, such as WAIT_FOR_WORKER: COMPILING and ANALYZING cells wait
     for their turn at the server, RUNNING ones for a cool device. Empty if unknown, and in journaled events.
@@ -754,7 +757,9 @@ class Cell(_message.Message):
         """The completed steps."""
 
     @_builtins.property
-    def p50_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def p50_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The lower and upper end of the median's 95 % interval; empty if unknown."""
+
     def __init__(
         self,
         *,
@@ -846,6 +851,8 @@ Global___Attempt: _TypeAlias = Attempt  # noqa: Y015
 
 @_typing.final
 class Job(_message.Message):
+    """A job as it was when the server was asked."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -901,7 +908,7 @@ class Job(_message.Message):
     def cells(self) -> _containers.RepeatedCompositeFieldContainer[Global___Cell]: ...
     @_builtins.property
     def tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names that ReportService.Tag gave the job."""
+        """Tags that refer to the job, such as baselines (ReportService.Tag)."""
 
     def __init__(
         self,
@@ -1135,13 +1142,16 @@ class QueuedRun(_message.Message):
     """Empty for a session."""
     job_name: _builtins.str
     candidate_name: _builtins.str
-    """Names of the first cell's model and recipe, and its method."""
+    """The name of the first cell's model; empty for a session."""
     recipe_name: _builtins.str
+    """The name of its recipe; absent for a session and a ready program."""
     method: _builtins.str
     session_id: _builtins.str
     """Empty for a job's cells."""
     selector: _builtins.str
+    """The devices that it asks for; any when empty."""
     reservation_id: _builtins.str
+    """The reservation whose devices it asks for; empty without one."""
     priority: _builtins.int
     """As submitted."""
     aged_priority: _builtins.float
@@ -1301,9 +1311,9 @@ class Progress(_message.Message):
     phase: _builtins.str
     """A compile stage, or LOAD, WARMUP, TIMED, TRACED, ..."""
     duration_ms: _builtins.float
-    """Duration of the phase; set when it has just ended."""
+    """Duration of the phase in ms; set when it has just ended."""
     done: _builtins.int
-    """How far the phase is: `done` of `total` units. Absent if the phase cannot be counted."""
+    """How far the phase is: `done` of `total` units. Absent if it cannot be counted."""
     total: _builtins.int
     message: _builtins.str
     p50_ns: _builtins.float
@@ -1527,6 +1537,8 @@ Global___TailJobLogRequest: _TypeAlias = TailJobLogRequest  # noqa: Y015
 
 @_typing.final
 class LogLine(_message.Message):
+    """A line that a compiler or runner printed."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NUMBER_FIELD_NUMBER: _builtins.int

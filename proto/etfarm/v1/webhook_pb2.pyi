@@ -49,6 +49,8 @@ Global___DeliveryState: _TypeAlias = DeliveryState  # noqa: Y015
 
 @_typing.final
 class Webhook(_message.Message):
+    """A receiver of the farm's notices."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ID_FIELD_NUMBER: _builtins.int
@@ -379,6 +381,8 @@ Global___GetNotifySecretRequest: _TypeAlias = GetNotifySecretRequest  # noqa: Y0
 
 @_typing.final
 class NotifySecret(_message.Message):
+    """The secret that signs the notices to the addresses of a project's jobs."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROJECT_FIELD_NUMBER: _builtins.int

@@ -78,5 +78,4 @@ class AsyncWebhooks:
 
     async def secret(self) -> NotifySecret:
         """Return the secret that signs the notices to the addresses of the project's jobs (`notify`)."""
-        message = await self._stubs.GetSecret(webhook_pb2.GetNotifySecretRequest())
-        return NotifySecret(message.project, message.secret)
+        return decoded(NotifySecret, await self._stubs.GetSecret(webhook_pb2.GetNotifySecretRequest()))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from etfarm.client.aio.connected import AsyncConnected
 from etfarm.client.models import Collected, RetentionResult
+from etfarm.client.transport.decode import decoded
 from etfarm.v1 import artifact_pb2, farm_pb2, job_pb2
 
 
@@ -50,8 +51,7 @@ class AsyncRetention(AsyncConnected):
             EtfarmError: BACKUP_RUNNING; PERMISSION_DENIED.
         """
         request = artifact_pb2.CollectArtifactsRequest(keep_bytes=keep_bytes, dry_run=dry_run)
-        answer = await self._open.artifacts.Collect(request)
-        return Collected(answer.deleted_count, answer.deleted_bytes, answer.kept_bytes, answer.released_bytes)
+        return decoded(Collected, await self._open.artifacts.Collect(request))
 
     async def apply_retention(self, keep: Sequence[str] = (), *, dry_run: bool = False) -> list[RetentionResult]:
         """Delete what the server's limits no longer keep, which it does every hour by itself. Admins only.
@@ -65,14 +65,4 @@ class AsyncRetention(AsyncConnected):
         """
         request = farm_pb2.ApplyRetentionRequest(keep=keep, dry_run=dry_run)
         answer = await self._open.farm.ApplyRetention(request)
-        return [
-            RetentionResult(
-                name=row.name,
-                limit=row.limit,
-                count=row.deleted_count,
-                size_bytes=row.deleted_bytes,
-                kept_count=row.kept_count if row.HasField("kept_count") else None,
-                kept_bytes=row.kept_bytes if row.HasField("kept_bytes") else None,
-            )
-            for row in answer.results
-        ]
+        return [decoded(RetentionResult, row) for row in answer.results]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from etfarm.client.models import Device
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FarmRecipe(RecipeInfo):
     """A recipe, and where its programs can run."""
 

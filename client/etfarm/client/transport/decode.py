@@ -1,13 +1,13 @@
 """Conversion of the contract's messages to the library's values; the only place that uses both.
 
-A value's attribute is the message's field of the same name. An instant differs in its name: `expires_at` is `expire_time`.
+A value's attribute is the message's field of the same name, or that which its metadata names.
 """
 
 from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from datetime import datetime
 from enum import StrEnum
@@ -80,13 +80,8 @@ def _reserved_devices(reservation: device_pb2.Reservation) -> tuple[str, ...]:
     return tuple(reservation.device_ids) or ((reservation.device_id,) if reservation.device_id else ())
 
 
-_SOURCES: Final[dict[type, dict[str, str | Convert]]] = {
-    models.Artifact: {"digest": "artifact.digest", "size_bytes": "artifact.size_bytes"},
-    models.Bundle: {
-        "digest": "artifact.digest", "size_bytes": "artifact.size_bytes", "executorch": "executorch_version",
-    },
+_COMPUTED: Final[dict[type, dict[str, Convert]]] = {
     models.Cell: {
-        "model": "candidate_name", "recipe": "recipe_name",
         "device": lambda cell: cell.attempts[-1].device_id if cell.attempts else None,
         "attempts": lambda cell: len(cell.attempts),
         "on_device": lambda cell: cell.HasField("device_index"),
@@ -97,50 +92,25 @@ _SOURCES: Final[dict[type, dict[str, str | Convert]]] = {
         "own_runners": _runner_kinds,
         "telemetry": lambda device: _readings(device.telemetry),
     },
-    models.DeviceHealth: {"since": "start_time"},
-    models.JobInfo: {"submitted_at": "create_time", "finished_at": "end_time"},
+    models.JobChanged: {"at": lambda event: from_timestamp(event.time)},
+    models.CellChanged: {"at": lambda event: from_timestamp(event.time)},
     models.Progress: {"actor": _actor},
-    models.QueuedRun: {
-        "model": "candidate_name", "recipe": "recipe_name", "reservation": "reservation_id",
-        "waiting_since": "wait_start_time", "starts_at": "start_estimate_time",
-    },
-    models.RemovedAgent: {"revoked_tokens": "revoked_token_ids"},
     models.ReservationInfo: {"device_ids": _reserved_devices},
-    models.RetiredDevice: {
-        "revoked_tokens": "revoked_token_ids", "other_devices": "other_device_ids",
-        "ended_attempts": "ended_attempt_ids",
-    },
-    models.ServerInfo: {
-        "principal": "principal.name",
-        "role": lambda server: word_of(common_pb2.Role.DESCRIPTOR, server.principal.role) or "UNSPECIFIED",
-        "is_stopping": "stopping", "disk_free_bytes": "disk.free_bytes", "is_disk_full": "disk.full",
-    },
-    models.Telemetry: {"values": _readings},
-}  # fmt: skip
-"""Where an attribute comes from that is no field with its name: the path of a field, or a function of the message."""
+    models.ServerInfo: {"role": lambda server: word_of(common_pb2.Role.DESCRIPTOR, server.principal.role) or "UNSPECIFIED"},
+    models.Telemetry: {"at": lambda telemetry: from_timestamp(telemetry.time), "values": _readings},
+}
+"""Attributes that are computed from the message."""
 
 
 @cache
 def _readers(kind: type[DataclassInstance], message: Descriptor, others: tuple[str, ...]) -> tuple[tuple[str, Convert], ...]:
     """Return the attributes of a class with the functions that read them from a message."""
-    hints, sources = typing.get_type_hints(kind), _SOURCES.get(kind, {})
-    readers: list[tuple[str, Convert]] = []
-    for name in (attribute.name for attribute in fields(kind)):
-        if name in others or hints[name] is types.NoneType:
-            continue
-        source = sources.get(name) or next(known for known in _names(name) if known in message.fields_by_name)
-        readers.append((name, _reader(source, hints[name], message) if isinstance(source, str) else source))
-    return tuple(readers)
-
-
-def _names(attribute: str) -> Iterator[str]:
-    """Yield the names that an attribute's field may have: `created_at` is `create_time`, `ended_at` is `end_time`."""
-    yield attribute
-    if attribute == "at":
-        yield "time"
-    elif attribute.endswith("_at"):
-        verb = attribute.removesuffix("_at")
-        yield from (f"{verb.removesuffix(ending)}_time" for ending in ("", "s", "d", "ed"))
+    hints, computed = typing.get_type_hints(kind), _COMPUTED.get(kind, {})
+    return tuple(
+        (each.name, computed.get(each.name) or _reader(each.metadata.get("field", each.name), hints[each.name], message))
+        for each in fields(kind)
+        if each.name not in others and hints[each.name] is not types.NoneType
+    )
 
 
 def _reader(path: str, hint: Any, message: Descriptor) -> Convert:

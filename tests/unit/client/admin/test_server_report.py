@@ -9,7 +9,12 @@ from etfarm.client.models import FarmServer, Metric, MetricSample, ServerInfo
 
 
 def metric(name: str, kind: str, *samples: tuple[str, dict[str, str], float]) -> Metric:
-    return Metric(name, f"About {name}.", kind, tuple(MetricSample(*sample) for sample in samples))
+    return Metric(
+        name=name,
+        help=f"About {name}.",
+        kind=kind,
+        samples=tuple(MetricSample(suffix=suffix, labels=labels, value=value) for suffix, labels, value in samples),
+    )
 
 
 def test_values_have_units_and_labels() -> None:
@@ -31,8 +36,21 @@ def test_values_have_units_and_labels() -> None:
 
 def test_facts_name_the_servers_of_a_farm_and_leave_out_what_is_missing() -> None:
     at = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-    members = (FarmServer("a:1", "0.3.0", True, at), FarmServer("b:1", "0.3.1", False, at))
-    info = ServerInfo("0.3.0", "", "ADMIN", True, 1, 2, 0, "", None, 4, token_expires_at=at, servers=members, forwarded_by="b:1")
+    members = (
+        FarmServer(address="a:1", version="0.3.0", leads=True, started_at=at),
+        FarmServer(address="b:1", version="0.3.1", started_at=at),
+    )
+    info = ServerInfo(
+        version="0.3.0",
+        role="ADMIN",
+        workers_ready=True,
+        devices_online=1,
+        devices_known=2,
+        protocol_version=4,
+        token_expires_at=at,
+        servers=members,
+        forwarded_by="b:1",
+    )
     assert describe_server(info, "b:1,a:1") == [
         ("Version", "etfarm 0.3.0, contract 4"),
         ("Address", "b:1,a:1"),

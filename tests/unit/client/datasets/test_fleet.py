@@ -13,8 +13,16 @@ from etfarm.client.models import Device, DeviceState, Drain
 from tests.support.golden import Golden
 
 PI = Device(
-    "a", "agent", "pi-a", "aarch64", "bcm2712", "linux", 4, 1 << 30, False, (), (), {}, (), DeviceState.IDLE, None, "", None
-)  # fmt: skip
+    id="a",
+    agent_id="agent",
+    name="pi-a",
+    arch="aarch64",
+    soc="bcm2712",
+    os="linux",
+    cores=4,
+    memory_bytes=1 << 30,
+    state=DeviceState.IDLE,
+)
 PIS = [replace(PI, id=name, name=f"pi-{name}") for name in "abc"]
 PHONE = replace(PI, id="0", name="phone", soc="sm8650")
 
@@ -58,7 +66,7 @@ def test_devices_that_are_away_do_not_count(golden: Golden) -> None:
 
 
 def test_a_drained_device_does_not_count_and_its_reason_is_told() -> None:
-    drain = Drain("new cable", "ann", datetime(2026, 6, 1, tzinfo=UTC))
+    drain = Drain(reason="new cable", principal="ann", started_at=datetime(2026, 6, 1, tzinfo=UTC))
     drained = replace(PIS[0], state=DeviceState.DRAINING, drain=drain)
     with pytest.raises(EtfarmError, match="pi-a is drained: new cable"):
         choose([drained], None)

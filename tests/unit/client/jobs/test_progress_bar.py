@@ -60,7 +60,7 @@ def test_a_bar_counts_the_steps_of_all_cells() -> None:
     cell = decoded(Cell, job_pb2.Cell(id="0", state=common_pb2.CELL_STATE_RUNNING, candidate_name="net"))
     progress.observe(CellChanged(1, NOW, cell, JobState.RUNNING))
     assert (progress.done, progress.text) == (8, "net: running")
-    progress.observe(Progress(NOW, "0", "board", "TIMED", None, 50, 200, ""))
+    progress.observe(Progress(at=NOW, cell_id="0", actor="board", phase="TIMED", done=50, total=200))
     assert str(progress) == "8/10 net: measuring 25 %"
     assert progress._repr_html_() == '<div><progress value="8" max="10"></progress> 8/10 net: measuring 25 %</div>'
 

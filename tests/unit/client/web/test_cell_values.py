@@ -18,7 +18,17 @@ POSITIVE = st.floats(1e-3, 1e12)
 
 
 def cell(index: int, model: str, recipe: str, device: str | None, *, threads: int | None = None) -> Cell:
-    return Cell(f"c{index}", index, model, recipe, "forward", threads, device, 1, CellState.SUCCEEDED, "", None)
+    return Cell(
+        id=f"c{index}",
+        index=index,
+        model=model,
+        recipe=recipe,
+        method="forward",
+        threads=threads,
+        device=device,
+        attempts=1,
+        state=CellState.SUCCEEDED,
+    )
 
 
 def test_values_are_those_that_the_report_has() -> None:

@@ -160,7 +160,12 @@ async def _recipes(client: AsyncFarm) -> list[RecipeInfo]:
             return await client.recipes()
     except TimeoutError:
         known = wire_recipes.RECIPES.values()
-        return [RecipeInfo(each.name, each.summary, each.backend, each.quantization.value, True, "", ()) for each in known]
+        return [
+            RecipeInfo(
+                name=each.name, summary=each.summary, backend=each.backend, quantization=each.quantization.value, available=True
+            )
+            for each in known
+        ]
 
 
 async def _show(request: Request, fields: Fields, upload: Upload | None, error: EtfarmError | None = None) -> Response:

@@ -52,7 +52,13 @@ def test_all_facts_of_a_file_are_reported() -> None:
 
 def test_a_plugins_recipe_is_as_the_server_describes_it() -> None:
     here = recipe_devices.FarmRecipe(
-        "acme.fast", "acme's fast path", "acme", "pt2e-static", True, "", ("level=an integer from 0 to 3: how much",), None
+        name="acme.fast",
+        summary="acme's fast path",
+        backend="acme",
+        quantization="pt2e-static",
+        available=True,
+        arguments=("level=an integer from 0 to 3: how much",),
+        devices=None,
     )
     reported = dict(command._part("acme.fast", here))
     assert (reported["what"], reported["backend"], reported["quantization"]) == ("acme's fast path", "acme", "pt2e-static")
@@ -76,8 +82,17 @@ def test_a_file_with_a_typo_is_refused_before_a_farm_is_started(
 def device(name: str, *backends: str, state: DeviceState = DeviceState.IDLE, runner: str = "native") -> Device:
     """Return a device whose runner has some backends."""
     return Device(
-        name, "agent", name, "aarch64", "", "linux", 4, 1 << 30, False, (), (), {}, backends, state, None, "", None, runner
-    )  # fmt: skip
+        id=name,
+        agent_id="agent",
+        name=name,
+        arch="aarch64",
+        os="linux",
+        cores=4,
+        memory_bytes=1 << 30,
+        backends=backends,
+        state=state,
+        runner=runner,
+    )
 
 
 DEVICES = [
@@ -102,7 +117,7 @@ DEVICES = [
 def test_a_recipe_runs_on_the_connected_devices_that_have_its_backend(
     name: str, places: tuple[str, ...] | None, missing: str
 ) -> None:
-    info = RecipeInfo(name, "what", "", "none", True, "", ())
+    info = RecipeInfo(name=name, summary="what", quantization="none", available=True)
     row = recipe_devices.locate(info, DEVICES)
     assert (row.devices, row.undecided) == (places, ())
     described = recipe_devices.describe_missing_device(row)
@@ -112,7 +127,7 @@ def test_a_recipe_runs_on_the_connected_devices_that_have_its_backend(
 @pytest.mark.parametrize("name", ["portable", "xnnpack_fp32"])
 def test_a_device_whose_runner_is_still_being_built_lacks_nothing_yet(name: str) -> None:
     coming = dataclasses.replace(device("new", runner=""), is_runner_coming=True)
-    info = RecipeInfo(name, "what", "", "none", True, "", ())
+    info = RecipeInfo(name=name, summary="what", quantization="none", available=True)
     row = recipe_devices.locate(info, [coming, *DEVICES[2:]])
     assert (row.devices, row.undecided) == ((), ("new",))
     assert recipe_devices.describe_missing_device(row) == "the runner of new is still being built"

@@ -19,7 +19,7 @@ from etfarm.wire.errors import Fault, error_of
 
 def _cell(state: CellState, **more: Any) -> Cell:
     values: dict[str, Any] = {"threads": 4, "device": None, "waiting_for": "", "error": None, "attempts": 0, **more}
-    return Cell("c1", 0, "resnet8", "xnnpack_fp32", "forward", state=state, **values)
+    return Cell(id="c1", model="resnet8", recipe="xnnpack_fp32", method="forward", state=state, **values)
 
 
 def _now() -> Any:
@@ -33,8 +33,8 @@ def test_lines_come_as_phases_end() -> None:
         display.status("Submitting.")
         display.cells([_cell(CellState.QUEUED)])
         display.event(CellChanged(1, _now(), _cell(CellState.COMPILING), JobState.RUNNING))
-        display.event(Progress(_now(), "c1", "SERVER", "QUANTIZE", None, None, None, ""))
-        display.event(Progress(_now(), "c1", "SERVER", "QUANTIZE", 1234.0, None, None, ""))
+        display.event(Progress(at=_now(), cell_id="c1", actor="SERVER", phase="QUANTIZE"))
+        display.event(Progress(at=_now(), cell_id="c1", actor="SERVER", phase="QUANTIZE", duration_ms=1234.0))
         display.event(CellChanged(2, _now(), _cell(CellState.COMPILING), JobState.RUNNING))
     what = "resnet8 · xnnpack_fp32 · 4 threads"
     assert lines == ["Submitting.", f"{what}: compiling", f"{what}: compiling QUANTIZE: 1.23 s"]
@@ -45,8 +45,14 @@ def test_the_condition_that_a_device_waits_for_is_reported_once_with_its_reading
     with PlainDisplay(lines.append) as display:
         display.cells([_cell(CellState.RUNNING)])
         for degrees in (80, 75):
-            display.event(Progress(_now(), "c1", "pi5-a", "WAIT_FOR_COOL", None, None, None, f"at most 60 s: {degrees} °C"))
-        display.event(Progress(_now(), "c1", "pi5-a", "WAIT_FOR_IDLE", None, None, None, "at most 10 s: 1.00 tasks per cpu run"))
+            display.event(
+                Progress(at=_now(), cell_id="c1", actor="pi5-a", phase="WAIT_FOR_COOL", message=f"at most 60 s: {degrees} °C")
+            )
+        display.event(
+            Progress(
+                at=_now(), cell_id="c1", actor="pi5-a", phase="WAIT_FOR_IDLE", message="at most 10 s: 1.00 tasks per cpu run"
+            )
+        )
     what = "resnet8 · xnnpack_fp32 · 4 threads"
     assert lines == [
         f"{what}: waiting for a cool device on pi5-a, at most 60 s: 80 °C",
@@ -60,7 +66,7 @@ def test_a_device_that_is_retired_while_a_cell_waits_is_a_new_reason_and_a_pool_
         display.cells([_cell(CellState.WAITING_FOR_DEVICE)])
 
         def wait(reason: str) -> None:
-            display.event(Progress(_now(), "c1", "SERVER", "WAIT_FOR_DEVICE", None, None, None, reason))
+            display.event(Progress(at=_now(), cell_id="c1", actor="SERVER", phase="WAIT_FOR_DEVICE", message=reason))
 
         for reason in ("pi5-a is drained", "no known device matches any more", "pi5-a is drained"):
             wait(reason)
@@ -85,7 +91,7 @@ def test_a_failed_cell_says_why_on_stderr_however_it_is_shown() -> None:
 def test_the_live_table_shows_what_a_cell_does() -> None:
     display = LiveDisplay()
     display.cells([_cell(CellState.RUNNING)])
-    display.event(Progress(_now(), "c1", "pi5-a", "TIMED", None, 50, 100, ""))
+    display.event(Progress(at=_now(), cell_id="c1", actor="pi5-a", phase="TIMED", done=50, total=100))
     console = Console(width=100, color_system=None)
     with console.capture() as capture:
         console.print(display)
@@ -99,7 +105,7 @@ def test_the_live_table_says_that_the_server_is_away_until_the_job_goes_on() -> 
     console = Console(width=100, color_system=None)
     for text in (AWAY, BACK, None):
         if text is None:
-            display.event(Progress(_now(), "c1", "pi5-a", "TIMED", None, 50, 100, ""))
+            display.event(Progress(at=_now(), cell_id="c1", actor="pi5-a", phase="TIMED", done=50, total=100))
         else:
             display.status(text)
         with console.capture() as capture:
@@ -111,14 +117,14 @@ def test_the_live_table_says_that_the_server_is_away_until_the_job_goes_on() -> 
 
 def test_a_latency_is_shown_as_soon_as_it_is_measured() -> None:
     lines: list[str] = []
-    timed = Progress(_now(), "c1", "pi5-a", "TIMED", 1000.0, None, None, "", p50_ns=1_840_000.0)
+    timed = Progress(at=_now(), cell_id="c1", actor="pi5-a", phase="TIMED", duration_ms=1000.0, p50_ns=1_840_000.0)
     done = _cell(CellState.SUCCEEDED, p50_ns=1_840_000.0, p50_ci95_ns=(1_820_000.0, 1_860_000.0), verdict="NOT_BENCHMARKABLE")
     plain, live = PlainDisplay(lines.append), LiveDisplay()
     console = Console(width=110, color_system=None)
     shown = []
     for event in (
         timed,
-        Progress(_now(), "c1", "pi5-a", "TRACED", None, 5, 10, ""),
+        Progress(at=_now(), cell_id="c1", actor="pi5-a", phase="TRACED", done=5, total=10),
         CellChanged(1, _now(), done, JobState.RUNNING),
     ):
         for display in (plain, live):
@@ -176,7 +182,7 @@ def test_a_phase_is_described_in_words(phase: str, words: str) -> None:
 def test_the_activity_does_not_repeat_the_state(state: CellState, phase: str, shown: str) -> None:
     display = LiveDisplay()
     display.cells([_cell(state)])
-    display.event(Progress(_now(), "c1", "SERVER", phase, None, None, None, ""))
+    display.event(Progress(at=_now(), cell_id="c1", actor="SERVER", phase=phase))
     console = Console(width=100, color_system=None)
     with console.capture() as capture:
         console.print(display)
@@ -188,7 +194,7 @@ def test_how_long_a_wait_lasts_at_most_is_not_cut_in_a_narrow_terminal(step: str
     display, console = LiveDisplay(), Console(width=100, color_system=None)
     display.cells([_cell(CellState.RUNNING)])
     waits = f"{step}at most 10 s: 3.60 tasks per cpu run, to be below 0.15"
-    display.event(Progress(_now(), "c1", "vm", "WAIT_FOR_IDLE", None, None, None, waits))
+    display.event(Progress(at=_now(), cell_id="c1", actor="vm", phase="WAIT_FOR_IDLE", message=waits))
     with console.capture() as capture:
         console.print(display)
     assert "waiting at most 10 s for an idle machine" in capture.get()
@@ -198,7 +204,7 @@ def test_progress_that_arrives_before_the_change_that_it_follows_is_kept() -> No
     lines: list[str] = []
     change = _now()
     earlier, later = (change + timedelta(milliseconds=apart) for apart in (-1, 1))
-    waits = Progress(later, "c1", "SERVER", "WAIT_FOR_QUIET", None, None, None, "")
+    waits = Progress(at=later, cell_id="c1", actor="SERVER", phase="WAIT_FOR_QUIET")
     live, plain, console = LiveDisplay(), PlainDisplay(lines.append), Console(width=110, color_system=None)
     for display in (live, plain):
         display.cells([_cell(CellState.WAITING_FOR_DEVICE)])
@@ -221,9 +227,7 @@ def test_a_narrow_live_table_shortens_names_and_says_once_what_they_share(width:
     recipes = ("a_recipe_with_quite_a_long_name:and=arguments", "another_recipe_with_a_long_name:and=arguments")
     cells = [replace(_cell(CellState.WAITING_FOR_DEVICE), id=name, index=i, recipe=name) for i, name in enumerate(recipes)]
     display.cells(cells)
-    display.event(
-        Progress(_now(), recipes[0], "", "", None, None, None, "every device that matches is busy with other jobs " * 2)
-    )
+    display.event(Progress(at=_now(), cell_id=recipes[0], message="every device that matches is busy with other jobs " * 2))
     console = Console(width=width, color_system=None)
     with console.capture() as capture:
         console.print(display)
@@ -241,4 +245,7 @@ def test_a_cell_that_is_only_compiled_is_about_all_methods() -> None:
 
 def test_a_job_is_called_by_its_models_and_recipes() -> None:
     cells = tuple(replace(_cell(CellState.QUEUED), model=model, recipe=recipe) for model in "ab" for recipe in ("x", None))
-    assert summary.describe_contents(JobInfo("j", "", {}, "me", JobState.QUEUED, _now(), None, cells)) == "a, b · x"
+    assert (
+        summary.describe_contents(JobInfo(id="j", owner="me", state=JobState.QUEUED, submitted_at=_now(), cells=cells))
+        == "a, b · x"
+    )

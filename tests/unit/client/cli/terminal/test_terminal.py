@@ -121,7 +121,7 @@ def test_no_name_is_markup_in_the_live_table() -> None:
 
     display = LiveDisplay()
     display.cells([cell(0), cell(1)])
-    display.event(Progress(datetime.now(UTC), "c0", "", "", None, None, None, MARKUP))
+    display.event(Progress(at=datetime.now(UTC), cell_id="c0", message=MARKUP))
     console = output.PlainConsole(file=io.StringIO(), width=240, force_terminal=True, color_system=None, legacy_windows=False)
     console.print(display)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
@@ -174,6 +174,8 @@ def test_a_run_of_several_is_written_with_its_median() -> None:
     from etfarm.client.models import Progress
 
     lines: list[str] = []
-    progress = Progress(datetime.now(UTC), "c0", "pi", "TIMED", 1000.0, None, None, "run 2 of 5", p50_ns=2e6)
+    progress = Progress(
+        at=datetime.now(UTC), cell_id="c0", actor="pi", phase="TIMED", duration_ms=1000.0, message="run 2 of 5", p50_ns=2e6
+    )
     PlainDisplay(lines.append).event(progress)
     assert lines[0].endswith("on pi, run 2 of 5, p50 2.00 ms"), lines

@@ -19,7 +19,7 @@ AT = datetime(2026, 1, 2, tzinfo=UTC)
 
 
 def _cell(index: int, state: CellState = CellState.QUEUED) -> Cell:
-    return Cell(f"c{index}", index, f"net{index}", "xnnpack_fp32", "forward", None, None, 0, state, "", None)
+    return Cell(id=f"c{index}", index=index, model=f"net{index}", recipe="xnnpack_fp32", method="forward", state=state)
 
 
 class Job:
@@ -31,7 +31,7 @@ class Job:
         self, cells: int, lines: Sequence[LogLine] = (), ends: EtfarmError | None = None, *, hangs: bool = False
     ) -> None:
         cells_ = tuple(_cell(index) for index in range(cells))
-        self.info = JobInfo("j1", "", {}, "me", JobState.RUNNING, AT, None, cells_)
+        self.info = JobInfo(id="j1", owner="me", state=JobState.RUNNING, submitted_at=AT, cells=cells_)
         self.asked_for_log = False
         self._lines, self._ends, self._hangs = lines, ends, hangs
 
@@ -57,7 +57,7 @@ class Job:
 
 
 def _line(number: int, cell: int, text: str) -> LogLine:
-    return LogLine(AT, number, f"c{cell}", "COMPILE", text)
+    return LogLine(at=AT, number=number, cell_id=f"c{cell}", source="COMPILE", text=text)
 
 
 async def _followed(job: Job, *, verbose: bool) -> tuple[JobResult, list[str]]:
