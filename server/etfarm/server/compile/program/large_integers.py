@@ -31,12 +31,18 @@ _INSTEAD: Final = {
 }
 """What is inexact, and what works instead."""
 _BOUNDING: Final = frozenset({
-    "arange", "argmax", "argmin", "argsort", "bincount", "bitwise_and", "bucketize", "clamp", "clip", "fmod", "full", "full_like",
-    "nonzero", "one_hot", "ones", "ones_like", "randint", "remainder", "searchsorted", "sign", "topk", "zeros", "zeros_like",
+    "arange", "argmax", "argmin", "argsort", "bincount", "bitwise_and", "bucketize", "empty_like", "fmod", "full", "full_like",
+    "new_empty", "new_full", "new_ones", "new_zeros", "nonzero", "one_hot", "ones", "ones_like", "randint", "remainder",
+    "searchsorted", "sign", "topk", "zeros", "zeros_like",
 })  # fmt: skip
 """Operators whose integers are indices, counts, remainders or constants, which are small."""
-_OF_A_TABLE: Final = frozenset({"embedding", "gather", "index", "index_select", "take", "take_along_dim"})
-"""Operators that take values from their first argument by indices, which the values do not depend on."""
+_UPPER_BOUND_AT: Final = {"clamp": 2, "clamp_max": 1, "clip": 2, "minimum": 1}
+"""The argument of operators that is an upper bound of their values."""
+_INDICES_AT: Final = {
+    "embedding": 1, "gather": 2, "index": 1, "index_add": 2, "index_copy": 2, "index_fill": 2, "index_put": 1, "index_select": 2,
+    "scatter": 2, "scatter_add": 2, "scatter_reduce": 2, "take": 1, "take_along_dim": 1,
+}  # fmt: skip
+"""The argument of operators that says where values are read or written, on which the values do not depend."""
 
 
 def describe(program: Any) -> str:
@@ -71,20 +77,27 @@ def _kind_of(node: Any) -> str:
 
 def _find_large(program: Any) -> set[Any]:
     """Return the nodes of a program's graph whose integers come from an input, without operators between that bound them."""
-    masks = dict(zip(input_names(program), map(_is_mask, pytree.tree_leaves(program.example_inputs)), strict=False))
-    inputs = set(input_names(program))
+    names = input_names(program)
+    leaves = pytree.tree_leaves(program.example_inputs) if program.example_inputs else [None] * len(names)
+    inputs = {name for name, leaf in zip(names, leaves, strict=True) if not _is_mask(leaf)}
     large: set[Any] = set()
     for node in program.graph.nodes:
-        if getattr(node.meta.get("val"), "dtype", None) not in _WIDE:
-            continue
-        if node.op == "placeholder":
-            if node.name in inputs and not masks.get(node.name):
-                large.add(node)
-        elif (name := name_of(node).rstrip("_")) not in _BOUNDING:
-            sources = node.all_input_nodes[:1] if name in _OF_A_TABLE else node.all_input_nodes
-            if any(each in large for each in sources):
-                large.add(node)
+        if getattr(node.meta.get("val"), "dtype", None) in _WIDE and (node.name in inputs or _is_large(node, large)):
+            large.add(node)
     return large
+
+
+def _is_large(node: Any, large: set[Any]) -> bool:
+    """Return whether an operator may give large integers, of operands of which some are."""
+    name = name_of(node).rstrip("_")
+    if node.op == "placeholder" or name in _BOUNDING:
+        return False
+    arguments = dict(enumerate(node.args)) | node.kwargs
+    if name in _UPPER_BOUND_AT:
+        bound = arguments.get(_UPPER_BOUND_AT[name], arguments.get("max"))
+        return arguments[0] in large and (bound is None or bound in large)
+    arguments.pop(_INDICES_AT.get(name), None)
+    return not large.isdisjoint(pytree.tree_leaves(arguments))
 
 
 def _is_mask(leaf: Any) -> bool:

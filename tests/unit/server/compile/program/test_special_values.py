@@ -60,10 +60,42 @@ def described(function: Callable[..., Any], *inputs: Any) -> str:
         lambda x: x.float() ** 2,
         lambda x: torch.fmod(x.int(), 7),
         lambda x: x * x,
+        lambda x: x.new_ones(3).sum(0) + x.new_zeros(3).sum(0) + x.new_full((3,), 4).sum(0),
+        lambda x: torch.empty_like(x).fill_(2).sum(1),
+        lambda x: torch.minimum(x, torch.full_like(x, 9)).sum(1),
+        lambda x: torch.minimum(torch.tensor(9), x).sum(1),
+        lambda x: x.clamp_max(9).sum(1),
+        lambda x: torch.zeros(2, 9, dtype=torch.long).scatter(1, x, 1).sum(1),
+        lambda x: torch.zeros(2, 9, dtype=torch.long).scatter_add(1, x, torch.ones_like(x)).sum(1),
+        lambda x: torch.zeros(9, dtype=torch.long).index_put((x,), torch.tensor(1)).sum(0),
+        lambda x: torch.zeros(2, 9, dtype=torch.long).index_fill(1, x[0], 1).sum(1),
+        lambda x: torch.zeros(2, 9, dtype=torch.long).index_copy(1, x[0], torch.ones(2, 3, dtype=torch.long)).sum(1),
     ],
 )
 def test_exact_operators_and_small_integers_are_not_named(function: Callable[..., Any]) -> None:
     assert described(function, SMALL) == ""
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.clamp(min=0).sum(1),
+        lambda x: torch.minimum(x, x + 1).sum(1),
+        lambda x: torch.minimum(x, x.max()).sum(1),
+        lambda x: torch.zeros(2, 9, dtype=torch.long).scatter(1, x % 9, x).sum(1),
+        lambda x: torch.zeros(2, 9, dtype=torch.long).index_copy(1, x[0] % 9, x).sum(1),
+        lambda x: torch.zeros(9, dtype=torch.long).index_put((x % 9,), x).sum(0),
+        lambda x: x.scatter(1, x % 3, 0).sum(1),
+    ],
+)
+def test_sums_of_what_is_written_are_named(function: Callable[..., Any]) -> None:
+    assert "above 2**24" in described(function, SMALL)
+
+
+def test_programs_without_example_inputs_are_described() -> None:
+    program = torch.export.export(Function(lambda x: x.sum(1)).eval(), (SMALL,))
+    program.example_inputs = None
+    assert "above 2**24" in describe(program)
 
 
 def test_a_sum_of_a_mask_is_not_named() -> None:
