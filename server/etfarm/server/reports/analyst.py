@@ -262,11 +262,11 @@ def _paths(request: object) -> Iterator[Path]:
             yield from _paths(value)
 
 
-def _known_problems(compilation: compile_pb2.Compilation, method: str) -> tuple[str, ...]:
-    """Return the messages of warnings that name wrong outputs of a method."""
+def _known_problems(compilation: compile_pb2.Compilation, method: str) -> tuple[tuple[str, str], ...]:
+    """Return code and message of the warnings that name wrong outputs of a method."""
     about = re.compile(rf"(?<![\w.]){re.escape(method)}(?![\w.])")
     warnings = (warning for warning in compilation.warnings if warning.code in _KNOWN_DIFFERENCES)
-    return tuple(warning.message for warning in warnings if about.search(warning.message))
+    return tuple((warning.code, warning.message) for warning in warnings if about.search(warning.message))
 
 
 def _output_names(compilation: compile_pb2.Compilation, method: str) -> tuple[str, ...]:

@@ -395,17 +395,13 @@ def _fill_accuracy(
         if sentence := wrong_outputs.describe(
             request.method, comparable, lambda: next(reference.run(program, [tensors.decode(inputs.read_bytes())])),
             quantized=request.is_quantized or request.quantized is not None or is_quantized(program), backends=request.backends,
-            known=request.known_problems,
+            known=[message for _, message in request.known_problems],
         ):  # fmt: skip
             _warn(report, LOW_ACCURACY, sentence)
         is_quantized_here = request.is_quantized or request.quantized is not None
-        for at, (name, samples) in comparable.items() if is_quantized_here else ():
-            known = any("loses " in problem for problem in request.known_problems)
-            if (
-                not known
-                and rows[at].sqnr_db >= QUANTIZED_DB
-                and (columns := lost_columns.find(samples, lost_columns.dim_of_columns(program, at)))
-            ):
+        is_known = any(code == PART_LOST for code, _ in request.known_problems)
+        for at, (name, samples) in comparable.items() if is_quantized_here and not is_known else ():
+            if rows[at].sqnr_db >= QUANTIZED_DB and (columns := lost_columns.find(samples, lost_columns.columns_of(program, at))):
                 _warn(report, PART_LOST, lost_columns.describe(request.method, name, columns, program, at))
     # A model that the client has quantized is its own quantized graph.
     if sentence := describe(

@@ -182,8 +182,8 @@ class AnalyzeRequest:
     """Whether a stage quantized the method, also if the file of `quantized` is gone."""
     backends: tuple[str, ...] = ()
     """Ids of the backends that compute parts of the method."""
-    known_problems: tuple[str, ...] = ()
-    """The compilation's warnings of the method's outputs, which are not repeated for the same output."""
+    known_problems: tuple[tuple[str, str], ...] = ()
+    """Code and message of the compilation's warnings of the method's outputs, which are not repeated for the same output."""
     limit_s: float = 600.0
     """Time limit of the analysis; a child that takes longer is killed, and its results are lost."""
     screen: Callable[[Path], None] | None = None

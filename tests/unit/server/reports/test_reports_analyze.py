@@ -253,7 +253,7 @@ def _accuracy_of(
     limit_s: float = 600.0,
     *,
     quantized: bool = False,
-    known: tuple[str, ...] = (),
+    known: tuple[tuple[str, str], ...] = (),
 ) -> report_pb2.Report:
     import torch
 
@@ -291,10 +291,13 @@ def test_outputs_that_are_far_from_the_model_are_a_warning_of_the_analysis(tmp_p
 
 @pytest.mark.parametrize(
     ("quantized", "known", "codes"),
-    [(True, (), ["PART_LOST"]), (False, (), []), (True, ("forward loses columns 1 of 0",), [])],
-)
+    [
+        (True, (), ["PART_LOST"]), (False, (), []), (True, (("PART_LOST", "forward leaves nothing of a part of 0"),), []),
+        (True, (("FAR_FROM_QUANTIZED_GRAPH", "forward loses nothing"),), ["PART_LOST"]),
+    ],
+)  # fmt: skip
 def test_columns_that_are_lost_over_the_samples_are_named(
-    tmp_path: Path, quantized: bool, known: tuple[str, ...], codes: list[str]
+    tmp_path: Path, quantized: bool, known: tuple[tuple[str, str], ...], codes: list[str]
 ) -> None:
     import torch
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx.graph import _PyTreeCodeGen
 
-from etfarm.server.compile.program.fp32_layers import VIEWS, name_of
+from etfarm.server.graphs.views import VIEWS, name_of
 from etfarm.wire.shared_state import PREFIX
 
 

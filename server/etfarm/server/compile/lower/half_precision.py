@@ -13,7 +13,7 @@ import torch
 
 from etfarm.server.compile.errors import StageFailed
 from etfarm.server.compile.program.descriptions import describe_node
-from etfarm.server.compile.program.fp32_layers import name_of
+from etfarm.server.graphs.views import name_of
 
 _IMAGES: Final = re.compile(r"_*(conv|(adaptive_)?(avg|max)_pool|upsample|pixel_|grid_sampler)")
 """Operators that XNNPACK computes in channels last."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
-from etfarm.server.compile.program.fp32_layers import name_of
 from etfarm.server.compile.program.places import all_nodes
+from etfarm.server.graphs.views import name_of
 from etfarm.wire.recipes import Recipe
 
 _FUSION: Final = "do_quant_fusion_and_const_prop"

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
+from etfarm.server.graphs.views import VIEWS, name_of
+
 OPERANDS: Final[Mapping[str, tuple[int, ...]]] = {
     **dict.fromkeys(
         ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution", "_convolution",
@@ -24,11 +26,6 @@ the other factors are computed inside of the layer."""
 
 _RECURRENT: Final = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _THREE_DIMENSIONAL: Final = frozenset({"conv3d", "conv_transpose3d"})
-VIEWS: Final = frozenset(
-    {"t", "numpy_T", "permute", "transpose", "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand",
-     "select", "slice", "contiguous", "clone", "alias", "detach", "to", "_to_copy"}
-)  # fmt: skip
-"""Operators that give the elements of their input, or some of them, as they are."""
 _MAX_HOPS: Final = 16
 _CONSTANTS: Final = frozenset({"PARAMETER", "BUFFER", "CONSTANT_TENSOR"})
 _XNNPACK: Final = "executorch.backends.xnnpack."
@@ -37,11 +34,6 @@ _XNNPACK: Final = "executorch.backends.xnnpack."
 def by_xnnpack(parts: Iterable[Any]) -> bool:
     """Return whether all quantizers or partitioners are XNNPACK's; True for an empty list."""
     return all(any(kind.__module__.startswith(_XNNPACK) for kind in type(part).__mro__) for part in parts)
-
-
-def name_of(node: Any) -> str:
-    """Return a node's operator without namespace and overload, like `linear` for aten.linear.default."""
-    return str(getattr(node, "target", "")).removeprefix("aten.").partition(".")[0]
 
 
 def in_fp32(program: Any, *, xnnpack: bool) -> Iterator[Any]:

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from etfarm.server.compile.program.descriptions import describe_node, list_first
-from etfarm.server.compile.program.fp32_layers import name_of
 from etfarm.server.compile.program.places import all_nodes
+from etfarm.server.graphs.views import name_of
 from etfarm.v1.compile_pb2 import OperatorDelegation
 
 _COMPARISONS: Final = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})

@@ -9,9 +9,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from etfarm.server.compile.program.descriptions import describe_node, list_first
-from etfarm.server.compile.program.fp32_layers import name_of
 from etfarm.server.compile.program.places import all_nodes
 from etfarm.server.compile.program.values import input_names
+from etfarm.server.graphs.views import name_of
 
 _WIDE: Final = (torch.int32, torch.int64)
 """Dtypes of integers that float32 cannot hold."""

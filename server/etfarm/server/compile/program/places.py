@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from etfarm.server.compile.program import fp32_layers
 from etfarm.server.graphs.sources import Source, path_of, source_of
+from etfarm.server.graphs.views import name_of
 from etfarm.v1.compile_pb2 import Fp32Operator, Place, SourceLine
 
 MAX_PLACES: Final = 20
@@ -67,7 +68,7 @@ def fp32(program: Any, *, xnnpack: bool = False) -> list[Fp32Operator]:
     """
     nodes_by_operator: dict[str, list[Any]] = defaultdict(list)
     for node in fp32_layers.in_fp32(program, xnnpack=xnnpack):
-        nodes_by_operator[fp32_layers.name_of(node)].append(node)
+        nodes_by_operator[name_of(node)].append(node)
     rows = sorted(nodes_by_operator.items(), key=lambda row: (-len(row[1]), row[0]))
     return [Fp32Operator(op=operator, count=len(nodes), places=places(nodes)) for operator, nodes in rows]
 

@@ -7,9 +7,10 @@ from typing import Any, Final
 
 from etfarm.server.compile.errors import zero_points_ignored
 from etfarm.server.compile.program.descriptions import describe_node, list_first, schema_name
-from etfarm.server.compile.program.fp32_layers import OPERANDS, VIEWS, name_of
+from etfarm.server.compile.program.fp32_layers import OPERANDS
 from etfarm.server.compile.program.places import all_nodes, module_path
 from etfarm.server.compile.program.suspects import owned_names
+from etfarm.server.graphs.views import VIEWS, name_of
 
 _ZERO_POINTS: Final = {
     "torchao.dequantize_affine.default": 3,

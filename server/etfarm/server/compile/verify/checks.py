@@ -439,8 +439,8 @@ def _compare_parts(
     try:
         for index, (wanted, actual) in enumerate(zip(expected, outputs, strict=True)):
             rows = parts.find_lost(original, program.lowered.get(method), index, wanted, actual)
-            dim = None if rows or method in program.sources else lost_columns.dim_of_columns(original, index)
-            narrow = lost_columns.find([(wanted, actual)], dim)
+            by_layer = None if rows or method in program.sources else lost_columns.columns_of(original, index)
+            narrow = lost_columns.find([(wanted, actual)], by_layer)
             if (rows or narrow) and not differences.find_problem(differences.difference("", wanted, actual), quantized=True):
                 lost[index], columns[index] = rows, narrow
     except Exception as error:

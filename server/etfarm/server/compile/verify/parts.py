@@ -15,12 +15,11 @@ from typing import Any, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.fx.node import map_arg
 
 from etfarm.server.compile.program import places
 from etfarm.server.compile.program.descriptions import describe_node
 from etfarm.server.compile.program.explain import returned_values
-from etfarm.server.compile.program.fp32_layers import VIEWS, name_of
+from etfarm.server.graphs.views import VIEWS, UnknownSize, is_view, move, name_of, shape_of
 from etfarm.wire import tensors
 from etfarm.wire.sqnr import QUANTIZED_DB, ROUNDING_ERROR, decibels, sqnr_db
 from etfarm.wire.tensors import Tensor, Value
@@ -67,10 +66,6 @@ class LostPart:
     """Whether the output's quantization step is the cause."""
 
 
-class _UnknownSize(Exception):
-    """A size depends on values."""
-
-
 def find_lost(original: Any, lowered: Any, at: int, expected: Value, actual: Value) -> list[LostPart]:
     """Return the parts of an output that are lost, for the example inputs.
 
@@ -89,7 +84,7 @@ def find_lost(original: Any, lowered: Any, at: int, expected: Value, actual: Val
     operands: list[_Operand] = []
     try:
         labels = _label(returned[at], (), 0, 0, operands).numpy()
-    except _UnknownSize:
+    except UnknownSize:
         return []
     if len(operands) < 2 or labels.shape != wanted.shape:
         return []
@@ -135,25 +130,13 @@ def _label(node: Any, joins: tuple[Any, ...], index: int, hops: int, operands: l
     """Return for each element of a node's value which operand it comes from, by moving numbers as the model moves values."""
     name = name_of(node)
     if node.op == "call_function" and node.args and hops < _MAX_HOPS and len(operands) < _MAX_PARTS:
-        arguments, keywords = map_arg((node.args[1:], node.kwargs), lambda number: _hint(number.meta["val"]))
         if name in _JOINS:
             parts = [_label(each, (*joins, node), place, hops + 1, operands) for place, each in enumerate(node.args[0])]
-            return node.target(parts, *arguments, **keywords)
-        if name in VIEWS and str(node.target) != "aten.view.dtype":
-            moved = _label(node.args[0], joins, index, hops + 1, operands)
-            if name in ("to", "_to_copy"):  # of another dtype, which has not all numbers
-                return moved
-            return moved.reshape(*arguments) if name == "view" else node.target(moved, *arguments, **keywords)
+            return node.target(parts, *node.args[1:], **node.kwargs)
+        if is_view(node):
+            return move(node, _label(node.args[0], joins, index, hops + 1, operands))
     operands.append(_Operand(joins, index))
-    return torch.full([_hint(size) for size in node.meta["val"].shape], len(operands) - 1, dtype=torch.int32)
-
-
-def _hint(size: Any) -> Any:
-    """Return a size at the example inputs."""
-    known = size.node.hint if isinstance(size, torch.SymInt) else size
-    if known is None:
-        raise _UnknownSize
-    return known
+    return torch.full(shape_of(node), len(operands) - 1, dtype=torch.int32)
 
 
 def _elements(labels: NDArray[np.int32]) -> Iterator[tuple[int, NDArray[np.intp]]]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from etfarm.server.compile.program.descriptions import describe_node
-from etfarm.server.compile.program.fp32_layers import name_of
 from etfarm.server.graphs.sources import source_of
+from etfarm.server.graphs.views import name_of
 
 _RESIZED: Final = re.compile(r"resize a static tensor\. Expected shape \(([\d, ]+)\), but received \(([\d, ]+)\)")
 _SHAPES: Final = "Propagating input shapes failed"
