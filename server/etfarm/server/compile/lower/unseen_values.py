@@ -19,6 +19,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from etfarm.server.compile.program.descriptions import first_line
+from etfarm.server.compile.program.large_integers import INDICES_AT
 from etfarm.wire.shared_state import PREFIX
 
 log = structlog.get_logger()
@@ -240,6 +241,20 @@ class Exploration:
             grown |= {name: None for name, buffer in buffers.items() if float(buffer.abs().max()) > before[name]}
         return ranges, list(grown or buffers)
 
+    def reaches(self, buffer: str, nodes: Collection[Any]) -> bool:
+        """Return whether values of some nodes come from those of a buffer, in later calls too, and not as indices or conditions."""
+        pending = [node for node in self._prepared.graph.find_nodes(op="get_attr") if node.target == buffer]
+        reached = set(pending)
+        while pending:
+            node = pending.pop()
+            for user in node.users:
+                near = [user] if _takes_values(user, node) else []
+                if near and name_of(user) == "copy_" and user.args[0].op == "get_attr":
+                    near += self._prepared.graph.find_nodes(op="get_attr", target=user.args[0].target)
+                pending += [each for each in near if each not in reached]
+                reached.update(near)
+        return not reached.isdisjoint(nodes)
+
     def is_zero(self, node: Any) -> bool:
         """Return whether an input was a float tensor of zeros in all samples."""
         same = self.same[node]
@@ -415,6 +430,13 @@ def _is_mask(node: Any) -> bool:
 def _is_condition(node: Any) -> bool:
     value = node.meta.get("val")
     return node.op == "call_function" and isinstance(value, torch.Tensor) and value.dtype == torch.bool
+
+
+def _takes_values(user: Any, node: Any) -> bool:
+    """Return whether values of an operator's result come from those of an input, beyond where they are read or written."""
+    indices_at = INDICES_AT.get(name_of(user).rstrip("_"))
+    others = [argument for at, argument in enumerate(user.args) if at != indices_at]
+    return not _is_condition(user) and any(each is node for each in pytree.tree_leaves((others, user.kwargs)))
 
 
 def _is_guard(condition: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from etfarm.server.compile.program.integer_ranges import IntegerRanges
 from etfarm.server.compile.program.loading import bounds
 from etfarm.server.compile.program.places import all_nodes
 from etfarm.server.graphs.sources import source_of
@@ -40,13 +41,13 @@ def describe(program: Any, method: str) -> str:
     values in PyTorch and not in ExecuTorch, such as `one_hot`.
     """
     conditions: dict[str, list[str]] = {}
-    names = _names(program)
+    names, ranges = _names(program), IntegerRanges(program)
     for node in all_nodes(program):
         name = getattr(node.target, "_schema", None) and node.target._schema.name.partition("::")[2]
         if name in _ON_TENSORS or (name in _ON_NUMBERS and not _always_holds(program, node.args[0])):
             place, condition = _describe(node, names)
             conditions.setdefault(place, []).append(condition)
-        elif condition := _demand_of(program, node, name):
+        elif condition := _demand_of(program, ranges, node, name):
             conditions.setdefault(_place_of(node), []).append(condition)
     if not conditions:
         return ""
@@ -86,27 +87,31 @@ def _readable(condition: str, names: Mapping[str, str]) -> str:
     return _SYMBOL.sub(lambda symbol: names.get(symbol[0], symbol[0]), condition)
 
 
-def _demand_of(program: Any, node: Any, name: str | None) -> str:
-    """Return what an operator demands of a tensor's values, which only PyTorch looks at; empty if nothing, or of a constant."""
+def _demand_of(program: Any, ranges: IntegerRanges, node: Any, name: str | None) -> str:
+    """Return what an operator demands of a tensor's values, which only PyTorch looks at; empty if nothing, or if it is so."""
     value = node.meta.get("val")
     if name == "one_hot":
-        text = "{} from 0 to " + str(node.args[1] - 1) if isinstance(node.args[1], int) and node.args[1] > 0 else ""
-        return _of_values(program, node.args[0], text)
+        return _of_indices(program, ranges, node.args[0], node.args[1])
     if name == "index_add":
-        size = value.shape[node.args[1]]
-        return _of_values(program, node.args[2], f"{{}} from 0 to {size - 1}" if isinstance(size, int) else "{} within the dim")
-    if name == "fmod" and isinstance(value, torch.Tensor) and not value.is_floating_point():
-        return _of_values(program, node.args[1], "{} other than 0")
+        return _of_indices(program, ranges, node.args[2], value.shape[node.args[1]])
+    if name == "fmod" and isinstance(divisor := node.args[1], torch.fx.Node) and not value.is_floating_point():
+        low, high = ranges.of(divisor)
+        return "" if low > 0 or high < 0 else f"{_name_of_values(program, divisor)} other than 0"
     return ""
 
 
-def _of_values(program: Any, values: Any, text: str) -> str:
-    signature = program.graph_signature
-    constants = {*signature.inputs_to_lifted_tensor_constants, *signature.inputs_to_parameters}
-    if not isinstance(values, torch.fx.Node) or values.name in constants:
+def _of_indices(program: Any, ranges: IntegerRanges, indices: Any, size: Any) -> str:
+    """Return that indices are to be within a size; empty if they always are."""
+    low, high = ranges.of(indices)
+    if low >= 0 and high < (size if isinstance(size, int) else bounds(program, size)[0]):
         return ""
+    within = f"from 0 to {size - 1}" if isinstance(size, int) else "within the dim"
+    return f"{_name_of_values(program, indices)} {within}"
+
+
+def _name_of_values(program: Any, values: Any) -> str:
     is_input = values.op == "placeholder" and values.graph is program.graph
-    return text.format(values.name if is_input else "values")
+    return str(values.name) if is_input else "values"
 
 
 def _place_of(node: Any) -> str:

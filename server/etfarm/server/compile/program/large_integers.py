@@ -38,7 +38,7 @@ _BOUNDING: Final = frozenset({
 """Operators whose integers are indices, counts, remainders or constants, which are small."""
 _UPPER_BOUND_AT: Final = {"clamp": 2, "clamp_max": 1, "clip": 2, "minimum": 1}
 """The argument of operators that is an upper bound of their values."""
-_INDICES_AT: Final = {
+INDICES_AT: Final = {
     "embedding": 1, "gather": 2, "index": 1, "index_add": 2, "index_copy": 2, "index_fill": 2, "index_put": 1, "index_select": 2,
     "scatter": 2, "scatter_add": 2, "scatter_reduce": 2, "take": 1, "take_along_dim": 1,
 }  # fmt: skip
@@ -96,7 +96,7 @@ def _is_large(node: Any, large: set[Any]) -> bool:
     if name in _UPPER_BOUND_AT:
         bound = arguments.get(_UPPER_BOUND_AT[name], arguments.get("max"))
         return arguments[0] in large and (bound is None or bound in large)
-    arguments.pop(_INDICES_AT.get(name), None)
+    arguments.pop(INDICES_AT.get(name), None)
     return not large.isdisjoint(pytree.tree_leaves(arguments))
 
 

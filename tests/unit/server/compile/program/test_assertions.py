@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -127,3 +129,44 @@ def test_indices_and_divisors_that_only_pytorch_looks_at_are_named_with_their_li
     ), text
     with pytest.raises((RuntimeError, IndexError, ZeroDivisionError)):
         LooksNowhere()(inputs[0], torch.tensor([-1, 0, 0]), *inputs[2:])
+
+
+class Bounded(nn.Module):
+    """Indices that operators bound: of classes, of a counter, of conditions."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor, i: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        self.calls.copy_((self.calls + 1) % 4)
+        one_hot = torch.nn.functional.one_hot
+        classes = one_hot(x.argmax(-1), 5), one_hot(x.topk(2).indices, 5), one_hot((x > 0).long(), 2), one_hot(i.clamp(0, 4), 5)
+        bins = one_hot(torch.where(i > 2, 1, 0), 2), one_hot(self.calls, 4), one_hot((x > 0).sum(-1) % 3, 3)
+        return *classes, *bins, y.index_add(0, x.argmax(-1), y[:2]), torch.fmod(i, (i % 3).abs() + 1)
+
+
+def test_indices_that_operators_bound_are_not_named() -> None:
+    inputs = torch.rand(2, 5), torch.tensor([1, 2]), torch.rand(5, 3)
+    assert assertions.describe(torch.export.export(Bounded().eval(), inputs), "forward") == ""
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [
+        lambda m, x: x.argmax(-1) + 1,
+        lambda m, x: x.topk(2).indices - 1,
+        lambda m, x: m.calls.add_(1),
+        lambda m, x: m.calls.sub_(1),
+        lambda m, x: torch.zeros(2, dtype=torch.long).copy_(x[:, 0].long()),
+        lambda m, x: (x.long() - 9) % 5,
+    ],
+)
+def test_indices_that_may_leave_their_range_are_named(indices: Callable[[Any, Tensor], Tensor]) -> None:
+    class Model(Bounded):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return torch.nn.functional.one_hot(indices(self, x), 5)
+
+    assert "values from 0 to 4" in assertions.describe(torch.export.export(Model().eval(), (torch.rand(2, 5),)), "forward")

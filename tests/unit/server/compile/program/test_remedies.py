@@ -346,6 +346,32 @@ def test_remainders_that_cannot_be_negative_integers_are_not_named(dtype: torch.
     assert find_remainders(program) == ""
 
 
+class Counts(nn.Module):
+    """Counts its calls by some step, and returns a remainder of the count."""
+
+    def __init__(self, step: int, *, in_place: bool) -> None:
+        super().__init__()
+        self.step, self.in_place = step, in_place
+        self.register_buffer("calls", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Any) -> Any:
+        if self.in_place:
+            self.calls.add_(self.step)
+        else:
+            self.calls.copy_(self.calls + self.step)
+        return x + self.calls % 4
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("functional", [False, True])
+def test_remainders_of_counters_are_not_named_unless_they_count_down(in_place: bool, functional: bool) -> None:
+    for step in (1, -1):
+        program = torch.export.export(Counts(step, in_place=in_place), (torch.ones(3),))
+        if functional:
+            program = program.run_decompositions({})
+        assert (find_remainders(program) == "") == (step > 0)
+
+
 def test_an_exact_gelu_and_one_outside_of_delegates_are_not_named() -> None:
     row = OperatorDelegation(op="aten_gelu_default", delegated=1)
     exact, tanh = (torch.export.export(nn.GELU(approximate=kind), (X,)) for kind in ("none", "tanh"))
