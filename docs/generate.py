@@ -198,7 +198,7 @@ def make_settings() -> str:
     """Make a table of the settings of `etfarm serve`, as a file has them."""
     from etfarm.server.arguments import parser
     from etfarm.server.operation.settings import settable
-    from etfarm.server.options import declaration_of
+    from etfarm.wire.options import declaration_of
 
     parts = ["| setting | value | meaning |", "|---|---|---|"]
     for name, action in settable(parser()).items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
 import logging
@@ -14,17 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etfarm.device_agents import logs
-from etfarm.device_agents.arguments import build_parser
+from etfarm.device_agents.arguments import config_of, parse, parser
 from etfarm.device_agents.attempts.cache import Cache
-from etfarm.device_agents.conditions.gates import GateLimits
 from etfarm.device_agents.conditions.governor import KEPT_GOVERNORS, Governors
-from etfarm.device_agents.config import (
-    AgentConfig,
-    PhoneOptions,
-    default_data_folder,
-    emulated_data_folder,
-    phones_data_folder,
-)
+from etfarm.device_agents.config import AgentConfig, default_data_folder
 from etfarm.device_agents.daemon.agent import Agent
 from etfarm.device_agents.daemon.connection import Outgoing, ServerConnection
 from etfarm.device_agents.daemon.data_folder import MARKS, DataFolder
@@ -38,18 +30,18 @@ from etfarm.device_agents.daemon.versions import Versions
 from etfarm.device_agents.device import inventory
 from etfarm.device_agents.device.identity import device_id, emulated_id
 from etfarm.device_agents.jail.confine import Jail
-from etfarm.device_agents.jail.options import JailOptions
 from etfarm.device_agents.jail.secrets import forget_variable, hide_memory
-from etfarm.device_agents.runners.emulator import SME_WARNING, Emulator
+from etfarm.device_agents.runners.emulator import SME_WARNING
 from etfarm.device_agents.targets.local import Machine
 from etfarm.v1 import device_pb2
-from etfarm.wire.channel import Access, parse_addresses
+from etfarm.wire.channel import parse_addresses
 from etfarm.wire.errors import error_for
 from etfarm.wire.escapes import printable
 from etfarm.wire.heap import share_one_heap
-from etfarm.wire.names import DATA_VARIABLE, SERVER_VARIABLE, boot_id
+from etfarm.wire.names import DATA_VARIABLE, boot_id
 from etfarm.wire.owner import at_end_of_stdin
 from etfarm.wire.private import close_umask, make_private
+from etfarm.wire.systemd import without_options
 
 if TYPE_CHECKING:
     from etfarm.device_agents.daemon.phones.fleet import Fleet
@@ -66,29 +58,18 @@ def main(argv: list[str]) -> int:
     Raises:
         EtfarmError: the agent cannot work, or the server refuses it; the message is for people.
     """
-    options = build_parser().parse_args(argv)
-    if not options.server:
-        build_parser().error(f"give --server ADDR, or set {SERVER_VARIABLE}")
-    if options.cpu and not options.emulate:
-        build_parser().error("--cpu requires --emulate")
-    if (options.phone_runner or options.phone_limit is not None) and not options.adb:
-        build_parser().error("--phone-runner and --phone-limit require --adb")
-    if options.adb and options.concurrent_runs != 1:
-        build_parser().error("--concurrent-runs cannot be combined with --adb: phones run one program at a time")
-    if options.adb and (options.emulate or options.cores):
-        build_parser().error(
-            "--adb cannot be combined with --emulate or --cores: start one agent for phones and another one for this machine"
-        )
+    agent = parser()
+    options = parse(agent, argv)
     parse_addresses(options.server)
     if options.print_unit:
-        _print_line(unit_of_this(argv, vars(options)).rstrip("\n"))
+        _print_line(unit_of_this(without_options(argv, agent), vars(options)).rstrip("\n"))
         return 0
-    config = _config(options)
+    config = config_of(options)
     close_umask()
-    if options.allow_upgrade and not is_launched():
+    if config.allow_upgrade and not is_launched():
         make_private(config.data, MARKS)  # it has the code that is started
         become(config.data, argv)
-    logs.configure(options.log_format)
+    logs.configure(config.log_format)
     share_one_heap()
     # Fail now if the certificates cannot be used.
     config.access.credentials()
@@ -101,25 +82,24 @@ def main(argv: list[str]) -> int:
     hide_memory()
     folder = DataFolder(config.data)
     try:
-        return asyncio.run(_serve(config, device, folder, options.exit_with_stdin))
+        return asyncio.run(_serve(config, device, folder))
     finally:
         folder.close()
 
 
-async def _serve(config: AgentConfig, device: device_pb2.Device | None, folder: DataFolder, exit_with_stdin: bool) -> int:
+async def _serve(config: AgentConfig, device: device_pb2.Device | None, folder: DataFolder) -> int:
     """Serve until a signal, the end of stdin, or an upgrade, and return the exit code.
 
     Args:
         config: the agent's settings.
         device: this machine, or the processor it emulates; None if phones are served.
         folder: the data folder.
-        exit_with_stdin: whether the end of stdin ends the agent.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    if exit_with_stdin:
+    if config.exit_with_stdin:
         at_end_of_stdin(stop.set)
     agent_id = folder.agent_id()
     choice = None if device is None else DeviceChoice(folder, _device_ids(config, agent_id))
@@ -219,46 +199,6 @@ def _device_ids(config: AgentConfig, agent_id: str) -> list[str]:
     is_default = not os.environ.get(DATA_VARIABLE) and config.data.resolve() == default_data_folder().resolve()
     own = device_id(machine_id, agent_id, is_default_folder=False)
     return [device_id(machine_id, agent_id, is_default_folder=True), own] if is_default else [own]
-
-
-def _config(options: argparse.Namespace) -> AgentConfig:
-    of_user = Access.of(options.server, options.tls_ca)
-    # A device serves every project that it is not restricted from, so ETFARM_PROJECT does not apply.
-    access = dataclasses.replace(of_user, tls_cert=options.tls_cert, tls_key=options.tls_key, project="")
-    emulator = Emulator.find(options.emulate, options.cpu) if options.emulate else None
-    return AgentConfig(
-        access=access,
-        name=options.name or ("" if options.adb else "-".join([socket.gethostname(), *([emulator.cpu] if emulator else [])])),
-        # Beside that of the agent that serves this machine itself.
-        data=options.data or _default_folder(options, emulator),
-        emulator=emulator,
-        phones=PhoneOptions(
-            limit_bytes=PhoneOptions.limit_bytes if options.phone_limit is None else options.phone_limit,
-            runner=options.phone_runner,
-        )
-        if options.adb
-        else None,
-        labels=dict(options.label),
-        cores=options.cores,
-        concurrent_runs=options.concurrent_runs,
-        cache_limit_bytes=options.cache_limit,
-        gates=GateLimits(
-            cool_below_c=options.cool_below,
-            cool_wait_s=options.cool_wait,
-            cool_down_s=options.cool_down,
-            idle_below=options.idle_below,
-            idle_wait_s=options.idle_wait,
-        ),
-        governor=None if options.governor == "keep" else options.governor or AgentConfig.governor,
-        allow_upgrade=options.allow_upgrade,
-        jail=JailOptions(users=options.runner_users, required=options.require_jail),
-    )
-
-
-def _default_folder(options: argparse.Namespace, emulator: Emulator | None) -> Path:
-    if options.adb:
-        return phones_data_folder()
-    return emulated_data_folder(emulator) if emulator else default_data_folder()
 
 
 def _print_line(line: str) -> None:

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 MAX_CPUS: Final = 1 << 13
 """Maximum number of cpus that Linux supports; larger numbers are invalid."""
 
+MAX_CONCURRENT_RUNS: Final = 64
+"""Maximum number of runs at the same time on a device, which an agent announces and a server counts on."""
+
 MAX_LIST: Final = 1 << 16
 """Maximum number of characters in a cpu list, and of numbers in its ranges: far more than a list of 8192 cpus needs."""
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from etfarm.server.config import Config
 from etfarm.server.operation import settings
 from etfarm.server.operation.settings import Setting
-from etfarm.server.options import Option, add_options, built, options_of
 from etfarm.wire.names import SETTING_PREFIX
+from etfarm.wire.options import PRINT_UNIT, Option, add_options, built, options_of
 
 _OF_COMMAND = (
     Option(
@@ -20,16 +20,12 @@ _OF_COMMAND = (
         f"win, then variables such as {SETTING_PREFIX}TLS_CERT, then this file",
     ),
     Option(
-        flag="--check", default=False, only_on_line=True,
+        flag="--check", default=False, only_on_line=True, in_unit=False,
         help="print the configuration with its sources, the measures of the jail and every problem, and exit: "
         "with 1 if the server would not start",
     ),
-    Option(flag="--json", default=False, only_on_line=True, help="with --check: as JSON, etfarm.serve_check/1"),
-    Option(
-        flag="--print-unit", default=False, only_on_line=True,
-        help="print a systemd unit that runs this command from the machine's start on, and end; its first lines say how to "
-        "install it",
-    ),
+    Option(flag="--json", default=False, only_on_line=True, in_unit=False, help="with --check: as JSON, etfarm.serve_check/1"),
+    PRINT_UNIT,
 )  # fmt: skip
 
 

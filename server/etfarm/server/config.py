@@ -26,13 +26,10 @@ from etfarm.server.devices.wheels import AgentWheel
 from etfarm.server.jobs.records.quotas import Quotas
 from etfarm.server.notices.settings import NoticeSettings
 from etfarm.server.options import (
-    Option,
     absolute,
     gib,
     mib,
     not_negative,
-    option,
-    options,
     positive,
     seconds,
     seconds_of_a_day,
@@ -49,6 +46,7 @@ from etfarm.server.workers.cluster.pool import PREFIX, require_ray
 from etfarm.wire.channel import Address, parse_address
 from etfarm.wire.errors import UserError, error_for
 from etfarm.wire.names import SETTING_PREFIX, data_folder
+from etfarm.wire.options import Option, option, options
 from etfarm.wire.tls import read_certificates, read_identity
 
 LOCAL = "local"
@@ -167,7 +165,7 @@ class Config:
     begin_empty: bool = option(
         "--begin-empty", "begin with an empty database although there are artifacts of a farm, whose database is lost: they "
         "stay, and nothing refers to them",
-        default=False, only_on_line=True)
+        default=False, only_on_line=True, in_unit=False)
     drain_timeout_s: float = option(
         "--drain-timeout", "how long running attempts and compilations may go on when the server is stopped; a second signal "
         "stops at once (default %(default)g s)",
@@ -266,7 +264,7 @@ class Config:
         default=False)
     build_bundle: bool = option("--no-bundle", "do not build the runner bundle for this machine", default=False)
     address_file: Path | None = option("--address-file", "write the address there once listening", metavar="FILE", read=Path)
-    exit_with_stdin: bool = option("--exit-with-stdin", "end when stdin ends", default=False, only_on_line=True)
+    exit_with_stdin: bool = option("--exit-with-stdin", "end when stdin ends", default=False, only_on_line=True, in_unit=False)
     # fmt: on
 
     @property

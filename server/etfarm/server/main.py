@@ -17,6 +17,7 @@ from etfarm.server.state.folder import locked, require_restored
 from etfarm.server.workers.pacing import shorten_thread_switches
 from etfarm.wire.heap import share_one_heap
 from etfarm.wire.private import close_umask
+from etfarm.wire.systemd import without_options
 
 
 def main(argv: list[str]) -> int:
@@ -32,7 +33,7 @@ def main(argv: list[str]) -> int:
         options, engines = vars(serve.parse_args(argv)) | {"data": arguments.data}, unit.engines_of(vars(arguments))
         is_chosen = source["data"] != settings.DEFAULT
         text = unit.unit_of_this(
-            argv, options, engines=engines, is_data_chosen=is_chosen, drain_s=arguments.drain_timeout,
+            without_options(argv, serve), options, engines=engines, is_data_chosen=is_chosen, drain_s=arguments.drain_timeout,
             database=unit.database_options(sources, arguments.config),
         )  # fmt: skip
         print(text, end="")

@@ -9,36 +9,71 @@ import asyncio
 import logging
 import os
 import time
+from argparse import ArgumentTypeError
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from etfarm.device_agents.device import readings
 from etfarm.v1 import report_pb2
+from etfarm.wire.options import option
 
 log = logging.getLogger(__name__)
+
+
+MEASUREMENTS: Final = (
+    "measurements",
+    "What a measurement waits for, and what is set for it. It begins in any case when the wait is over, and the report tells "
+    "what was missing. A machine without the sensor does not wait.",
+)
+"""Title and description of the options in the help."""
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is not a number") from None
+    # Refuse NaN and infinity.
+    if not 0 <= value < 1e6:
+        raise ArgumentTypeError(f"{text} is not between 0 and 1000000")
+    return value
+
+
+_limit = partial(option, read=_number, group=MEASUREMENTS)
 
 
 @dataclass(frozen=True)
 class GateLimits:
     """Thresholds of the gates, and limits on how long they are awaited."""
 
-    cool_below_c: float = 60.0
-    """Temperature limit of the hottest zone in degrees Celsius. A Raspberry Pi slows down from 80 on, other boards and phones
-    from about there; a start 20 below leaves room to warm up in a run, and boards without a fan idle below 60. Phones need
-    a lower limit: users wait for 37."""
-    cool_wait_s: float = 60.0
-    """Longest wait for it in seconds; the wait also ends when it has no effect: see COOLING_WINDOW_S."""
-    cool_down_s: float = 1.0
-    """Minimum pause in seconds between two measurements on a device with thermal zones, whose sensors lag by about that."""
-    idle_below: float = 0.15
-    """Limit of running or runnable tasks per cpu, before the runner starts. On two cpus one busy process is 0.5, and an idle
-    system with this farm on it below 0.05. The load average is unsuitable: it covers a minute, and so includes the
-    preceding compilation."""
-    idle_wait_s: float = 10.0
-    """Longest wait for it in seconds. A longer load is not brief housekeeping, and the verdict names it."""
+    # A Raspberry Pi slows down from 80 on, other boards and phones from about there; a start 20 below leaves room to warm up in
+    # a run, and boards without a fan idle below 60. Phones need a lower limit: users wait for 37.
+    cool_below_c: float = _limit(
+        "--cool-below", "temperature of the hottest sensor, in degrees Celsius; default: %(default)g", default=60.0, metavar="C"
+    )
+    # The wait also ends when it has no effect: see COOLING_WINDOW_S.
+    cool_wait_s: float = _limit(
+        "--cool-wait", "the longest wait for it, shorter if it does not get cooler; 0: none; default: %(default)g",
+        default=60.0, metavar="S",
+    )  # fmt: skip
+    # The sensors lag by about that.
+    cool_down_s: float = _limit(
+        "--cool-down", "least pause between two measurements on a machine with temperature sensors; default: %(default)g",
+        default=1.0, metavar="S",
+    )  # fmt: skip
+    # On two cpus one busy process is 0.5, and an idle system with this farm on it below 0.05. The load average is unsuitable: it
+    # covers a minute, and so includes the preceding compilation.
+    idle_below: float = _limit(
+        "--idle-below", "tasks per cpu that run while nothing is measured yet; default: %(default)g", default=0.15, metavar="N"
+    )
+    # A longer load is not brief housekeeping, and the verdict names it.
+    idle_wait_s: float = _limit(
+        "--idle-wait", "the longest wait for it; 0: none; default: %(default)g", default=10.0, metavar="S"
+    )
 
 
 COOLING_WINDOW_S: Final = 10.0

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qsl, urlsplit
 
-from etfarm.server.options import declaration_of
 from etfarm.server.state.database_url import BadDatabaseUrl, DatabaseUrl
 from etfarm.wire.channel import Address
 from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.names import SETTING_PREFIX
+from etfarm.wire.options import declaration_of
 from etfarm.wire.private import require_secret
 
 CONFIG: Final = "config"

@@ -13,6 +13,7 @@ import pytest
 
 from etfarm.device_agents.config import default_data_folder
 from etfarm.device_agents.daemon.systemd import TOKEN_FILE, unit, unit_of_this
+from etfarm.device_agents.main import main
 from etfarm.device_agents.runners.child import spawn_here
 from etfarm.wire.errors import UserError
 
@@ -124,9 +125,10 @@ def test_the_environment_is_kept_but_for_the_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left_out", ["--print-unit", "--print", "--exit-with-stdin", "--exit"])
-def test_options_that_are_no_services_are_left_out(left_out: str, tmp_path: Path) -> None:
-    dump = systemd_on(unit(["--server", "farm:7070", left_out, "--emulate", "aarch64"], program=PROGRAM), tmp_path)
-    assert words(settings_of(dump, "Command Line")[0])[3:] == ["--server", "farm:7070", "--emulate", "aarch64"]
+def test_options_that_are_no_services_are_left_out(left_out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--server", "farm:7070", left_out, "--emulate", "aarch64", "--print-unit"]) == 0
+    dump = systemd_on(capsys.readouterr().out, tmp_path)
+    assert words(settings_of(dump, "Command Line")[0])[-5:] == ["agent", "--server", "farm:7070", "--emulate", "aarch64"]
 
 
 def test_the_unit_of_this_process_finds_this_program_and_these_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

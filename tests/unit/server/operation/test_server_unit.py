@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from etfarm.server.arguments import parser
 from etfarm.server.main import main
 from etfarm.server.operation.unit import STATE, UNIT_NAME, USER, unit
 from etfarm.wire.errors import UserError
+from etfarm.wire.systemd import without_options
 
 PROGRAM = ["/usr/bin/env"]
 EXPOSURE = 50
@@ -39,7 +41,8 @@ def settings_of(dump: str, name: str) -> list[str]:
 
 
 def test_the_service_waits_for_a_drain_and_may_start_namespaces(tmp_path: Path) -> None:
-    dump = systemd_on(unit(["--listen", "h:1", "--check"], program=PROGRAM, environment={}, drain_s=45.5), tmp_path)
+    arguments = without_options(["--listen", "h:1", "--check"], parser())
+    dump = systemd_on(unit(arguments, program=PROGRAM, environment={}, drain_s=45.5), tmp_path)
     for name, value in (
         ("Restart", "on-failure"), ("KillMode", "mixed"), ("ProtectSystem", "strict"), ("StateDirectory", "etfarm-server"),
         ("TimeoutStopSec", "1min 16s"), ("WatchdogSec", "1min"), ("User", "etfarm"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from etfarm.server.artifacts.s3.location import DEFAULT_REGION, BucketLocation
-from etfarm.server.options import Option, add_options
+from etfarm.wire.options import Option, add_options
 
 BLOBS: Final = ("artifacts in S3", "Off by default: then artifacts are files in --data. Needs etfarm[scale].")
 """Title and description of the options in the help."""

@@ -8,7 +8,7 @@ from typing import Final
 
 from etfarm.server.access.scope import DEFAULT_PROJECT
 from etfarm.v1.device_pb2 import Device, DeviceState, HealthState
-from etfarm.wire.cores import has_cpus
+from etfarm.wire.cores import MAX_CONCURRENT_RUNS, has_cpus
 from etfarm.wire.selectors import Selector
 
 IDLE: Final = DeviceState.DEVICE_STATE_IDLE
@@ -20,9 +20,6 @@ DRAINING: Final = DeviceState.DEVICE_STATE_DRAINING
 MIN_PRIORITY: Final = -100
 MAX_PRIORITY: Final = 100
 """The range of priorities. A submission outside of it is refused."""
-
-MAX_CONCURRENT_RUNS: Final = 64
-"""Maximum number of runs at the same time on a device, whatever its agent announces."""
 
 Party = tuple[str, str]
 """A project and the owner in it, between whom devices are shared fairly."""
