@@ -17,6 +17,7 @@ from typing import Final
 import pytest
 
 from etfarm.wire.errors import EtfarmError
+from tests.support.refusals import refuses
 
 FOLDER: Final = Path(__file__).parents[1] / "golden"
 _INDENT: Final = "    "
@@ -75,6 +76,13 @@ class Golden:
                 write(self._file, read(self._file) | {key: text})
         expected = read(self._file).get(key)
         assert text == expected, f"{self._file.name} has another sentence for {key}; see --update-golden"
+
+    @contextmanager
+    def refuses(self, reason: str, match: str | None = None) -> Iterator[pytest.ExceptionInfo[EtfarmError]]:
+        """Expect an error with a reason and the golden sentence in the block."""
+        with refuses(reason, match) as refused:
+            yield refused
+        self.check(refused.value)
 
 
 @contextmanager

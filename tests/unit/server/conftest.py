@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import structlog
 
-from tests.support.databases import each_database, new_postgres, postgres_databases  # noqa: F401 - fixtures
+from etfarm.server.state.engine import Database
+from tests.support.databases import each_database, new_database, new_postgres, postgres_databases  # noqa: F401 - fixtures
+
+
+@pytest.fixture
+async def database(tmp_path: Path) -> AsyncIterator[Database]:
+    """An open database of the engine of the running test."""
+    created = new_database(tmp_path / "farm.sqlite")
+    await created.open()
+    yield created
+    created.close()
 
 
 @pytest.fixture(autouse=True)

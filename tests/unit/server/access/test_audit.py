@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +13,6 @@ from etfarm.server.rpc.door.roles import ROLES
 from etfarm.server.rpc.door.token_file import LOCAL
 from etfarm.server.state.engine import Database
 from etfarm.v1 import job_pb2, token_pb2
-from tests.support.databases import new_database
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -25,14 +22,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-@pytest.fixture
-async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    opened = new_database(tmp_path / "farm.sqlite")
-    await opened.open()
-    yield opened
-    opened.close()
 
 
 @pytest.fixture

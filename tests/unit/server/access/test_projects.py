@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
 
@@ -17,21 +15,12 @@ from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.v1.common_pb2 import ROLE_ADMIN, ROLE_AGENT, ROLE_USER, ROLE_VIEWER, Principal
 from etfarm.wire.errors import Kind
-from tests.support.databases import new_database
 from tests.support.golden import Golden
 from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
 NOW = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
-
-
-@pytest.fixture
-async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    created = new_database(tmp_path / "farm.sqlite")
-    await created.open()
-    yield created
-    created.close()
 
 
 @pytest.fixture
@@ -64,9 +53,8 @@ async def test_the_active_project_is_what_is_named_else_the_only_one_else_defaul
     assert seen(projects, "bob", requested="audio") == (["audio", "default", "vision"], "audio")
     assert seen(projects, "ann") == (["audio", "vision"], "")
     assert seen(projects, "ann", requested="vision") == (["audio", "vision"], "vision")
-    with refuses("PROJECT_AMBIGUOUS") as refused:
+    with golden.refuses("PROJECT_AMBIGUOUS") as refused:
         require_active(projects.resolve(Principal(name="ann", role=ROLE_USER)))
-    golden.check(refused.value)
     assert refused.value.kind is Kind.FAILED_PRECONDITION
     assert refused.value.metadata["projects"] == "audio, vision"
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 
 from etfarm.server.access.tokens import TokenTable, key_of
+from etfarm.server.state.engine import Database
 from etfarm.v1.common_pb2 import ROLE_AGENT, ROLE_USER
-from tests.support.databases import new_database
 from tests.support.golden import Golden
 from tests.support.refusals import refuses
 
@@ -31,11 +29,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-async def tokens(tmp_path: Path, clock: Clock) -> AsyncIterator[TokenTable]:
-    database = new_database(tmp_path / "farm.sqlite")
-    await database.open()
-    yield TokenTable(database, clock)
-    database.close()
+def tokens(clock: Clock, database: Database) -> TokenTable:
+    return TokenTable(database, clock)
 
 
 async def test_tokens_that_are_of_no_use_do_not_make_a_name_ambiguous(tokens: TokenTable, clock: Clock) -> None:
@@ -63,6 +58,5 @@ async def test_a_name_with_several_usable_tokens_is_refused_with_their_ids(token
 
 
 async def test_a_name_without_a_usable_token_is_refused(golden: Golden, tokens: TokenTable) -> None:
-    with refuses("TOKEN_NOT_FOUND") as refused:
+    with golden.refuses("TOKEN_NOT_FOUND"):
         await tokens.revoke("no-one")
-    golden.check(refused.value)

@@ -9,7 +9,7 @@ import io
 import itertools
 import json
 import tarfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from etfarm.server.devices.bundles import Bundles
 from etfarm.server.state.engine import Database
 from etfarm.wire.bundles import NotABundle
 from etfarm.wire.errors import FarmError, Kind
-from tests.support.databases import new_database
 from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("each_database")
@@ -63,11 +62,8 @@ class World:
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    database = new_database(tmp_path / "farm.sqlite")
-    await database.open()
-    yield World(tmp_path, database)
-    database.close()
+def world(tmp_path: Path, database: Database) -> World:
+    return World(tmp_path, database)
 
 
 async def test_an_added_bundle_is_offered_with_what_its_manifest_says(world: World) -> None:

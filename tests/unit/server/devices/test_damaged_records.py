@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
-from datetime import UTC, datetime
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from sqlalchemy import Table, insert, select, update
 
 from etfarm.server.access.scope import EVERYTHING, Scope
-from etfarm.server.artifacts.store import Store
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.errors import ReservationNotFound
 from etfarm.server.devices.health.records import HealthRecords
 from etfarm.server.devices.health.standing import Standing
-from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.reservations import Holder, Request, Reservations
-from etfarm.server.devices.runs import Runs
-from etfarm.server.devices.session import AgentSession
 from etfarm.server.devices.telemetry import TelemetryLog
 from etfarm.server.jobs.records.verification import find_damaged
 from etfarm.server.state import schema
-from etfarm.v1.agent_pb2 import Hello, RunnerBundle
+from etfarm.server.state.engine import Database
+from etfarm.v1.agent_pb2 import RunnerBundle
 from etfarm.v1.device_pb2 import Device, DeviceTelemetry, HealthEvent, HealthEventKind
-from tests.support.databases import new_database
+from tests.support.registries import NOON, RegistryWorld
 
 pytestmark = pytest.mark.usefixtures("each_database")
-
-NOW = datetime(2026, 6, 1, 12, tzinfo=UTC)
 
 
 def cut_first(body: bytes) -> bytes:
@@ -42,28 +36,20 @@ def flip(body: bytes) -> bytes:
     return body[:-20] + bytes([body[-20] ^ 1]) + body[-19:]
 
 
-class World:
+class World(RegistryWorld):
     """A registry with its records, as a server has them at its start."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.database = new_database(folder / "farm.sqlite")
-        self.store = Store(folder, self.database)
-        self.bundles = Bundles(self.store, self.database, folder, check=self._check)
-        self.registry = self.new_registry()
+    def __init__(self, folder: Path, database: Database) -> None:
+        super().__init__(folder, database)
+        self.bundles = self.new_bundles()
+
+    def new_bundles(self) -> Bundles:
+        return Bundles(self.store, self.database, self.folder, check=self._check)
 
     async def _check(self, path: Path) -> RunnerBundle:
         return RunnerBundle(**json.loads(path.read_text()))
 
-    def new_registry(self) -> Registry:
-        return Registry(self.database, self.bundles, Runs(3600), lambda: NOW)
-
-    async def restarted(self) -> Registry:
-        registry = self.new_registry()
-        await registry.load()
-        return registry
-
-    async def damage(self, table: Table, how: Callable[[bytes], bytes], column: str = "id", value: object = "pi") -> None:
+    async def damage(self, table: Table, how: How, column: str = "id", value: object = "pi") -> None:
         is_it = table.c[column] == value
         body = await self.database.read(lambda c: c.execute(select(table.c.body).where(is_it)).scalars().first())
         assert body
@@ -74,65 +60,61 @@ class World:
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    created = World(tmp_path)
-    await created.database.open()
-    yield created
-    created.database.close()
+def world(tmp_path: Path, database: Database) -> World:
+    return World(tmp_path, database)
 
 
-async def connect(registry: Registry, *names: str, agent: str = "agent") -> None:
-    devices = [Device(id=name, name=f"board-{name}", arch="aarch64") for name in names]
-    await registry.connect(AgentSession(agent, "", lambda: 0.0), Hello(agent_id=agent, devices=devices))
+BOTH = pytest.mark.parametrize("how", [cut_first, flip])
+How = Callable[[bytes], bytes]
 
 
-@pytest.mark.parametrize("how", [cut_first, flip])
+@BOTH
 async def test_a_damaged_device_has_its_id_until_its_agent_describes_it_again(
-    world: World, how: Callable[[bytes], bytes], capsys: pytest.CaptureFixture[str]
+    world: World, how: How, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    await connect(world.registry, "pi", "pixel")
-    project = insert(schema.projects).values(name="vision", created_at=NOW, created_by="root")
+    await world.connect("pi", "pixel")
+    project = insert(schema.projects).values(name="vision", created_at=NOON, created_by="root")
     await world.database.write(lambda connection: connection.execute(project))
     await world.registry.restrict("pi", {"vision"})
     await world.damage(schema.devices, how)
     assert await world.damaged() == ["the device pi"]
-    registry = await world.restarted()
+    registry = await world.restart()
     assert "the device pi" in capsys.readouterr().out
     assert [device.name for device in registry.devices(EVERYTHING)] == ["board-pixel", "pi"]
     assert [device.name for device in registry.devices(Scope(frozenset({"audio"})))] == ["board-pixel"]
-    await connect(registry, "pi", "pixel")
+    await world.connect("pi", "pixel")
     assert registry.get("pi").name == "board-pi" and list(registry.get("pi").projects) == ["vision"]
     assert await world.damaged() == []
 
 
 async def test_a_damaged_device_that_does_not_return_can_be_forgotten(world: World) -> None:
-    await connect(world.registry, "pi")
+    await world.connect("pi")
     await world.damage(schema.devices, cut_first)
-    registry = await world.restarted()
+    registry = await world.restart()
     await registry.forget("pi")
     assert await world.damaged() == [] and registry.devices(EVERYTHING) == []
 
 
-@pytest.mark.parametrize("how", [cut_first, flip])
-async def test_damaged_settings_are_left_out_until_they_are_set_again(world: World, how: Callable[[bytes], bytes]) -> None:
-    await connect(world.registry, "pi", "pixel")
+@BOTH
+async def test_damaged_settings_are_left_out_until_they_are_set_again(world: World, how: How) -> None:
+    await world.connect("pi", "pixel")
     for name in ("pi", "pixel"):
         await world.registry.label(name, {"rack": "the third one from the left"}, ())
     await world.damage(schema.device_settings, how, "device_id")
     assert await world.damaged() == ["the settings of device pi"]
-    registry = await world.restarted()
+    registry = await world.restart()
     assert "rack" not in registry.get("pi").labels and registry.get("pixel").labels["rack"]
     await registry.label("pi", {"rack": "3"}, ())
-    assert await world.damaged() == [] and (await world.restarted()).get("pi").labels["rack"] == "3"
+    assert await world.damaged() == [] and (await world.restart()).get("pi").labels["rack"] == "3"
 
 
-@pytest.mark.parametrize("how", [cut_first, flip])
-async def test_a_damaged_reservation_holds_no_device(world: World, how: Callable[[bytes], bytes]) -> None:
-    await connect(world.registry, "pi", "pixel")
+@BOTH
+async def test_a_damaged_reservation_holds_no_device(world: World, how: How) -> None:
+    await world.connect("pi", "pixel")
     ids = iter(("r1", "r2"))
 
     def new() -> Reservations:
-        return Reservations(world.database, lambda: NOW, lambda: next(ids))
+        return Reservations(world.database, world.now, lambda: next(ids))
 
     held = new()
     for name in ("pi", "pixel"):
@@ -146,8 +128,8 @@ async def test_a_damaged_reservation_holds_no_device(world: World, how: Callable
         await again.renew("r1", None, Holder("ann"))
 
 
-@pytest.mark.parametrize("how", [cut_first, flip])
-async def test_a_damaged_bundle_is_not_used_until_it_is_added_again(world: World, how: Callable[[bytes], bytes]) -> None:
+@BOTH
+async def test_a_damaged_bundle_is_not_used_until_it_is_added_again(world: World, how: How) -> None:
     digests = []
     for arch in ("aarch64", "x86_64"):
         artifact = await world.store.put(json.dumps({"arch": arch, "executorch_version": "1.0.0"}).encode(), "ann")
@@ -155,18 +137,18 @@ async def test_a_damaged_bundle_is_not_used_until_it_is_added_again(world: World
         digests.append(artifact.digest)
     await world.damage(schema.bundles, how, "digest", digests[0])
     assert await world.damaged() == [f"the bundle {digests[0]}"]
-    again = Bundles(world.store, world.database, world.folder, check=world._check)
+    again = world.new_bundles()
     await again.load()
     assert [bundle.arch for bundle in again.list()] == ["x86_64"]
     await again.add(digests[0])
     assert await world.damaged() == [] and again.get("aarch64") is not None
 
 
-@pytest.mark.parametrize("how", [cut_first, flip])
-async def test_damage_to_what_is_known_of_a_devices_past_is_left_out(world: World, how: Callable[[bytes], bytes]) -> None:
-    log = TelemetryLog(world.database, lambda: NOW)
+@BOTH
+async def test_damage_to_what_is_known_of_a_devices_past_is_left_out(world: World, how: How) -> None:
+    log = TelemetryLog(world.database, world.now)
     reading = DeviceTelemetry(cpu_share=0.5, load_1m=0.25, memory_available_bytes=1 << 32, disk_free_bytes=1 << 40)
-    reading.time.FromDatetime(NOW)
+    reading.time.FromDatetime(NOON)
     log.record({"pi": reading, "pixel": reading})
     await log.flush()
     health = HealthRecords(world.database)
@@ -174,8 +156,8 @@ async def test_damage_to_what_is_known_of_a_devices_past_is_left_out(world: Worl
         event = HealthEvent(
             device_id=name, kind=HealthEventKind.HEALTH_EVENT_KIND_POWER_CYCLED, message="by the relay in the rack"
         )
-        event.time.FromDatetime(NOW)
-        await health.save(name, Standing(since=NOW), event)
+        event.time.FromDatetime(NOON)
+        await health.save(name, Standing(since=NOON), event)
     await world.damage(schema.device_telemetry, how, "device_id")
     await world.damage(schema.health_events, how, "device_id")
     assert await world.damaged() == ["a reading of device pi", "a health event of device pi"]
@@ -186,8 +168,8 @@ async def test_damage_to_what_is_known_of_a_devices_past_is_left_out(world: Worl
 
 
 async def test_values_of_releases_without_checksums_are_read(world: World) -> None:
-    await connect(world.registry, "pi")
+    await world.connect("pi")
     device = Device(id="pi", name="from before")
     write = update(schema.devices).values(body=device.SerializeToString())
     await world.database.write(lambda connection: connection.execute(write))
-    assert (await world.restarted()).get("pi").name == "from before" and await world.damaged() == []
+    assert (await world.restart()).get("pi").name == "from before" and await world.damaged() == []

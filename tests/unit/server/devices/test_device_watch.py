@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -11,58 +11,44 @@ import pytest
 
 from etfarm.server.access.projects import Projects
 from etfarm.server.access.scope import EVERYTHING, Scope
-from etfarm.server.artifacts.store import Store
-from etfarm.server.devices.bundles import Bundles
-from etfarm.server.devices.registry import Registry
-from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import AgentSession
 from etfarm.server.devices.watch import DeviceWatch, Watcher
-from etfarm.v1.agent_pb2 import Heartbeat, Hello, RunnerBundle
+from etfarm.server.state.engine import Database
+from etfarm.v1.agent_pb2 import Heartbeat, RunnerBundle
 from etfarm.v1.common_pb2 import RunnerKind
 from etfarm.v1.device_pb2 import Device, DeviceEvent, DeviceRunner, DeviceState, DeviceTelemetry
 from etfarm.wire import selectors
-from tests.support.databases import new_database
-
-pytestmark = pytest.mark.usefixtures("each_database")
+from tests.support.registries import RegistryWorld, board
 
 IDLE, BUSY, OFFLINE = DeviceState.DEVICE_STATE_IDLE, DeviceState.DEVICE_STATE_BUSY, DeviceState.DEVICE_STATE_OFFLINE
 WAIT_S = 60.0
 Events = AsyncGenerator[DeviceEvent]
 
 
-class World:
+class World(RegistryWorld):
     """A registry with a watch."""
 
-    def __init__(self, folder: Path) -> None:
-        self.seconds = 1000.0
-        self.database = new_database(folder / "farm.sqlite")
-        self.runs = Runs(3600)
-        self.bundles = Bundles(Store(folder, self.database), self.database, folder)
-        self.registry = Registry(self.database, self.bundles, self.runs, lambda: datetime.fromtimestamp(self.seconds, UTC))
+    def __init__(self, folder: Path, database: Database) -> None:
+        super().__init__(folder, database)
         self.watch = DeviceWatch(self.registry, self.runs)
 
-    async def connect(self, *names: str) -> AgentSession:
-        session = AgentSession("agent", "", lambda: self.seconds)
+    async def connect_usable(self, *names: str) -> AgentSession:
+        """Connect an agent whose devices have a runner."""
         runner = DeviceRunner(kind=RunnerKind.RUNNER_KIND_OWN)
-        devices = [Device(id=name, name=f"board-{name}", arch="aarch64", own_runners=[runner]) for name in names]
-        await self.registry.connect(session, Hello(agent_id="agent", devices=devices))
-        return session
+        return await self.connect(*[board(name, own_runners=[runner]) for name in names])
 
     def events(self, selector: str = "", scope: Scope = EVERYTHING, *, telemetry: bool = False) -> Events:
         return self.watch.events(selectors.parse(selector), scope, telemetry=telemetry)
 
     async def heartbeat(self, session: AgentSession, **degrees: float) -> None:
-        self.seconds += 5
+        self.later(5)
         readings = {device: DeviceTelemetry(temperature_c=value) for device, value in degrees.items()}
         await self.registry.heartbeat(session, Heartbeat(telemetry=readings))
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    created = World(tmp_path)
-    await created.database.open()
-    yield created
-    created.database.close()
+def world(tmp_path: Path, database: Database) -> World:
+    return World(tmp_path, database)
 
 
 async def following(events: Events) -> DeviceEvent:
@@ -89,7 +75,7 @@ async def is_quiet(events: Events) -> bool:
 
 
 async def test_a_snapshot_is_followed_by_each_change(world: World) -> None:
-    session = await world.connect("a", "b")
+    session = await world.connect_usable("a", "b")
     events = world.events()
     assert await snapshot(events) == {"a": IDLE, "b": IDLE}
     world.runs.begin("x", "b", lambda _: None)
@@ -111,7 +97,7 @@ async def test_a_snapshot_is_followed_by_each_change(world: World) -> None:
 
 async def test_only_devices_that_match_and_that_the_caller_sees_are_sent(world: World) -> None:
     await Projects(world.database, lambda: datetime.now(UTC)).create("vision", [], None, by="root")
-    await world.connect("a", "b", "c")
+    await world.connect_usable("a", "b", "c")
     await world.registry.label("a", {"rack": "3"}, [])
     await world.registry.restrict("c", ["vision"])
     rack, audio = world.events("label.rack=3"), world.events(scope=Scope(frozenset({"audio"})))
@@ -131,7 +117,7 @@ async def test_only_devices_that_match_and_that_the_caller_sees_are_sent(world: 
 
 
 async def test_telemetry_is_sent_to_those_who_want_it(world: World) -> None:
-    session = await world.connect("a")
+    session = await world.connect_usable("a")
     states, readings = world.events(), world.events(telemetry=True)
     await snapshot(states)
     await snapshot(readings)
@@ -145,7 +131,7 @@ async def test_telemetry_is_sent_to_those_who_want_it(world: World) -> None:
 
 
 async def test_a_change_of_unknown_devices_is_found(world: World) -> None:
-    session = await world.connect("a")
+    session = await world.connect_usable("a")
     await world.registry.update(session, Device(id="b", name="board-b", arch="armv7l"))
     events = world.events()
     assert await snapshot(events) == {"a": IDLE, "b": DeviceState.DEVICE_STATE_UNUSABLE}
@@ -157,7 +143,7 @@ async def test_a_change_of_unknown_devices_is_found(world: World) -> None:
 
 
 async def test_a_slow_watcher_gets_the_latest_state_only(world: World) -> None:
-    await world.connect("a", "b")
+    await world.connect_usable("a", "b")
     events = world.events()
     await snapshot(events)
     for number in range(1000):

@@ -5,21 +5,18 @@ from __future__ import annotations
 import asyncio
 import platform
 import threading
-from collections.abc import AsyncIterator
-from datetime import UTC, datetime
+from collections.abc import Awaitable, Callable
+from datetime import UTC
 from pathlib import Path
 
 import pytest
 
 from etfarm.server.access.projects import Projects
 from etfarm.server.access.scope import Scope
-from etfarm.server.artifacts.store import Store
 from etfarm.server.devices import admission
-from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.errors import (
     AgentConnected,
     DeviceNotFound,
-    DeviceNotYours,
     DeviceOffline,
     DeviceServed,
     DeviceTooLarge,
@@ -27,9 +24,9 @@ from etfarm.server.devices.errors import (
 )
 from etfarm.server.devices.records import DeviceRecords
 from etfarm.server.devices.registry import Registry
-from etfarm.server.devices.runs import AttemptLost, Runs
+from etfarm.server.devices.runs import AttemptLost
 from etfarm.server.devices.session import HEARTBEAT_INTERVAL_S, AgentSession
-from etfarm.server.state.engine import DatabaseFull
+from etfarm.server.state.engine import Database, DatabaseFull
 from etfarm.v1.agent_pb2 import Heartbeat, Hello, RunnerBundle
 from etfarm.v1.common_pb2 import Error, RunnerKind
 from etfarm.v1.device_pb2 import (
@@ -43,8 +40,9 @@ from etfarm.v1.device_pb2 import (
     Reservation,
 )
 from etfarm.wire.errors import Kind, error_for
-from tests.support.databases import Refusal, new_database
+from tests.support.databases import Refusal
 from tests.support.golden import Golden
+from tests.support.registries import RegistryWorld, board
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -52,49 +50,21 @@ IDLE, BUSY, OFFLINE = DeviceState.DEVICE_STATE_IDLE, DeviceState.DEVICE_STATE_BU
 UNUSABLE = DeviceState.DEVICE_STATE_UNUSABLE
 
 
-class World:
-    """A registry with a clock that the test turns."""
-
-    def __init__(self, folder: Path) -> None:
-        self.seconds = 1000.0
-        self.database = new_database(folder / "farm.sqlite")
-        self.runs = Runs(3600)
-        self.bundles = Bundles(Store(folder, self.database), self.database, folder)
-        self.registry = self.new_registry()
-
-    def new_registry(self) -> Registry:
-        return Registry(self.database, self.bundles, self.runs, self.now)
-
-    def now(self) -> datetime:
-        return datetime.fromtimestamp(self.seconds, UTC)
-
-    def session(self, agent: str = "agent", boot: str = "") -> AgentSession:
-        return AgentSession(agent, boot, lambda: self.seconds)
-
-    async def connect(self, *devices: str, agent: str = "agent", boot: str = "", **hello: list[str]) -> AgentSession:
-        session = self.session(agent, boot)
-        text = [Device(id=name, name=f"board-{name}", arch="aarch64") for name in devices]
-        await self.registry.connect(session, Hello(agent_id=agent, devices=text, **hello))  # type: ignore[arg-type]
-        return session
-
-    def states(self) -> dict[str, int]:
-        return {device.id: device.state for device in self.registry.devices()}
-
-
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    created = World(tmp_path)
-    await created.database.open()
-    yield created
-    created.database.close()
+def world(tmp_path: Path, database: Database) -> RegistryWorld:
+    return RegistryWorld(tmp_path, database)
 
 
-async def test_a_device_without_a_runner_is_described_as_unusable_with_the_remedy(world: World) -> None:
+def states(world: RegistryWorld) -> dict[str, int]:
+    return {device.id: device.state for device in world.registry.devices()}
+
+
+async def test_a_device_without_a_runner_is_described_as_unusable_with_the_remedy(world: RegistryWorld) -> None:
     session = await world.connect("pi")
     shown = world.registry.describe(world.registry.get("pi"))
     assert (shown.state, shown.problem.reason) == (UNUSABLE, "BUNDLE_MISSING")
     assert "etfarm bundle build --arch aarch64" in shown.problem.remedy
-    own = Device(id="own", name="own", arch="aarch64", own_runners=[DeviceRunner(kind=RunnerKind.RUNNER_KIND_OWN)])
+    own = board("own", own_runners=[DeviceRunner(kind=RunnerKind.RUNNER_KIND_OWN)])
     await world.registry.update(session, own)
     assert not world.registry.describe(world.registry.get("own")).HasField("problem")
     world.bundles.use(RunnerBundle(arch="aarch64"))
@@ -102,80 +72,67 @@ async def test_a_device_without_a_runner_is_described_as_unusable_with_the_remed
     assert (shown.state, shown.HasField("problem")) == (IDLE, False)
 
 
-async def test_an_agent_cannot_set_what_only_the_server_knows_of_its_device(world: World) -> None:
-    lying = Device(id="pi", name="pi", arch="aarch64", attempt_ids=["a1"])
-    lying.health.state = HealthState.HEALTH_STATE_GOOD
-    lying.health.reason = lying.reservation.id = lying.drain.reason = "mine"
-    session = world.session()
-    await world.registry.connect(session, Hello(agent_id="agent", devices=[lying]))
-    for sent in (world.registry.get("pi"), (await DeviceRecords(world.database).load())[0][0]):
-        assert not (sent.HasField("health") or sent.HasField("reservation") or sent.HasField("drain") or sent.attempt_ids)
-    await world.registry.update(session, lying)
-    shown = world.registry.get("pi")
-    assert not (shown.HasField("health") or shown.HasField("reservation") or shown.HasField("drain") or shown.attempt_ids)
-
-
-async def test_a_device_is_idle_busy_and_offline(world: World) -> None:
+async def test_a_device_is_idle_busy_and_offline(world: RegistryWorld) -> None:
     session = await world.connect("pi", "xl")
-    assert world.states() == {"pi": IDLE, "xl": IDLE}
+    assert states(world) == {"pi": IDLE, "xl": IDLE}
     world.runs.begin("a1", "pi", lambda _: None)
-    assert world.states() == {"pi": BUSY, "xl": IDLE}
+    assert states(world) == {"pi": BUSY, "xl": IDLE}
     assert world.registry.get("pi").attempt_id == "a1"
     assert world.registry.session_of("pi") is session
     await world.registry.disconnect(session)
-    assert world.states() == {"pi": OFFLINE, "xl": OFFLINE}
+    assert states(world) == {"pi": OFFLINE, "xl": OFFLINE}
     with pytest.raises(DeviceOffline):
         world.registry.session_of("pi")
 
 
-async def test_a_device_with_a_problem_is_unusable_until_its_agent_says_that_it_is_gone(world: World) -> None:
+async def test_a_device_with_a_problem_is_unusable_until_its_agent_says_that_it_is_gone(world: RegistryWorld) -> None:
     session = await world.connect("phone")
     problem = Error(reason="PHONE_NOT_READY", message="The phone does not trust its host.", remedy="Allow it.")
-    await world.registry.update(session, Device(id="phone", name="board-phone", arch="aarch64", problem=problem))
-    assert world.states() == {"phone": UNUSABLE}
+    await world.registry.update(session, board("phone", problem=problem))
+    assert states(world) == {"phone": UNUSABLE}
     assert world.registry.get("phone").problem == problem
-    await world.registry.update(session, Device(id="phone", name="board-phone", arch="aarch64"))
-    assert world.states() == {"phone": IDLE}
+    await world.registry.update(session, board("phone"))
+    assert states(world) == {"phone": IDLE}
     assert not world.registry.get("phone").HasField("problem")
 
 
-async def test_what_runs_on_a_device_goes_on_when_a_problem_comes(world: World) -> None:
+async def test_what_runs_on_a_device_goes_on_when_a_problem_comes(world: RegistryWorld) -> None:
     session = await world.connect("phone")
     world.runs.begin("a1", "phone", lambda _: None)
-    await world.registry.update(session, Device(id="phone", name="board-phone", problem=Error(reason="PHONE_FULL")))
-    assert world.states() == {"phone": BUSY}
+    await world.registry.update(session, board("phone", problem=Error(reason="PHONE_FULL")))
+    assert states(world) == {"phone": BUSY}
     world.runs.end("a1")
-    assert world.states() == {"phone": UNUSABLE}
+    assert states(world) == {"phone": UNUSABLE}
 
 
-async def test_the_problem_of_a_device_that_went_is_forgotten(world: World) -> None:
+async def test_the_problem_of_a_device_that_went_is_forgotten(world: RegistryWorld) -> None:
     session = await world.connect("phone")
-    await world.registry.update(session, Device(id="phone", name="board-phone", problem=Error(reason="PHONE_FULL")))
+    await world.registry.update(session, board("phone", problem=Error(reason="PHONE_FULL")))
     world.registry.gone(session, "phone")
-    assert world.states() == {"phone": OFFLINE}
+    assert states(world) == {"phone": OFFLINE}
     assert not world.registry.get("phone").HasField("problem")
 
 
-async def test_of_two_agents_the_one_that_can_serve_a_phone_says_what_it_is(world: World) -> None:
+async def test_of_two_agents_the_one_that_can_serve_a_phone_says_what_it_is(world: RegistryWorld) -> None:
     problem = Error(reason="PHONE_NOT_READY")
     one, other = await world.connect("pi", agent="one"), await world.connect("xl", agent="other")
-    phone, stuck = Device(id="phone", name="board-phone"), Device(id="phone", name="board-phone", problem=problem)
+    phone, stuck = board("phone"), board("phone", problem=problem)
     await world.registry.update(one, stuck)
     await world.registry.update(other, phone)
-    assert world.states()["phone"] == IDLE and world.registry.serves(other, "phone")
+    assert states(world)["phone"] == IDLE and world.registry.serves(other, "phone")
     world.runs.begin("a1", "phone", lambda _: None)
     await world.registry.update(one, stuck)
-    assert world.states()["phone"] == BUSY and world.registry.serves(other, "phone")
+    assert states(world)["phone"] == BUSY and world.registry.serves(other, "phone")
     with pytest.raises(AgentConnected) as refused:
         await world.registry.update(one, phone)
     assert refused.value.reason == "DEVICE_SERVED" and world.registry.serves(other, "phone")
     world.registry.gone(one, "phone")
-    assert world.states()["phone"] == BUSY
+    assert states(world)["phone"] == BUSY
 
 
-async def test_listeners_are_notified_of_connections_and_disconnections(world: World) -> None:
+async def test_listeners_are_notified_of_connections_and_disconnections(world: RegistryWorld) -> None:
     received: list[dict[str, int]] = []
-    world.registry.on_change(lambda: received.append(world.states()))
+    world.registry.on_change(lambda: received.append(states(world)))
     session = await world.connect("pi")
     await world.registry.update(session, Device(id="xl", name="xl"))
     world.registry.gone(session, "pi")
@@ -183,55 +140,54 @@ async def test_listeners_are_notified_of_connections_and_disconnections(world: W
     assert received == [{"pi": IDLE}, {"pi": IDLE, "xl": IDLE}, {"pi": OFFLINE, "xl": IDLE}, {"pi": OFFLINE, "xl": OFFLINE}]
 
 
-async def test_a_known_device_stays_known_after_a_restart_as_offline(world: World) -> None:
+async def test_a_known_device_stays_known_after_a_restart_as_offline(world: RegistryWorld) -> None:
     await world.connect("pi")
-    again = world.new_registry()
-    await again.load()
-    (device,) = again.devices()
+    (device,) = (await world.restart()).devices()
     assert (device.id, device.agent_id, device.state, device.name) == ("pi", "agent", OFFLINE, "board-pi")
     assert device.last_seen_time.ToDatetime(UTC) == world.now()
 
 
 @pytest.mark.parametrize("key", ["4f00aa", "4f", "board-4f00aa"])
-async def test_a_device_is_found_by_id_prefix_and_name(world: World, key: str) -> None:
+async def test_a_device_is_found_by_id_prefix_and_name(world: RegistryWorld, key: str) -> None:
     await world.connect("4f00aa", "5a")
     assert world.registry.get(key).id == "4f00aa"
 
 
 @pytest.mark.parametrize("key", ["nothing", "4f", ""])
-async def test_a_device_that_is_not_or_not_one_is_refused_with_what_there_is(golden: Golden, world: World, key: str) -> None:
+async def test_a_device_that_is_not_or_not_one_is_refused_with_what_there_is(
+    golden: Golden, world: RegistryWorld, key: str
+) -> None:
     await world.connect("4f01", "4f02")
-    with pytest.raises(DeviceNotFound) as refused:
+    with golden.refuses("DEVICE_NOT_FOUND") as refused:
         world.registry.get(key)
-    golden.check(refused.value)
     assert "board-4f01 (4f01)" in refused.value.remedy
     assert refused.value.kind is Kind.NOT_FOUND
 
 
-async def test_a_second_agent_of_an_id_is_refused_beside_a_live_one_and_replaces_a_silent_one(world: World) -> None:
+async def test_a_second_agent_of_an_id_is_refused_beside_a_live_one_and_replaces_a_silent_one(world: RegistryWorld) -> None:
     first = await world.connect("pi")
     with pytest.raises(AgentConnected, match="--data") as refused:
         await world.connect("pi")
     assert refused.value.kind is Kind.ALREADY_EXISTS
     assert world.registry.session_of("pi") is first
-    world.seconds += 3 * HEARTBEAT_INTERVAL_S - 0.1
+    world.later(3 * HEARTBEAT_INTERVAL_S - 0.1)
     assert first.is_alive()
     first.mark_alive()
-    world.seconds += 3 * HEARTBEAT_INTERVAL_S
+    world.later(3 * HEARTBEAT_INTERVAL_S)
     second = await world.connect("pi")
     assert world.registry.session_of("pi") is second
     assert not first.is_alive()
     await world.registry.disconnect(first)
-    assert world.states() == {"pi": IDLE}, "the former connection's end is not the new one's"
+    assert states(world) == {"pi": IDLE}, "the former connection's end is not the new one's"
 
 
-async def test_a_restarted_machine_replaces_an_agent_that_no_longer_responds(world: World) -> None:
+async def test_a_restarted_machine_replaces_an_agent_that_no_longer_responds(world: RegistryWorld) -> None:
     former = await world.connect("pi", boot="monday")
-    world.seconds += 10
+    world.later(10)
     waiting = [asyncio.create_task(world.connect("pi", boot="tuesday")) for _ in range(2)]
     done, _ = await asyncio.wait(waiting, timeout=0.2)
     assert not done and world.registry.session_of("pi") is former
-    world.seconds += 3 * HEARTBEAT_INTERVAL_S
+    world.later(3 * HEARTBEAT_INTERVAL_S)
     former.end()  # As whoever listens to it does after so long a silence.
     sessions = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(session) for session in sessions] == [AgentSession, AgentConnected], "of two, one"
@@ -239,7 +195,7 @@ async def test_a_restarted_machine_replaces_an_agent_that_no_longer_responds(wor
     assert sessions[0].silence_left_s() == 3 * HEARTBEAT_INTERVAL_S, "who waited was not silent"  # type: ignore[union-attr]
 
 
-async def test_a_copy_of_a_data_folder_on_another_machine_is_refused_once_the_original_responds(world: World) -> None:
+async def test_a_copy_of_a_data_folder_on_another_machine_is_refused_once_the_original_responds(world: RegistryWorld) -> None:
     first = await world.connect("pi", boot="here")
     waiting = asyncio.create_task(world.connect("pi", boot="there"))
     done, _ = await asyncio.wait([waiting], timeout=0.2)
@@ -250,7 +206,7 @@ async def test_a_copy_of_a_data_folder_on_another_machine_is_refused_once_the_or
     assert world.registry.session_of("pi") is first
 
 
-async def test_a_run_survives_a_reconnection_that_still_has_it(world: World) -> None:
+async def test_a_run_survives_a_reconnection_that_still_has_it(world: RegistryWorld) -> None:
     session = await world.connect("pi")
     world.runs.begin("a1", "pi", lambda _: None, sent=True)
     await world.registry.disconnect(session)
@@ -258,10 +214,10 @@ async def test_a_run_survives_a_reconnection_that_still_has_it(world: World) -> 
     world.runs.begin("a2", "pi2", lambda _: None)
     await world.registry.disconnect(world.registry.session_of("pi"))
     await world.connect("pi", unacknowledged_attempts=["a1"])
-    assert world.states() == {"pi": BUSY}
+    assert states(world) == {"pi": BUSY}
 
 
-async def test_a_run_that_the_agent_no_longer_has_is_lost(world: World) -> None:
+async def test_a_run_that_the_agent_no_longer_has_is_lost(world: RegistryWorld) -> None:
     session = await world.connect("pi")
     world.runs.begin("a1", "pi", lambda _: None, sent=True)
     await world.registry.disconnect(session)
@@ -270,24 +226,24 @@ async def test_a_run_that_the_agent_no_longer_has_is_lost(world: World) -> None:
         await world.runs.result("a1")
 
 
-async def test_a_run_is_lost_with_its_device_but_not_with_another_agents_claim(world: World) -> None:
+async def test_a_run_is_lost_with_its_device_but_not_with_another_agents_claim(world: RegistryWorld) -> None:
     session, other = await world.connect("pi"), await world.connect("xl", agent="other")
     world.runs.begin("a1", "pi", lambda _: None, sent=True)
     world.registry.gone(other, "pi")
-    assert world.states()["pi"] == BUSY
+    assert states(world)["pi"] == BUSY
     world.registry.gone(session, "pi")
     with pytest.raises(AttemptLost):
         await world.runs.result("a1")
 
 
-async def test_a_run_that_begins_while_its_agent_is_being_registered_is_not_lost(world: World) -> None:
+async def test_a_run_that_begins_while_its_agent_is_being_registered_is_not_lost(world: RegistryWorld) -> None:
     """The Hello knows nothing of it: it was sent before."""
     gate = threading.Event()
     blocked = asyncio.create_task(world.database.write(lambda _: gate.wait(60)))
     connecting = asyncio.create_task(world.connect("pi", "xl"))
     try:
         await asyncio.sleep(0)  # the task's first step, as far as its write
-        assert world.states() == {"pi": IDLE}
+        assert states(world) == {"pi": IDLE}
         world.runs.begin("a1", "pi", lambda _: None)
     finally:
         gate.set()
@@ -295,9 +251,9 @@ async def test_a_run_that_begins_while_its_agent_is_being_registered_is_not_lost
     assert not world.runs._runs["a1"].result.done()
 
 
-async def test_telemetry_counts_while_its_own_agent_is_connected(world: World) -> None:
+async def test_telemetry_counts_while_its_own_agent_is_connected(world: RegistryWorld) -> None:
     session, other = await world.connect("pi"), await world.connect("xl", agent="other")
-    world.seconds += 5
+    world.later(5)
     await world.registry.heartbeat(session, Heartbeat(telemetry={"pi": DeviceTelemetry(load_1m=0.5)}))
     await world.registry.heartbeat(other, Heartbeat(telemetry={"pi": DeviceTelemetry(load_1m=9), "none": DeviceTelemetry()}))
     device = world.registry.get("pi")
@@ -307,7 +263,9 @@ async def test_telemetry_counts_while_its_own_agent_is_connected(world: World) -
     assert not world.registry.get("pi").HasField("telemetry")
 
 
-async def test_an_agent_connects_and_goes_on_while_the_disk_is_full(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_agent_connects_and_goes_on_while_the_disk_is_full(
+    world: RegistryWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def write(*_: object, **__: object) -> None:
         raise DatabaseFull("The server's disk is full.")
 
@@ -318,7 +276,7 @@ async def test_an_agent_connects_and_goes_on_while_the_disk_is_full(world: World
         assert (world.registry.get("pi").name, world.registry.get("pi").state) == ("renamed", IDLE)
 
 
-async def test_unknown_fields_of_telemetry_are_dropped(world: World) -> None:
+async def test_unknown_fields_of_telemetry_are_dropped(world: RegistryWorld) -> None:
     session = await world.connect("pi")
     padding = b"\xc2\x3e" + b"\x80\x80\x40" + bytes(1 << 20)  # field 1,000, of 1 MiB
     padded = DeviceTelemetry.FromString(DeviceTelemetry(load_1m=0.5).SerializeToString() + padding)
@@ -328,20 +286,7 @@ async def test_unknown_fields_of_telemetry_are_dropped(world: World) -> None:
     assert kept.load_1m == 0.5 and kept.ByteSize() < 100
 
 
-async def test_what_the_server_adds_to_a_device_is_never_the_agents(world: World) -> None:
-    session = world.session()
-    lying = Device(
-        id="pi", arch="aarch64", agent_id="other", state=BUSY, attempt_id="x", backends=["QnnBackend"], operator_count=9,
-        runner=RunnerKind.RUNNER_KIND_NATIVE, is_runner_coming=True,
-    )  # fmt: skip
-    await world.registry.connect(session, Hello(agent_id="agent", devices=[lying]))
-    device = world.registry.get("pi")
-    assert (device.agent_id, device.state, device.attempt_id) == ("agent", IDLE, "")
-    assert (list(device.backends), device.HasField("operator_count"), device.runner) == ([], False, 0)
-    assert not device.is_runner_coming
-
-
-async def test_a_device_has_the_backends_of_the_bundle_for_its_architecture(world: World) -> None:
+async def test_a_device_has_the_backends_of_the_bundle_for_its_architecture(world: RegistryWorld) -> None:
     await world.connect("pi")
     assert not world.registry.get("pi").HasField("operator_count")
     world.bundles.use(RunnerBundle(arch="aarch64", backends=["XnnpackBackend"], operators=["a", "b"]))
@@ -349,15 +294,14 @@ async def test_a_device_has_the_backends_of_the_bundle_for_its_architecture(worl
     assert (list(device.backends), device.operator_count) == (["XnnpackBackend"], 2)
 
 
-async def test_a_device_has_its_own_runners_backends_where_the_farm_has_no_bundle_for_it(world: World) -> None:
+async def test_a_device_has_its_own_runners_backends_where_the_farm_has_no_bundle_for_it(world: RegistryWorld) -> None:
     session = world.session()
     own = DeviceRunner(kind=RunnerKind.RUNNER_KIND_PYTHON, backends=["XnnpackBackend"], operators=["a"])
     for arch, settled in (("aarch64", False), (platform.machine(), False), (platform.machine(), True)):
         if settled:
             world.bundles.settled.set()
-        hello = Hello(agent_id="agent", devices=[Device(id=arch, arch=arch, own_runners=[own])])
         await world.registry.disconnect(session)
-        await world.registry.connect(session, hello)
+        session = await world.connect(Device(id=arch, arch=arch, own_runners=[own]))
         device = world.registry.get(arch)
         is_coming = arch == platform.machine() and not settled
         assert device.is_runner_coming == is_coming
@@ -371,7 +315,7 @@ async def test_a_device_has_its_own_runners_backends_where_the_farm_has_no_bundl
     )
 
 
-async def test_a_device_of_a_live_agent_is_not_given_to_another(world: World) -> None:
+async def test_a_device_of_a_live_agent_is_not_given_to_another(world: RegistryWorld) -> None:
     session = await world.connect("pi")
     world.runs.begin("a1", "pi", lambda _: None, sent=True)
     with pytest.raises(AgentConnected) as refused:
@@ -382,41 +326,39 @@ async def test_a_device_of_a_live_agent_is_not_given_to_another(world: World) ->
 
 
 async def test_a_copy_of_a_disk_is_refused_once_the_original_responds_and_a_machine_that_lost_power_is_replaced(
-    golden: Golden, world: World
+    golden: Golden, world: RegistryWorld
 ) -> None:
     first = await world.connect("pi", boot="here")
     waiting = asyncio.create_task(world.connect("pi", agent="clone", boot="there"))
     done, _ = await asyncio.wait([waiting], timeout=0.2)
     assert not done
     first.mark_alive()
-    with pytest.raises(DeviceServed) as refused:
+    with golden.refuses("DEVICE_SERVED"):
         await waiting
-    golden.check(refused.value)
     waiting = asyncio.create_task(world.connect("pi", agent="reinstalled", boot="there"))
     done, _ = await asyncio.wait([waiting], timeout=0.2)
     assert not done
-    world.seconds += 3 * HEARTBEAT_INTERVAL_S
+    world.later(3 * HEARTBEAT_INTERVAL_S)
     first.end()
     assert world.registry.serves(await waiting, "pi")
 
 
 async def test_a_device_of_another_token_is_a_copy_while_it_is_served_and_has_moved_when_it_left(
-    golden: Golden, world: World
+    golden: Golden, world: RegistryWorld
 ) -> None:
     farm = Registry(world.database, world.bundles, world.runs, world.now, lambda agent: f"owner-of-{agent}")
     pi = Device(id="pi", name="pi")
-    session = AgentSession("a1", "", lambda: world.seconds, principal="owner-of-a1")
+    session = world.session("a1", principal="owner-of-a1")
     await farm.connect(session, Hello(agent_id="a1", devices=[pi]))
-    other = AgentSession("a2", "", lambda: world.seconds, principal="owner-of-a2")
+    other = world.session("a2", principal="owner-of-a2")
     with pytest.raises(DeviceServed):
         await farm.accept(other, [pi])
     await farm.disconnect(session)
-    with pytest.raises(DeviceNotYours) as refused:
+    with golden.refuses("DEVICE_NOT_YOURS"):
         await farm.accept(other, [pi])
-    golden.check(refused.value)
 
 
-async def test_a_farewell_loses_what_runs_at_once(world: World) -> None:
+async def test_a_farewell_loses_what_runs_at_once(world: RegistryWorld) -> None:
     session = await world.connect("pi")
     world.runs.begin("a1", "pi", lambda _: None, sent=True)
     world.registry.farewell(session)
@@ -427,35 +369,36 @@ async def test_a_farewell_loses_what_runs_at_once(world: World) -> None:
 VISION, AUDIO = Scope(frozenset({"vision"})), Scope(frozenset({"audio"}))
 
 
-async def make_projects(world: World) -> None:
+async def make_projects(world: RegistryWorld) -> None:
     projects = Projects(world.database, world.now)
     for name in ("audio", "vision"):
         await projects.create(name, [], None, by="root")
 
 
-async def test_what_only_the_server_may_say_of_a_device_is_not_taken_from_its_agent(world: World) -> None:
-    liar = Device(
-        id="pi", name="pi", arch="aarch64", state=BUSY, attempt_id="a1", attempt_ids=["a1", "a2"], projects=["audio"],
+async def test_what_only_the_server_may_say_of_a_device_is_not_taken_from_its_agent(world: RegistryWorld) -> None:
+    liar = board(
+        "pi", agent_id="other", state=BUSY, attempt_id="a1", attempt_ids=["a1", "a2"], projects=["audio"],
+        backends=["QnnBackend"], operator_count=9, runner=RunnerKind.RUNNER_KIND_NATIVE, is_runner_coming=True,
         health=DeviceHealth(state=HealthState.HEALTH_STATE_QUARANTINED), drain=DeviceDrain(reason="mine"),
         reservation=Reservation(id="r1", owner="ann"), telemetry=DeviceTelemetry(load_1m=1.0), concurrent_runs=4,
     )  # fmt: skip
-    session = world.session()
-    await world.registry.connect(session, Hello(agent_id="agent", devices=[liar]))
-    known = [world.registry.get("pi")]
+    session = await world.connect(liar)
+    known = [world.registry.get("pi"), (await DeviceRecords(world.database).load())[0][0]]
     await world.registry.update(session, liar)
     known.append(world.registry.get("pi"))
-    again = world.new_registry()
     await DeviceRecords(world.database).save([liar])
-    await again.load()
-    known.append(again.get("pi"))
+    known.append((await world.restart()).get("pi"))
     for device in known:
         assert device.concurrent_runs == 4, "an agent's own to say"
-        assert not any(device.HasField(name) for name in ("health", "drain", "reservation", "telemetry"))
+        assert not any(device.HasField(name) for name in ("health", "drain", "reservation", "telemetry", "operator_count"))
         assert (device.attempt_id, list(device.attempt_ids), list(device.projects)) == ("", [], [])
-        assert device.state == (OFFLINE if device is known[-1] else IDLE)
+        assert (list(device.backends), device.runner, device.is_runner_coming) == ([], RunnerKind.RUNNER_KIND_UNSPECIFIED, False)
+    for device in (known[0], known[2]):
+        assert (device.agent_id, device.state) == ("agent", IDLE)
+    assert known[3].state == OFFLINE
 
 
-async def test_all_attempts_of_a_device_are_listed_except_those_of_other_projects(world: World) -> None:
+async def test_all_attempts_of_a_device_are_listed_except_those_of_other_projects(world: RegistryWorld) -> None:
     await world.connect("pi")
     for attempt, project in (("a1", "audio"), ("a2", "vision"), ("a3", "audio")):
         world.runs.begin(attempt, "pi", lambda _: None, project=project, exclusive=False)
@@ -466,7 +409,7 @@ async def test_all_attempts_of_a_device_are_listed_except_those_of_other_project
     assert world.registry.get("pi").attempt_id == "a2" and world.runs.exclusive_on("pi") == [False, False]
 
 
-async def test_followers_learn_which_devices_changed(world: World) -> None:
+async def test_followers_learn_which_devices_changed(world: RegistryWorld) -> None:
     changes: list[list[str]] = []
     world.registry.follow(lambda device_ids: changes.append(sorted(device_ids)))
     session = await world.connect("pi", "xl")
@@ -477,7 +420,7 @@ async def test_followers_learn_which_devices_changed(world: World) -> None:
     assert set(world.registry.known(["pi", "nothing"])) == {"pi"}
 
 
-async def test_a_restricted_device_does_not_exist_for_other_projects(world: World) -> None:
+async def test_a_restricted_device_does_not_exist_for_other_projects(world: RegistryWorld) -> None:
     await make_projects(world)
     await world.connect("pi", "xl")
     assert list((await world.registry.restrict("board-pi", ["vision", "vision"])).projects) == ["vision"]
@@ -491,7 +434,7 @@ async def test_a_restricted_device_does_not_exist_for_other_projects(world: Worl
     assert world.registry.get("pi", AUDIO).id == "pi"
 
 
-async def test_a_restriction_outlives_the_server_and_the_agents_word(world: World) -> None:
+async def test_a_restriction_outlives_the_server_and_the_agents_word(world: RegistryWorld) -> None:
     await make_projects(world)
     session = await world.connect("pi")
     await world.registry.restrict("pi", ["vision", "audio"])
@@ -499,19 +442,11 @@ async def test_a_restriction_outlives_the_server_and_the_agents_word(world: Worl
     assert list(world.registry.get("pi").projects) == ["audio", "vision"]
     # A caller sees its own projects only.
     assert list(world.registry.get("pi", VISION).projects) == ["vision"]
-    world.registry = world.new_registry()
-    await world.registry.load()
-    assert list(world.registry.get("pi").projects) == ["audio", "vision"]
+    assert list((await world.restart()).get("pi").projects) == ["audio", "vision"]
     assert world.registry.devices(Scope(frozenset({"default"}))) == []
 
 
-async def test_what_an_agent_says_of_projects_restricts_nothing(world: World) -> None:
-    session = world.session()
-    await world.registry.connect(session, Hello(agent_id="agent", devices=[Device(id="pi", name="pi", projects=["vision"])]))
-    assert list(world.registry.get("pi", AUDIO).projects) == []
-
-
-async def test_others_see_that_a_device_is_busy_and_not_with_what(world: World) -> None:
+async def test_others_see_that_a_device_is_busy_and_not_with_what(world: RegistryWorld) -> None:
     await world.connect("pi")
     world.runs.begin("a1", "pi", lambda _: None, project="vision")
     for scope, attempt in ((VISION, "a1"), (AUDIO, ""), (Scope(None), "a1")):
@@ -519,39 +454,35 @@ async def test_others_see_that_a_device_is_busy_and_not_with_what(world: World) 
         assert (device.state, device.attempt_id) == (BUSY, attempt)
 
 
+def owned(world: RegistryWorld) -> tuple[Callable[..., Awaitable[AgentSession]], Registry]:
+    """Return how agents connect whose tokens have owners, to a registry that knows them, and the registry."""
+    owners = {"a1": "thief", "a2": "thief", "b": "rack"}
+    world.registry = Registry(world.database, world.bundles, world.runs, world.now, owners.__getitem__)
+    return lambda agent, *devices: world.connect(*devices, agent=agent, principal=owners[agent]), world.registry
+
+
 async def test_agents_of_one_token_do_not_take_the_farms_room(
-    golden: Golden, world: World, monkeypatch: pytest.MonkeyPatch
+    golden: Golden, world: RegistryWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admission, "MAX_DEVICES_OF_PRINCIPAL", 3)
-    owners = {"a1": "thief", "a2": "thief", "b": "rack"}
-    farm = Registry(world.database, world.bundles, world.runs, world.now, lambda agent_id: owners[agent_id])
-
-    async def connect(agent: str, *devices: str) -> None:
-        session = AgentSession(agent, "", lambda: world.seconds, principal=owners[agent])
-        await farm.connect(session, Hello(agent_id=agent, devices=[Device(id=each, name=each) for each in devices]))
-
+    connect, farm = owned(world)
     await connect("a1", "x", "y")
-    with pytest.raises(TooManyDevices) as refused:
+    with golden.refuses("TOO_MANY_DEVICES"):
         await connect("a2", "z", "w")
-    golden.check(refused.value)
     # As an enrolment asks, before its token is used.
     with pytest.raises(TooManyDevices):
-        enrolling = AgentSession("a2", "", lambda: world.seconds, principal="thief")
+        enrolling = world.session("a2", principal="thief")
         await farm.accept(enrolling, [Device(id=each) for each in ("z", "w")])
     await connect("b", "pi", "xl")
     assert [device.id for device in farm.devices()] == ["pi", "x", "xl", "y"]
 
 
-async def test_large_descriptions_of_one_token_have_a_limit_together(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_descriptions_of_one_token_have_a_limit_together(
+    world: RegistryWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(admission, "MAX_LARGE_BYTES", 3 * admission.MAX_DEVICE_BYTES)
-    owners = {"a1": "thief", "a2": "thief", "b": "rack"}
-    farm = Registry(world.database, world.bundles, world.runs, world.now, lambda agent_id: owners[agent_id])
+    connect, farm = owned(world)
     features = ["f" * 1_000] * 125
-
-    async def connect(agent: str, *devices: Device) -> None:
-        session = AgentSession(agent, "", lambda: world.seconds, principal=owners[agent])
-        await farm.connect(session, Hello(agent_id=agent, devices=devices))
-
     await connect("a1", Device(id="x", features=features), Device(id="y", features=features), Device(id="small"))
     with pytest.raises(DeviceTooLarge, match="thief's devices with over 12288 bytes"):
         await connect("a2", Device(id="z", features=features), Device(id="w", features=features))
@@ -560,22 +491,19 @@ async def test_large_descriptions_of_one_token_have_a_limit_together(world: Worl
     assert {device.id for device in farm.devices()} == {"x", "y", "small", "z", "pi"}
 
 
-async def test_a_new_device_is_restricted_as_all_others_of_its_token_are(world: World) -> None:
+async def test_a_new_device_is_restricted_as_all_others_of_its_token_are(world: RegistryWorld) -> None:
     await make_projects(world)
-    session = AgentSession("agent", "", lambda: world.seconds, principal="rack")
-    await world.registry.connect(session, Hello(agent_id="agent", devices=[Device(id="pi", name="pi"), Device(id="xl")]))
+    session = await world.connect("pi", "xl", principal="rack")
     await world.registry.restrict("pi", ["vision"])
     await world.registry.update(session, Device(id="a"))
     assert list(world.registry.get("a").projects) == [], "as xl"
     for device_id, project in (("a", "audio"), ("xl", "vision")):
         await world.registry.restrict(device_id, [project])
     await world.registry.update(session, Device(id="b"))
-    world.registry = world.new_registry()
-    await world.registry.load()
-    assert list(world.registry.get("b").projects) == ["audio", "vision"]
+    assert list((await world.restart()).get("b").projects) == ["audio", "vision"]
 
 
-async def test_a_server_that_no_longer_leads_lets_its_agents_go(world: World) -> None:
+async def test_a_server_that_no_longer_leads_lets_its_agents_go(world: RegistryWorld) -> None:
     session = await world.connect("pi")
     world.database.guard = refusal = Refusal(error_for("FENCED", "This server no longer leads the farm.", "Try again."))
     await world.registry.disconnect(session)

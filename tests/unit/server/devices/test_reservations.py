@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,66 +12,47 @@ import pytest
 
 from etfarm.server.access.ownership import NotYours
 from etfarm.server.access.scope import EVERYTHING, Scope
-from etfarm.server.artifacts.store import Store
 from etfarm.server.devices import reservations
-from etfarm.server.devices.bundles import Bundles
-from etfarm.server.devices.errors import (
-    ReservationEnded,
-    ReservationNotFound,
-)
+from etfarm.server.devices.errors import ReservationEnded, ReservationNotFound
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.reservations import Holder, Request, Reservations
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.scheduling.waiting import Waiting
-from etfarm.server.devices.session import AgentSession
 from etfarm.server.jobs.cells.device_attempts import DeviceAttempts
 from etfarm.server.jobs.cells.placement import Placement
-from etfarm.server.state.engine import DatabaseFull
-from etfarm.v1.agent_pb2 import Hello
+from etfarm.server.state.engine import Database, DatabaseFull
 from etfarm.v1.device_pb2 import Device, DeviceHealth, HealthState, Reservation
 from etfarm.wire import selectors
-from tests.support.databases import new_database
 from tests.support.refusals import refuses
+from tests.support.registries import NOON, RegistryWorld, board
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
-NOON = datetime(2026, 6, 1, 12, tzinfo=UTC)
 ANN, BOB, ADMIN = (
     Holder("ann", scope=Scope(frozenset({"vision"}))), Holder("bob", scope=Scope(frozenset({"audio"}))), Holder("root", True)
 )  # fmt: skip
 
 
-class World:
-    """A registry with reservations, and a clock that the test turns."""
+class World(RegistryWorld):
+    """A registry with reservations."""
 
-    def __init__(self, folder: Path) -> None:
-        self.time = NOON
-        self.database = new_database(folder / "farm.sqlite")
-        self.bundles = Bundles(Store(folder, self.database), self.database, folder)
+    def __init__(self, folder: Path, database: Database) -> None:
+        self.database = database
         self.ids = map("r{}".format, itertools.count(1))
-        self.start()
+        super().__init__(folder, database)
 
-    def start(self) -> None:
-        """Start as a server does, without what an earlier one had in memory."""
+    def new_registry(self) -> Registry:
+        """Return a registry as a server has it at its start, with reservations, without what an earlier one had in memory."""
         self.runs = Runs(3600)
         self.reservations = Reservations(self.database, self.now, self.ids.__next__, 3600.0)
-        self.registry = Registry(self.database, self.bundles, self.runs, self.now, reservation_of=self.reservations.of_device)
+        registry = Registry(self.database, self.bundles, self.runs, self.now, reservation_of=self.reservations.of_device)
         self.changes: list[list[str]] = []
-        self.reservations.on_change(lambda device_ids: self.registry.changed(*device_ids))
-        self.registry.follow(lambda ids: self.changes.append(sorted(ids)))
-        self.placement = Placement(self.registry, self.runs)
+        self.reservations.on_change(lambda device_ids: registry.changed(*device_ids))
+        registry.follow(lambda ids: self.changes.append(sorted(ids)))
+        self.placement = Placement(registry, self.runs)
         attempts = map("a{}".format, itertools.count(1))
-        self.attempts = DeviceAttempts(
-            self.registry, self.runs, self.placement, self.bundles, attempts.__next__, self.reservations
-        )
-
-    def now(self) -> datetime:
-        return self.time
-
-    async def connect(self, *devices: Device, agent: str = "agent") -> AgentSession:
-        session = AgentSession(agent, "", lambda: 0.0)
-        await self.registry.connect(session, Hello(agent_id=agent, devices=devices))
-        return session
+        self.attempts = DeviceAttempts(registry, self.runs, self.placement, self.bundles, attempts.__next__, self.reservations)
+        return registry
 
     async def reserve(
         self, selector: str = "", seconds: float = 60, *, owner: str = "ann", project: str = "vision", **more: object
@@ -86,15 +66,8 @@ class World:
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    created = World(tmp_path)
-    await created.database.open()
-    yield created
-    created.database.close()
-
-
-def board(name: str, **more: object) -> Device:
-    return Device(**{"id": name, "name": f"board-{name}", "arch": "aarch64", **more})  # type: ignore[arg-type]
+def world(tmp_path: Path, database: Database) -> World:
+    return World(tmp_path, database)
 
 
 async def test_devices_are_reserved_all_or_none(world: World) -> None:
@@ -148,7 +121,7 @@ def test_devices_that_cannot_be_used_are_not_reserved() -> None:
 @pytest.mark.remedy("BAD_RESERVATION")
 @pytest.mark.parametrize(("seconds", "count"), [(0.5, 1), (3601, 1), (60, 0), (60, 1001), (60, -1), (float("nan"), 1)])
 async def test_durations_and_counts_have_bounds(world: World, seconds: float, count: int) -> None:
-    await world.connect(board("a"))
+    await world.connect("a")
     with refuses("BAD_RESERVATION"):
         await world.reserve("", seconds, count=count)
     assert world.registry.get("a").reservation.id == ""
@@ -157,7 +130,7 @@ async def test_durations_and_counts_have_bounds(world: World, seconds: float, co
 
 
 async def test_a_repeated_request_returns_the_same_reservation(world: World) -> None:
-    await world.connect(board("a"), board("b"))
+    await world.connect("a", "b")
     first = await world.reserve(request_id="once")
     assert await world.reserve(request_id="once") == first
     assert (await world.reserve(owner="cleo", request_id="once")).id != first.id
@@ -171,7 +144,7 @@ async def test_a_repeated_request_returns_the_same_reservation(world: World) -> 
 )
 @pytest.mark.parametrize("is_over", [False, True], ids=["current", "over"])
 async def test_a_request_id_is_of_one_request(world: World, change: dict[str, Any], is_over: bool) -> None:
-    await world.connect(board("a"), board("b"))
+    await world.connect("a", "b")
     first = await world.reserve(request_id="once")
     if is_over:
         await world.reservations.release(first.id, ANN)
@@ -185,16 +158,16 @@ async def test_a_request_id_is_of_one_request(world: World, change: dict[str, An
 
 
 async def test_a_repeated_request_after_a_renewal_of_another_duration_is_the_same_one(world: World) -> None:
-    await world.connect(board("a"))
+    await world.connect("a")
     first = await world.reserve(request_id="once")
-    world.time += timedelta(seconds=1)
+    world.later(1)
     await world.reservations.renew(first.id, 600, ANN)
     assert (await world.reserve(request_id="once")).id == first.id
 
 
 async def test_an_owner_has_a_limited_number_of_reservations(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reservations, "MAX_OF_OWNER", 1)
-    await world.connect(board("a"), board("b"), board("c"))
+    await world.connect("a", "b", "c")
     await world.reserve()
     with refuses("QUOTA_EXCEEDED"):
         await world.reserve()
@@ -202,16 +175,16 @@ async def test_an_owner_has_a_limited_number_of_reservations(world: World, monke
 
 
 async def test_renewals_extend_and_expiry_releases(world: World) -> None:
-    await world.connect(board("a"))
+    await world.connect("a")
     reserved = await world.reserve("", 60)
-    world.time += timedelta(seconds=50)
+    world.later(50)
     renewed = await world.reservations.renew(reserved.id, None, ANN)
     assert renewed.expire_time.ToDatetime(UTC) == NOON + timedelta(seconds=110)
     longer = await world.reservations.renew(reserved.id, 600, ADMIN)
     assert longer.expire_time.ToDatetime(UTC) == NOON + timedelta(seconds=650)
     with refuses("BAD_RESERVATION"):
         await world.reservations.renew(reserved.id, 3601, ANN)
-    world.time = NOON + timedelta(seconds=650)
+    world.at = NOON + timedelta(seconds=650)
     assert not world.registry.get("a").HasField("reservation"), "it has ended, also before anyone has noticed"
     await world.reservations.expire()
     assert world.changes[-1] == ["a"]
@@ -221,7 +194,7 @@ async def test_renewals_extend_and_expiry_releases(world: World) -> None:
 
 
 async def test_only_the_owner_and_admins_change_a_reservation(world: World) -> None:
-    await world.connect(board("a"))
+    await world.connect("a")
     reserved = await world.reserve()
     member = Holder("cleo", scope=ANN.scope)
     with pytest.raises(NotYours):
@@ -238,7 +211,7 @@ async def test_only_the_owner_and_admins_change_a_reservation(world: World) -> N
 
 
 async def test_other_projects_see_until_when_a_device_is_reserved_and_no_more(world: World) -> None:
-    await world.connect(board("a"))
+    await world.connect("a")
     await world.reserve("arch=aarch64", reason="a demo")
     theirs = world.registry.get("a", BOB.scope).reservation
     names = {field.name for field, _ in theirs.ListFields()}
@@ -252,12 +225,11 @@ async def test_other_projects_see_until_when_a_device_is_reserved_and_no_more(wo
 
 
 async def test_a_reservation_outlives_the_server_but_not_its_time(world: World) -> None:
-    await world.connect(board("a"), board("b"))
+    await world.connect("a", "b")
     short, long = await world.reserve("id=a", 10), await world.reserve("id=b", 100)
-    world.time += timedelta(seconds=20)
-    world.start()
+    world.later(20)
+    await world.restart()
     await world.reservations.load()
-    await world.registry.load()
     assert world.registry.get("b").reservation.id == long.id
     assert not world.registry.get("a").HasField("reservation")
     with pytest.raises(ReservationEnded):
@@ -265,18 +237,18 @@ async def test_a_reservation_outlives_the_server_but_not_its_time(world: World) 
 
 
 async def test_a_clock_that_was_ahead_prolongs_no_reservation_beyond_its_duration(world: World) -> None:
-    await world.connect(Device(id="pi", name="pi"))
-    world.time += timedelta(days=365)
+    await world.connect("pi")
+    world.at += timedelta(days=365)
     await world.reserve(seconds=60)
-    world.time = NOON
-    world.start()
+    world.at = NOON
+    await world.restart()
     await world.reservations.load()
     (reservation,) = world.reservations.current(EVERYTHING)
     assert reservation.expire_time.ToDatetime(UTC) == NOON + timedelta(seconds=60)
 
 
 async def test_tending_expires_in_time(world: World) -> None:
-    await world.connect(board("a"))
+    await world.connect("a")
     tending = asyncio.create_task(world.reservations.tend())
     try:
         device, attempt = await asyncio.wait_for(world.place(project="audio"), 5)
@@ -285,7 +257,7 @@ async def test_tending_expires_in_time(world: World) -> None:
         blocked = world.place(project="audio")
         await asyncio.sleep(0)
         assert not blocked.done()
-        world.time += timedelta(seconds=1)
+        world.later(1)
         assert (await asyncio.wait_for(blocked, 15))[0].id == device.id
     finally:
         tending.cancel()
@@ -295,7 +267,7 @@ async def test_tending_expires_in_time(world: World) -> None:
 async def test_a_full_disk_ends_no_reservation_late_and_leaves_no_device_reserved(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await world.connect(board("a"), board("b"))
+    await world.connect("a", "b")
     await world.reserve("id=a", 1)
     blocked = world.place(project="audio")
     assert (await asyncio.wait_for(blocked, 60))[0].id == "b"
@@ -306,7 +278,7 @@ async def test_a_full_disk_ends_no_reservation_late_and_leaves_no_device_reserve
 
     with monkeypatch.context() as full:
         full.setattr(world.database, "write", write)
-        world.time += timedelta(seconds=1)
+        world.later(1)
         tending = asyncio.create_task(world.reservations.tend())
         try:
             assert (await asyncio.wait_for(world.place(project="audio"), 15))[0].id == "a"
@@ -320,7 +292,7 @@ async def test_a_full_disk_ends_no_reservation_late_and_leaves_no_device_reserve
 
 
 async def test_only_runs_that_name_the_reservation_are_placed(world: World) -> None:
-    await world.connect(board("a"))
+    await world.connect("a")
     reserved = await world.reserve()
     other, own = world.place(), world.place(reserved.id)
     assert (await asyncio.wait_for(own, 60))[0].id == "a"
@@ -329,7 +301,7 @@ async def test_only_runs_that_name_the_reservation_are_placed(world: World) -> N
 
 
 async def test_a_run_that_waits_when_the_reservation_ends_fails(world: World) -> None:
-    await world.connect(board("a"))
+    await world.connect("a")
     _, occupying = await world.place()
     reserved = await world.reserve()
     waiting = world.place(reserved.id)
@@ -347,7 +319,7 @@ async def test_a_run_that_waits_when_the_reservation_ends_fails(world: World) ->
 
 
 async def test_a_cancelled_wait_leaves_the_device_free(world: World) -> None:
-    await world.connect(board("a"))
+    await world.connect("a")
     _, occupying = await world.place()
     waiting = world.place((await world.reserve()).id)
     for _ in range(5):
@@ -373,17 +345,3 @@ async def test_a_selector_must_match_a_device_of_the_reservation(world: World) -
     assert await world.reservations.require_device(reserved.id, "vision", ["name=board-a"], devices)
     with pytest.raises(ReservationNotFound):
         await world.reservations.require_device(reserved.id, "audio", [""], devices)
-
-
-async def test_what_an_agent_claims_of_itself_is_dropped(world: World) -> None:
-    claimed = Reservation(id="r1", owner="mallory")
-    health = DeviceHealth(state=HealthState.HEALTH_STATE_GOOD)
-    await world.connect(board("a", reservation=claimed, health=health, attempt_ids=["x"], drain={"reason": "no"}))
-    device = world.registry.get("a")
-    for field in ("reservation", "health", "drain"):
-        assert not device.HasField(field), field  # type: ignore[arg-type]
-    assert list(device.attempt_ids) == []
-    session = world.registry.session_of("a")
-    await world.registry.update(session, board("a", reservation=claimed, health=health))
-    assert not world.registry.get("a").HasField("reservation")
-    assert not world.registry.get("a").HasField("health")

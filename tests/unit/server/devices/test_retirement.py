@@ -3,45 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from etfarm.server.access.identities import Identities
 from etfarm.server.access.tokens import TokenTable, key_of
-from etfarm.server.artifacts.store import Store
-from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.errors import DeviceNotFound
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.retirement import Retired, Retirement
-from etfarm.server.devices.runs import AttemptLost, Runs
+from etfarm.server.devices.runs import AttemptLost
 from etfarm.server.devices.session import AgentSession
+from etfarm.server.state.engine import Database
 from etfarm.v1.agent_pb2 import Hello
 from etfarm.v1.common_pb2 import ROLE_ADMIN, ROLE_AGENT, Principal
-from etfarm.v1.device_pb2 import Device
-from tests.support.databases import new_database
 from tests.support.golden import Golden
 from tests.support.refusals import refuses
-
-pytestmark = pytest.mark.usefixtures("each_database")
+from tests.support.registries import RegistryWorld, board
 
 RACK = Principal(name="rack", role=ROLE_AGENT)
 SOON_S = 10.0
 
 
-class World:
+class World(RegistryWorld):
     """The parts of a server that a retirement changes."""
 
-    def __init__(self, folder: Path) -> None:
-        self.database = new_database(folder / "farm.sqlite")
-        self.runs = Runs(3600)
-        bundles = Bundles(Store(folder, self.database), self.database, folder)
-        self.tokens = TokenTable(self.database, now)
-        self.identities = Identities(self.database, lambda agent_id: self.registry.is_agent_known(agent_id), now)
-        self.registry = Registry(self.database, bundles, self.runs, now, self.identities.principal_of)
+    def __init__(self, folder: Path, database: Database) -> None:
+        self.tokens = TokenTable(database, self.now)
+        self.identities = Identities(database, lambda agent_id: self.registry.is_agent_known(agent_id), self.now)
+        super().__init__(folder, database)
         self.retirement = Retirement(self.registry, self.runs, self.identities, self.tokens)
+
+    def new_registry(self) -> Registry:
+        return Registry(self.database, self.bundles, self.runs, self.now, self.identities.principal_of)
 
     async def enrol(self, agent: str, *, is_known: bool = False) -> bytes:
         """Exchange a one-time token of the rack; return the key of the agent's own token."""
@@ -52,32 +46,28 @@ class World:
         self.identities.enrolled(agent, "rack")
         return key_of(own)
 
-    async def connect(self, agent: str, *devices: str) -> AgentSession:
+    async def admit(self, agent: str, *devices: str, **hello: list[str]) -> AgentSession:
         await self.identities.admit(agent, RACK)
-        session = AgentSession(agent, "", lambda: 0.0, principal="rack")
-        await self.registry.connect(session, Hello(agent_id=agent, devices=[Device(id=each, name=each) for each in devices]))
-        return session
+        return await self.connect(*devices, agent=agent, principal="rack", **hello)
+
+    async def running(self) -> tuple[bytes, AgentSession]:
+        """Connect an agent with a device that runs something; return the key of its token, and its connection."""
+        own = await self.enrol("a1")
+        session = await self.admit("a1", "pi")
+        self.runs.begin("run", "pi", lambda _: None, sent=True)
+        return own, session
 
     async def retire(self, key: str, *, at_once: bool = False, drain_s: float = 60.0) -> Retired:
         return await self.retirement.retire(key, at_once=at_once, drain_s=drain_s, principal="root")
 
 
-def now() -> datetime:
-    return datetime(2026, 6, 1, tzinfo=UTC)
-
-
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    created = World(tmp_path)
-    await created.database.open()
-    yield created
-    created.database.close()
+def world(tmp_path: Path, database: Database) -> World:
+    return World(tmp_path, database)
 
 
 async def test_a_retirement_waits_for_the_runs_then_refuses_the_agent_with_its_token(golden: Golden, world: World) -> None:
-    own = await world.enrol("a1")
-    session = await world.connect("a1", "pi")
-    world.runs.begin("run", "pi", lambda _: None, sent=True)
+    own, session = await world.running()
     retiring = asyncio.create_task(world.retire("pi"))
     done, _ = await asyncio.wait([retiring], timeout=0.2)
     assert not done and world.registry.get("pi").drain.principal == "root"
@@ -89,7 +79,7 @@ async def test_a_retirement_waits_for_the_runs_then_refuses_the_agent_with_its_t
     assert world.tokens.find(own) is None and not session.is_alive()
     with pytest.raises(DeviceNotFound):
         world.registry.get("pi")
-    for farm in (world.identities, Identities(world.database, lambda _: False, now)):
+    for farm in (world.identities, Identities(world.database, lambda _: False, world.now)):
         await farm.load()  # also after a restart
         for caller in (RACK, Principal(name="root", role=ROLE_ADMIN)):
             with refuses("AGENT_RETIRED") as refused:
@@ -100,7 +90,7 @@ async def test_a_retirement_waits_for_the_runs_then_refuses_the_agent_with_its_t
 @pytest.mark.parametrize("how", ["bound", "enrolled"])
 async def test_a_retired_agent_is_admitted_again_once_an_admin_wants_it(world: World, how: str) -> None:
     await world.enrol("a1")
-    await world.connect("a1", "pi")
+    await world.admit("a1", "pi")
     await world.retire("pi")
     if how == "bound":
         assert (await world.identities.bind("a1", "rack", by="root")).is_retired  # the answer says that it was
@@ -108,14 +98,12 @@ async def test_a_retired_agent_is_admitted_again_once_an_admin_wants_it(world: W
     else:
         await world.enrol("a1")
     await world.identities.load()
-    await world.connect("a1", "pi")
+    await world.admit("a1", "pi")
     assert not world.registry.get("pi").HasField("drain")
 
 
 async def test_at_once_ends_the_runs_and_asks_the_agent_to_cancel_them(world: World) -> None:
-    await world.enrol("a1")
-    session = await world.connect("a1", "pi")
-    world.runs.begin("run", "pi", lambda _: None, sent=True)
+    _, session = await world.running()
     retiring = asyncio.create_task(world.retire("pi", at_once=True))
     async with asyncio.timeout(SOON_S):
         with pytest.raises(AttemptLost, match="was retired"):
@@ -127,32 +115,24 @@ async def test_at_once_ends_the_runs_and_asks_the_agent_to_cancel_them(world: Wo
 
 
 async def test_a_device_whose_runs_do_not_end_stays_drained(golden: Golden, world: World) -> None:
-    own = await world.enrol("a1")
-    await world.connect("a1", "pi")
-    world.runs.begin("run", "pi", lambda _: None, sent=True)
-    with refuses("DEVICES_BUSY") as refused:
+    own, _ = await world.running()
+    with golden.refuses("DEVICES_BUSY"):
         await world.retire("pi", drain_s=0.0)
-    golden.check(refused.value)
     assert world.registry.get("pi").HasField("drain") and world.tokens.find(own) is not None
 
 
 @pytest.mark.remedy("DEVICES_BUSY")
 async def test_a_device_that_ends_nothing_at_once_is_not_forgotten_yet(golden: Golden, world: World) -> None:
-    await world.enrol("a1")
-    await world.connect("a1", "pi")
-    world.runs.begin("run", "pi", lambda _: None, sent=True)
-    with refuses("DEVICES_BUSY") as refused:
+    await world.running()
+    with golden.refuses("DEVICES_BUSY"):
         await world.retire("pi", at_once=True, drain_s=0.0)
-    golden.check(refused.value)
     # The remedy: the command again.
     world.runs.end("run")
     assert (await world.retire("pi", at_once=True)).device.id == "pi"
 
 
 async def test_the_agent_that_a_device_has_in_the_end_is_retired(world: World) -> None:
-    former = await world.enrol("a1")
-    session = await world.connect("a1", "pi")
-    world.runs.begin("run", "pi", lambda _: None, sent=True)
+    former, session = await world.running()
     retiring = asyncio.create_task(world.retire("pi"))
     async with asyncio.timeout(SOON_S):
         while not world.registry.get("pi").HasField("drain"):  # noqa: ASYNC110 - the change has no event
@@ -160,10 +140,7 @@ async def test_the_agent_that_a_device_has_in_the_end_is_retired(world: World) -
     session.end()
     await world.registry.disconnect(session)
     own = await world.enrol("a2")
-    await world.identities.admit("a2", RACK)
-    moved = AgentSession("a2", "", lambda: 0.0, principal="rack")
-    hello = Hello(agent_id="a2", devices=[Device(id="pi", name="pi")], active_attempts=["run"])
-    await world.registry.connect(moved, hello)
+    moved = await world.admit("a2", "pi", active_attempts=["run"])
     world.runs.end("run")
     async with asyncio.timeout(SOON_S):
         assert (await retiring).device.agent_id == "a2"
@@ -172,10 +149,9 @@ async def test_the_agent_that_a_device_has_in_the_end_is_retired(world: World) -
 
 async def test_an_agent_that_is_retired_while_it_waits_to_be_accepted_is_not_registered(world: World) -> None:
     await world.enrol("a1")
-    await world.connect("a1", "pi")
+    await world.admit("a1", "pi")
     await world.retire("pi")
-    session = AgentSession("a1", "", lambda: 0.0, principal="rack")
-    hello = Hello(agent_id="a1", devices=[Device(id="pi", name="pi")])
+    session, hello = world.session("a1", principal="rack"), Hello(agent_id="a1", devices=[board("pi")])
     with refuses("AGENT_RETIRED"):
         await world.registry.connect(session, hello, lambda: world.identities.require_not_retired("a1"))
     assert world.registry.session_of_agent("a1") is None
@@ -185,7 +161,7 @@ async def test_an_agent_that_is_retired_while_it_waits_to_be_accepted_is_not_reg
 
 async def test_an_agent_with_other_devices_keeps_them_and_its_token(world: World) -> None:
     own = await world.enrol("a1")
-    session = await world.connect("a1", "pi", "xl")
+    session = await world.admit("a1", "pi", "xl")
     retired = await world.retire("pi")
     assert (retired.revoked, retired.others) == ([], ["xl"])
     assert world.tokens.find(own) is not None and session.is_alive()
@@ -193,8 +169,8 @@ async def test_an_agent_with_other_devices_keeps_them_and_its_token(world: World
 
 
 async def test_an_offline_device_of_an_unbound_agent_is_retired(world: World) -> None:
-    session = AgentSession("a1", "", lambda: 0.0, is_admin=True)
-    await world.registry.connect(session, Hello(agent_id="a1", devices=[Device(id="pi", name="pi")]))
+    session = world.session("a1", is_admin=True)
+    await world.registry.connect(session, Hello(agent_id="a1", devices=[board("pi")]))
     await world.registry.disconnect(session)
     assert (await world.retire("pi")).revoked == []
     with refuses("AGENT_RETIRED"):
@@ -203,10 +179,9 @@ async def test_an_offline_device_of_an_unbound_agent_is_retired(world: World) ->
 
 async def test_only_an_agent_without_devices_is_removed(golden: Golden, world: World) -> None:
     own = await world.enrol("a1")
-    await world.connect("a1", "pi")
-    with refuses("AGENT_HAS_DEVICES") as refused:
+    await world.admit("a1", "pi")
+    with golden.refuses("AGENT_HAS_DEVICES"):
         await world.retirement.remove_agent("rack")
-    golden.check(refused.value)
     await world.registry.end_agent("a1")
     await world.registry.forget("pi")
     identity, revoked = await world.retirement.remove_agent("rack")
@@ -219,9 +194,8 @@ async def test_only_an_agent_without_devices_is_removed(golden: Golden, world: W
 @pytest.mark.remedy("AGENT_AMBIGUOUS")
 async def test_a_principal_with_several_agents_names_none(golden: Golden, world: World) -> None:
     for agent in ("a1", "a2"):
-        await world.connect(agent)
-    with refuses("AGENT_AMBIGUOUS") as refused:
+        await world.admit(agent)
+    with golden.refuses("AGENT_AMBIGUOUS"):
         await world.retirement.remove_agent("rack")
-    golden.check(refused.value)
     assert (await world.retirement.remove_agent("a2"))[0].agent_id == "a2"
     assert [identity.agent_id for identity in world.identities.list({})] == ["a1"]

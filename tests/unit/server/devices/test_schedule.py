@@ -22,7 +22,6 @@ from etfarm.v1.device_pb2 import Device, DeviceDrain, DeviceHealth, DeviceState,
 from etfarm.wire import selectors
 from etfarm.wire.errors import Kind
 from tests.support.golden import Golden
-from tests.support.refusals import refuses
 from tests.support.scheduling import schedule
 
 IDLE, BUSY, OFFLINE, DRAINING, UNUSABLE = (
@@ -216,14 +215,12 @@ def test_a_device_that_cannot_be_used_matches_and_gets_nothing() -> None:
 
 def test_no_match_is_refused_with_what_there_is(golden: Golden) -> None:
     known = [device("pi", OFFLINE, arch="aarch64", soc="BCM", cores=4), device("emu", emulated=True)]
-    with refuses("NO_SUCH_DEVICE") as refused:
+    with golden.refuses("NO_SUCH_DEVICE") as refused:
         select_devices(selectors.parse("arch=riscv"), "arch=riscv", known)
-    golden.check(refused.value)
     assert refused.value.kind is Kind.FAILED_PRECONDITION
     assert "emu" in refused.value.metadata["known"] and "offline" in refused.value.metadata["known"]
-    with refuses("NO_SUCH_DEVICE") as refused:
+    with golden.refuses("NO_SUCH_DEVICE"):
         select_devices(selectors.parse(""), "", [])
-    golden.check(refused.value)
 
 
 @pytest.mark.parametrize(

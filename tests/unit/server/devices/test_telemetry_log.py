@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 from sqlalchemy import func, select
 
 from etfarm.server.devices.telemetry import TelemetryLog
 from etfarm.server.state import schema
+from etfarm.server.state.engine import Database
 from etfarm.v1.device_pb2 import DeviceTelemetry
-from tests.support.databases import new_database
 from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("each_database")
@@ -23,9 +21,9 @@ NOON = datetime(2026, 6, 1, 12, tzinfo=UTC)
 class World:
     """A log, and a clock that the test turns."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, database: Database) -> None:
         self.time = NOON
-        self.database = new_database(folder / "farm.sqlite")
+        self.database = database
         self.log = TelemetryLog(self.database, lambda: self.time)
 
     def heartbeat(self, degrees: float, *devices: str) -> None:
@@ -46,11 +44,8 @@ class World:
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    created = World(tmp_path)
-    await created.database.open()
-    yield created
-    created.database.close()
+def world(database: Database) -> World:
+    return World(database)
 
 
 async def test_the_last_reading_of_each_minute_is_kept(world: World) -> None:

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from etfarm.server.artifacts.store import Store
-from etfarm.server.devices.bundles import Bundles
-from etfarm.server.devices.registry import Registry
-from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import AgentSession
 from etfarm.server.devices.upgrades import Upgrades
+from etfarm.server.state.engine import Database
 from etfarm.v1 import agent_pb2, common_pb2
 from etfarm.v1.agent_pb2 import Hello, RunResult, UpgradePhase
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire.names import OLDEST_PROTOCOL_VERSION
-from tests.support.databases import new_database
 from tests.support.refusals import refuses
-
-pytestmark = pytest.mark.usefixtures("each_database")
+from tests.support.registries import RegistryWorld
 
 OFFER_0_2 = f"325a0a02753112440a40{'30' * 64}10011a05302e332e30210000000000004e40"
 """The Upgrade that a server of 0.2 sent for the upgrade "u1", a digest of zeros and version 0.3.0."""
@@ -42,66 +36,53 @@ def test_the_messages_of_an_upgrade_are_those_of_0_2() -> None:
 
 
 @pytest.mark.parametrize("is_outdated", [False, True])
-async def test_an_upgrade_waits_for_the_runs_and_no_longer(tmp_path: Path, *, is_outdated: bool) -> None:
-    database = new_database(tmp_path / "farm.sqlite")
-    await database.open()
-    try:
-        runs = Runs(3600)
-        bundles = Bundles(Store(tmp_path, database), database, tmp_path)
-        registry = Registry(database, bundles, runs, lambda: datetime(2026, 6, 1, tzinfo=UTC))
-        upgrades = Upgrades(registry, runs, lambda: "u1")
-        hello = Hello(agent_id="agent", devices=[Device(id="pi", name="pi")], allows_upgrade=True)
-        version = OLDEST_PROTOCOL_VERSION - is_outdated
-        session = AgentSession("agent", "", lambda: 0.0, principal="rack", hello=hello, protocol_version=version)
-        await registry.connect(session, hello)
-        assert (registry.get("pi").problem.reason == "AGENT_OUTDATED") is is_outdated
-        runs.begin("a1", "pi", lambda _: None)
-        wheel = common_pb2.Artifact(digest="0" * 64, size_bytes=1)
-        messages = upgrades.upgrade("agent", wheel, "9.9", drain_s=60, limit_s=60, principal="root")
-        async with asyncio.timeout(10):
-            assert "1 run on pi" in (await anext(messages)).message
-            assert registry.get("pi").HasField("drain")
-            assert upgrades.wheels() == {wheel.digest} and upgrades.offers("rack", wheel.digest)
-            assert not upgrades.offers("rack", "1" * 64) and not upgrades.offers("other", wheel.digest)
-            runs.end("a1")
-            assert (await anext(messages)).message == ""
-            following = asyncio.ensure_future(anext(messages))
-            offer = await anext(aiter(session.outgoing()))
-            assert (offer.upgrade.upgrade_id, offer.upgrade.version) == ("u1", "9.9")
-            upgrades.connected(Hello(agent_id="agent", upgrade=agent_pb2.UpgradeOutcome(upgrade_id="u1")))
-            assert (await following).phase == UpgradePhase.UPGRADE_PHASE_DONE
-            assert [message async for message in messages] == []
-        assert not registry.get("pi").HasField("drain")
-        assert not upgrades.wheels() and not upgrades.offers("rack", wheel.digest), "it is not held any longer"
-        await registry.drain("pi", "upgrade of its agent to etfarm 9.9", "root")  # as a server that is killed leaves it
-        await Upgrades(registry, runs, lambda: "u2").release()
-        assert not registry.get("pi").HasField("drain")
-        await registry.drain("pi", "its fan is broken", "root")
-        await Upgrades(registry, runs, lambda: "u3").release()
-        assert registry.get("pi").drain.reason == "its fan is broken"
-    finally:
-        database.close()
+async def test_an_upgrade_waits_for_the_runs_and_no_longer(tmp_path: Path, *, is_outdated: bool, database: Database) -> None:
+    world = RegistryWorld(tmp_path, database)
+    registry, runs = world.registry, world.runs
+    upgrades = Upgrades(registry, runs, lambda: "u1")
+    hello = Hello(agent_id="agent", devices=[Device(id="pi", name="pi")], allows_upgrade=True)
+    version = OLDEST_PROTOCOL_VERSION - is_outdated
+    session = world.session(principal="rack", hello=hello, protocol_version=version)
+    await registry.connect(session, hello)
+    assert (registry.get("pi").problem.reason == "AGENT_OUTDATED") is is_outdated
+    runs.begin("a1", "pi", lambda _: None)
+    wheel = common_pb2.Artifact(digest="0" * 64, size_bytes=1)
+    messages = upgrades.upgrade("agent", wheel, "9.9", drain_s=60, limit_s=60, principal="root")
+    async with asyncio.timeout(10):
+        assert "1 run on pi" in (await anext(messages)).message
+        assert registry.get("pi").HasField("drain")
+        assert upgrades.wheels() == {wheel.digest} and upgrades.offers("rack", wheel.digest)
+        assert not upgrades.offers("rack", "1" * 64) and not upgrades.offers("other", wheel.digest)
+        runs.end("a1")
+        assert (await anext(messages)).message == ""
+        following = asyncio.ensure_future(anext(messages))
+        offer = await anext(aiter(session.outgoing()))
+        assert (offer.upgrade.upgrade_id, offer.upgrade.version) == ("u1", "9.9")
+        upgrades.connected(Hello(agent_id="agent", upgrade=agent_pb2.UpgradeOutcome(upgrade_id="u1")))
+        assert (await following).phase == UpgradePhase.UPGRADE_PHASE_DONE
+        assert [message async for message in messages] == []
+    assert not registry.get("pi").HasField("drain")
+    assert not upgrades.wheels() and not upgrades.offers("rack", wheel.digest), "it is not held any longer"
+    await registry.drain("pi", "upgrade of its agent to etfarm 9.9", "root")  # as a server that is killed leaves it
+    await Upgrades(registry, runs, lambda: "u2").release()
+    assert not registry.get("pi").HasField("drain")
+    await registry.drain("pi", "its fan is broken", "root")
+    await Upgrades(registry, runs, lambda: "u3").release()
+    assert registry.get("pi").drain.reason == "its fan is broken"
 
 
 @pytest.mark.parametrize("comes_later", [False, True])
-async def test_an_outdated_agent_delivers_no_result(tmp_path: Path, *, comes_later: bool) -> None:
-    database = new_database(tmp_path / "farm.sqlite")
-    await database.open()
-    try:
-        runs = Runs(3600)
-        registry = Registry(database, Bundles(Store(tmp_path, database), database, tmp_path), runs, lambda: datetime.now(UTC))
-        runs.begin("a1", "phone", lambda _: None, sent=True)
-        phone = Device(id="phone", name="phone")
-        hello = Hello(agent_id="agent", active_attempts=["a1"], devices=[] if comes_later else [phone])
-        session = AgentSession(
-            "agent", "", lambda: 0.0, principal="rack", hello=hello, protocol_version=OLDEST_PROTOCOL_VERSION - 1
-        )
-        await registry.connect(session, hello)
-        if comes_later:
-            await registry.update(session, phone)
-        assert registry.get("phone").problem.reason == "AGENT_OUTDATED"
-        runs.deliver(RunResult(attempt_id="a1", device_id="phone"), "rack")
-        with refuses("ATTEMPT_LOST"):
-            await runs.result("a1")
-    finally:
-        database.close()
+async def test_an_outdated_agent_delivers_no_result(tmp_path: Path, *, comes_later: bool, database: Database) -> None:
+    world = RegistryWorld(tmp_path, database)
+    registry, runs = world.registry, world.runs
+    runs.begin("a1", "phone", lambda _: None, sent=True)
+    phone = Device(id="phone", name="phone")
+    hello = Hello(agent_id="agent", active_attempts=["a1"], devices=[] if comes_later else [phone])
+    session = AgentSession("agent", "", lambda: 0.0, principal="rack", hello=hello, protocol_version=OLDEST_PROTOCOL_VERSION - 1)
+    await registry.connect(session, hello)
+    if comes_later:
+        await registry.update(session, phone)
+    assert registry.get("phone").problem.reason == "AGENT_OUTDATED"
+    runs.deliver(RunResult(attempt_id="a1", device_id="phone"), "rack")
+    with refuses("ATTEMPT_LOST"):
+        await runs.result("a1")

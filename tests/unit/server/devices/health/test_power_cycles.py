@@ -5,67 +5,53 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 from sqlalchemy import select
 
-from etfarm.server.artifacts.store import Store
-from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.health import power, standing
 from etfarm.server.devices.health.book import HealthBook
 from etfarm.server.devices.health.file import read_settings
 from etfarm.server.devices.health.power import PowerCycles, PowerRule, rules_of
 from etfarm.server.devices.registry import Registry
-from etfarm.server.devices.runs import Runs
-from etfarm.server.devices.session import AgentSession
 from etfarm.server.state import schema
-from etfarm.v1.agent_pb2 import Hello
-from etfarm.v1.device_pb2 import Device, HealthEvent, HealthEventKind, HealthRun
+from etfarm.server.state.engine import Database
+from etfarm.v1.device_pb2 import HealthEvent, HealthEventKind, HealthRun
 from etfarm.wire.errors import DeviceError
-from tests.support.databases import new_database, sqlite_only
 from tests.support.farm import wait_until
 from tests.support.refusals import refuses
-
-pytestmark = pytest.mark.usefixtures("each_database")
+from tests.support.registries import RegistryWorld, board
 
 RULE = PowerRule(("/bin/cycle", "{label.pdu}"))
 
 
-class World:
-    """A registry with the health of its devices, and a clock that the test turns."""
+class World(RegistryWorld):
+    """A registry with the health of its devices."""
 
-    def __init__(self, folder: Path) -> None:
-        self.at = datetime(2026, 6, 1, 12, tzinfo=UTC)
-        self.database = new_database(folder / "farm.sqlite")
-        self.book = HealthBook(self.database, self.now)
-        bundles = Bundles(Store(folder, self.database), self.database, folder)
-        self.registry = Registry(self.database, bundles, Runs(60), self.now, fill_health=self.book.apply)
-        self.session = AgentSession("agent", "", lambda: 0.0)
+    def __init__(self, folder: Path, database: Database) -> None:
+        self.book = HealthBook(database, self.now)
+        super().__init__(folder, database)
 
-    def now(self) -> datetime:
-        return self.at
+    def new_registry(self) -> Registry:
+        return Registry(self.database, self.bundles, self.runs, self.now, fill_health=self.book.apply)
 
-    def later(self, seconds: float) -> None:
-        self.at += timedelta(seconds=seconds)
+    async def connect_pi(self, **labels: str) -> None:
+        self.agent = await self.connect(board("pi", labels=labels))
 
-    async def connect(self, **labels: str) -> None:
-        self.session = AgentSession("agent", "", lambda: 0.0)
-        device = Device(id="pi", name="board-pi", arch="aarch64", labels=labels)
-        await self.registry.connect(self.session, Hello(agent_id="agent", devices=[device]))
+    async def lose_pi(self) -> None:
+        """Connect an agent and lose it, an hour ago."""
+        await self.connect_pi()
+        await self.registry.disconnect(self.agent)
+        self.later(3600)
 
     def cycles(self, *rules: PowerRule) -> PowerCycles:
         return PowerCycles(self.registry, self.book, rules or (RULE,), self.now, poll_s=0.01)
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    created = World(tmp_path)
-    await created.database.open()
-    yield created
-    created.database.close()
+def world(tmp_path: Path, database: Database) -> World:
+    return World(tmp_path, database)
 
 
 def script(folder: Path, *lines: str) -> str:
@@ -76,32 +62,32 @@ def script(folder: Path, *lines: str) -> str:
 
 
 async def test_a_silent_device_is_hung_after_a_while_and_a_stopped_one_is_not(world: World) -> None:
-    await world.connect()
+    await world.connect_pi()
     await world.registry.label("pi", {"pdu": "7"}, ())
     cycles = world.cycles()
     assert cycles.find_hung() == []
-    await world.registry.disconnect(world.session)
+    await world.registry.disconnect(world.agent)
     world.later(RULE.after_s - 1)
     assert cycles.find_hung() == []
     world.later(1)
     assert cycles.find_hung() == [("pi", ["/bin/cycle", "7"], RULE)]
-    await world.connect()
+    await world.connect_pi()
     assert cycles.find_hung() == [], "it is back"
-    world.registry.farewell(world.session)
+    world.registry.farewell(world.agent)
     world.later(9999)
     assert cycles.find_hung() == [], "its agent was stopped on purpose"
 
 
 async def test_a_device_that_its_agent_lost_is_hung(world: World) -> None:
-    await world.connect()
+    await world.connect_pi()
     await world.registry.label("pi", {"pdu": "7"}, ())
-    world.registry.gone(world.session, "pi", "it does not answer")
+    world.registry.gone(world.agent, "pi", "it does not answer")
     world.later(RULE.after_s)
     assert len(world.cycles().find_hung()) == 1
 
 
 async def test_a_connected_device_whose_health_runs_keep_failing_is_hung(world: World) -> None:
-    await world.connect()
+    await world.connect_pi()
     rule = PowerRule(("/bin/cycle",), devices=frozenset({"pi"}))
     for _ in range(power.FAILED_RUNS):
         assert world.cycles(rule).find_hung() == []
@@ -111,18 +97,18 @@ async def test_a_connected_device_whose_health_runs_keep_failing_is_hung(world: 
 
 
 async def test_what_an_agent_says_about_its_device_selects_no_power(world: World) -> None:
-    await world.connect(pdu="7")
-    await world.registry.disconnect(world.session)
+    await world.connect_pi(pdu="7")
+    await world.registry.disconnect(world.agent)
     world.later(9999)
     assert world.cycles().find_hung() == []
 
 
 async def test_power_cycles_are_limited_in_rate_and_number(world: World, tmp_path: Path) -> None:
-    await world.connect()
+    await world.connect_pi()
     counted = tmp_path / "counted"
     rule = PowerRule((script(tmp_path, f'echo "$1" >> {counted}', "echo switched"), "port 7; rm -rf"), frozenset({"pi"}))
     cycles = world.cycles(rule)
-    await world.registry.disconnect(world.session)
+    await world.registry.disconnect(world.agent)
     for _ in range(48):
         world.later(1800)
         for hung in cycles.find_hung():
@@ -136,9 +122,9 @@ async def test_power_cycles_are_limited_in_rate_and_number(world: World, tmp_pat
     assert (events[0].exit_code, events[0].message) == (0, f"{rule.command[0]}: exit code 0: switched")
 
 
+@pytest.mark.usefixtures("each_database")
 async def test_the_limits_of_power_cycles_hold_after_a_restart_of_the_server(world: World, tmp_path: Path) -> None:
-    await world.connect()
-    await world.registry.disconnect(world.session)
+    await world.lose_pi()
     rule = PowerRule((script(tmp_path, "exit 0"),), frozenset({"pi"}))
 
     async def find_after_a_restart() -> int:
@@ -160,9 +146,7 @@ async def test_the_limits_of_power_cycles_hold_after_a_restart_of_the_server(wor
 
 
 async def test_a_power_cycle_counts_though_the_server_is_killed_during_its_command(world: World, tmp_path: Path) -> None:
-    await world.connect()
-    await world.registry.disconnect(world.session)
-    world.later(3600)
+    await world.lose_pi()
     begun = tmp_path / "begun"
     rule = PowerRule((script(tmp_path, f"touch {begun}", "sleep 1000"),), frozenset({"pi"}))
     cycles = world.cycles(rule)
@@ -178,8 +162,7 @@ async def test_a_power_cycle_counts_though_the_server_is_killed_during_its_comma
 
 
 async def test_a_power_cycle_of_a_clock_that_was_ahead_blocks_no_others_for_long(world: World, tmp_path: Path) -> None:
-    await world.connect()
-    await world.registry.disconnect(world.session)
+    await world.lose_pi()
     world.later(365 * 86_400)
     rule = PowerRule((script(tmp_path, "exit 0"),), frozenset({"pi"}))
     cycles = world.cycles(rule)
@@ -191,9 +174,7 @@ async def test_a_power_cycle_of_a_clock_that_was_ahead_blocks_no_others_for_long
 
 
 async def test_the_task_calls_the_command_by_itself(world: World, tmp_path: Path) -> None:
-    await world.connect()
-    await world.registry.disconnect(world.session)
-    world.later(3600)
+    await world.lose_pi()
     task = asyncio.create_task(world.cycles(PowerRule((script(tmp_path, "exit 3"),), frozenset({"pi"}))).run())
     async with asyncio.timeout(30):
         events: list[HealthEvent] = []
@@ -268,9 +249,8 @@ def test_a_file_sets_rules_and_commands_and_an_option_wins(tmp_path: Path) -> No
     assert rules_of([]) == ()
 
 
-@sqlite_only  # PostgreSQL does not give a number again
 async def test_the_end_of_a_power_cycle_changes_no_event_of_another_device(world: World) -> None:
-    """The database gives a forgotten event's number to the next one."""
+    """SQLite gives a forgotten event's number to the next one."""
     cycle = await world.book.record_power_cycle("pi", "cycle: it was called")
     await world.book.forget("pi")
     other = await world.book.record_power_cycle("phone", "other: it was called")

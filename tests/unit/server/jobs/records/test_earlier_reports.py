@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,6 @@ from etfarm.server.reports.latency.between_runs import MAX_HISTORY, Earlier
 from etfarm.server.state.engine import Database
 from etfarm.v1 import report_pb2
 from etfarm.v1.job_pb2 import Job
-from tests.support.databases import new_database
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -59,11 +57,8 @@ class World:
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    database = new_database(tmp_path / "farm.sqlite")
-    await database.open()
-    yield World(database)
-    database.close()
+def world(database: Database) -> World:
+    return World(database)
 
 
 async def test_the_newest_medians_of_the_same_execution_come_first(world: World) -> None:

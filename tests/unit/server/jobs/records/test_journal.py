@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 from sqlalchemy import Connection, select
@@ -27,7 +26,7 @@ from etfarm.v1.agent_pb2 import CandidateResult
 from etfarm.v1.job_pb2 import Cell, Job, JobEvent, JobSpec, JobState, Progress
 from etfarm.v1.report_pb2 import Report
 from etfarm.wire.errors import Kind
-from tests.support.databases import new_database, sqlite_only
+from tests.support.databases import sqlite_only
 from tests.support.golden import Golden
 from tests.support.refusals import refuses
 
@@ -86,11 +85,8 @@ class World:
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    database = new_database(tmp_path / "farm.sqlite")
-    await database.open()
-    yield World(database)
-    database.close()
+def world(database: Database) -> World:
+    return World(database)
 
 
 def sequences(events: list[JobEvent]) -> list[int]:
@@ -184,9 +180,8 @@ async def test_watching_after_a_sequence_gives_exactly_the_rest(world: World, af
 
 async def test_watching_after_what_has_not_happened_is_refused(golden: Golden, world: World) -> None:
     job = await world.submit()
-    with refuses("SEQUENCE_UNKNOWN") as refused:
+    with golden.refuses("SEQUENCE_UNKNOWN") as refused:
         await world.events(job.id, 2)
-    golden.check(refused.value)
     assert refused.value.kind is Kind.OUT_OF_RANGE
 
 
@@ -298,9 +293,8 @@ async def test_a_job_is_found_by_id_prefix_and_latest(world: World, key: str) ->
 async def test_what_is_no_job_is_refused(golden: Golden, world: World, key: str) -> None:
     await world.submit("abcdef01")
     await world.submit("abcdef02")
-    with refuses("JOB_NOT_FOUND") as refused:
+    with golden.refuses("JOB_NOT_FOUND") as refused:
         await world.journal.get(key, EVERYTHING)
-    golden.check(refused.value)
     assert refused.value.kind is Kind.NOT_FOUND
 
 
@@ -374,9 +368,8 @@ async def test_a_job_is_known_by_its_name_if_no_other_has_it(world: World, golde
     assert (await world.journal.get("abcdef01", EVERYTHING)).id == "abcdef01", "an id comes first"
     for number in range(8):
         await world.submit(f"beef000{number}", title="nightly")
-    with refuses("JOB_NOT_FOUND") as several:
+    with golden.refuses("JOB_NOT_FOUND"):
         await world.journal.get("nightly", EVERYTHING)
-    golden.check(several.value)
     await world.submit("fade0001", title="beef0003")
     await world.submit("fade0002", title="fade000")
     with refuses("JOB_NOT_FOUND", match="fade0002, fade0001"):

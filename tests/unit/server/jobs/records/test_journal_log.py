@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,6 @@ from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.state.engine import Database
 from etfarm.v1.common_pb2 import LogSource
 from etfarm.v1.job_pb2 import Job, JobSpec, LogLine
-from tests.support.databases import new_database
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -46,9 +44,7 @@ class World:
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    database = new_database(tmp_path / "farm.sqlite")
-    await database.open()
+async def world(database: Database) -> AsyncIterator[World]:
     job = Job(id="j", owner="ann", spec=JobSpec())
     job.create_time.FromDatetime(AT)
     job.cells.add(id="c", job_id="j", state=model.QUEUED, version=1)
@@ -56,7 +52,6 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     await created.journal.submit(job, Request("r", b""))
     yield created
     await created.log.flush()
-    database.close()
 
 
 def texts(lines: list[LogLine]) -> list[str]:

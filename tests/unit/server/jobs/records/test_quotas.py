@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
 from sqlalchemy import Connection
@@ -16,9 +15,10 @@ from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.quotas import Counted, Quotas
 from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.watch import Announcer
+from etfarm.server.state.engine import Database
 from etfarm.v1.job_pb2 import Job
 from etfarm.wire.errors import Kind, UserError
-from tests.support.databases import new_database, sqlite_only
+from tests.support.databases import sqlite_only
 from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("each_database")
@@ -27,12 +27,9 @@ AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
 @pytest.fixture
-async def journal(tmp_path: Path) -> AsyncIterator[Journal]:
-    database = new_database(tmp_path / "farm.sqlite")
-    await database.open()
+async def journal(database: Database) -> AsyncIterator[Journal]:
     quotas = Quotas(live_jobs_per_user=2, live_jobs_per_project=3, live_cells_per_user=5, live_cells_per_project=50)
     yield Journal(database, Announcer(), lambda: AT, quotas)
-    database.close()
 
 
 async def submit(journal: Journal, name: str, *, owner: str = "ann", cells: int = 1) -> Job:
@@ -95,9 +92,7 @@ def test_quotas_are_set_by_name() -> None:
             Quotas.of([wrong])
 
 
-async def test_the_specs_of_live_jobs_are_counted_in_bytes(tmp_path: Path) -> None:
-    database = new_database(tmp_path / "farm.sqlite")
-    await database.open()
+async def test_the_specs_of_live_jobs_are_counted_in_bytes(database: Database) -> None:
     journal = Journal(database, Announcer(), lambda: AT, Quotas(live_spec_bytes_per_user=1_000))
     for name in ("job-0", "job-1"):
         job = Job(id=name, owner="ann", spec={"name": "n" * 400})  # type: ignore[arg-type]
@@ -108,13 +103,10 @@ async def test_the_specs_of_live_jobs_are_counted_in_bytes(tmp_path: Path) -> No
     job.cells[0].id = "c"
     with refuses("QUOTA_EXCEEDED", match="bytes of live jobs' specs"):
         await journal.submit(job, Request("job-2", b""))
-    database.close()
 
 
 @sqlite_only  # asks for SQLite's plan
-async def test_a_submission_finds_live_jobs_by_an_index_however_many_have_ended(tmp_path: Path) -> None:
-    database = new_database(tmp_path / "farm.sqlite")
-    await database.open()
+async def test_a_submission_finds_live_jobs_by_an_index_however_many_have_ended(database: Database) -> None:
     statements: list[str] = []
 
     def plans(connection: Connection) -> list[str]:
@@ -126,6 +118,5 @@ async def test_a_submission_finds_live_jobs_by_an_index_however_many_have_ended(
         return [row[3] for query in statements for row in raw.execute(f"EXPLAIN QUERY PLAN {query}")]
 
     steps = [step for step in await database.read(plans) if "jobs" in step]
-    database.close()
     assert len(steps) >= 4
     assert all("USING INDEX jobs_finished_of_" in step for step in steps), steps
