@@ -31,7 +31,7 @@ from etfarm.v1.artifact_pb2 import Chunk
 from etfarm.v1.common_pb2 import Artifact
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import Kind
-from tests.support.databases import Refusal, new_database
+from tests.support.databases import Refusal
 from tests.support.golden import Golden
 from tests.support.refusals import refuses
 from tests.support.s3 import S3Server
@@ -106,9 +106,7 @@ def proxy(s3_server: S3Server) -> Iterator[S3Proxy]:
 
 
 @pytest.fixture
-async def world(tmp_path: Path, s3_server: S3Server, proxy: S3Proxy) -> AsyncIterator[World]:
-    database = new_database(tmp_path / "farm.sqlite")
-    await database.open()
+async def world(tmp_path: Path, s3_server: S3Server, proxy: S3Proxy, database: Database) -> AsyncIterator[World]:
     stores = Stores(s3_server.new_location())
     assert stores.location is not None
     created = World(tmp_path, database, stores, proxy, Bucket(stores.location), Store(tmp_path / "unused", database))
@@ -117,7 +115,6 @@ async def world(tmp_path: Path, s3_server: S3Server, proxy: S3Proxy) -> AsyncIte
     yield created
     created.store.close()
     stores.close()
-    database.close()
 
 
 async def read(store: Store, digest: str, offset: int = 0) -> bytes:
@@ -516,9 +513,8 @@ def test_the_credentials_are_in_no_representation() -> None:
 
 
 async def test_artifacts_in_a_bucket_are_not_taken_for_files(golden: Golden, world: World) -> None:
-    with pytest.raises(BlobsUnusable) as refused:
+    with golden.refuses("BLOBS_UNUSABLE"):
         await Store(world.folder / "one", world.database).open()
-    golden.check(refused.value)
 
 
 async def test_verify_deletes_nothing_of_a_bucket_beside_a_database_that_names_nothing(

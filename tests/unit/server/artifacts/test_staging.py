@@ -234,9 +234,8 @@ class TestQuotas:
     async def test_a_project_holds_what_its_limit_allows(self, golden: Golden, tmp_path: Path, opened: Opened) -> None:
         async with opened(tmp_path, StoreLimits(project_bytes=1000)) as store:
             await send(store, os.urandom(600))
-            with refuses("QUOTA_EXCEEDED") as refused:
+            with golden.refuses("QUOTA_EXCEEDED") as refused:
                 await send(store, os.urandom(401))
-            golden.check(refused.value)
             assert (refused.value.metadata["limit_bytes"], refused.value.metadata["used_bytes"]) == ("1000", "600")
             assert await send(store, os.urandom(400))
             with refuses("QUOTA_EXCEEDED"):
@@ -272,9 +271,8 @@ class TestQuotas:
         async with opened(tmp_path, StoreLimits(agent_bytes=1000)) as store:
             data = os.urandom(800)
             await send(store, data, "agent:pi")
-            with refuses("QUOTA_EXCEEDED") as refused:
+            with golden.refuses("QUOTA_EXCEEDED"):
                 await send(store, os.urandom(300), "agent:pi")
-            golden.check(refused.value)
             await store.take_results("vision", [artifact_of(data).digest], "ann")
             assert await store.is_held(artifact_of(data).digest, ["vision"])
             assert await store.holdings.used_bytes("agent:pi") == 0
@@ -343,9 +341,8 @@ class TestIntegrity:
             await store.require_whole([DIGEST, "a" * 64])
         damage(tmp_path / "artifacts" / "blobs" / DIGEST[:2] / DIGEST)
         async with opened_files(tmp_path) as store:
-            with pytest.raises(ArtifactDamaged) as refused:
+            with golden.refuses("ARTIFACT_DAMAGED"):
                 await store.require_whole([DIGEST])
-            golden.check(refused.value)
             with pytest.raises(ArtifactDamaged):
                 store.path(DIGEST)
             assert not await store.has(DIGEST)

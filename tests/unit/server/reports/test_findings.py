@@ -30,7 +30,6 @@ from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
 from etfarm.v1 import report_pb2
 from etfarm.wire import digest
-from tests.support.databases import new_database
 from tests.support.farm import wait_until
 from tests.support.traces import traced
 
@@ -50,14 +49,6 @@ async def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     pool.start()
     yield pool
     await pool.stop()
-
-
-@pytest.fixture
-async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    created = new_database(tmp_path / "farm.sqlite")
-    await created.open()
-    yield created
-    created.close()
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from etfarm.v1.compile_pb2 import Compilation
 from etfarm.v1.job_pb2 import Attempt, Candidate, Cell, Job, MethodSource, Model
 from etfarm.v1.report_pb2 import Report
 from etfarm.wire.chunks import artifact_of
-from tests.support.databases import PostgresDatabases, new_database
+from tests.support.databases import PostgresDatabases
 from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("each_database")
@@ -110,13 +110,10 @@ class World:
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    database = new_database(tmp_path / "farm.sqlite")
-    await database.open()
+async def world(tmp_path: Path, database: Database) -> AsyncIterator[World]:
     created = World(tmp_path, database)
     yield created
     created.store.close()
-    database.close()
 
 
 async def test_what_nothing_refers_to_goes_least_recently_used_first(world: World) -> None:

@@ -28,7 +28,7 @@ from etfarm.v1.agent_pb2 import CandidateResult
 from etfarm.v1.common_pb2 import Artifact
 from etfarm.v1.job_pb2 import Job
 from etfarm.v1.report_pb2 import Report
-from tests.support.databases import PostgresDatabases, new_database
+from tests.support.databases import PostgresDatabases
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -99,13 +99,10 @@ def new_report(job: Job, cell: str, operators: int) -> Report:
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    database = new_database(tmp_path / "farm.sqlite")
-    await database.open()
+async def world(tmp_path: Path, database: Database) -> AsyncIterator[World]:
     created = World(tmp_path, database)
     yield created
     created.store.close()
-    database.close()
 
 
 async def bytes_of_tables(world: World, path: Path, databases: PostgresDatabases | None) -> int:

@@ -25,7 +25,6 @@ from etfarm.server.state.backup_lock import BackupLock, BackupRunning
 from etfarm.server.state.engine import Database
 from etfarm.v1.common_pb2 import Artifact
 from etfarm.v1.job_pb2 import Candidate, Job, MethodSource, Model
-from tests.support.databases import new_database
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -73,15 +72,12 @@ class Disk:
 
 
 @pytest.fixture
-async def disk(tmp_path: Path) -> AsyncIterator[Disk]:
-    database = new_database(tmp_path / "farm.sqlite")
-    await database.open()
+async def disk(tmp_path: Path, database: Database) -> AsyncIterator[Disk]:
     created = Disk(tmp_path, database)
     # `stored_at` is of the real clock, before which nothing may have been used.
     created.now_s = datetime.now(UTC).timestamp() + 3600
     yield created
     created.store.close()
-    database.close()
 
 
 async def test_a_disk_with_space_is_left_alone(disk: Disk) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +14,6 @@ from etfarm.server.retention.clock import ClockImplausible, RetentionClock
 from etfarm.server.state.engine import Database
 from etfarm.server.state.steady_clock import SteadyClock
 from etfarm.v1.job_pb2 import Job
-from tests.support.databases import new_database
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -54,11 +51,8 @@ class World:
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    database = new_database(tmp_path / "farm.sqlite")
-    await database.open()
-    yield World(database)
-    database.close()
+def world(database: Database) -> World:
+    return World(database)
 
 
 async def test_an_undisturbed_clock_is_the_systems(world: World) -> None:

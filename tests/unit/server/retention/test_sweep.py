@@ -32,7 +32,6 @@ from etfarm.server.state.engine import Database
 from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.v1.compile_pb2 import Compilation
 from etfarm.v1.job_pb2 import Job
-from tests.support.databases import new_database
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -88,13 +87,10 @@ class World:
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    database = new_database(tmp_path / "farm.sqlite")
-    await database.open()
+async def world(tmp_path: Path, database: Database) -> AsyncIterator[World]:
     created = World(tmp_path, database)
     yield created
     created.store.close()
-    database.close()
 
 
 async def test_old_jobs_without_tags_go(world: World) -> None:

@@ -45,9 +45,8 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, expected: str) -> Non
 
 
 def test_a_file_that_is_not_there_is_named(golden: Golden, tmp_path: Path) -> None:
-    with refuses("BAD_THRESHOLDS") as refused:
+    with golden.refuses("BAD_THRESHOLDS"):
         thresholds.read(tmp_path / "none.toml")
-    golden.check(refused.value)
 
 
 def test_every_threshold_has_its_reason() -> None:

@@ -77,16 +77,14 @@ def test_a_token_file_that_others_may_read_is_refused_with_the_command_that_help
 def test_a_token_file_of_another_form_is_refused_by_line_and_without_the_token(
     golden: Golden, tmp_path: Path, text: str | bytes
 ) -> None:
-    with pytest.raises(BadTokenFile) as refused:
+    with golden.refuses("BAD_TOKEN_FILE") as refused:
         Tokens.read(token_file(tmp_path, text))
-    golden.check(refused.value)
     assert ANN not in str(refused.value)
 
 
 def test_a_token_file_that_is_not_there_is_named(golden: Golden, tmp_path: Path) -> None:
-    with pytest.raises(BadTokenFile) as refused:
+    with golden.refuses("BAD_TOKEN_FILE"):
         Tokens.read(tmp_path / "nothing")
-    golden.check(refused.value)
 
 
 @pytest.mark.parametrize("role", [ADMIN, USER, AGENT, VIEWER])
@@ -119,9 +117,8 @@ def test_users_see_the_default_project_admins_everything_and_agents_nothing() ->
 
 
 def test_a_method_without_a_row_is_allowed_to_no_role(golden: Golden) -> None:
-    with refuses("PERMISSION_DENIED") as refused:
+    with golden.refuses("PERMISSION_DENIED"):
         caller.authorize(LOCAL, "/etfarm.v1.Nothing/Do")
-    golden.check(refused.value)
 
 
 def test_an_admin_may_call_everything_and_a_viewer_changes_nothing() -> None:
@@ -151,17 +148,14 @@ def test_an_address_that_others_reach_needs_tls_and_tokens(golden: Golden, liste
     identity.private_key_pem.write_to_path(files["tls_key"])
     files["tls_key"].chmod(0o600)
     config(listen, **files, tokens=Path("t")).check()
-    with refuses("EXPOSED") as refused:
+    with golden.refuses("EXPOSED") as refused:
         config(listen).check()
-    golden.check(refused.value)
     assert refused.value.kind is Kind.INVALID_ARGUMENT
     assert "--insecure" in refused.value.remedy
-    with refuses("EXPOSED") as refused:
+    with golden.refuses("EXPOSED"):
         config(listen, **files).check()
-    golden.check(refused.value)
-    with refuses("EXPOSED") as refused:
+    with golden.refuses("EXPOSED"):
         config(listen, tokens=Path("t")).check()
-    golden.check(refused.value)
     config(listen, insecure=True).check()
 
 

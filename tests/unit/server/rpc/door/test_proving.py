@@ -77,15 +77,13 @@ async def test_a_token_that_was_created_a_moment_ago_is_waited_for() -> None:
              metadata(nonce=b"n" * 1000)],
 )  # fmt: skip
 async def test_other_metadata_are_refused(sent: tuple[tuple[str, bytes], ...], golden: Golden) -> None:
-    with refuses("BAD_PROOF_REQUEST") as refused:
+    with golden.refuses("BAD_PROOF_REQUEST"):
         await Prover(Tokens(), lambda: CERTIFICATE).prove(sent)
-    golden.check(refused.value)
 
 
 async def test_a_server_that_has_not_read_the_tokens_says_so(golden: Golden) -> None:
-    with refuses("TOKENS_NOT_READ") as refused:
+    with golden.refuses("TOKENS_NOT_READ"):
         await Prover(Tokens(farm_id=""), lambda: b"").prove(metadata())
-    golden.check(refused.value)
 
 
 def test_a_question_about_a_known_token_is_urgent_and_only_some_of_them_are() -> None:
