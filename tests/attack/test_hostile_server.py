@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator
-from importlib.metadata import version
 from pathlib import Path
 
-import grpc
 import pytest
 
-from etfarm.v1 import artifact_pb2, artifact_pb2_grpc, common_pb2, farm_pb2, farm_pb2_grpc, token_pb2, token_pb2_grpc
+from etfarm.v1 import artifact_pb2, artifact_pb2_grpc, common_pb2, token_pb2, token_pb2_grpc
 from etfarm.wire import chunks
 from etfarm.wire.channel import Access, open_channel
-from etfarm.wire.names import PROTOCOL_VERSION
 from tests.support.contract import WAIT_S
+from tests.support.fake_servers import ReadyFarm, serving
 
 pytestmark = pytest.mark.slow(reason="a server sends its clients answers without end")
 
@@ -52,23 +50,11 @@ class Tokens(token_pb2_grpc.TokenServiceServicer):
         return token_pb2.CreateTokenResponse(token=token, secret=CLEAR)
 
 
-class Farm(farm_pb2_grpc.FarmServiceServicer):
-    """Reports the same version as the client."""
-
-    async def GetServerInfo(self, request: farm_pb2.GetServerInfoRequest, context: object) -> farm_pb2.ServerInfo:
-        return farm_pb2.ServerInfo(version=version("etfarm"), workers_ready=True, protocol_version=PROTOCOL_VERSION)
-
-
 @pytest.fixture
 async def liar() -> AsyncIterator[tuple[str, Artifacts]]:
-    server, artifacts = grpc.aio.server(), Artifacts()
-    artifact_pb2_grpc.add_ArtifactServiceServicer_to_server(artifacts, server)
-    token_pb2_grpc.add_TokenServiceServicer_to_server(Tokens(), server)
-    farm_pb2_grpc.add_FarmServiceServicer_to_server(Farm(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield f"127.0.0.1:{port}", artifacts
-    await server.stop(None)
+    artifacts = Artifacts()
+    async with serving(artifacts, Tokens(), ReadyFarm()) as address:
+        yield address, artifacts
 
 
 async def test_a_download_stops_at_the_artifacts_size(liar: tuple[str, Artifacts], tmp_path: Path) -> None:

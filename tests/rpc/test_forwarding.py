@@ -15,6 +15,7 @@ import pytest
 import trustme
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from etfarm.server.cluster import forwarding
 from etfarm.server.cluster.leadership import Leader, Leadership
 from etfarm.server.cluster.links import WAIT_S
 from etfarm.server.cluster.standby import standing_by
@@ -33,6 +34,7 @@ from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 from tests.support.agent_stream import AgentStream
 from tests.support.contract import address_of
+from tests.support.fake_servers import serving
 from tests.support.farm import Daemon
 
 DEAD = Leader(1, "127.0.0.1:1", "", "", "")
@@ -166,20 +168,13 @@ async def test_a_channel_to_several_servers_leaves_one_that_knows_no_leader(serv
 
 async def test_a_fault_of_one_call_leaves_a_channel_with_its_server() -> None:
     """A healthy server says UNAVAILABLE for what only concerns one call, and the other one is down."""
-    server = grpc.aio.server()
-    server.add_generic_rpc_handlers((Faulty(),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        async with open_channel(Access(f"127.0.0.1:{port},127.0.0.1:1")) as channel:
-            await settle(channel)
-            with pytest.raises(grpc.aio.AioRpcError):
-                await channel.unary_unary(WATCH)(b"")
-            for _ in range(20):
-                assert await channel.unary_unary(UPLOAD)(b"") == b"done"
-                await asyncio.sleep(0.02)
-    finally:
-        await server.stop(None)
+    async with serving(Faulty()) as address, open_channel(Access(f"{address},127.0.0.1:1")) as channel:
+        await settle(channel)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await channel.unary_unary(WATCH)(b"")
+        for _ in range(20):
+            assert await channel.unary_unary(UPLOAD)(b"") == b"done"
+            await asyncio.sleep(0.02)
 
 
 class Faulty(grpc.GenericRpcHandler):
@@ -293,20 +288,14 @@ async def token_leader(tokens: Path) -> AsyncIterator[tuple[str, list[tuple[str,
         await server.stop(None)
 
 
-async def test_only_the_leaders_word_admits_an_unknown_caller(tmp_path: Path) -> None:
+async def test_only_the_leaders_word_admits_an_unknown_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A leader whose door is not etfarm's answers every call, without the word."""
+    monkeypatch.setattr(forwarding, "_QUESTION_S", 0.2)
     tokens = write_tokens(tmp_path / "tokens")
-    server = grpc.aio.server()
-    server.add_generic_rpc_handlers((Faulty(),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        async with standby_of(f"127.0.0.1:{port}", tmp_path, tokens=tokens) as (channel, _, _):
-            for token in ("", "guess-0123456789"):
-                call = channel.unary_unary(UPLOAD)(b"", metadata=(*headers(token), (QUESTION, "1"), (ACCEPTED, "1")), timeout=10)
-                assert await refusal_of(call) != ""
-    finally:
-        await server.stop(None)
+    async with serving(Faulty()) as address, standby_of(address, tmp_path, tokens=tokens) as (channel, _, _):
+        for token in ("", "guess-0123456789"):
+            call = channel.unary_unary(UPLOAD)(b"", metadata=(*headers(token), (QUESTION, "1"), (ACCEPTED, "1")), timeout=60)
+            assert await refusal_of(call) == "DEADLINE_EXCEEDED"
 
 
 async def test_browsers_of_the_page_do_not_share_their_refusals(tmp_path: Path) -> None:
@@ -356,13 +345,9 @@ class Recorder(grpc.GenericRpcHandler):
 
 @pytest.fixture
 async def recorded(tmp_path: Path) -> AsyncIterator[tuple[Recorder, grpc.aio.Channel]]:
-    recorder, leader = Recorder(), grpc.aio.server()
-    leader.add_generic_rpc_handlers((recorder,))
-    port = leader.add_insecure_port("127.0.0.1:0")
-    await leader.start()
-    async with standby_of(f"127.0.0.1:{port}", tmp_path) as (channel, _, _):
+    recorder = Recorder()
+    async with serving(recorder) as address, standby_of(address, tmp_path) as (channel, _, _):
         yield recorder, channel
-    await leader.stop(None)
 
 
 async def settled(count: Any) -> int:

@@ -21,6 +21,7 @@ from etfarm.v1 import agent_pb2, agent_pb2_grpc, common_pb2, token_pb2, token_pb
 from etfarm.wire.channel import Access, open_channel
 from tests.support.databases import TEMPLATE, PostgresDatabases
 from tests.support.databases import postgres_databases as postgres_databases
+from tests.support.fake_servers import serving
 from tests.support.farm import START_S, Daemon
 from tests.support.programs import program
 from tests.support.runner import know_own_runners
@@ -244,14 +245,8 @@ class Relay:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[str]:
-        server = grpc.aio.server()
-        server.add_generic_rpc_handlers((self,))
-        port = server.add_secure_port("127.0.0.1:0", self._credentials)
-        await server.start()
-        try:
-            yield f"127.0.0.1:{port}"
-        finally:
-            await server.stop(None)
+        async with serving(self, credentials=self._credentials) as address:
+            yield address
 
     def service(self, details: grpc.HandlerCallDetails) -> Any:
         async def pass_on(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:

@@ -15,12 +15,13 @@ import grpc
 import psutil
 import pytest
 
-from etfarm.v1 import agent_pb2, agent_pb2_grpc, artifact_pb2, artifact_pb2_grpc, common_pb2, compile_pb2, job_pb2
+from etfarm.v1 import agent_pb2, agent_pb2_grpc, artifact_pb2, compile_pb2, job_pb2
 from etfarm.wire import digest, status, tensors
 from etfarm.wire.channel import SERVER_OPTIONS
-from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.names import TLS_CA_VARIABLE
+from tests.support.attempts import Blobs
+from tests.support.fake_servers import add_services
 from tests.support.programs import program
 from tests.support.runner import know_own_runners, runner_archive
 
@@ -68,14 +69,13 @@ class Connection:
         self.outgoing.put_nowait(agent_pb2.ServerMessage(ack=agent_pb2.Ack(attempt_id=attempt)))
 
 
-class Server(agent_pb2_grpc.AgentServiceServicer, artifact_pb2_grpc.ArtifactServiceServicer):
+class Server(agent_pb2_grpc.AgentServiceServicer, Blobs):
     """The server's end: blobs in memory, connections handed to the test."""
 
     def __init__(self) -> None:
-        self.blobs: dict[str, bytes] = {}
+        super().__init__()
         self.connections: asyncio.Queue[Connection] = asyncio.Queue()
         self.refusal: EtfarmError | None = None
-        self.downloads: list[str] = []
         self.away = False
         self.turned_away = asyncio.Event()
         self.heartbeat_s = 0.2
@@ -88,8 +88,7 @@ class Server(agent_pb2_grpc.AgentServiceServicer, artifact_pb2_grpc.ArtifactServ
 
     async def start(self) -> None:
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        agent_pb2_grpc.add_AgentServiceServicer_to_server(self, self._server)
-        artifact_pb2_grpc.add_ArtifactServiceServicer_to_server(self, self._server)
+        add_services(self._server, self)
         self._port = self._server.add_insecure_port(self.address)
         await self._server.start()
 
@@ -100,11 +99,6 @@ class Server(agent_pb2_grpc.AgentServiceServicer, artifact_pb2_grpc.ArtifactServ
     async def connected(self) -> Connection:
         async with asyncio.timeout(WAIT_S):
             return await self.connections.get()
-
-    def put(self, data: bytes) -> common_pb2.Artifact:
-        artifact = artifact_of(data)
-        self.blobs[artifact.digest] = data
-        return artifact
 
     async def Connect(self, request_iterator: Any, context: Any) -> AsyncIterator[agent_pb2.ServerMessage]:
         if self.refusal is not None:
@@ -136,22 +130,7 @@ class Server(agent_pb2_grpc.AgentServiceServicer, artifact_pb2_grpc.ArtifactServ
         if self.away:
             self.turned_away.set()
             await context.abort(grpc.StatusCode.UNAVAILABLE, "away")
-        return artifact_pb2.FindMissingArtifactsResponse(missing=[name for name in request.digests if name not in self.blobs])
-
-    async def GetUploadStatus(self, request: artifact_pb2.GetUploadStatusRequest, context: Any) -> artifact_pb2.UploadStatus:
-        return artifact_pb2.UploadStatus(digest=request.digest, complete=request.digest in self.blobs)
-
-    async def Upload(self, request_iterator: Any, context: Any) -> artifact_pb2.UploadStatus:
-        header = (await anext(request_iterator)).header
-        data = b"".join([request.chunk.data async for request in request_iterator])
-        assert self.put(data) == header.artifact
-        return artifact_pb2.UploadStatus(digest=header.artifact.digest, committed_bytes=len(data), complete=True)
-
-    async def Download(self, request: artifact_pb2.DownloadArtifactRequest, context: Any) -> AsyncIterator[artifact_pb2.Chunk]:
-        self.downloads.append(request.digest)
-        data = self.blobs[request.digest]
-        for start in range(request.offset, len(data), 1 << 18):
-            yield artifact_pb2.Chunk(offset=start, data=data[start : start + (1 << 18)])
+        return await super().FindMissing(request, context)
 
     def candidate(self, name: str, cell: str = "cell", **more: Any) -> agent_pb2.RunCandidate:
         """Return a candidate of one of the tests' programs, its artifacts stored."""

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
 import psutil
 import pytest
 
 from etfarm.v1 import artifact_pb2, artifact_pb2_grpc, common_pb2
 from etfarm.wire.chunks import artifact_of
+from tests.support.fake_servers import serving
 from tests.support.farm import wait_until
 
 
@@ -20,12 +20,15 @@ class Blobs(artifact_pb2_grpc.ArtifactServiceServicer):
 
     def __init__(self) -> None:
         self.blobs: dict[str, bytes] = {}
+        self.downloads: list[str] = []
+        """Digests, in the order of the requests."""
 
     def put(self, data: bytes) -> common_pb2.Artifact:
         self.blobs[artifact_of(data).digest] = data
         return artifact_of(data)
 
     async def Download(self, request: artifact_pb2.DownloadArtifactRequest, context: Any) -> AsyncIterator[artifact_pb2.Chunk]:
+        self.downloads.append(request.digest)
         data = self.blobs[request.digest]
         for start in range(request.offset, len(data), 1 << 18):
             yield artifact_pb2.Chunk(offset=start, data=data[start : start + (1 << 18)])
@@ -36,7 +39,7 @@ class Blobs(artifact_pb2_grpc.ArtifactServiceServicer):
         return artifact_pb2.FindMissingArtifactsResponse(missing=[each for each in request.digests if each not in self.blobs])
 
     async def GetUploadStatus(self, request: artifact_pb2.GetUploadStatusRequest, context: Any) -> artifact_pb2.UploadStatus:
-        return artifact_pb2.UploadStatus(digest=request.digest)
+        return artifact_pb2.UploadStatus(digest=request.digest, complete=request.digest in self.blobs)
 
     async def Upload(
         self, requests: AsyncIterator[artifact_pb2.UploadArtifactRequest], context: Any
@@ -69,9 +72,5 @@ async def blobs() -> Blobs:
 
 @pytest.fixture
 async def address(blobs: Blobs) -> AsyncIterator[str]:
-    server = grpc.aio.server()
-    artifact_pb2_grpc.add_ArtifactServiceServicer_to_server(blobs, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield f"127.0.0.1:{port}"
-    await server.stop(None)
+    async with serving(blobs) as served:
+        yield served

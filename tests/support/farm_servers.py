@@ -14,10 +14,11 @@ import grpc
 import trustme
 
 from etfarm.v1.farm_pb2 import FarmProof, GetProofRequest, GetServerInfoRequest, ServerInfo
-from etfarm.v1.farm_pb2_grpc import FarmServiceServicer, add_FarmServiceServicer_to_server
+from etfarm.v1.farm_pb2_grpc import FarmServiceServicer
 from etfarm.wire.channel import Access
 from etfarm.wire.farm_proof import METADATA, Proofs, key_of, mac_of
 from etfarm.wire.tls import first_of
+from tests.support.fake_servers import ANY_PORT, serving
 
 TOKEN, FARM = "etf_of-an-agent", "the-farm"
 
@@ -62,16 +63,10 @@ class FarmServer(FarmServiceServicer):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[str]:
-        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        add_FarmServiceServicer_to_server(self, server)
-        address = self.address or "127.0.0.1:0"
-        port = server.add_secure_port(address, self._credentials) if self._tls else server.add_insecure_port(address)
-        self.address = f"127.0.0.1:{port}"
-        await server.start()
-        try:
+        credentials = self._credentials if self._tls else None
+        options = [("grpc.so_reuseport", 0)]
+        async with serving(self, address=self.address or ANY_PORT, credentials=credentials, options=options) as self.address:
             yield self.address
-        finally:
-            await server.stop(None)
 
     async def GetProof(self, request: GetProofRequest, context: Any) -> FarmProof:
         self._record(context)

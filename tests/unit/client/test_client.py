@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,8 +34,8 @@ from etfarm.v1 import artifact_pb2, common_pb2, job_pb2, report_pb2
 from etfarm.wire import digest, recipes, report, tensors
 from etfarm.wire.errors import EtfarmError, Fault, error_of
 from etfarm.wire.status import to_status
+from tests.support.fake_servers import serving
 from tests.support.golden import Golden
-from tests.support.patience import patience_with_a_server
 from tests.support.programs import program
 from tests.support.refusals import refuses
 
@@ -379,6 +381,15 @@ async def test_a_call_is_made_again_while_the_server_is_away() -> None:
 
     async with patience_with_a_server() as patience:
         assert await retry.repeat(call, patience.backoff()) == "here"
+
+
+@asynccontextmanager
+async def patience_with_a_server(wait_s: float | None = None) -> AsyncIterator[Patience]:
+    """The patience of calls to a server at `s`, which answers every question and has none of the farm's services."""
+    async with serving() as address, grpc.aio.insecure_channel(address) as channel:
+        patience = Patience.of(channel, "s", wait_s)
+        yield patience
+        patience.presence.close()
 
 
 BUSY_SERVER = """

@@ -18,6 +18,7 @@ from etfarm.v1 import common_pb2
 from etfarm.wire import status
 from etfarm.wire.channel import SERVER_OPTIONS, Access, open_channel
 from etfarm.wire.errors import DeviceError, EtfarmError, FarmError, Fault, Kind, UserError, error_of
+from tests.support.fake_servers import serving
 
 words = st.text("ABC_", min_size=1, max_size=8)
 sentences = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
@@ -137,15 +138,9 @@ async def failing(error: EtfarmError) -> AsyncIterator[Callable[[], Awaitable[ob
         await context.abort_with_status(status.to_status(error))
         raise AssertionError
 
-    server = grpc.aio.server(options=SERVER_OPTIONS)
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler("test.Service", {"Fail": grpc.unary_unary_rpc_method_handler(answer)}),)
-    )
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with open_channel(Access(f"127.0.0.1:{port}")) as channel:
+    handler = grpc.method_handlers_generic_handler("test.Service", {"Fail": grpc.unary_unary_rpc_method_handler(answer)})
+    async with serving(handler, options=SERVER_OPTIONS) as address, open_channel(Access(address)) as channel:
         yield lambda: channel.unary_unary("/test.Service/Fail")(b"")
-    await server.stop(None)
 
 
 @pytest.mark.parametrize("length", [10, 20_000, 2_000_000])

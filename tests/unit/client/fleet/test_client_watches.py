@@ -14,7 +14,6 @@ from etfarm.client.fleet import watches
 from etfarm.client.fleet.reservation import AsyncReservation
 from etfarm.client.jobs import summary
 from etfarm.client.models import CellState, DeviceChange, JobInfo, JobState
-from etfarm.client.transport.retry import Patience
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import device_pb2, device_pb2_grpc, job_pb2, job_pb2_grpc
 from etfarm.v1.common_pb2 import CellState as CellStates
@@ -22,6 +21,7 @@ from etfarm.v1.device_pb2 import Device, DeviceEvent
 from etfarm.v1.job_pb2 import Cell, Job, JobChange, Progress
 from etfarm.wire import status
 from etfarm.wire.errors import Fault, Kind, error_of
+from tests.support.fake_servers import stubs_of
 from tests.support.refusals import refuses
 
 WAIT_S = 60.0
@@ -69,14 +69,8 @@ class Farm(device_pb2_grpc.DeviceServiceServicer, job_pb2_grpc.JobServiceService
 @pytest.fixture
 async def farm() -> AsyncIterator[tuple[Farm, Stubs]]:
     served = Farm()
-    server = grpc.aio.server()
-    device_pb2_grpc.add_DeviceServiceServicer_to_server(served, server)
-    job_pb2_grpc.add_JobServiceServicer_to_server(served, server)
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    async with grpc.aio.insecure_channel(address) as channel:
-        yield served, Stubs.of(channel, Patience.of(channel, address))
-    await server.stop(None)
+    async with stubs_of(served) as stubs:
+        yield served, stubs
 
 
 async def changes(stubs: Stubs) -> list[DeviceChange]:

@@ -7,11 +7,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from etfarm.client.jobs.job import AsyncJob
-from etfarm.client.transport.retry import Patience
 from etfarm.client.transport.stubs import Stubs
 from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs import model
@@ -26,8 +24,7 @@ from etfarm.server.rpc.services.reports import ReportService
 from etfarm.server.state.sqlite import SqliteDatabase
 from etfarm.v1.job_pb2 import Job
 from etfarm.v1.report_pb2 import GetReportsRequest, ListHistoryRequest, Report
-from etfarm.v1.report_service_pb2_grpc import add_ReportServiceServicer_to_server
-from etfarm.wire.channel import Access, open_channel
+from tests.support.fake_servers import stubs_of
 
 AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 NAME_LENGTHS = (10, 3000, 10, 10, 10)
@@ -69,15 +66,9 @@ async def finished(tmp_path: Path) -> AsyncIterator[Finished]:
         await journal.change(model.advance(cell, model.CANCELLED, at=AT), report=report)
     history, tags = History(database, lambda scope: (), page_bytes=PAGE_BYTES), Tags(database, lambda: AT)
     revision: Any = None  # nothing here is analyzed again
-    server = grpc.aio.server(interceptors=[AuthErrorInterceptor(Tokens())])
-    add_ReportServiceServicer_to_server(
-        ReportService(journal, history, tags, revision, version="1", page_bytes=PAGE_BYTES), server
-    )
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    async with open_channel(Access(address)) as channel:
-        yield Finished(await journal.get(job.id, EVERYTHING), Stubs.of(channel, Patience.of(channel, address)))
-    await server.stop(None)
+    service = ReportService(journal, history, tags, revision, version="1", page_bytes=PAGE_BYTES)
+    async with stubs_of(service, interceptors=[AuthErrorInterceptor(Tokens())]) as stubs:
+        yield Finished(await journal.get(job.id, EVERYTHING), stubs)
     database.close()
 
 

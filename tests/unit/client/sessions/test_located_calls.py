@@ -6,16 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 
-import grpc
 import pytest
 
 from etfarm.client.errors import EtfarmError
 from etfarm.client.sessions.open_calls import Line, SessionCalls
-from etfarm.client.transport.retry import Patience
-from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import compile_pb2, session_pb2, session_pb2_grpc
 from etfarm.wire.errors import Fault, error_of
 from etfarm.wire.status import to_proto
+from tests.support.fake_servers import stubs_of
 
 LOG = "E [method.cpp:1391] KernelCall failed at instruction 0:3 in operator aten::div.out_mode: 0x12"
 FAILED = error_of(Fault.USER, "PROGRAM_FAILED", "execute: ExecuTorch says InvalidArgument.", "", metadata={"log": LOG})
@@ -33,10 +31,6 @@ class Failing(session_pb2_grpc.SessionServiceServicer):
 
 
 async def test_the_lines_are_fetched_once_for_all_failing_calls() -> None:
-    server = grpc.aio.server()
-    session_pb2_grpc.add_SessionServiceServicer_to_server(Failing(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
     fetched = 0
 
     async def find_operators() -> Mapping[str, compile_pb2.LocatedOperators]:
@@ -45,8 +39,7 @@ async def test_the_lines_are_fetched_once_for_all_failing_calls() -> None:
         return {"forward": compile_pb2.LocatedOperators(by_instruction={3: "aten::div at net.py:7 (a // b)"})}
 
     async def connect(stack: AsyncExitStack) -> Line:
-        channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
-        stubs = Stubs.of(channel, Patience.of(channel, "s"))
+        stubs = await stack.enter_async_context(stubs_of(Failing()))
         return Line(stubs, session_pb2.OpenSessionRequest(), find_operators=find_operators)
 
     calls = SessionCalls(connect, "", None, None)
@@ -58,4 +51,3 @@ async def test_the_lines_are_fetched_once_for_all_failing_calls() -> None:
         assert fetched == 1
     finally:
         await calls.close()
-        await server.stop(None)

@@ -14,6 +14,7 @@ from etfarm.client.sessions.open_calls import Line, SessionCalls
 from etfarm.client.transport.retry import Patience
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import session_pb2, session_pb2_grpc
+from tests.support.fake_servers import serving
 
 
 class Stopping(session_pb2_grpc.SessionServiceServicer):
@@ -25,24 +26,17 @@ class Stopping(session_pb2_grpc.SessionServiceServicer):
 
 
 async def test_the_time_of_a_wait_begins_anew_once_a_server_has_answered() -> None:
-    server = grpc.aio.server()
-    session_pb2_grpc.add_SessionServiceServicer_to_server(Stopping(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel, AsyncExitStack() as stack:
-            patience = Patience.of(channel, "s", 60.0)
-            line = Line(Stubs.of(channel, patience), session_pb2.OpenSessionRequest())
+    async with serving(Stopping()) as address, grpc.aio.insecure_channel(address) as channel, AsyncExitStack() as stack:
+        patience = Patience.of(channel, "s", 60.0)
+        line = Line(Stubs.of(channel, patience), session_pb2.OpenSessionRequest())
 
-            async def connect(_: AsyncExitStack) -> Line:
-                return line
+        async def connect(_: AsyncExitStack) -> Line:
+            return line
 
-            calls = SessionCalls(connect, "", None, None)
-            stack.push_async_callback(calls.close)
-            backoff = patience.backoff()
-            assert await backoff.wait() and backoff._until_s is not None  # a first failure
-            with pytest.raises(EtfarmError, match="restarting"):
-                await calls._ask_for_device(line, backoff)
-            assert backoff._until_s is None
-    finally:
-        await server.stop(None)
+        calls = SessionCalls(connect, "", None, None)
+        stack.push_async_callback(calls.close)
+        backoff = patience.backoff()
+        assert await backoff.wait() and backoff._until_s is not None  # a first failure
+        with pytest.raises(EtfarmError, match="restarting"):
+            await calls._ask_for_device(line, backoff)
+        assert backoff._until_s is None

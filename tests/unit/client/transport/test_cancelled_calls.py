@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,8 @@ from etfarm.v1 import (
     session_pb2,
     session_pb2_grpc,
 )
-from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.chunks import artifact_of
+from tests.support.fake_servers import serving, stubs_of
 
 DATA = bytes(range(256)) * 20
 ARTIFACT = artifact_of(DATA)
@@ -110,27 +110,11 @@ class Stopping(
         await asyncio.Event().wait()
 
 
-@asynccontextmanager
-async def _served(farm: Stopping, token: str) -> AsyncIterator[tuple[grpc.aio.Server, Stubs]]:
-    server = grpc.aio.server()
-    job_pb2_grpc.add_JobServiceServicer_to_server(farm, server)
-    device_pb2_grpc.add_DeviceServiceServicer_to_server(farm, server)
-    artifact_pb2_grpc.add_ArtifactServiceServicer_to_server(farm, server)
-    session_pb2_grpc.add_SessionServiceServicer_to_server(farm, server)
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    try:
-        async with open_channel(Access(address, token)) as channel, asyncio.timeout(WAIT_S):
-            yield server, Stubs.of(channel, Patience.of(channel, address))
-    finally:
-        await server.stop(None)
-
-
 @pytest.fixture(params=["", "token"], ids=["plain", "intercepted"])
 async def served(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Stopping, Stubs]]:
     """A farm, over a channel without and with interceptors, whose calls gRPC ends in other ways."""
     farm = Stopping()
-    async with _served(farm, request.param) as (_, stubs):
+    async with stubs_of(farm, token=request.param) as stubs, asyncio.timeout(WAIT_S):
         yield farm, stubs
 
 
@@ -189,8 +173,10 @@ async def test_an_upload_for_a_session_does_not_outlive_it() -> None:
             await asyncio.Event().wait()
             raise AssertionError
 
-    farm = Hanging()
-    async with _served(farm, "") as (server, stubs):
+    server = AsyncExitStack()
+    address = await server.enter_async_context(serving(Hanging()))
+    async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(WAIT_S):
+        stubs = Stubs.of(channel, Patience.of(channel, address))
 
         async def connect(_: AsyncExitStack) -> Line:
             return Line(stubs, session_pb2.OpenSessionRequest())
@@ -199,7 +185,7 @@ async def test_an_upload_for_a_session_does_not_outlive_it() -> None:
         await calls.open()
         storing = asyncio.create_task(calls._while_open(calls._store(DATA)))
         await asked.wait()
-        await server.stop(None)
+        await server.aclose()
         with pytest.raises(EtfarmError) as lost:
             await storing
         assert lost.value.reason == "SERVER_UNREACHABLE"

@@ -10,20 +10,17 @@ import pytest
 
 from etfarm.client import AsyncFarm
 from etfarm.client.cli.views.retirement import describe_removal, describe_retirement
-from etfarm.v1 import agent_pb2, agent_pb2_grpc, device_pb2, device_pb2_grpc, farm_pb2, farm_pb2_grpc
+from etfarm.v1 import agent_pb2, agent_pb2_grpc, device_pb2, device_pb2_grpc
 from etfarm.wire.errors import EtfarmError, Fault, Kind, error_of
-from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import to_status
+from tests.support.fake_servers import ReadyFarm, serving
 
 
-class Removing(device_pb2_grpc.DeviceServiceServicer, agent_pb2_grpc.AgentServiceServicer, farm_pb2_grpc.FarmServiceServicer):
+class Removing(device_pb2_grpc.DeviceServiceServicer, agent_pb2_grpc.AgentServiceServicer, ReadyFarm):
     """A server that removes at the first call, whose answer is lost `lost` times."""
 
     def __init__(self, lost: int) -> None:
         self.lost = lost
-
-    async def GetServerInfo(self, request: object, context: object) -> farm_pb2.ServerInfo:  # type: ignore[override]
-        return farm_pb2.ServerInfo(protocol_version=PROTOCOL_VERSION)
 
     async def _remove(self, context: Any, reason: str) -> None:
         self.lost -= 1
@@ -42,17 +39,8 @@ class Removing(device_pb2_grpc.DeviceServiceServicer, agent_pb2_grpc.AgentServic
 
 @pytest.fixture
 async def farm(lost: int) -> AsyncIterator[AsyncFarm]:
-    server, servicer = grpc.aio.server(), Removing(lost)
-    device_pb2_grpc.add_DeviceServiceServicer_to_server(servicer, server)
-    agent_pb2_grpc.add_AgentServiceServicer_to_server(servicer, server)
-    farm_pb2_grpc.add_FarmServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        async with AsyncFarm(f"127.0.0.1:{port}") as connected:
-            yield connected
-    finally:
-        await server.stop(None)
+    async with serving(Removing(lost)) as address, AsyncFarm(address) as connected:
+        yield connected
 
 
 @pytest.mark.parametrize("lost", [1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 import grpc
 import pytest
@@ -14,7 +14,7 @@ from etfarm.client.errors import EtfarmError
 from etfarm.client.transport.retry import Patience, repeat
 from etfarm.v1 import farm_pb2, farm_pb2_grpc
 from etfarm.wire.channel import Access, open_channel
-from etfarm.wire.names import PROTOCOL_VERSION
+from tests.support.fake_servers import ReadyFarm, serving
 
 
 @asynccontextmanager
@@ -33,27 +33,14 @@ async def other_program() -> AsyncIterator[str]:
         server.close()
 
 
-class Farm(farm_pb2_grpc.FarmServiceServicer):
-    async def GetServerInfo(self, request: object, context: object) -> farm_pb2.ServerInfo:  # type: ignore[override]
-        return farm_pb2.ServerInfo(version="here", protocol_version=PROTOCOL_VERSION)
-
-
 def free_address() -> str:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{bound.getsockname()[1]}"
 
 
-@asynccontextmanager
-async def serving(address: str) -> AsyncIterator[None]:
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    farm_pb2_grpc.add_FarmServiceServicer_to_server(Farm(), server)
-    server.add_insecure_port(address)
-    await server.start()
-    try:
-        yield
-    finally:
-        await server.stop(None)
+def serving_at(address: str) -> AbstractAsyncContextManager[str]:
+    return serving(ReadyFarm(), address=address, options=[("grpc.so_reuseport", 0)])
 
 
 async def version(addresses: str, shown: list[str]) -> str:
@@ -75,8 +62,8 @@ async def test_a_hopeless_first_server_does_not_end_the_wait_for_the_second(firs
         async with asyncio.timeout(60):
             while not shown and not asking.done():  # noqa: ASYNC110 - the change has no event
                 await asyncio.sleep(0.01)
-        async with serving(away):
-            assert await asking == "here"
+        async with serving_at(away):
+            assert await asking
 
 
 async def test_servers_that_are_all_hopeless_end_a_wait_at_once() -> None:
@@ -90,7 +77,7 @@ async def test_what_has_answered_once_is_waited_for() -> None:
     address = free_address()
     async with open_channel(Access(address)) as channel:
         patience = Patience.of(channel, address)
-        async with serving(address):
+        async with serving_at(address):
             await patience.presence.ask()
         hopeless = grpc.aio.AioRpcError(
             grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details="Failed parsing HTTP/2"
@@ -107,7 +94,7 @@ async def test_the_error_at_the_end_is_why_no_server_answers_by_then() -> None:
     )
     async with open_channel(Access(address)) as channel:
         patience = Patience.of(channel, address, 1.0)
-        async with serving(address):
+        async with serving_at(address):
             await patience.presence.ask()
         with pytest.raises(EtfarmError) as ended:
             await patience.backoff().after(former)
@@ -128,7 +115,7 @@ async def test_what_a_server_that_is_there_cannot_do_is_shown_once() -> None:
             raise failures.pop()
         return "done"
 
-    async with open_channel(Access(address)) as channel, serving(address):
+    async with open_channel(Access(address)) as channel, serving_at(address):
         patience = Patience.of(channel, address, 60.0, shown.append)
         assert await repeat(submit, patience.backoff()) == "done"
         patience.presence.close()

@@ -25,6 +25,7 @@ from etfarm.wire import digest as digests
 from etfarm.wire.bundles import BundledFile, BundleManifest
 from etfarm.wire.chunks import CorruptDownload, artifact_of
 from etfarm.wire.errors import Fault
+from tests.support.fake_servers import serving
 from tests.support.receivers import Answer, receiver, status
 from tests.support.refusals import refuses
 
@@ -99,13 +100,8 @@ async def store() -> Store:
 
 @pytest.fixture
 async def transfers(store: Store) -> AsyncIterator[Transfers]:
-    server = grpc.aio.server()
-    artifact_pb2_grpc.add_ArtifactServiceServicer_to_server(store, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with serving(store) as address, grpc.aio.insecure_channel(address) as channel:
         yield Transfers(artifact_pb2_grpc.ArtifactServiceStub(channel), at_once)
-    await server.stop(None)
 
 
 def at_once() -> Iterator[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
 import grpc
@@ -11,9 +10,9 @@ import pytest
 
 from etfarm.client.cli.commands import devices
 from etfarm.device_agents.device import inventory
-from etfarm.v1 import common_pb2, device_pb2, device_pb2_grpc, farm_pb2, farm_pb2_grpc
-from etfarm.wire.names import PROTOCOL_VERSION
+from etfarm.v1 import common_pb2, device_pb2, device_pb2_grpc
 from tests.support import dumps
+from tests.support.fake_servers import ReadyFarm, serving_in_threads
 
 UNAUTHORIZED = common_pb2.Error(
     fault=common_pb2.FAULT_DEVICE,
@@ -35,14 +34,11 @@ def _device(dump: str, **more: object) -> device_pb2.Device:
     return device
 
 
-class Devices(device_pb2_grpc.DeviceServiceServicer, farm_pb2_grpc.FarmServiceServicer):
+class Devices(device_pb2_grpc.DeviceServiceServicer, ReadyFarm):
     """The server's end: the devices that a test put there."""
 
     def __init__(self) -> None:
         self.known: list[device_pb2.Device] = []
-
-    def GetServerInfo(self, request: farm_pb2.GetServerInfoRequest, context: grpc.ServicerContext) -> farm_pb2.ServerInfo:
-        return farm_pb2.ServerInfo(workers_ready=True, protocol_version=PROTOCOL_VERSION)
 
     def List(self, request: device_pb2.ListDevicesRequest, context: grpc.ServicerContext) -> device_pb2.ListDevicesResponse:
         return device_pb2.ListDevicesResponse(devices=self.known)
@@ -76,13 +72,8 @@ def served() -> Devices:
 
 @pytest.fixture
 def terminal(served: Devices, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
-    server = grpc.server(ThreadPoolExecutor(2))
-    device_pb2_grpc.add_DeviceServiceServicer_to_server(served, server)
-    farm_pb2_grpc.add_FarmServiceServicer_to_server(served, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield Terminal(f"127.0.0.1:{port}", capsys, monkeypatch)
-    server.stop(1).wait()
+    with serving_in_threads(served) as address:
+        yield Terminal(address, capsys, monkeypatch)
 
 
 @pytest.mark.parametrize("columns", [80, 120])

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
 
 from etfarm.client.cli.commands import jobs
-from etfarm.v1 import common_pb2, device_pb2, device_pb2_grpc, farm_pb2, farm_pb2_grpc, job_pb2, job_pb2_grpc, report_pb2
-from etfarm.wire.names import PROTOCOL_VERSION
+from etfarm.v1 import common_pb2, device_pb2, device_pb2_grpc, job_pb2, job_pb2_grpc, report_pb2
+from tests.support.fake_servers import ReadyFarm, serving_in_threads
 
 
-class Jobs(job_pb2_grpc.JobServiceServicer, device_pb2_grpc.DeviceServiceServicer, farm_pb2_grpc.FarmServiceServicer):
+class Jobs(job_pb2_grpc.JobServiceServicer, device_pb2_grpc.DeviceServiceServicer, ReadyFarm):
     """The server's end: the jobs that a test put there."""
 
     def __init__(self) -> None:
         self.known: list[job_pb2.Job] = []
         self.states: list[list[int]] = []
-
-    def GetServerInfo(self, request: farm_pb2.GetServerInfoRequest, context: grpc.ServicerContext) -> farm_pb2.ServerInfo:
-        return farm_pb2.ServerInfo(workers_ready=True, protocol_version=PROTOCOL_VERSION)
 
     def List(self, request: object, context: grpc.ServicerContext) -> object:
         if isinstance(request, device_pb2.ListDevicesRequest):
@@ -39,17 +35,9 @@ class Jobs(job_pb2_grpc.JobServiceServicer, device_pb2_grpc.DeviceServiceService
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
     service = Jobs()
-    server = grpc.server(ThreadPoolExecutor(4))
-    for add in (
-        job_pb2_grpc.add_JobServiceServicer_to_server,
-        device_pb2_grpc.add_DeviceServiceServicer_to_server,
-        farm_pb2_grpc.add_FarmServiceServicer_to_server,
-    ):
-        add(service, server)
-    monkeypatch.setenv("ETFARM_SERVER", f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
-    server.start()
-    yield service
-    server.stop(None)
+    with serving_in_threads(service) as address:
+        monkeypatch.setenv("ETFARM_SERVER", address)
+        yield service
 
 
 def job(id_: str, *medians_ns: float | None) -> job_pb2.Job:

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import grpc
 import pytest
 
 from etfarm.client.cli.commands import recipes as command
 from etfarm.client.fleet import recipe_devices
 from etfarm.client.models import Device, DeviceState, RecipeInfo
-from etfarm.v1 import (
-    common_pb2,
-    compile_pb2,
-    compile_pb2_grpc,
-    device_pb2,
-    device_pb2_grpc,
-    farm_pb2,
-    farm_pb2_grpc,
-)
+from etfarm.v1 import common_pb2, compile_pb2, compile_pb2_grpc, device_pb2, device_pb2_grpc
 from etfarm.wire import recipes
-from etfarm.wire.names import PROTOCOL_VERSION
+from tests.support.fake_servers import ReadyFarm, serving_in_threads
 
 FILE = """
 recipe = "xnnpack_fp32"
@@ -139,20 +129,15 @@ def test_every_recipe_s_backend_on_a_device_is_known() -> None:
     assert None not in {recipes.runtime_backend(name) for name in recipes.RECIPES}
 
 
-class Farm(compile_pb2_grpc.CompileServiceServicer, device_pb2_grpc.DeviceServiceServicer, farm_pb2_grpc.FarmServiceServicer):
+class Farm(compile_pb2_grpc.CompileServiceServicer, device_pb2_grpc.DeviceServiceServicer, ReadyFarm):
     """The server's end: 18 recipes, of which 2 do not compile there, and 6 equal devices."""
 
-    def GetServerInfo(self, request: farm_pb2.GetServerInfoRequest, context: grpc.ServicerContext) -> farm_pb2.ServerInfo:
-        return farm_pb2.ServerInfo(workers_ready=True, protocol_version=PROTOCOL_VERSION)
-
-    def ListRecipes(
-        self, request: compile_pb2.ListRecipesRequest, context: grpc.ServicerContext
-    ) -> compile_pb2.ListRecipesResponse:
+    def ListRecipes(self, request: object, context: object) -> compile_pb2.ListRecipesResponse:
         names = ["acme.r00", "acme.r01", "xnnpack_fp32", *(f"acme.r{number:02}" for number in range(3, 18))]
         known = [compile_pb2.RecipeInfo(name=name, summary="what", available=name not in names[:2]) for name in names]
         return compile_pb2.ListRecipesResponse(recipes=known)
 
-    def List(self, request: device_pb2.ListDevicesRequest, context: grpc.ServicerContext) -> device_pb2.ListDevicesResponse:
+    def List(self, request: object, context: object) -> device_pb2.ListDevicesResponse:
         known = [
             device_pb2.Device(
                 id=f"id{number}", name=f"pi{number}", state=device_pb2.DEVICE_STATE_IDLE, backends=["XnnpackBackend"],
@@ -166,17 +151,11 @@ class Farm(compile_pb2_grpc.CompileServiceServicer, device_pb2_grpc.DeviceServic
 @pytest.fixture
 def many(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A farm with many recipes and devices."""
-    server = grpc.server(ThreadPoolExecutor(4))
-    service = Farm()
-    compile_pb2_grpc.add_CompileServiceServicer_to_server(service, server)
-    device_pb2_grpc.add_DeviceServiceServicer_to_server(service, server)
-    farm_pb2_grpc.add_FarmServiceServicer_to_server(service, server)
-    monkeypatch.setenv("ETFARM_SERVER", f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
-    monkeypatch.setenv("COLUMNS", "140")
-    monkeypatch.setenv("NO_COLOR", "1")
-    server.start()
-    yield
-    server.stop(None)
+    with serving_in_threads(Farm()) as address:
+        monkeypatch.setenv("ETFARM_SERVER", address)
+        monkeypatch.setenv("COLUMNS", "140")
+        monkeypatch.setenv("NO_COLOR", "1")
+        yield
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import grpc
 import pytest
 
 from etfarm.client.cli.commands.report import main as command
-from etfarm.v1 import farm_pb2, farm_pb2_grpc, job_pb2, job_pb2_grpc, report_pb2, report_service_pb2_grpc
+from etfarm.v1 import job_pb2, job_pb2_grpc, report_pb2, report_service_pb2_grpc
 from etfarm.wire import report as wire
-from etfarm.wire.names import PROTOCOL_VERSION
 from tests.support.documents import document, report
+from tests.support.fake_servers import ReadyFarm, serving_in_threads
 
 
 @pytest.fixture
@@ -58,16 +55,13 @@ def test_a_choice_that_is_not_there_is_refused(file: str, capsys: pytest.Capture
     assert "has no report '2'" in " ".join(capsys.readouterr().err.split())
 
 
-class Reports(farm_pb2_grpc.FarmServiceServicer, job_pb2_grpc.JobServiceServicer, report_service_pb2_grpc.ReportServiceServicer):
+class Reports(ReadyFarm, job_pb2_grpc.JobServiceServicer, report_service_pb2_grpc.ReportServiceServicer):
     """The server's end of a job with one report."""
 
     def __init__(self, report_: report_pb2.Report) -> None:
         self.report = report_
 
-    def GetServerInfo(self, request: farm_pb2.GetServerInfoRequest, context: grpc.ServicerContext) -> farm_pb2.ServerInfo:
-        return farm_pb2.ServerInfo(workers_ready=True, protocol_version=PROTOCOL_VERSION)
-
-    def Get(self, request: object, context: grpc.ServicerContext) -> object:
+    def Get(self, request: object, context: object) -> object:
         if isinstance(request, report_pb2.GetReportsRequest):
             return report_pb2.GetReportsResponse(reports=[self.report])
         return job_pb2.Job(id="1f0c2b7e", state=job_pb2.JOB_STATE_SUCCEEDED)
@@ -80,18 +74,8 @@ class Reports(farm_pb2_grpc.FarmServiceServicer, job_pb2_grpc.JobServiceServicer
 def test_a_report_that_is_not_whole_is_refused_with_who_finds_out_more(
     id_: str, lacking: str, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server = grpc.server(ThreadPoolExecutor(2))
-    services: list[Callable[[Reports, grpc.Server], None]] = [
-        farm_pb2_grpc.add_FarmServiceServicer_to_server, job_pb2_grpc.add_JobServiceServicer_to_server,
-        report_service_pb2_grpc.add_ReportServiceServicer_to_server,
-    ]  # fmt: skip
-    for add in services:
-        add(Reports(report_pb2.Report(id=id_)), server)
-    monkeypatch.setenv("ETFARM_SERVER", f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
-    server.start()
-    try:
+    with serving_in_threads(Reports(report_pb2.Report(id=id_))) as address:
+        monkeypatch.setenv("ETFARM_SERVER", address)
         assert command.main(["show", "1f0c2b7e", *options]) == 1
-    finally:
-        server.stop(None)
     error = " ".join(capsys.readouterr().err.split())
     assert lacking in error and "`etfarm artifacts verify`" in error and "defect of etfarm" not in error
