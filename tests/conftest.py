@@ -167,18 +167,12 @@ async def workers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wor
 @pytest.fixture(scope="session")
 def farm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
     """A server with one agent, for tests that break nothing. Its workers are warm after the first job."""
-    running = FarmProcess(tmp_path_factory.mktemp("farm"))
-    try:
+    with FarmProcess(tmp_path_factory.mktemp("farm")) as running:
         yield running.start()
-    finally:
-        running.stop()
 
 
 @pytest.fixture
 def breakable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
     """A farm of the test's own, not yet started."""
-    running = FarmProcess(tmp_path_factory.mktemp("breakable"))
-    try:
+    with FarmProcess(tmp_path_factory.mktemp("breakable")) as running:
         yield running
-    finally:
-        running.stop()

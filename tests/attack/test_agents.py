@@ -34,7 +34,7 @@ from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.chunks import artifact_of, upload
 from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
-from tests.support.farm import Daemon
+from tests.support.farm import private_file, serve
 from tests.support.programs import program
 from tests.support.runner import runner_archive
 from tests.support.session_ends import Agent, Caller
@@ -49,22 +49,12 @@ TOKENS = {name: f"token-of-{name}-0123456789" for name in PEOPLE}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("agents")
-    tokens = folder / "tokens"
-    tokens.touch(mode=0o600)
-    tokens.write_text("".join(f"{name} {role} {TOKENS[name]}\n" for name, role in PEOPLE.items()))
-    daemon = Daemon(
-        ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--no-prewarm", "--exit-with-stdin",
-         "--tokens", str(tokens)],
-        folder / "serve.log",
-    )  # fmt: skip
-    daemon.start()
-    try:
+    tokens = private_file(folder / "tokens", "".join(f"{name} {role} {TOKENS[name]}\n" for name, role in PEOPLE.items()))
+    with serve(folder, "--tokens", str(tokens)) as daemon:
         address = daemon.expect("listening on").rpartition(" ")[2]
         with Farm(address, token=TOKENS["root"]) as farm:
             farm.add_bundle(runner_archive())
         yield address
-    finally:
-        assert daemon.stop() == 0
 
 
 @pytest.fixture

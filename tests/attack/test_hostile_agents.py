@@ -29,7 +29,7 @@ from etfarm.wire.chunks import artifact_of, upload
 from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 from tests.support.agent_stream import AgentStream
-from tests.support.farm import Daemon
+from tests.support.farm import private_file, serve
 from tests.support.programs import program
 from tests.support.runner import runner_archive
 from tests.support.session_ends import Agent, Caller
@@ -45,23 +45,13 @@ TOKENS = {name: f"token-of-{name}-0123456789" for name in PEOPLE}
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, psutil.Process]]:
     """A server's address and process."""
     folder = tmp_path_factory.mktemp("hostile")
-    tokens = folder / "tokens"
-    tokens.touch(mode=0o600)
-    tokens.write_text("".join(f"{name} {role} {TOKENS[name]}\n" for name, role in PEOPLE.items()))
-    daemon = Daemon(
-        ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--no-prewarm", "--exit-with-stdin",
-         "--tokens", str(tokens)],
-        folder / "serve.log", executes=True,
-    )  # fmt: skip
-    daemon.start()
-    try:
+    tokens = private_file(folder / "tokens", "".join(f"{name} {role} {TOKENS[name]}\n" for name, role in PEOPLE.items()))
+    with serve(folder, "--tokens", str(tokens), executes=True) as daemon:
         address = daemon.expect("listening on").rpartition(" ")[2]
         with Farm(address, token=TOKENS["root"]) as farm:
             farm.add_bundle(runner_archive())
         yield address, psutil.Process(daemon.pid)
-    finally:
-        assert daemon.stop() == 0
-        assert "Traceback" not in daemon.log.read_text()
+    assert "Traceback" not in daemon.log.read_text()
 
 
 @pytest.fixture

@@ -33,12 +33,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
     tokens = folder / "tokens"
     tokens.write_text("".join(f"{name} {ROLES[name]} {token}\n" for name, token in TOKENS.items()))
     tokens.chmod(0o600)
-    farm = FarmProcess(folder, bundle=False, serve=["--tokens", str(tokens), "--project-storage-gib", "1"])
-    try:
+    with FarmProcess(folder, bundle=False, serve=["--tokens", str(tokens), "--project-storage-gib", "1"]) as farm:
         farm.restart()
         yield farm
-    finally:
-        farm.stop()
 
 
 class Caller:

@@ -178,12 +178,9 @@ def test_a_bundle_that_only_claims_things_costs_linear_time(tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
-    farm = FarmProcess(tmp_path_factory.mktemp("bundles"), bundle=False, executes=True)
-    try:
+    with FarmProcess(tmp_path_factory.mktemp("bundles"), bundle=False, executes=True) as farm:
         farm.restart()
         yield farm
-    finally:
-        farm.stop()
 
 
 @pytest.mark.slow(reason="a server's child expands 2 GiB")

@@ -43,8 +43,7 @@ class Job:
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     folder = tmp_path_factory.mktemp("hostile")
-    farm = FarmProcess(folder, executes=True)
-    try:
+    with FarmProcess(folder, executes=True) as farm:
         farm.start(agents=0)
         farm.add_agent("--name", NAME)
         model = folder / "=1+1|`[x].py"
@@ -57,8 +56,6 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         assert done.returncode == 0, done.stderr
         created = projection.loads((folder / "report.json").read_text())
         yield Job(created["job"]["id"], farm.address, folder)
-    finally:
-        farm.stop()
 
 
 def _cells(text: str) -> list[dict[str, str]]:

@@ -53,14 +53,11 @@ BLANKS = "name=" + " " * 100_000 + "x\ny"
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
     """A server that the tests share; the data that they leave does not affect each other."""
-    running = FarmProcess(tmp_path_factory.mktemp("limits"), bundle=False, executes=True)
-    try:
+    with FarmProcess(tmp_path_factory.mktemp("limits"), bundle=False, executes=True) as running:
         running.restart()
         with running.client() as farm:
             farm.add_bundle(runner_archive())
         yield running
-    finally:
-        running.stop()
 
 
 @pytest.fixture
@@ -350,8 +347,7 @@ async def test_a_session_whose_owner_does_not_read_does_not_grow(served: FarmPro
 
 async def test_exceeded_quotas_are_refused_by_name_and_others_continue(tmp_path_factory: pytest.TempPathFactory) -> None:
     quotas = ["--quota", "live_jobs_per_user=1", "--quota", "streams_per_user=1", "--quota", "sessions_per_user=1"]
-    running = FarmProcess(tmp_path_factory.mktemp("quotas"), bundle=False, serve=quotas)
-    try:
+    with FarmProcess(tmp_path_factory.mktemp("quotas"), bundle=False, serve=quotas) as running:
         running.restart()
         with running.client() as farm:
             farm.add_bundle(runner_archive())
@@ -388,5 +384,3 @@ async def test_exceeded_quotas_are_refused_by_name_and_others_continue(tmp_path_
             second = await jobs.Submit(job_pb2.SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id="3", spec=spec))
             await jobs.Cancel(job_pb2.CancelJobRequest(job_id=second.id))
             agent.outgoing.put_nowait(None)
-    finally:
-        running.stop()

@@ -79,13 +79,9 @@ def standing_inside(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 @contextmanager
 def serving(data: Path, within: list[str], *arguments: str) -> Iterator[Daemon]:
     options = ["--listen", "127.0.0.1:0", "--no-bundle", "--no-prewarm", "--exit-with-stdin", *arguments]
-    daemon = Daemon(["serve", "--data", str(data), *options], data.parent / "log", within=within, executes=True)
-    daemon.start()
-    try:
+    with Daemon(["serve", "--data", str(data), *options], data.parent / "log", within=within, executes=True) as daemon:
         daemon.expect("listening on")
         yield daemon
-    finally:
-        daemon.stop()
 
 
 def open_files(data: Path) -> list[Path]:

@@ -21,7 +21,7 @@ import psutil
 import pytest
 import trustme
 
-from tests.support.farm import Daemon, wait_until
+from tests.support.farm import private_file, serve, wait_until
 from tests.support.programs import program
 from tests.support.web import Visit, csrf_of
 
@@ -53,14 +53,9 @@ class Served:
         self, folder: Path, *options: str, listen: str = "127.0.0.1:0", web: str = "127.0.0.1:0", within: Sequence[str] = ()
     ) -> None:
         self.token = "etf_" + "u" * 32
-        tokens = folder / "tokens"
-        tokens.touch(mode=0o600)
-        tokens.write_text(f"ann user {self.token}\n")
-        self.daemon = Daemon(
-            ["serve", "--listen", listen, "--data", str(folder / "data"), "--no-bundle", "--no-prewarm", "--exit-with-stdin",
-             "--tokens", str(tokens), "--web", web, *options],
-            folder / "serve.log", SECRETS, within, executes=True,
-        )  # fmt: skip
+        tokens = private_file(folder / "tokens", f"ann user {self.token}\n")
+        arguments = ["--listen", listen, "--tokens", str(tokens), "--web", web, *options]
+        self.daemon = serve(folder, *arguments, environment=SECRETS, within=within, executes=True)
 
     def start(self) -> Served:
         self.daemon.start()

@@ -100,8 +100,7 @@ def test_the_jail_is_required_where_other_machines_connect(arguments: list[str],
 
 
 async def test_a_running_server_reports_its_jail_to_admins(tmp_path: Path) -> None:
-    farm = FarmProcess(tmp_path, bundle=False, executes=True)
-    try:
+    with FarmProcess(tmp_path, bundle=False, executes=True) as farm:
         farm.start(agents=0)
         async with open_channel(Access(farm.address)) as channel:
             stub = farm_pb2_grpc.FarmServiceStub(channel)
@@ -110,5 +109,3 @@ async def test_a_running_server_reports_its_jail_to_admins(tmp_path: Path) -> No
                     pass  # it looks at its jail while it starts, which takes about a second
         assert [measure.name for measure in info.jail] == list(NAMES)
         assert all(measure.active and measure.detail for measure in info.jail)
-    finally:
-        farm.stop()

@@ -59,8 +59,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="runners get users of 
 def hostile_farm(folder: Path, *arguments: str, archive: Path, agent: bool = True) -> Iterator[FarmProcess]:
     """A real farm whose runner has the hostile kernels; beside the agent's data folder lie a token and files of others."""
     folder.mkdir(exist_ok=True)
-    farm = FarmProcess(folder, bundle=False, executes=True)
-    try:
+    with FarmProcess(folder, bundle=False, executes=True) as farm:
         farm.start(agents=0)
         (folder / "token").write_text(TOKEN)
         (folder / "token").chmod(0o600)
@@ -73,8 +72,6 @@ def hostile_farm(folder: Path, *arguments: str, archive: Path, agent: bool = Tru
         with farm.client() as client:
             client.add_bundle(archive)
         yield farm
-    finally:
-        farm.stop()
 
 
 def hostile_program(folder: Path, kernel: str) -> Path:

@@ -30,8 +30,7 @@ def farm_with_board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmPr
     """A farm of this machine and a board; `agents[1]` is the board's."""
     archive = aarch64_archive()
     folder = tmp_path_factory.mktemp("qemu")
-    running = FarmProcess(folder)
-    try:
+    with FarmProcess(folder) as running:
         running.start(agents=0)
         running.add_agent()
         with running.client() as client:
@@ -41,8 +40,6 @@ def farm_with_board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmPr
         agent.start()
         agent.expect("connected to")
         yield running
-    finally:
-        running.stop()
 
 
 def test_a_job_on_the_board_equals_x86(farm_with_board: FarmProcess, tmp_path: Path) -> None:

@@ -30,15 +30,12 @@ CACHE = "/var/lib/etfarm/.local/share/etfarm/agent/cache"
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
     """A farm with this machine as its only device."""
     archive = aarch64_archive()
-    running = FarmProcess(tmp_path_factory.mktemp("farm"))
-    try:
+    with FarmProcess(tmp_path_factory.mktemp("farm")) as running:
         running.start(agents=0)
         running.add_agent()
         with running.client() as client:
             client.add_bundle(archive)
         yield running
-    finally:
-        running.stop()
 
 
 @pytest.fixture(scope="module")

@@ -256,15 +256,12 @@ def test_a_model_compiles_and_is_analyzed_as_on_the_servers_machine(cluster: Ray
     metrics = ("--metrics", "127.0.0.1:0")
     for name, options in (("local", metrics), ("nodes", (*metrics, "--compile-pool", cluster.address))):
         (tmp_path / name).mkdir()
-        farm = FarmProcess(tmp_path / name, serve=options)
-        try:
+        with FarmProcess(tmp_path / name, serve=options) as farm:
             farm.start()
             reports.append(bench(farm, tmp_path, model, name))
             assert read_pool(farm) == {"etfarm_compile_slots": 1, "etfarm_compile_running": 0, "etfarm_compile_waiting": 0} | (
                 {'etfarm_compile_nodes{state="ready"}': 1} if name == "nodes" else {}
             )
-        finally:
-            farm.stop()
     local, nodes = reports
     assert nodes["state"] == "SUCCEEDED"
     assert nodes["compile"]["program"] == local["compile"]["program"]

@@ -36,11 +36,8 @@ MANY = 20_000
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
     """A farm with two equal devices."""
-    running = FarmProcess(tmp_path_factory.mktemp("pair"))
-    try:
+    with FarmProcess(tmp_path_factory.mktemp("pair")) as running:
         yield running.start(agents=2)
-    finally:
-        running.stop()
 
 
 def sums(count: int = COUNT) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -34,13 +34,10 @@ def test_without_a_compiler_the_main_job_works_and_the_remedy_is_named(tmp_path:
 def test_a_server_that_answers_is_described_and_one_that_does_not_is_missing(tmp_path: Path) -> None:
     folder = tmp_path / "farm"
     folder.mkdir()
-    farm = FarmProcess(folder, bundle=False)
-    try:
+    with FarmProcess(folder, bundle=False) as farm:
         code, findings = _findings(tmp_path, ETFARM_SERVER=farm.start().address)
         assert (code, findings["server"]["status"]) == (0, "OK")
         assert "admin" in findings["server"]["detail"]
         address = farm.address
-    finally:
-        farm.stop()
     code, findings = _findings(tmp_path, ETFARM_SERVER=address)
     assert (code, findings["server"]["status"]) == (1, "MISSING")

@@ -28,8 +28,7 @@ QUICK = ("--warmup", "1", "--iterations", "3", "--min-time", "0", "--threads", "
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
     """A farm of this machine and two emulated ones."""
     archive = aarch64_archive()
-    running = FarmProcess(tmp_path_factory.mktemp("mixed"))
-    try:
+    with FarmProcess(tmp_path_factory.mktemp("mixed")) as running:
         running.start(agents=0)
         running.add_agent()
         with running.client() as client:
@@ -37,8 +36,6 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
         running.add_agent("--emulate", "aarch64")
         running.add_agent("--emulate", "aarch64", "--cpu", "max")
         yield running
-    finally:
-        running.stop()
 
 
 def bench(farm: FarmProcess, folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:

@@ -49,12 +49,9 @@ class Kept:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
-    farm = FarmProcess(tmp_path_factory.mktemp("kept"), serve=["--analysis-timeout", "10"])
-    try:
+    with FarmProcess(tmp_path_factory.mktemp("kept"), serve=["--analysis-timeout", "10"]) as farm:
         farm.start()
         yield Kept(farm)
-    finally:
-        farm.stop()
 
 
 def ask(farm: FarmProcess, rpc: str, request: Any, service: Any = report_service_pb2_grpc.ReportServiceStub) -> Any:

@@ -41,16 +41,13 @@ def test_a_farm_is_moved_out_and_back_with_its_reports(
     out = ["migrate", "--data", str(data), "--to-database", server.url("moved"), "--to-blobs", location.url]
     back = ["migrate", "--data", str(data), *there, "--to-database", "sqlite", "--to-blobs", "files"]
 
-    farm = FarmProcess(folder)
-    try:
+    with FarmProcess(folder) as farm:
         farm.start()
         with farm.client() as client:
             measure(client)
             before = shown(client)
         refused = etfarm(*out, cwd=tmp_path)
         assert refused.returncode != 0 and "Another server" in refused.stderr
-    finally:
-        farm.stop()
     done = etfarm(*out, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f'database = "{server.url("moved")}"' in done.stdout and f'blobs = "{location.url}"' in done.stdout

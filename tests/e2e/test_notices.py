@@ -25,11 +25,8 @@ QUICK: dict[str, Any] = {"threads": [1], "iterations": 20, "warmup": 2, "min_tim
 
 @pytest.fixture(scope="module")
 def telling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
-    farm = FarmProcess(tmp_path_factory.mktemp("telling"), serve=["--webhook-allow", "127.0.0.1"])
-    try:
+    with FarmProcess(tmp_path_factory.mktemp("telling"), serve=["--webhook-allow", "127.0.0.1"]) as farm:
         yield farm.start()
-    finally:
-        farm.stop()
 
 
 def is_signed(request: Received, secret: str) -> bool:

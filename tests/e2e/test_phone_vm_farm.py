@@ -27,8 +27,7 @@ pytestmark = [pytest.mark.boards, pytest.mark.slow(reason="boots a virtual phone
 def lab(phone_vm: PluggedPhone, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
     """A farm of this machine, and of the phone over a link of 4 MB/s while its runner is carried there."""
     archive = aarch64_archive()
-    farm = FarmProcess(tmp_path_factory.mktemp("lab"))
-    try:
+    with FarmProcess(tmp_path_factory.mktemp("lab")) as farm:
         farm.start(agents=0)
         farm.add_agent()
         with farm.client() as client:
@@ -44,8 +43,6 @@ def lab(phone_vm: PluggedPhone, tmp_path_factory: pytest.TempPathFactory) -> Ite
         phone_vm.adb.connect(phone_vm.phone)
         assert served(farm, phone_vm)
         yield farm
-    finally:
-        farm.stop()
 
 
 def state(farm: FarmProcess, plugged: PluggedPhone) -> str:

@@ -67,12 +67,9 @@ def presigned(tmp_path_factory: pytest.TempPathFactory, s3_server: S3Server) -> 
         for name, value in environment_of(location).items():
             environment.setenv(name, value)
         options = ["--blobs", location.url, "--blobs-presign", f"http://{proxy.address}", "--metrics", "127.0.0.1:0"]
-        farm = FarmProcess(folder, serve=options)
-        try:
+        with FarmProcess(folder, serve=options) as farm:
             farm.start(agents=0)
             yield Presigned(farm, proxy)
-        finally:
-            farm.stop()
 
 
 @pytest.fixture

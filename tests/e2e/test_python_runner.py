@@ -25,11 +25,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def bundleless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
-    running = FarmProcess(tmp_path_factory.mktemp("bundleless"), bundle=False)
-    try:
+    with FarmProcess(tmp_path_factory.mktemp("bundleless"), bundle=False) as running:
         yield running.start()
-    finally:
-        running.stop()
 
 
 @pytest.fixture
@@ -76,11 +73,8 @@ def test_devices_show_names_the_python_binding(bundleless: FarmProcess, tmp_path
 @pytest.fixture
 def own_farm(tmp_path: Path) -> Iterator[FarmProcess]:
     """A farm of the test's own without a bundle, not yet started."""
-    running = FarmProcess(tmp_path, bundle=False)
-    try:
+    with FarmProcess(tmp_path, bundle=False) as running:
         yield running
-    finally:
-        running.stop()
 
 
 def test_an_added_bundle_is_used_for_later_jobs(own_farm: FarmProcess) -> None:

@@ -61,13 +61,10 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
         done = convert(folder / name)
         assert done.returncode == 0, done.stderr
     assert convert(folder / "server").stdout.endswith("needs no conversion.\n")
-    farm = FarmProcess(folder, bundle=False)
-    try:
+    with FarmProcess(folder, bundle=False) as farm:
         farm.restart()
         with farm.client() as client:
             yield Opened(folder, farm, client)
-    finally:
-        farm.stop()
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -145,8 +142,7 @@ def test_a_farm_of_0_2_keeps_its_reports_and_their_references(tmp_path: Path) ->
     document = json.loads((folder / "document.json").read_text())
     done = convert(folder / "server")
     assert done.returncode == 0, done.stderr
-    farm = FarmProcess(folder, bundle=False)
-    try:
+    with FarmProcess(folder, bundle=False) as farm:
         farm.restart()
         with farm.client() as client:
             after = client.job("baseline").result().json()
@@ -159,5 +155,3 @@ def test_a_farm_of_0_2_keeps_its_reports_and_their_references(tmp_path: Path) ->
             refused = etfarm("artifacts", "delete", "--force", *digests, "--server", farm.address, cwd=tmp_path)
             assert refused.returncode != 0 and "is used by" in refused.stderr
             assert client.delete_job("baseline", force=True) == after["job"]["id"]
-    finally:
-        farm.stop()

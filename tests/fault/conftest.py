@@ -25,8 +25,5 @@ def credentials(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 @pytest.fixture(scope="module")
 def farm(credentials: Credentials, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
     """A server with one agent, for tests that break nothing of it: the one that other folders share has no credentials."""
-    running = FarmProcess(tmp_path_factory.mktemp("farm"))
-    try:
+    with FarmProcess(tmp_path_factory.mktemp("farm")) as running:
         yield running.start()
-    finally:
-        running.stop()

@@ -32,11 +32,8 @@ SHORT = {"iterations": 20, "warmup": 1, "min_time_s": 0.0}
 
 @pytest.fixture(scope="module")
 def farm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
-    running = FarmProcess(tmp_path_factory.mktemp("farm"))
-    try:
+    with FarmProcess(tmp_path_factory.mktemp("farm")) as running:
         yield running.start()
-    finally:
-        running.stop()
 
 
 def documents(client: Farm) -> dict[str, object]:

@@ -41,11 +41,8 @@ LOWERED = ["TO_EDGE_TRANSFORM_AND_LOWER", "TO_EXECUTORCH"]
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
     """A server with two concurrent compilations and no agents."""
     folder, options = tmp_path_factory.mktemp("compilations"), ["--workers", "2", "--threads", "1"]
-    running = FarmProcess(folder, bundle=False, prewarm=True, serve=options, executes=True)
-    try:
+    with FarmProcess(folder, bundle=False, prewarm=True, serve=options, executes=True) as running:
         yield running.start(agents=0)
-    finally:
-        running.stop()
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,8 +76,7 @@ async def test_a_compilation_whose_node_is_killed_is_placed_again(
     for name, value in cluster.credentials.items():
         monkeypatch.setenv(name, value)
     first = cluster.add_node(cpus=2)  # the one with more free cpus
-    farm = FarmProcess(tmp_path, bundle=False, prewarm=True, serve=("--compile-pool", cluster.address))
-    try:
+    with FarmProcess(tmp_path, bundle=False, prewarm=True, serve=("--compile-pool", cluster.address)) as farm:
         farm.start(agents=0)
         log = tmp_path / "serve.log"
         assert wait_until(lambda: log.read_text().count("state='ready'") == 2, 240), log.read_text()
@@ -87,8 +85,6 @@ async def test_a_compilation_whose_node_is_killed_is_placed_again(
             await until_it_lowers(calls, job)
             first.kill()
             events = await calls.watch(job.id)
-    finally:
-        farm.stop()
     assert events[-1].job_state == job_pb2.JOB_STATE_SUCCEEDED, events[-1]
     assert "starting its task again" in log.read_text()
 
@@ -97,10 +93,7 @@ async def test_a_compilation_whose_node_is_killed_is_placed_again(
 async def test_another_leader_compiles_what_the_former_one_did_not_end(
     cluster: RayCluster, node: RayNode, tmp_path: Path, postgres_databases: PostgresDatabases, fault: signal.Signals
 ) -> None:
-    server, name = postgres_databases.server, f"farm_{uuid.uuid4().hex}"
-    server.execute("CREATE DATABASE {}", name)
-    servers = Servers(tmp_path, server.url(name))
-    try:
+    with postgres_databases.server.new_database() as url, Servers(tmp_path, url) as servers:
         leader, other = (servers.add("--compile-pool", cluster.address, environment=dict(cluster.credentials)) for _ in range(2))
         async with farm_calls(servers.addresses) as calls:
             job = await submit(calls, tmp_path)
@@ -116,6 +109,3 @@ async def test_another_leader_compiles_what_the_former_one_did_not_end(
             leader.signal(signal.SIGCONT)
             assert wait_until(lambda: "no longer leads" in leader.log, TAKEOVER_S)
         assert len(node.actors()) == 1
-    finally:
-        servers.stop()
-        server.execute("DROP DATABASE {} WITH (FORCE)", name)

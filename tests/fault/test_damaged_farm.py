@@ -110,8 +110,7 @@ def test_a_server_does_not_begin_empty_beside_the_artifacts_of_a_lost_database(t
 
 
 def test_a_server_reports_a_damaged_database_and_exits(tmp_path: Path) -> None:
-    farm = FarmProcess(tmp_path, bundle=False)
-    try:
+    with FarmProcess(tmp_path, bundle=False) as farm:
         farm.restart()
         path = tmp_path / "server" / "farm.sqlite"
         connection = sqlite3.connect(path)
@@ -137,5 +136,3 @@ def test_a_server_reports_a_damaged_database_and_exits(tmp_path: Path) -> None:
         log = farm.server.log.read_text()
         assert "Traceback" not in log
         assert "is damaged" in log.splitlines()[-1] and "etfarm restore" in log.splitlines()[-1]
-    finally:
-        farm.stop()

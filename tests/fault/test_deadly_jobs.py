@@ -64,11 +64,8 @@ def deadly(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture
 def buggy(tmp_path: Path, deadly: dict[str, str]) -> Iterator[FarmProcess]:
-    running = FarmProcess(tmp_path, bundle=False, environment=deadly)
-    try:
+    with FarmProcess(tmp_path, bundle=False, environment=deadly) as running:
         yield running
-    finally:
-        running.stop()
 
 
 class Kept:
@@ -170,10 +167,7 @@ async def test_a_job_that_ends_the_server_is_set_aside_and_others_go_on(buggy: F
 async def test_a_job_that_ends_one_leader_after_the_other_is_set_aside(
     tmp_path: Path, deadly: dict[str, str], postgres_databases: PostgresDatabases
 ) -> None:
-    server, name = postgres_databases.server, f"farm_{os.urandom(8).hex()}"
-    server.execute("CREATE DATABASE {}", name)
-    servers = Servers(tmp_path, server.url(name))
-    try:
+    with postgres_databases.server.new_database() as url, Servers(tmp_path, url) as servers:
         both = [servers.add(environment=deadly) for _ in range(2)]
         async with agents_of(servers.addresses, 4, 1.0), farm_calls(servers.addresses) as calls:
             with ExitStack() as keeping:
@@ -186,6 +180,3 @@ async def test_a_job_that_ends_one_leader_after_the_other_is_set_aside(
                 for job_id in innocent:
                     assert (await end_of(calls, job_id)).state == job_pb2.JOB_STATE_SUCCEEDED
         assert all(each.deaths for each in kept)
-    finally:
-        servers.stop()
-        server.execute("DROP DATABASE {} WITH (FORCE)", name)

@@ -98,15 +98,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def farm(folder: Path) -> Iterator[FarmProcess]:
     """A farm with health runs, and a device whose programs may have faulty kernels."""
-    running = FarmProcess(folder, bundle=False, serve=("--health-interval", "3600", "--health", str(settings(folder))))
-    try:
+    with FarmProcess(folder, bundle=False, serve=("--health-interval", "3600", "--health", str(settings(folder)))) as running:
         running.start(agents=0)
         with running.client() as client:
             client.add_bundle(faulty_archive())
         running.add_agent()
         yield running
-    finally:
-        running.stop()
 
 
 def test_a_new_device_becomes_good_and_people_see_it(farm: FarmProcess, tmp_path: Path) -> None:
@@ -199,8 +196,7 @@ def test_a_hung_board_is_power_cycled_once(farm: FarmProcess, folder: Path) -> N
 
 
 def test_a_device_that_lies_about_its_inventory_is_quarantined_until_it_has_a_runner(tmp_path: Path) -> None:
-    farm = FarmProcess(tmp_path, bundle=False, serve=("--health-interval", "3600", "--health", str(settings(tmp_path))))
-    try:
+    with FarmProcess(tmp_path, bundle=False, serve=("--health-interval", "3600", "--health", str(settings(tmp_path)))) as farm:
         farm.start(agents=0)
         farm.add_agent(bare=True, environment=misbehaving(tmp_path, FALSE_INVENTORY))
         with farm.client() as client:
@@ -208,15 +204,12 @@ def test_a_device_that_lies_about_its_inventory_is_quarantined_until_it_has_a_ru
             assert "its health run failed at" in known.reason
             client.add_bundle(runner_archive())
             becomes(client, HealthState.GOOD)
-    finally:
-        farm.stop()
 
 
 def test_a_server_restart_and_a_stopped_agent_cost_no_health(tmp_path: Path) -> None:
     model = tmp_path / "add.pte"
     model.write_bytes(program("add").bytes)
-    farm = FarmProcess(tmp_path, serve=("--health-interval", "3600", "--patience", "0.5"))
-    try:
+    with FarmProcess(tmp_path, serve=("--health-interval", "3600", "--patience", "0.5")) as farm:
         farm.start()
         with farm.client() as client:
             becomes(client, HealthState.GOOD)
@@ -229,8 +222,6 @@ def test_a_server_restart_and_a_stopped_agent_cost_no_health(tmp_path: Path) -> 
             time.sleep(1.5)
             assert [event.kind for event in client.device_health("board-0")] == ["RUN"]
             job.cancel()
-    finally:
-        farm.stop()
 
 
 async def test_a_server_that_stops_ends_its_health_runs_and_tells_who_waits(tmp_path: Path) -> None:

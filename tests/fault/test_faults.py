@@ -30,24 +30,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def lasting(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
     """A farm whose server lives through all faults, so that it loads the compiler once; the model is compiled."""
-    running = FarmProcess(tmp_path_factory.mktemp("lasting"), executes=True)
-    try:
+    with FarmProcess(tmp_path_factory.mktemp("lasting"), executes=True) as running:
         running.start()
         with running.client() as farm:
             assert farm.compile(model).wait() is JobState.SUCCEEDED
         yield running
-    finally:
-        running.stop()
 
 
 @pytest.fixture
 def breakable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
     """A farm of the test's own, not yet started, whose server has its children below it."""
-    running = FarmProcess(tmp_path_factory.mktemp("breakable"), executes=True)
-    try:
+    with FarmProcess(tmp_path_factory.mktemp("breakable"), executes=True) as running:
         yield running
-    finally:
-        running.stop()
 
 
 def _until(job: object, phase: str) -> int:

@@ -31,11 +31,8 @@ async def fetch(access: Access, artifact: common_pb2.Artifact) -> bytes:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[FarmProcess]:
-    running = FarmProcess(tmp_path)
-    try:
+    with FarmProcess(tmp_path) as running:
         yield running.start(agents=0)
-    finally:
-        running.stop()
 
 
 async def test_an_agent_fetches_before_the_next_server_knows_its_connection(

@@ -24,13 +24,10 @@ WAIT_S = 60.0
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
     """A server that waits for a minute for an agent that is away: an agent's pauses alone may take seconds."""
-    running = FarmProcess(tmp_path_factory.mktemp("fleet"), bundle=False)
-    try:
+    with FarmProcess(tmp_path_factory.mktemp("fleet"), bundle=False) as running:
         yield running.start(agents=0)
         log = (running.folder / "serve.log").read_text()
         assert "Traceback" not in log, log
-    finally:
-        running.stop()
 
 
 @pytest.fixture

@@ -33,11 +33,8 @@ TRYING_AGAIN = "Trying again."
 def farm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
     """A farm with two agents, which soon places again what an agent that is away ran; notices may go to this machine."""
     serve = ["--patience", "5", "--webhook-allow", "127.0.0.1"]
-    running = FarmProcess(tmp_path_factory.mktemp("frozen"), serve=serve)
-    try:
+    with FarmProcess(tmp_path_factory.mktemp("frozen"), serve=serve) as running:
         yield running.start(agents=2)
-    finally:
-        running.stop()
 
 
 def bench(client: Farm, how: dict[str, Any], **more: Any) -> Job:

@@ -30,11 +30,8 @@ def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess
         pytest.skip(f"needs root for a mount of its own: {probe.stderr}")
     folder = tmp_path_factory.mktemp("small_disk")
     data = folder / "server"
-    farm = FarmProcess(folder, within=[*enter, "sh", "-c", MOUNT, str(data)], serve=["--keep-free-mib", "8"])
-    try:
+    with FarmProcess(folder, within=[*enter, "sh", "-c", MOUNT, str(data)], serve=["--keep-free-mib", "8"]) as farm:
         yield farm.start()
-    finally:
-        farm.stop()
 
 
 def filler(farm: FarmProcess) -> Path:

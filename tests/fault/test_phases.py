@@ -146,11 +146,8 @@ class StruckFarm:
 
 @pytest.fixture(scope="module")
 def struck(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StruckFarm]:
-    running = FarmProcess(tmp_path_factory.mktemp("struck"), executes=True)
-    try:
+    with FarmProcess(tmp_path_factory.mktemp("struck"), executes=True) as running:
         yield StruckFarm(running.start())
-    finally:
-        running.stop()
     assert invariants.check_database(running.folder / "server" / "farm.sqlite") == []
     assert not list((running.folder / "agent-0" / "results").iterdir()), "a result that was never acknowledged"
 

@@ -39,8 +39,7 @@ def test_damaged_models_and_programs_are_replaced_and_never_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = models.save(models.conv, tmp_path / "conv.pt2")
-    farm = FarmProcess(tmp_path, bundle=False)
-    try:
+    with FarmProcess(tmp_path, bundle=False) as farm:
         farm.restart()
         with farm.client() as client:
             job = client.compile(model)
@@ -88,15 +87,12 @@ def test_damaged_models_and_programs_are_replaced_and_never_used(
         assert f"damaged: {pte}" in out and "; 1 damaged" in out
         assert artifacts.main(["get", pte, "-o", str(tmp_path / "got.pte")]) == 1
         assert "is damaged where it is stored" in capsys.readouterr().err
-    finally:
-        farm.stop()
 
 
 def test_commands_list_upload_and_fetch_artifacts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    farm = FarmProcess(tmp_path, bundle=False)
-    try:
+    with FarmProcess(tmp_path, bundle=False) as farm:
         farm.restart()
         monkeypatch.setenv("ETFARM_SERVER", farm.address)
         file, got = tmp_path / "file", tmp_path / "got"
@@ -122,5 +118,3 @@ def test_commands_list_upload_and_fetch_artifacts(
         assert artifacts.main(["delete", "--force", name[:8]]) == 0
         assert artifacts.main(["collect", "--keep", "2"]) == 2
         assert "must be a size" in capsys.readouterr().err
-    finally:
-        farm.stop()

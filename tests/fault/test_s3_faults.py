@@ -187,14 +187,11 @@ def test_a_server_starts_while_its_bucket_is_away(shaken: Shaken) -> None:
 
 async def test_a_wrong_clock_counts_as_an_s3_server_that_is_away(shaken: Shaken) -> None:
     """S3 servers refuse signatures that are a quarter of an hour off."""
-    wrong = FarmProcess(shaken.farm.folder, serve=shaken.serve, environment=skewed_by(3600))
-    try:
+    with FarmProcess(shaken.farm.folder, serve=shaken.serve, environment=skewed_by(3600)) as wrong:
         wrong.restart()
         await asyncio.to_thread(wrong.create_projects)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await put(wrong, b"new" * 1000)
-    finally:
-        wrong.stop()
     error = from_rpc_error(refused.value, server="here")
     assert error.reason == "BLOBS_UNAVAILABLE" and "the clock of the farm's server differs too much" in error.message
     assert "set the clock of the farm's server" in error.remedy

@@ -225,8 +225,7 @@ def test_a_stopping_server_ends_its_sessions_with_a_reason(breakable: FarmProces
 
 
 async def test_a_session_belongs_to_its_owner(tmp_path: Path, credentials: Credentials) -> None:
-    farm = FarmProcess(tmp_path)
-    try:
+    with FarmProcess(tmp_path) as farm:
         await asyncio.to_thread(farm.start)
         async with contextlib.AsyncExitStack() as stack:
             owner, other, admin = [
@@ -244,8 +243,6 @@ async def test_a_session_belongs_to_its_owner(tmp_path: Path, credentials: Crede
             assert await _count(admin, caller.id) == 2.0
             assert await _count(owner, caller.id) == 3.0, "the admin's call counted, the stranger's did not"
             caller.events.cancel()
-    finally:
-        farm.stop()
 
 
 async def _count(channel: grpc.aio.Channel, session_id: str) -> float | str:

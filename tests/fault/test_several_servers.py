@@ -6,7 +6,6 @@ import asyncio
 import re
 import signal
 import time
-import uuid
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -41,17 +40,11 @@ JOBS, AT_ONCE = 60, 12
 @pytest.fixture
 def servers(tmp_path: Path, postgres_databases: PostgresDatabases) -> Iterator[Servers]:
     """A farm whose servers a test adds."""
-    server, name = postgres_databases.server, f"farm_{uuid.uuid4().hex}"
-    server.execute("CREATE DATABASE {}", name)
-    running = Servers(tmp_path, server.url(name))
-    try:
+    with postgres_databases.server.new_database() as url, Servers(tmp_path, url) as running:
         yield running
         for each in running.servers:
             # What a server writes that has lost its lease is refused, which its log has in full.
             assert "Traceback" not in each.log or "no longer leads" in each.log, each.log
-    finally:
-        running.stop()
-        server.execute("DROP DATABASE {} WITH (FORCE)", name)
 
 
 async def test_jobs_agents_and_watchers_go_on_when_the_leader_is_killed(servers: Servers) -> None:
@@ -130,8 +123,7 @@ async def test_a_leader_that_is_cut_from_the_database_is_replaced(tmp_path: Path
         port = database.settings["port"]
         with link_to(f"127.0.0.1:{port}") as link:
             database.port = int(port)
-            servers = Servers(tmp_path, database.url("postgres"))
-            try:
+            with Servers(tmp_path, database.url("postgres")) as servers:
                 of_link = f"postgresql://postgres@{link.address}/postgres"
                 leader, other = servers.add(url=of_link), servers.add()
                 async with simulated_agents(servers.addresses) as agents, farm_calls(servers.addresses) as calls:
@@ -146,8 +138,6 @@ async def test_a_leader_that_is_cut_from_the_database_is_replaced(tmp_path: Path
                     link.heal()
                     assert leader.daemon is not None
                     await asyncio.to_thread(leader.daemon.expect, "forwarding calls to")
-            finally:
-                servers.stop()
 
 
 def stand_still(database: PostgresServer, for_s: float) -> None:
@@ -160,21 +150,17 @@ def stand_still(database: PostgresServer, for_s: float) -> None:
 
 
 async def test_a_leader_goes_on_when_its_database_answers_after_the_lease_has_expired(tmp_path: Path) -> None:
-    with postgres_server(QUICK) as database:
-        servers = Servers(tmp_path, database.url("postgres"))
-        try:
-            leader, other = servers.add(), servers.add()
-            async with simulated_agents(servers.addresses) as agents, farm_calls(servers.addresses) as calls:
-                spec, turns = await trivial_spec(calls), asyncio.Semaphore(AT_ONCE)
-                jobs = [asyncio.create_task(lead_job(calls, spec, turns)) for _ in range(JOBS)]
-                await agents[0].until(lambda: len(agents[0].acknowledged) >= 2)
-                before = [agent.connections for agent in agents]
-                await asyncio.to_thread(stand_still, database, lease.LEASE_S + lease.RENEWAL_S / 2)
-                await check(calls, dict(await asyncio.gather(*jobs)))
-                assert [agent.connections for agent in agents] == before
-            assert "no longer leads" not in leader.log and "this server leads" not in other.log
-        finally:
-            servers.stop()
+    with postgres_server(QUICK) as database, Servers(tmp_path, database.url("postgres")) as servers:
+        leader, other = servers.add(), servers.add()
+        async with simulated_agents(servers.addresses) as agents, farm_calls(servers.addresses) as calls:
+            spec, turns = await trivial_spec(calls), asyncio.Semaphore(AT_ONCE)
+            jobs = [asyncio.create_task(lead_job(calls, spec, turns)) for _ in range(JOBS)]
+            await agents[0].until(lambda: len(agents[0].acknowledged) >= 2)
+            before = [agent.connections for agent in agents]
+            await asyncio.to_thread(stand_still, database, lease.LEASE_S + lease.RENEWAL_S / 2)
+            await check(calls, dict(await asyncio.gather(*jobs)))
+            assert [agent.connections for agent in agents] == before
+        assert "no longer leads" not in leader.log and "this server leads" not in other.log
 
 
 def free_port() -> dict[str, str]:

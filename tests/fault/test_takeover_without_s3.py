@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,18 +54,14 @@ class Farm:
 @pytest.fixture
 def farm(tmp_path: Path, postgres_databases: PostgresDatabases, s3_server: S3Server) -> Iterator[Farm]:
     """A farm whose servers a test adds."""
-    server, name = postgres_databases.server, f"farm_{uuid.uuid4().hex}"
-    server.execute("CREATE DATABASE {}", name)
-    with proxy_to(s3_server.address) as proxy:
+    with proxy_to(s3_server.address) as proxy, postgres_databases.server.new_database() as url:
         location = s3_server.new_location(proxy.address)
         options = ["--blobs", location.url, "--blobs-wait", "1"]
-        servers = Servers(tmp_path, server.url(name), options, environment_of(location))
-        try:
-            yield Farm(servers, proxy)
-        finally:
-            proxy.heal()
-            servers.stop()
-            server.execute("DROP DATABASE {} WITH (FORCE)", name)
+        with Servers(tmp_path, url, options, environment_of(location)) as servers:
+            try:
+                yield Farm(servers, proxy)
+            finally:
+                proxy.heal()
 
 
 async def test_a_standby_takes_the_lead_without_s3_and_no_job_fails(farm: Farm) -> None:

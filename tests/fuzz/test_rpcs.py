@@ -22,7 +22,7 @@ from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.names import PROTOCOL_VERSION
 from tests.fuzz import engine, messages
 from tests.support.contract import ENDLESS, RPCS, address_of
-from tests.support.farm import Daemon
+from tests.support.farm import serve
 
 pytestmark = pytest.mark.slow(reason="sends thousands of messages to a server")
 
@@ -43,12 +43,8 @@ class Served:
     """A server, and what it was like before."""
 
     def __init__(self, folder: Path) -> None:
-        self.log = folder / "serve.log"
-        self.daemon = Daemon(
-            ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--exit-with-stdin",
-             "--no-prewarm"],
-            self.log, executes=True,
-        )  # fmt: skip
+        self.daemon = serve(folder, executes=True)
+        self.log = self.daemon.log
         self.daemon.start()
         self.address = address_of(self.daemon)
         self.before_bytes = 0

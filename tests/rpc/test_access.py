@@ -26,7 +26,7 @@ from etfarm.wire.chunks import artifact_of, upload
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import from_rpc_error
 from tests.support.contract import RPCS, WAIT_S, address_of, call
-from tests.support.farm import Daemon
+from tests.support.farm import Daemon, private_file, serve
 from tests.support.programs import program
 from tests.support.runner import know_own_runners
 from tests.support.session_ends import Agent, Caller, Serving
@@ -35,8 +35,6 @@ pytestmark = pytest.mark.slow(reason="starts a server for each kind of access")
 
 LET_THROUGH_S = 10.0
 """Who waits for so long was not refused, which takes no time."""
-ALONE = ("--no-bundle", "--no-prewarm", "--exit-with-stdin")
-"""Options of a server that neither compiles nor outlives the test."""
 ROLES_OF_PEOPLE = ("admin", "user", "agent", "viewer")
 TOKENS = {role: f"token-of-the-{role}-0123456789" for role in ROLES_OF_PEOPLE}
 
@@ -54,15 +52,9 @@ class Guarded:
         certificate.private_key_pem.write_to_path(folder / "key.pem")
         (folder / "key.pem").chmod(0o600)
         certificate.cert_chain_pems[0].write_to_path(folder / "cert.pem")
-        tokens = folder / "tokens"
-        tokens.touch(mode=0o600)
-        tokens.write_text("".join(f"the-{role} {role} {token}\n" for role, token in TOKENS.items()))
-        self.daemon = Daemon(
-            ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--no-prewarm",
-             "--exit-with-stdin", "--tokens", str(tokens), "--tls-cert", str(folder / "cert.pem"),
-             "--tls-key", str(folder / "key.pem")],
-            folder / "serve.log",
-        )  # fmt: skip
+        tokens = private_file(folder / "tokens", "".join(f"the-{role} {role} {token}\n" for role, token in TOKENS.items()))
+        self.tls = ("--tls-cert", str(folder / "cert.pem"), "--tls-key", str(folder / "key.pem"))
+        self.daemon = serve(folder, "--tokens", str(tokens), *self.tls)
 
     def channel(self, token: str = "", ca: Path | None = None) -> grpc.aio.Channel:
         return open_channel(Access(address_of(self.daemon), token, ca or self.ca))
@@ -71,11 +63,8 @@ class Guarded:
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     created = Guarded(tmp_path_factory.mktemp("guarded"))
-    created.daemon.start()
-    try:
+    with created.daemon:
         yield created
-    finally:
-        assert created.daemon.stop() == 0
 
 
 async def outcomes(channel: grpc.aio.Channel) -> dict[str, EtfarmError | None]:
@@ -169,20 +158,12 @@ def test_a_command_reports_an_untrusted_server_in_a_single_line(guarded: Guarded
 
 
 def test_every_line_of_a_json_log_is_json_also_those_of_grpc(guarded: Guarded, tmp_path: Path) -> None:
-    daemon = Daemon(
-        ["serve", "--listen", "127.0.0.1:0", "--data", str(tmp_path / "data"), *ALONE, "--log-format", "json",
-         "--tls-cert", str(guarded.folder / "cert.pem"), "--tls-key", str(guarded.folder / "key.pem")],
-        tmp_path / "log",
-    )  # fmt: skip
-    daemon.start()
-    try:
+    with serve(tmp_path, "--log-format", "json", *guarded.tls) as daemon:
         host, _, port = address_of(daemon).rpartition(":")
         with socket.create_connection((host, int(port)), WAIT_S) as plain:
             plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
             while plain.recv(4096):
                 """Until the server closes the connection that is not TLS."""
-    finally:
-        assert daemon.stop() == 0
     lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]
     (handshake,) = (line for line in lines if "Handshake failed" in line["message"])
     assert (handshake["logger"], handshake["level"]) == ("grpc", "info") and handshake["timestamp"].endswith("Z")
@@ -193,18 +174,14 @@ def test_an_agent_reports_an_untrusted_server_in_a_single_line(
 ) -> None:
     monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
     know_own_runners(tmp_path / "agent")
-    agent = Daemon(
+    with Daemon(
         ["agent", "--server", address_of(guarded.daemon), "--data", str(tmp_path / "agent"), "--exit-with-stdin",
          "--tls-ca", str(guarded.other_ca)],
         tmp_path / "log",
-    )  # fmt: skip
-    agent.start()
-    try:
+    ) as agent:  # fmt: skip
         until = time.monotonic() + WAIT_S
         while "Trying again." not in (text := agent.log.read_text()) and time.monotonic() < until:
             time.sleep(0.1)
-    finally:
-        assert agent.stop() == 0
     assert "does not answer: its certificate is not trusted (" in text
     assert text.count("\n") == 1, text
 
@@ -230,15 +207,21 @@ def test_an_invalid_tls_file_is_a_usage_error(tmp_path: Path, arguments: tuple[s
     assert text.count("\n") == 1, text
 
 
-def refused(folder: Path, *arguments: str) -> str:
-    """Return the usage error of `etfarm serve` on stderr; the server must not have listened."""
-    daemon = Daemon(["serve", "--data", str(folder / "data"), *ALONE, *arguments], folder / "log")
+def ended(folder: Path, *arguments: str) -> Daemon:
+    """Return a server that has ended with a usage error."""
+    daemon = serve(folder, *arguments)
     daemon.start()
     assert daemon.process is not None
     assert daemon.process.wait(WAIT_S) == 2
+    return daemon
+
+
+def refused(folder: Path, *arguments: str) -> str:
+    """Return the usage error of `etfarm serve` on stderr; the server must not have listened."""
+    daemon = ended(folder, *arguments)
     with pytest.raises(AssertionError, match="it ended before"):
         daemon.expect("listening on")
-    text = (folder / "log").read_text()
+    text = daemon.log.read_text()
     assert text.count("\n") == 1, text
     assert not (folder / "data" / "farm.sqlite").exists()
     return text
@@ -262,24 +245,13 @@ def test_a_token_file_readable_by_others_is_refused(tmp_path: Path) -> None:
 
 def test_an_address_in_use_is_named(tmp_path: Path, guarded: Guarded) -> None:
     address = address_of(guarded.daemon)
-    daemon = Daemon(["serve", "--data", str(tmp_path / "data"), *ALONE, "--listen", address], tmp_path / "log")
-    daemon.start()
-    assert daemon.process is not None
-    assert daemon.process.wait(WAIT_S) == 2
-    assert f"etfarm: Cannot listen on {address}" in (tmp_path / "log").read_text()
+    assert f"etfarm: Cannot listen on {address}" in ended(tmp_path, "--listen", address).log.read_text()
 
 
 def test_a_stale_unix_socket_is_replaced_but_a_file_is_not(tmp_path: Path) -> None:
     path = tmp_path / "precious"
     path.write_text("keep me")
-    daemon = Daemon(
-        ["serve", "--data", str(tmp_path / "data"), *ALONE, "--listen", f"unix:{path}"],
-        tmp_path / "log",
-    )
-    daemon.start()
-    assert daemon.process is not None
-    assert daemon.process.wait(WAIT_S) == 2
-    assert "Cannot listen on unix:" in (tmp_path / "log").read_text()
+    assert "Cannot listen on unix:" in ended(tmp_path, "--listen", f"unix:{path}").log.read_text()
     assert path.read_text() == "keep me"
 
 
@@ -300,13 +272,10 @@ async def test_a_killed_servers_children_end_and_its_socket_can_be_reused(tmp_pa
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
-    second.start()
-    try:
+    with second:
         async with open_channel(Access(address_of(second))) as channel:
             (info,) = await call(channel, "FarmService.GetServerInfo")
         assert info.version
-    finally:
-        assert second.stop() == 0
 
 
 async def test_only_the_agent_of_a_sessions_device_can_serve_it(guarded: Guarded) -> None:

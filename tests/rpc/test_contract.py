@@ -37,7 +37,7 @@ from etfarm.wire.errors import EtfarmError
 from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 from tests.support.contract import RPCS, SERVICES, WAIT_S, address_of, call
-from tests.support.farm import Daemon
+from tests.support.farm import Daemon, serve
 
 LISTS = sorted(rpc for rpc, method in RPCS.items() if method.name.startswith("List") or rpc == "ReportService.Get")
 
@@ -45,17 +45,9 @@ LISTS = sorted(rpc for rpc, method in RPCS.items() if method.name.startswith("Li
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     folder = tmp_path_factory.mktemp("contract")
-    daemon = Daemon(
-        ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--no-prewarm",
-         "--address-file", str(folder / "address"), "--exit-with-stdin"],
-        folder / "serve.log",
-    )  # fmt: skip
-    daemon.start()
-    try:
+    with serve(folder, "--address-file", str(folder / "address")) as daemon:
         yield daemon
-    finally:
-        assert daemon.stop() == 0
-        assert not (folder / "address").exists()
+    assert not (folder / "address").exists()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 from etfarm.client import Farm
 from etfarm.client.admin.access import open_access
 from etfarm.wire.errors import EtfarmError
-from tests.support.farm import FarmProcess, etfarm
+from tests.support.farm import FarmProcess, etfarm, private_file
 
 pytestmark = pytest.mark.slow(reason="starts a server and an agent, and commands that load torch")
 
@@ -66,16 +66,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("early")
     (folder / "net.py").write_text(FACTORY)
     np.savez(folder / "wrong.npz", sound=np.zeros((1, 4), np.float32))
-    tokens = folder / "tokens"
-    tokens.touch(mode=0o600)
-    tokens.write_text("".join(f"the-{role} {role} {token}\n" for role, token in TOKENS.items()))
-    farm = FarmProcess(folder, bundle=False, serve=("--tokens", str(tokens)))
-    try:
+    tokens = private_file(folder / "tokens", "".join(f"the-{role} {role} {token}\n" for role, token in TOKENS.items()))
+    with FarmProcess(folder, bundle=False, serve=("--tokens", str(tokens))) as farm:
         farm.restart()
         farm.add_agent(environment={"ETFARM_TOKEN": TOKENS["agent"]})
         yield World(farm, folder)
-    finally:
-        farm.stop()
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,8 @@ join = partial(embedded_lease.join, prewarm=False)
 @pytest.fixture(scope="module")
 def used(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Data of a farm that has built its runner, and of an agent that knows this machine's own."""
-    farm = FarmProcess(tmp_path_factory.mktemp("used"))
-    try:
+    with FarmProcess(tmp_path_factory.mktemp("used")) as farm:
         farm.start(agents=0)
-    finally:
-        farm.stop()
     know_own_runners(farm.folder / "agent")
     return farm.folder
 

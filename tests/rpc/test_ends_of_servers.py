@@ -27,7 +27,7 @@ from etfarm.v1 import (
 from etfarm.wire.channel import Access, open_channel, parse_address
 from etfarm.wire.chunks import artifact_of
 from tests.support.contract import address_of
-from tests.support.farm import Daemon
+from tests.support.farm import Daemon, serve
 
 CHANNELS, CALLERS = 4, 15
 """Number of connections, and of callers of each kind on each: more than gRPC hands over at once."""
@@ -86,24 +86,8 @@ class Callers:
 
 @pytest.fixture
 async def leader(tmp_path: Path) -> AsyncIterator[Daemon]:
-    daemon = Daemon(
-        [
-            "serve",
-            "--listen",
-            "127.0.0.1:0",
-            "--data",
-            str(tmp_path / "data"),
-            "--no-bundle",
-            "--no-prewarm",
-            "--exit-with-stdin",
-        ],
-        tmp_path / "serve.log",
-    )
-    daemon.start()
-    try:
+    with serve(tmp_path) as daemon:
         yield daemon
-    finally:
-        await asyncio.to_thread(daemon.stop)
 
 
 @asynccontextmanager

@@ -17,7 +17,7 @@ from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 from tests.support.agent import Server
-from tests.support.farm import START_S, Daemon
+from tests.support.farm import START_S, Daemon, private_file, serve
 from tests.support.runner import know_own_runners
 
 pytestmark = pytest.mark.slow(reason="starts servers and agents that enrol")
@@ -28,19 +28,9 @@ ADMIN = "token-of-root-0123456789"
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("enrolment")
-    tokens = folder / "tokens"
-    tokens.touch(mode=0o600)
-    tokens.write_text(f"root admin {ADMIN}\n")
-    daemon = Daemon(
-        ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--no-prewarm", "--exit-with-stdin",
-         "--tokens", str(tokens)],
-        folder / "serve.log",
-    )  # fmt: skip
-    daemon.start()
-    try:
+    tokens = private_file(folder / "tokens", f"root admin {ADMIN}\n")
+    with serve(folder, "--tokens", str(tokens)) as daemon:
         yield daemon.expect("listening on").rpartition(" ")[2]
-    finally:
-        assert daemon.stop() == 0
 
 
 async def enrolment_token(address: str, name: str) -> str:

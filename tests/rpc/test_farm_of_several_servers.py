@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
@@ -29,14 +28,8 @@ TOKEN = "secret-of-ann-0123456789"
 
 @contextmanager
 def farm(folder: Path, databases: PostgresDatabases) -> Iterator[Servers]:
-    server, name = databases.server, f"farm_{uuid.uuid4().hex}"
-    server.execute("CREATE DATABASE {}", name)
-    running = Servers(folder, server.url(name))
-    try:
+    with databases.server.new_database() as url, Servers(folder, url) as running:
         yield running
-    finally:
-        running.stop()
-        server.execute("DROP DATABASE {} WITH (FORCE)", name)
 
 
 @pytest.fixture(scope="module")

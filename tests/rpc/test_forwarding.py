@@ -35,7 +35,7 @@ from etfarm.wire.status import from_rpc_error
 from tests.support.agent_stream import AgentStream
 from tests.support.contract import address_of
 from tests.support.fake_servers import serving
-from tests.support.farm import Daemon
+from tests.support.farm import Daemon, private_file, serve
 
 DEAD = Leader(1, "127.0.0.1:1", "", "", "")
 """A leader that does not answer."""
@@ -48,14 +48,8 @@ WATCH_DEVICES = device_pb2.WatchDevicesRequest()
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    folder = tmp_path_factory.mktemp("leader")
-    arguments = ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--no-prewarm"]
-    daemon = Daemon([*arguments, "--exit-with-stdin"], folder / "serve.log")
-    daemon.start()
-    try:
+    with serve(tmp_path_factory.mktemp("leader")) as daemon:
         yield daemon
-    finally:
-        daemon.stop()
 
 
 @asynccontextmanager
@@ -213,8 +207,7 @@ async def forwarded_by(channel: grpc.aio.Channel) -> str:
 
 
 def write_tokens(path: Path) -> Path:
-    path.touch(mode=0o600)
-    path.write_text(f"ann admin {TOKEN}\n")
+    private_file(path, f"ann admin {TOKEN}\n")
     return path
 
 
@@ -411,11 +404,7 @@ async def test_servers_trust_the_certificate_that_the_leader_has_published(tmp_p
     authority.cert_pem.write_to_path(names["ca"])
     chain = b"".join(blob.bytes() for blob in identity.cert_chain_pems)
     names["cert"].write_bytes(chain)
-    tls = ["--tls-cert", str(names["cert"]), "--tls-key", str(names["key"])]
-    arguments = ["serve", "--listen", "127.0.0.1:0", "--data", str(tmp_path / "data"), "--no-bundle", "--no-prewarm"]
-    daemon = Daemon([*arguments, *tls, "--exit-with-stdin"], tmp_path / "serve.log")
-    daemon.start()
-    try:
+    with serve(tmp_path, "--tls-cert", str(names["cert"]), "--tls-key", str(names["key"])) as daemon:
         config = Config(parse_address("127.0.0.1:0"), tmp_path, tls_cert=names["cert"], tls_key=names["key"])
         leader = Leader(1, address_of(daemon), "", chain.decode(), SECRET)
         async with standing_by(config, Leadership(leader)) as own, open_channel(Access(own, tls_ca=names["ca"])) as channel:
@@ -428,5 +417,3 @@ async def test_servers_trust_the_certificate_that_the_leader_has_published(tmp_p
             with pytest.raises(grpc.aio.AioRpcError) as failed:
                 await farm_pb2_grpc.FarmServiceStub(channel).GetServerInfo(farm_pb2.GetServerInfoRequest())
             assert from_rpc_error(failed.value, server="here").reason == "NO_LEADER"
-    finally:
-        daemon.stop()

@@ -17,7 +17,7 @@ import pytest
 from etfarm.client import Farm
 from etfarm.client.models import Agent
 from etfarm.v1 import audit_pb2, audit_pb2_grpc, common_pb2, token_pb2, token_pb2_grpc
-from tests.support.farm import START_S, WAIT_FOR_NOTHING, Daemon
+from tests.support.farm import START_S, WAIT_FOR_NOTHING, Daemon, private_file, serve
 from tests.support.runner import know_own_runners
 
 pytestmark = pytest.mark.slow(reason="starts a server, and agents on machines with ids of their own")
@@ -60,11 +60,8 @@ class Yard:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        tokens = folder / "tokens"
-        tokens.touch(mode=0o600)
-        tokens.write_text(f"root admin {ADMIN}\nrack agent {SHARED}\n")
-        serve = ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--no-prewarm"]
-        self.daemon = Daemon([*serve, "--exit-with-stdin", "--tokens", str(tokens)], folder / "serve.log")
+        tokens = private_file(folder / "tokens", f"root admin {ADMIN}\nrack agent {SHARED}\n")
+        self.daemon = serve(folder, "--tokens", str(tokens))
         self.daemon.start()
         self.address = self.daemon.expect("listening on").rpartition(" ")[2]
         self.admin = Farm(self.address, token=ADMIN).__enter__()

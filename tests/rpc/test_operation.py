@@ -29,7 +29,7 @@ from etfarm.wire.errors import EtfarmError
 from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 from tests.support.contract import call
-from tests.support.farm import Daemon, FarmProcess, wait_until
+from tests.support.farm import FarmProcess, serve, wait_until
 from tests.support.programs import program
 from tests.support.runner import runner_archive
 from tests.support.session_ends import Agent, Caller
@@ -249,13 +249,7 @@ async def test_a_hangup_lets_a_server_read_its_renewed_certificate(tmp_path: Pat
         return tmp_path / "ca.pem"
 
     issue(trustme.CA())
-    server = Daemon(
-        ["serve", "--listen", "127.0.0.1:0", "--data", str(tmp_path / "data"), "--no-bundle", "--no-prewarm", "--exit-with-stdin",
-         "--tls-cert", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "key.pem")],
-        tmp_path / "serve.log",
-    )  # fmt: skip
-    server.start()
-    try:
+    with serve(tmp_path, "--tls-cert", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "key.pem")) as server:
         address = server.expect("listening on").rpartition(" ")[2]
         renewed = issue(trustme.CA())
         server.signal(signal.SIGHUP)
@@ -263,5 +257,3 @@ async def test_a_hangup_lets_a_server_read_its_renewed_certificate(tmp_path: Pat
         async with open_channel(Access(address, tls_ca=renewed)) as channel:
             (info,) = await call(channel, "FarmService.GetServerInfo")
         assert info.HasField("certificate_expire_time")
-    finally:
-        server.stop()

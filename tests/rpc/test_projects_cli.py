@@ -24,11 +24,8 @@ from tests.support.refusals import refuses
 
 @pytest.fixture(scope="module")
 def farm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
-    created = FarmProcess(tmp_path_factory.mktemp("projects"), bundle=False)
-    try:
+    with FarmProcess(tmp_path_factory.mktemp("projects"), bundle=False) as created:
         yield created.start(agents=1)
-    finally:
-        created.stop()
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -22,7 +21,7 @@ from etfarm.wire.channel import Access, open_channel
 from tests.support.databases import TEMPLATE, PostgresDatabases
 from tests.support.databases import postgres_databases as postgres_databases
 from tests.support.fake_servers import serving
-from tests.support.farm import START_S, Daemon
+from tests.support.farm import START_S, Daemon, private_file, serve
 from tests.support.programs import program
 from tests.support.runner import know_own_runners
 from tests.support.servers import Servers
@@ -41,9 +40,7 @@ class Home:
         self.data, self.ca = folder / "data", folder / "ca.pem"
         self.authority = authority or trustme.CA()
         self.authority.cert_pem.write_to_path(self.ca)
-        self.tokens = folder / "tokens"
-        self.tokens.touch(mode=0o600)
-        self.tokens.write_text(f"root admin {ADMIN}\n")
+        self.tokens = private_file(folder / "tokens", f"root admin {ADMIN}\n")
         self.renew()
 
     def renew(self) -> None:
@@ -64,17 +61,10 @@ class Home:
     @contextmanager
     def serving(self, *, address: str = "127.0.0.1:0", tls: bool = True) -> Iterator[str]:
         """Run a server of the farm for the time of a block; yield the address that it listens on."""
-        daemon = Daemon(
-            ["serve", "--listen", address, "--data", str(self.data), "--no-bundle", "--no-prewarm", "--exit-with-stdin",
-             "--tokens", str(self.tokens), *(self.tls if tls else ())],
-            self.folder / "serve.log",
-        )  # fmt: skip
-        daemon.start()
-        try:
+        options = ("--listen", address, "--tokens", str(self.tokens), *(self.tls if tls else ()))
+        with serve(self.folder, *options) as daemon:
             yield daemon.expect("listening on").rpartition(" ")[2]
-        finally:
-            assert daemon.stop() == 0
-            assert "Traceback" not in daemon.log.read_text(), daemon.log.read_text()
+        assert "Traceback" not in daemon.log.read_text(), daemon.log.read_text()
 
     async def enrolment_token(self, address: str, *, tls: bool = True) -> str:
         async with open_channel(Access(address, ADMIN, self.ca if tls else None)) as channel:
@@ -328,17 +318,11 @@ async def test_a_revoked_token_is_not_sent_and_named(home: Home, board: Board) -
 @pytest.fixture
 async def two(postgres_databases: PostgresDatabases, tmp_path: Path, home: Home) -> AsyncIterator[Servers]:
     """Two servers of one farm, each with a certificate of its own."""
-    name = f"proofs_{uuid.uuid4().hex}"
-    postgres_databases.server.execute("CREATE DATABASE {} TEMPLATE {}", name, TEMPLATE)
     (tmp_path / "servers").mkdir()
-    servers = Servers(tmp_path / "servers", postgres_databases.server.url(name))
-    try:
+    with postgres_databases.server.new_database(TEMPLATE) as url, Servers(tmp_path / "servers", url) as servers:
         for each in (home, Home(tmp_path / "second", home.authority)):
             await asyncio.to_thread(servers.add, "--tokens", str(each.tokens), *each.tls)
         yield servers
-    finally:
-        await asyncio.to_thread(servers.stop)
-        postgres_databases.server.execute("DROP DATABASE {} WITH (FORCE)", name)
 
 
 async def test_each_server_of_a_farm_proves_itself_and_an_agent_goes_from_one_to_the_other(

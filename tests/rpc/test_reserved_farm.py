@@ -39,11 +39,8 @@ ROOM_BYTES = 16 << 20
 
 @pytest.fixture(scope="module")
 def farm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
-    running = FarmProcess(tmp_path_factory.mktemp("reservations"), executes=True)
-    try:
+    with FarmProcess(tmp_path_factory.mktemp("reservations"), executes=True) as running:
         yield running.start(agents=2)
-    finally:
-        running.stop()
 
 
 @pytest.fixture

@@ -44,11 +44,8 @@ class Shown(list[str]):
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[FarmProcess]:
     """A server without agents."""
-    running = FarmProcess(tmp_path, bundle=False)
-    try:
+    with FarmProcess(tmp_path, bundle=False) as running:
         yield running.start(agents=0)
-    finally:
-        running.stop()
 
 
 @asynccontextmanager

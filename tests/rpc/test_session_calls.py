@@ -23,7 +23,7 @@ from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.chunks import artifact_of, upload
 from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
-from tests.support.farm import Daemon
+from tests.support.farm import serve
 from tests.support.programs import program
 from tests.support.runner import runner_archive
 from tests.support.session_ends import WAIT_S, Agent, Caller, Serving
@@ -37,18 +37,11 @@ SOON_S = 0.3
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("sessions")
-    daemon = Daemon(
-        ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--no-prewarm", "--exit-with-stdin"],
-        folder / "serve.log",
-    )
-    daemon.start()
-    try:
+    with serve(folder) as daemon:
         address = daemon.expect("listening on").rpartition(" ")[2]
         with Farm(address) as farm:
             farm.add_bundle(runner_archive())
         yield address
-    finally:
-        daemon.stop()
 
 
 @pytest.fixture

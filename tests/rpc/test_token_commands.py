@@ -24,7 +24,7 @@ from etfarm.wire.names import PROTOCOL_VERSION
 from tests.support.contract import WAIT_S, address_of
 from tests.support.databases import PostgresDatabases
 from tests.support.databases import postgres_databases as postgres_databases
-from tests.support.farm import Daemon
+from tests.support.farm import serve
 from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.slow(reason="starts servers, and each command is a process")
@@ -41,8 +41,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 class Farm:
     def __init__(self, folder: Path) -> None:
         self.data = folder / "data"
-        arguments = ["serve", "--listen", "127.0.0.1:0", "--data", str(self.data), "--no-bundle", "--exit-with-stdin"]
-        self.daemon = Daemon([*arguments, "--no-prewarm"], folder / "serve.log")
+        self.daemon = serve(folder)
 
     def __call__(self, token: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         return run(*arguments, "--server", address_of(self.daemon), ETFARM_TOKEN=token)
@@ -51,11 +50,8 @@ class Farm:
 @pytest.fixture
 def farm(tmp_path: Path) -> Iterator[Farm]:
     created = Farm(tmp_path)
-    created.daemon.start()
-    try:
+    with created.daemon:
         yield created
-    finally:
-        assert created.daemon.stop() == 0
 
 
 def test_from_the_first_admin_to_a_revoked_user(farm: Farm, tmp_path: Path) -> None:

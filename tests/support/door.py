@@ -6,9 +6,8 @@ import asyncio
 import re
 import resource
 import sqlite3
-import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import from_rpc_error
 from tests.support.contract import WAIT_S, address_of
 from tests.support.databases import TEMPLATE, PostgresDatabases
-from tests.support.farm import Daemon
+from tests.support.farm import ALONE, Daemon
 
 ADMIN, USER = "secret-of-ann-0123456789", "secret-of-bob-0123456789"
 LINES = (f"ann admin {ADMIN}", f"bob user {USER}")
@@ -50,16 +49,7 @@ class Door:
         self.data, self.tokens, self._url = folder / "data", folder / "tokens", url
         self.tokens.touch(mode=0o600)
         self.write(*lines)
-        arguments = [
-            "serve",
-            "--listen",
-            "127.0.0.1:0",
-            "--no-bundle",
-            "--exit-with-stdin",
-            "--no-prewarm",
-            "--tokens",
-            str(self.tokens),
-        ]
+        arguments = ["serve", *ALONE, "--tokens", str(self.tokens)]
         self.leader: Daemon | None = None
         if url:
             arguments += ["--database", url]
@@ -156,20 +146,15 @@ def new_door(request: pytest.FixtureRequest) -> Iterator[Callable[..., AbstractC
 
     @contextmanager
     def run(folder: Path, **options: Any) -> Iterator[Door]:
-        name = f"door_{uuid.uuid4().hex}"
-        if databases is not None:
-            databases.server.execute("CREATE DATABASE {} TEMPLATE {}", name, TEMPLATE)
-            options["url"] = databases.server.url(name)
-        door = Door(folder, **options)
-        try:
-            door.start()
-            yield door
-            door.stop()
-        finally:
-            for daemon in door._daemons:
-                daemon.stop()
-            if databases is not None:
-                databases.server.execute("DROP DATABASE {} WITH (FORCE)", name)
+        with nullcontext("") if databases is None else databases.server.new_database(TEMPLATE) as url:
+            door = Door(folder, url=url, **options)
+            try:
+                door.start()
+                yield door
+                door.stop()
+            finally:
+                for daemon in door._daemons:
+                    daemon.stop()
 
     yield run
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Empty, Queue
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 from etfarm.client import Farm
 from etfarm.device_agents.daemon.own_runners import REMEMBERED
@@ -27,6 +27,8 @@ WAIT_FOR_NOTHING = ("--idle-wait", "0", "--cool-wait", "0", "--cool-down", "0")
 become idle. What the gates do is tested in
 tests/unit/device_agents/conditions/test_gates.py and tests/rpc/test_agent.py, an agent with its defaults in
 tests/e2e/test_main_job.py."""
+ALONE = ("--listen", "127.0.0.1:0", "--no-bundle", "--no-prewarm", "--exit-with-stdin")
+"""A server on a port of the system's choice, without runners and warm workers, that ends with its test."""
 EXPORTING = ("bench", "compile")
 """Commands that load torch, if their model is not compiled yet."""
 TOLERANT_HEALTH = Path(__file__).with_name("tolerant_health.toml")
@@ -107,6 +109,15 @@ class Daemon:
             if text in line:
                 return line
 
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process is not None
+        runs = self.process.poll() is None
+        assert self.stop() == 0 or not runs, self.log.read_text()[-3000:]
+
     @property
     def pid(self) -> int:
         assert self.process is not None
@@ -139,8 +150,20 @@ class Daemon:
             raise AssertionError(f"it did not end with its stdin; {self.log.read_text()[-3000:]}") from None
 
 
+def serve(folder: Path, *options: str, **process: Any) -> Daemon:
+    """Return a server of a folder, which is alone; `process` are arguments of `Daemon`."""
+    return Daemon(["serve", *ALONE, "--data", str(folder / "data"), *options], folder / "serve.log", **process)
+
+
+def private_file(path: Path, text: str) -> Path:
+    """Write a file that only its owner may read, as of tokens."""
+    path.touch(mode=0o600)
+    path.write_text(text)
+    return path
+
+
 class FarmProcess:
-    """A server, and the agents that it is given. `folder` keeps its data over restarts.
+    """A server, and the agents that it is given, which end with a `with` statement. `folder` keeps its data over restarts.
 
     It asks for the credentials that are in use when it is created.
 
@@ -174,6 +197,12 @@ class FarmProcess:
         self.address = ""
         self.server: Daemon | None = None
         self.agents: list[Daemon] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def start(self, *, agents: int = 1) -> FarmProcess:
         """Start the server, offer it the runner, and start agents that have connected when this returns."""

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -116,6 +117,16 @@ class PostgresServer:
     def url(self, database: str) -> str:
         """Return the URL of a database."""
         return f"postgresql://{_USER}@/{database}?host={self.folder}&port={self.port}"
+
+    @contextmanager
+    def new_database(self, template: str = "template1") -> Iterator[str]:
+        """Yield the URL of a database that is dropped at the end of the block."""
+        name = f"farm_{uuid.uuid4().hex}"
+        self.execute("CREATE DATABASE {} TEMPLATE {}", name, template)
+        try:
+            yield self.url(name)
+        finally:
+            self.execute("DROP DATABASE {} WITH (FORCE)", name)
 
     def execute(self, statement: str, *names: str, database: str = _USER) -> None:
         """Execute a statement whose {} are names, outside of a transaction."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psycopg
 
@@ -92,6 +92,12 @@ class Servers:
             self.blobs.mkdir()
         self.servers: list[Server] = []
         self._credentials = Credentials.in_use
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def add(self, *arguments: str, url: str = "", environment: dict[str, str] | None = None) -> Server:
         """Start another server. The first one leads when this returns."""

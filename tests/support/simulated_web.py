@@ -18,7 +18,7 @@ from typing import Any, Final, Self, TypeVar
 
 from etfarm.client import Farm
 from etfarm.v1 import agent_pb2
-from tests.support.farm import FarmProcess
+from tests.support.farm import FarmProcess, private_file
 from tests.support.simulated_agent import Act, SimulatedAgent
 from tests.support.web import start_page
 
@@ -34,9 +34,7 @@ class SimulatedWebFarm:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        tokens = folder / "tokens"
-        tokens.touch(mode=0o600)
-        tokens.write_text("".join(f"{role} {role} {token}\n" for role, token in TOKENS.items()))
+        tokens = private_file(folder / "tokens", "".join(f"{role} {role} {token}\n" for role, token in TOKENS.items()))
         self.farm = FarmProcess(folder, bundle=False, serve=["--tokens", str(tokens)])
         self.farm.start(agents=0)
         self.agents = AgentThread(self.farm.address)

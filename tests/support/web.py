@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 from urllib.parse import urlencode, urlsplit
 
 import psutil
@@ -20,7 +20,7 @@ from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, e
 
 from etfarm.client import Farm
 from etfarm.client.admin.access import open_access
-from tests.support.farm import Daemon, FarmProcess
+from tests.support.farm import Daemon, FarmProcess, private_file
 
 CHROMIUM: Final = Path("/usr/bin/chromium")
 PATIENCE_MS: Final = 120_000
@@ -36,12 +36,16 @@ class WebFarm:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tokens = {role: f"etf_{secrets.token_urlsafe(24)}" for role in ROLES}
-        file = folder / "tokens"
-        file.touch(mode=0o600)
-        file.write_text("".join(f"the-{role} {role} {token}\n" for role, token in self.tokens.items()))
+        file = private_file(folder / "tokens", "".join(f"the-{role} {role} {token}\n" for role, token in self.tokens.items()))
         self.process = FarmProcess(folder, bundle=False, serve=["--tokens", str(file)])
         self.page: Daemon | None = None
         self.url = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def start(self) -> WebFarm:
         """Start the server, an agent and the page."""

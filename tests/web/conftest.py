@@ -15,11 +15,8 @@ from tests.support.web import Tab, Visit, WebFarm, chromium
 @pytest.fixture(scope="session")
 def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebFarm]:
     """A farm with tokens and an agent, and its page. Tests leave it as it was."""
-    farm = WebFarm(tmp_path_factory.mktemp("web"))
-    try:
+    with WebFarm(tmp_path_factory.mktemp("web")) as farm:
         yield farm.start()
-    finally:
-        farm.stop()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from etfarm.client.aio import AsyncFarm
 from etfarm.client.errors import EtfarmError
 from etfarm.wire.channel import CALL_METADATA
 from etfarm.wire.names import FORWARDED_KEY_METADATA, FORWARDED_PEER_METADATA
-from tests.support.farm import Daemon, wait_until
+from tests.support.farm import serve, wait_until
 from tests.support.web import Visit, WebFarm, audited_addresses, sign_in_and_reserve, start_page
 
 pytestmark = pytest.mark.slow(reason="starts servers and pages")
@@ -33,11 +33,7 @@ class Served:
 
     def __init__(self, web: WebFarm, folder: Path, *options: str) -> None:
         self.tokens = web.tokens
-        self.daemon = Daemon(
-            ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--no-prewarm",
-             "--exit-with-stdin", "--tokens", str(web.folder / "tokens"), "--web", "127.0.0.1:0", *options],
-            folder / "serve.log",
-        )  # fmt: skip
+        self.daemon = serve(folder, "--tokens", str(web.folder / "tokens"), "--web", "127.0.0.1:0", *options)
         self.daemon.start()
         self.address = self.daemon.expect("listening on").rpartition(" ")[2]
         self.url = self.daemon.expect("web page at").rpartition(" ")[2].rstrip("/")

@@ -149,8 +149,7 @@ def test_pages_fit_a_narrow_screen(web: WebFarm, browser: Browser, scheme: str) 
 
 
 def test_a_restart_of_the_server_is_shown_and_recovered(browser: Browser, tmp_path: Path) -> None:
-    farm = WebFarm(tmp_path)
-    try:
+    with WebFarm(tmp_path) as farm:
         farm.process.start(agents=0)
         page, url = start_page(farm.process.address, tmp_path / "web.log")
         farm.page = page
@@ -165,8 +164,6 @@ def test_a_restart_of_the_server_is_shown_and_recovered(browser: Browser, tmp_pa
         expect(tab.page.locator("main tbody tr")).to_contain_text("board-0")
         tab.must_be_quiet()
         tab.context.close()
-    finally:
-        farm.stop()
 
 
 def test_a_restart_of_the_page_leads_to_the_sign_in(web: WebFarm, browser: Browser, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import uuid
 from collections.abc import Iterator
 from typing import Final
 
@@ -27,16 +26,10 @@ def servers(tmp_path_factory: pytest.TempPathFactory, postgres_databases: Postgr
     folder = tmp_path_factory.mktemp("farm")
     (file := folder / "tokens").touch(mode=0o600)
     file.write_text("".join(f"the-{role} {role} {token}\n" for role, token in TOKENS.items()))
-    server, name = postgres_databases.server, f"farm_{uuid.uuid4().hex}"
-    server.execute("CREATE DATABASE {}", name)
-    running = Servers(folder, server.url(name))
-    try:
+    with postgres_databases.server.new_database() as url, Servers(folder, url) as running:
         running.add("--tokens", str(file))
         running.add("--tokens", str(file), "--web", "127.0.0.1:0")
         yield running
-    finally:
-        running.stop()
-        server.execute("DROP DATABASE {} WITH (FORCE)", name)
 
 
 @pytest.fixture(scope="module")

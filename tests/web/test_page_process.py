@@ -20,7 +20,7 @@ from etfarm.client.web.forms import CsrfTokens
 from etfarm.client.web.options import WebOptions
 from etfarm.client.web.pages.devices import DEVICES
 from etfarm.client.web.visitors import Visitors
-from tests.support.farm import Daemon, etfarm
+from tests.support.farm import Daemon, etfarm, serve
 from tests.support.refusals import refuses
 from tests.support.web import Visit, WebFarm, csrf_of, start_page
 
@@ -28,12 +28,8 @@ pytestmark = pytest.mark.slow(reason="starts servers and pages")
 
 
 def test_the_server_starts_a_page_that_ends_with_it(tmp_path: Path) -> None:
-    server = Daemon(
-        ["serve", "--listen", "127.0.0.1:0", "--data", str(tmp_path / "data"), "--no-bundle", "--no-prewarm", "--exit-with-stdin",
-         "--web", "127.0.0.1:0"],
-        tmp_path / "serve.log",
-        {"TMPDIR": str(tmp_path)},  # a killed server leaves its page's folder for the next one to remove
-    )  # fmt: skip
+    # A killed server leaves its page's folder for the next one to remove.
+    server = serve(tmp_path, "--web", "127.0.0.1:0", environment={"TMPDIR": str(tmp_path)})
     server.start()
     url = server.expect("web page at").rpartition(" ")[2].rstrip("/")
     visit = Visit(url)
@@ -200,17 +196,9 @@ def test_a_farm_with_tls_has_a_page_by_https(web: WebFarm, tmp_path: Path) -> No
     (tmp_path / "both.pem").chmod(0o600)
     both = str(tmp_path / "both.pem")
     tls = ("--tls-cert", both, "--tls-key", both)
-    server = Daemon(
-        ["serve", "--listen", "127.0.0.1:0", "--data", str(tmp_path / "data"), "--no-bundle", "--no-prewarm", "--exit-with-stdin",
-         "--web", "127.0.0.1:0", *tls, "--tokens", str(web.folder / "tokens")],
-        tmp_path / "serve.log",
-    )  # fmt: skip
-    server.start()
-    try:
+    with serve(tmp_path, "--web", "127.0.0.1:0", *tls, "--tokens", str(web.folder / "tokens")) as server:
         visit = Visit(server.expect("web page at").rpartition(" ")[2].rstrip("/"))
         assert visit.sign_in(web.tokens["viewer"]).status == 303, "the page trusts the server's own certificate"
-    finally:
-        assert server.stop() == 0
     page, url = start_page(web.process.address, tmp_path / "web.log", *tls)
     try:
         context = ssl.create_default_context()

@@ -12,7 +12,7 @@ import pytest
 
 from etfarm.client import EtfarmError, Farm
 from etfarm.client.cli.commands import server
-from tests.support.farm import Daemon
+from tests.support.farm import private_file, serve
 from tests.support.simulated_web import TOKENS
 from tests.support.web import Visit, WebFarm
 
@@ -26,25 +26,13 @@ SIGNING: Final = "signs-the-notices-0123456789"
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """The addresses of a server with secrets in its options, and of the page that it starts."""
     folder: Path = tmp_path_factory.mktemp("served")
-    tokens = folder / "tokens"
-    tokens.touch(mode=0o600)
-    tokens.write_text("".join(f"{role} {role} {token}\n" for role, token in TOKENS.items()))
-    signing = folder / "signing"
-    signing.touch(mode=0o600)
-    signing.write_text(f"{SIGNING}\n")
+    tokens = private_file(folder / "tokens", "".join(f"{role} {role} {token}\n" for role, token in TOKENS.items()))
+    signing = private_file(folder / "signing", f"{SIGNING}\n")
     options = ["--tokens", str(tokens), "--workers", "3", "--webhook-secret", str(signing)]
     options += ["--webhook", f"https://hooks.example/services/{SECRET}"]
-    daemon = Daemon(
-        ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--no-prewarm", "--exit-with-stdin",
-         "--web", "127.0.0.1:0", *options],
-        folder / "serve.log",
-    )  # fmt: skip
-    daemon.start()
-    try:
+    with serve(folder, "--web", "127.0.0.1:0", *options) as daemon:
         address = daemon.expect("listening on").rpartition(" ")[2]
         yield address, daemon.expect("web page at").rpartition(" ")[2].rstrip("/")
-    finally:
-        assert daemon.stop() == 0
 
 
 def show(url: str, role: str) -> str:
