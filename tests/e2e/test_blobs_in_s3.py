@@ -18,10 +18,9 @@ def test_a_job_outlives_the_copies_of_its_artifacts(tmp_path: Path, s3_server: S
     location = s3_server.new_location()
     for name, value in environment_of(location).items():
         monkeypatch.setenv(name, value)
-    farm = FarmProcess(tmp_path, serve=["--blobs", location.url])
-    data = tmp_path / "server"
-    copies = data / "artifacts" / "cache"
-    try:
+    with FarmProcess(tmp_path, serve=["--blobs", location.url]) as farm:
+        data = tmp_path / "server"
+        copies = data / "artifacts" / "cache"
         farm.start()
         with farm.client() as client:
             job = client.bench(program("add").path, threads=[1], iterations=20, warmup=2, min_time_s=0.01)
@@ -47,5 +46,3 @@ def test_a_job_outlives_the_copies_of_its_artifacts(tmp_path: Path, s3_server: S
         elsewhere = s3_server.new_location()
         copied = etfarm("restore", str(backup), "--data", str(restored), "--blobs", elsewhere.url, cwd=tmp_path)
         assert copied.returncode == 0, copied.stderr
-    finally:
-        farm.stop()

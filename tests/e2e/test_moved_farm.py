@@ -54,9 +54,8 @@ def test_a_farm_is_moved_out_and_back_with_its_reports(
     refused = etfarm("serve", "--listen", "127.0.0.1:0", "--data", str(data), "--no-bundle", "--exit-with-stdin", cwd=tmp_path)
     assert refused.returncode != 0 and "was moved to a PostgreSQL database" in refused.stderr
 
-    scaled = FarmProcess(folder, bundle=False, serve=there)
-    scaled.address = farm.address
-    try:
+    with FarmProcess(folder, bundle=False, serve=there) as scaled:
+        scaled.address = farm.address
         scaled.start()
         with scaled.client() as client:
             assert shown(client) == before
@@ -69,44 +68,33 @@ def test_a_farm_is_moved_out_and_back_with_its_reports(
             assert backup.returncode == 0, backup.stderr
             damaged = etfarm("artifacts", "verify", "--server", scaled.address, cwd=tmp_path)
             assert damaged.returncode == 0 and "0 damaged" in damaged.stdout
-    finally:
-        scaled.stop()
     done = etfarm(*back, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "remove database" in done.stdout and "remove blobs" in done.stdout
 
-    home = FarmProcess(folder, bundle=False)
-    home.address = farm.address
-    try:
+    with FarmProcess(folder, bundle=False) as home:
+        home.address = farm.address
         home.start()
         with home.client() as client:
             assert shown(client) == after
             measure(client)
-    finally:
-        home.stop()
-    former = FarmProcess(tmp_path / "former", bundle=False, serve=there)
-    former.folder.mkdir()
-    try:
+    with FarmProcess(tmp_path / "former", bundle=False, serve=there) as former:
+        former.folder.mkdir()
         former.restart()
         assert former.server is not None and former.server.process is not None
         assert former.server.process.wait(START_S) == 1, "it ends as soon as it leads"
         assert f"was moved to {data}" in former.server.log.read_text()
-    finally:
-        former.stop()
 
     elsewhere = s3_server.new_location()
     places = {"files": [], "s3": ["--database", server.url("restored"), "--blobs", elsewhere.url]}
     for name, options in places.items():
-        restored = FarmProcess(tmp_path / name, bundle=False, serve=options)
-        restored.folder.mkdir()
-        done = etfarm("restore", str(tmp_path / "backup"), "--data", str(restored.folder / "server"), *options, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        try:
+        with FarmProcess(tmp_path / name, bundle=False, serve=options) as restored:
+            restored.folder.mkdir()
+            done = etfarm("restore", str(tmp_path / "backup"), "--data", str(restored.folder / "server"), *options, cwd=tmp_path)
+            assert done.returncode == 0, done.stderr
             restored.restart()
             if options:
                 assert restored.server is not None
                 restored.server.expect("leading the farm")
             with restored.client() as client:
                 assert shown(client) == after, name
-        finally:
-            restored.stop()

@@ -31,9 +31,8 @@ def forkservers(farm: FarmProcess) -> list[int]:
 
 @pytest.mark.parametrize("prewarm", [True, False])
 def test_the_toolchain_is_loaded_at_start_or_by_the_first_compilation(tmp_path: Path, prewarm: bool) -> None:
-    farm = FarmProcess(tmp_path / "farm", bundle=False, prewarm=prewarm, executes=True)
-    farm.folder.mkdir()
-    try:
+    with FarmProcess(tmp_path / "farm", bundle=False, prewarm=prewarm, executes=True) as farm:
+        farm.folder.mkdir()
         farm.start(agents=0)
         with farm.client() as client:
             if prewarm:
@@ -46,5 +45,3 @@ def test_the_toolchain_is_loaded_at_start_or_by_the_first_compilation(tmp_path: 
             compiled = client.compile(models.save(models.conv, tmp_path / "conv.pt2")).result().report
             assert compiled.state == "SUCCEEDED"
             assert len(forkservers(farm)) == 1
-    finally:
-        farm.stop()

@@ -89,9 +89,8 @@ def test_a_farm_under_load_is_backed_up_killed_and_restored(farm: FarmProcess, t
     assert {folder.stat().st_mode & 0o777, (folder / manifest.database).stat().st_mode & 0o777} == {0o700, 0o600}
 
     farm.kill9()
-    elsewhere = FarmProcess(tmp_path / "elsewhere", bundle=False)
-    elsewhere.folder.mkdir()
-    try:
+    with FarmProcess(tmp_path / "elsewhere", bundle=False) as elsewhere:
+        elsewhere.folder.mkdir()
         done = etfarm("restore", str(folder), "--data", str(elsewhere.folder / "server"), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         elsewhere.restart()
@@ -100,8 +99,6 @@ def test_a_farm_under_load_is_backed_up_killed_and_restored(farm: FarmProcess, t
             assert {job: after.get(job) for job in before} == before
             damaged = etfarm("artifacts", "verify", "--server", elsewhere.address, cwd=tmp_path)
             assert damaged.returncode == 0 and "0 damaged" in damaged.stdout
-    finally:
-        elsewhere.stop()
     farm.restart()
 
 

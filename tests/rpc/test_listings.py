@@ -69,15 +69,12 @@ async def store_jobs(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def farm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
-    running = FarmProcess(tmp_path_factory.mktemp("listings"), bundle=False)
-    (running.folder / "server").mkdir()
-    asyncio.run(store_jobs(running.folder / "server" / "farm.sqlite"))
-    try:
+    with FarmProcess(tmp_path_factory.mktemp("listings"), bundle=False) as running:
+        (running.folder / "server").mkdir()
+        asyncio.run(store_jobs(running.folder / "server" / "farm.sqlite"))
         running.start()
         assert artifacts.main(["put", "--server", running.address, __file__]) == 0
         yield running
-    finally:
-        running.stop()
 
 
 def names(farm: FarmProcess, **filters: object) -> list[str]:
