@@ -15,6 +15,7 @@ _MAX_SIZES: Final = 4096
 """Maximum number of sizes that a condition is computed for."""
 _LEAST: Final = re.compile(rf"min\((\d+), {_DIM}\) <= {_DIM}")
 """The condition of a slice to the smaller of a number and the size, which torch.export 2.13 does not find true for all sizes."""
+_SUGGESTED: Final = re.compile(r"(\w+) = Dim\('\1'(?:, min=(\d+))?(?:, max=(\d+))?\)")
 _DIVISOR: Final = re.compile(r"// (\d+)\)")
 
 _FLOATS: Final = re.compile(r"\bmath\.[a-z]|\bsym_float\b|\bround\(| \*\* | [&|^] ")
@@ -98,6 +99,30 @@ def how_to_exclude(why: str) -> str:
     if excluded and excluded[0] - 1 > low:
         bounds.append(f"a smaller max ({excluded[0] - 1})")
     return " or ".join(bounds) or "a larger min or a smaller max"
+
+
+def narrow(fix: str, reasons: str) -> str:
+    """Return torch's suggested fix, a Dim with bounds, without the sizes at its ends that further conditions exclude.
+
+    torch 2.13 suggests the bounds of the conditions that are inequalities, also where `n != 24` excludes one of them.
+
+    Args:
+        fix: as `n = Dim('n', min=4, max=24)`; others are returned as they are.
+        reasons: torch's sentences, a line each.
+    """
+    match = _SUGGESTED.fullmatch(fix)
+    if match is None:
+        return fix
+    low, high = int(match[2] or 2), int(match[3]) if match[3] else _MAX_SIZES
+    guards = [guard[3] for line in reasons.splitlines() if (guard := _GUARD.search(line.rstrip("."))) is not None]
+    excluded = {size for guard in guards if "!=" in guard for size in _excluded(guard, low, min(high, low + _MAX_SIZES))}
+    least, most = low, high
+    while least in excluded:
+        least += 1
+    while most in excluded:
+        most -= 1
+    bounds = [f", min={least}"] * (bool(match[2]) or least != low) + [f", max={most}"] * bool(match[3])
+    return f"{match[1]} = Dim('{match[1]}'{''.join(bounds)})" if least < most else fix
 
 
 def how_to_divide(why: str) -> str:

@@ -60,7 +60,7 @@ from etfarm.client.export.source import ModelSource, must_be_tuple
 from etfarm.client.export.splits import find_padding, find_split, must_fit_all_sizes
 from etfarm.client.export.structures import plain_structures
 from etfarm.client.export.subclasses import is_unwrapping, make_plain
-from etfarm.client.export.traces import Place, make_relative, place_in, place_of, traced_graph
+from etfarm.client.export.traces import Place, library_place_of, make_relative, place_in, place_of, traced_graph
 from etfarm.client.export.transform import Transform
 from etfarm.wire import differences, digest
 from etfarm.wire.errors import EtfarmError, error_for
@@ -532,7 +532,7 @@ def _refusals(method: str, base: Path, what: str = "torch.export", graph: Graph 
             raise unsupported_output(method, (match[1] or match[2]).rpartition(".")[2], str(place or "")) from error
         branch = "Could not guard on data-dependent expression" in text or text.startswith("Data-dependent branching")
         if branch:
-            raise data_dependent_branch(method, str(place or ""), place.code if place else "") from error
+            raise data_dependent_branch(method, place, library_place_of(error, base)) from error
         dim = specialized(method, text, str(place or ""), partial(find_split, error, base), partial(find_fixing, error, base))
         name = type(error).__name__
         if (dim or name == "AssertionError") and (padding := find_padding(error, base)) is not None:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from etfarm.wire.errors import EtfarmError, UserError, error_for
+
+if TYPE_CHECKING:
+    from etfarm.client.export.traces import Place
 
 STAGE = "TORCH_EXPORT"
 """Stage in errors of exporting."""
@@ -205,20 +208,37 @@ _ASSERTS: Final = re.compile(r"^\s*assert\b|torch\._(assert|check)\w*\(")
 """In a line that checks a value, and so has no second branch."""
 
 
-def data_dependent_branch(method: str, place: str, code: str) -> EtfarmError:
-    """Return the error that a Python branch depends on a tensor's value, which a program cannot express."""
-    at = f" at {place}" if place else ""
-    quote = f": `{code}`" if code else ""
+def data_dependent_branch(method: str, place: Place | None, library: Place | None = None) -> EtfarmError:
+    """Return the error that a Python branch depends on a tensor's value, which a program cannot express.
+
+    Args:
+        place: the user's line.
+        library: the line of an installed library that has the branch, and that the user's line calls; None if that has it.
+    """
+    has_branch = library or place
+    code = has_branch.code if has_branch else ""
+    at = f" at {has_branch}" if has_branch else ""
+    called = f", which {place} calls," if library else ""
     is_assertion = _ASSERTS.search(code) is not None
+    if library is not None and "causal" in code:
+        remedy = (
+            "Pass is_causal=False to the layer, or True for a causal mask, so that it does not look into the mask; to a decoder "
+            "tgt_is_causal and memory_is_causal."
+        )
+    elif library is not None:
+        remedy = "Call it such that it needs no value there, or replace that part by your own, with torch.cond or torch.where."
+    elif is_assertion:
+        remedy = "Put it under `if not torch.compiler.is_exporting():`, and check the values where the program is called."
+    else:
+        remedy = "Write it with torch.cond(predicate, true_fn, false_fn, operands), or with torch.where."
     return error_for(
         "DATA_DEPENDENT_BRANCH",
-        f"{method}: {'an assertion' if is_assertion else 'a branch'}{at} depends on a tensor's value{quote}.",
-        "Put it under `if not torch.compiler.is_exporting():`, and check the values where the program is called."
-        if is_assertion
-        else "Write it with torch.cond(predicate, true_fn, false_fn, operands), or with torch.where.",
+        f"{method}: {'an assertion' if is_assertion else 'a branch'}{at}{called} depends on a tensor's value"
+        f"{f': `{code}`' if code else ''}.",
+        remedy,
         stage=STAGE,
         method=method,
-        place=place,
+        place=str(place or ""),
         code=code,
     )
 

@@ -16,7 +16,7 @@ from etfarm.client.export.errors import (
     with_article,
 )
 from etfarm.client.export.fixed_sizes import Fixing
-from etfarm.wire.dim_guards import WHOLE_NUMBERS, computes_in_floats, how_to_divide, how_to_exclude, why_floats
+from etfarm.wire.dim_guards import WHOLE_NUMBERS, computes_in_floats, how_to_divide, how_to_exclude, narrow, why_floats
 from etfarm.wire.errors import error_for
 from etfarm.wire.fixed_numbers import how_to_vary
 
@@ -149,7 +149,7 @@ def specialized(
             method, dim, split.why(), split.remedy(int(guard[1] or 0), int(guard[2] or 0)), str(split.place or place)
         )
     fixes = re.search(r"Suggested fixes:\n((?:  .+\n?)+)", text)
-    fix = "; ".join(line.strip() for line in fixes[1].splitlines()) if fixes else ""
+    fix = "; ".join(narrow(line.strip(), text) for line in fixes[1].splitlines()) if fixes else ""
     remedy = f"Write {fix}, or remove what limits the size from the model." if fix else "Export the dim as static."
     if _QUOTIENT.search(why):
         fixing = find_fixing() or Fixing(None, None)

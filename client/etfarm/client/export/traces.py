@@ -109,6 +109,23 @@ def place_of(error: BaseException, base: Path) -> Place | None:
     return None
 
 
+def library_place_of(error: BaseException, base: Path) -> Place | None:
+    """Return the innermost line of an installed library that the user's innermost line calls; None if it calls none.
+
+    The layers of torch.nn count as a library.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [at for at, frame in enumerate(frames) if is_users(frame.filename, base) and not _is_installed(frame)]
+    if not own:
+        return None
+    called = [
+        frame
+        for frame in frames[own[-1] + 1 :]
+        if _is_installed(frame) and (is_users(frame.filename, base) or relative(frame.filename, base).startswith("torch/nn/"))
+    ]
+    return Place(relative(called[-1].filename, base), called[-1].lineno or 0, called[-1].line or "") if called else None
+
+
 def place_in(text: str, base: Path) -> Place | None:
     """Return the innermost line of the user's own code in a stack trace that is part of a message."""
     matches = re.findall(r'^\s*File "([^"\n]+)", line (\d+), in [^\n]*\n(?:\s+(?!File ")([^\n]*))?', text, re.MULTILINE)
@@ -145,9 +162,13 @@ def _innermost(frames: Iterable[traceback.FrameSummary], base: Path) -> Place | 
     users = [frame for frame in frames if is_users(frame.filename, base)]
     if not users:
         return None
-    own = [frame for frame in users if not _INSTALLED.match(frame.filename.replace("\\", "/"))]
+    own = [frame for frame in users if not _is_installed(frame)]
     last = (own or users)[-1]
     return Place(relative(last.filename, base), last.lineno or 0, last.line or "")
+
+
+def _is_installed(frame: traceback.FrameSummary) -> bool:
+    return _INSTALLED.match(frame.filename.replace("\\", "/")) is not None
 
 
 def is_users(path: str, base: Path) -> bool:

@@ -44,7 +44,12 @@ _INSTEAD: Final = tuple(
             "an input or a buffer for what this decomposition of a matrix gives, and compute it outside of the model",
         ),
         ("max_pool3d\\w*", "F.max_pool2d of x.flatten(1, 2) and then F.max_pool1d along the depth for max_pool3d"),
-        ("avg_pool3d", "F.avg_pool2d of x.flatten(1, 2) and then F.avg_pool1d along the depth for avg_pool3d"),
+        (
+            "avg_pool3d",
+            "F.avg_pool2d of x.flatten(1, 2) and then F.avg_pool1d along the depth for avg_pool3d; x / (k + alpha * y) ** beta "
+            "for F.local_response_norm(x, n), with y = F.avg_pool1d(F.pad((x * x).flatten(2).transpose(1, 2), "
+            "(n // 2, (n - 1) // 2)), n, 1).transpose(1, 2).reshape(x.shape)",
+        ),
         (
             "adaptive_max_pool[123]d",
             "max pools with kernel_size = stride = input size // output size for adaptive ones, where that leaves no rest",

@@ -94,6 +94,24 @@ def test_conditions_on_what_is_computed_of_a_size_have_a_dim_that_can_be_exporte
     assert export_source(source(mended), name="m").methods
 
 
+@pytest.mark.parametrize(
+    ("body", "remedy"),
+    [
+        (lambda x, n: torch.eye(8)[:, :n] @ x, "n = Dim('n', max=7)"),  # torch suggests max=8, and excludes 8
+        (lambda x, n: F.linear(x.T.contiguous()[None, :, :4], torch.eye(4)), "n = Dim('n', min=5, max=16)"),
+        (lambda x, n: x[-4:] @ torch.eye(3).T, "n = Dim('n', min=4, max=16)"),
+    ],
+)
+def test_a_suggested_range_leaves_out_the_sizes_at_its_ends_that_the_model_excludes(body: Any, remedy: str) -> None:
+    def source(dim: Any) -> ModelSource:
+        return ModelSource.of(Computed(body).eval(), (torch.ones(6, 3),), dynamic_shapes={"x": {0: dim}})
+
+    with pytest.raises(e.DimSpecialized) as caught:
+        export_source(source(Dim("n", max=16)), name="m")
+    assert caught.value.remedy == f"Write {remedy}, or remove what limits the size from the model."
+    assert export_source(source(eval(remedy.partition(" = ")[2], {"Dim": Dim})), name="m").methods
+
+
 def joined(body: Any, low: int, high: int) -> ModelSource:
     shapes = {"x": {0: Dim("n", min=low, max=high)}}
     return ModelSource.of(Computed(body).eval(), (torch.ones(6, 3),), dynamic_shapes=shapes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -349,3 +350,34 @@ def test_an_unpacking_of_the_models_own_keeps_its_line() -> None:
 
     with refuses("EXPORT_FAILED", match=r"test_export_remedies\.py:\d+ with ValueError: not enough values to unpack"):
         export_source(ModelSource.of(Model(body).eval(), (X,)), name="m")
+
+
+def masked(is_decoder: bool, is_causal: bool | None) -> Callable[[Tensor], Tensor]:
+    """Return a transformer of torch with a causal mask."""
+    torch.manual_seed(0)
+    mask = nn.Transformer.generate_square_subsequent_mask(4)
+    if is_decoder:
+        decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 2, 8, batch_first=True), 1).eval()
+        return lambda x: decoder(x, x, tgt_mask=mask, tgt_is_causal=is_causal)  # type: ignore[no-any-return]
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 1).eval()
+    return lambda x: encoder(x, mask=mask, is_causal=is_causal)  # type: ignore[no-any-return]
+
+
+class Masked(nn.Module):
+    def __init__(self, called: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.called = called
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.called(x)
+
+
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_a_branch_of_a_layer_of_torch_is_named_with_the_argument_that_avoids_it(*, is_decoder: bool) -> None:
+    x = torch.ones(1, 4, 4)
+    with refuses("DATA_DEPENDENT_BRANCH") as refused:
+        export_source(ModelSource.of(Masked(masked(is_decoder, None)).eval(), (x,)), name="m")
+    assert re.search(r"torch/nn/modules/transformer\.py:\d+, which \S*test_export_remedies\.py:\d+ calls", refused.value.message)
+    assert ("tgt_is_causal" if is_decoder else "is_causal=False") in refused.value.remedy
+    for is_causal in (False, True):
+        assert export_source(ModelSource.of(Masked(masked(is_decoder, is_causal)).eval(), (x,)), name="m").methods

@@ -43,6 +43,12 @@ def by_depth(pool_2d: Callable[..., Tensor], pool_1d: Callable[..., Tensor]) -> 
     return pool
 
 
+def response_norm(cube: Tensor, n: int = 2) -> Tensor:
+    x = cube[0]
+    y = F.avg_pool1d(F.pad((x * x).flatten(2).transpose(1, 2), (n // 2, (n - 1) // 2)), n, 1).transpose(1, 2).reshape(x.shape)
+    return x / (1 + 1e-4 * y) ** 0.75
+
+
 def log_of_sums(x: Tensor) -> Tensor:
     n = x.shape[-1]
     return torch.logsumexp(torch.where(torch.ones(n, n, dtype=torch.bool).tril(), x.unsqueeze(-2), -torch.inf), -1)
@@ -91,6 +97,7 @@ CASES: Final[dict[str, tuple[Callable[..., Any], Callable[..., Any], Tensor, str
     "logcumsumexp of a scan": (lambda x: torch.logcumsumexp(x, 1), log_of_sums, SCAN, "for logcumsumexp"),
     "max_pool3d": (lambda x: F.max_pool3d(x, 2), by_depth(F.max_pool2d, F.max_pool1d), CUBE, "for max_pool3d"),
     "avg_pool3d": (lambda x: F.avg_pool3d(x, 2), by_depth(F.avg_pool2d, F.avg_pool1d), CUBE, "for avg_pool3d"),
+    "local_response_norm": (lambda x: F.local_response_norm(x[0], 2), response_norm, CUBE, "for F.local_response_norm(x, n)"),
     "adaptive_max_pool": (
         lambda x: F.adaptive_max_pool2d(x[:, 0], 4), lambda x: F.max_pool2d(x[:, 0], 2, 2), CUBE, "input size // output size",
     ),
