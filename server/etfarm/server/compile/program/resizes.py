@@ -9,11 +9,9 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
-from etfarm.server.compile.program.descriptions import describe_node
+from etfarm.server.compile.program.descriptions import describe_node, list_first
 
 REASON: Final = "XNNPACK's resize takes its scale from the sizes, and the model has another scale_factor"
-_NAMED: Final = 3
-"""Maximum number of operators in a message."""
 
 
 def has_own_scale(node: Any) -> bool:
@@ -31,12 +29,11 @@ def has_own_scale(node: Any) -> bool:
 
 def describe_undelegated(program: Any) -> str:
     """Return which resizes of an exported program XNNPACK is not given, and what to do; empty without any."""
-    shown = list(dict.fromkeys(describe_node(node) for node in program.graph.nodes if has_own_scale(node)))
-    more = f" and {len(shown) - _NAMED} more" if len(shown) > _NAMED else ""
+    shown = list_first(describe_node(node) for node in program.graph.nodes if has_own_scale(node))
     if not shown:
         return ""
     return (
-        f"XNNPACK does not compute {'; '.join(shown[:_NAMED])}{more}: it would take the scale from the sizes, which is not the "
+        f"XNNPACK does not compute {shown}: it would take the scale from the sizes, which is not the "
         "scale_factor. The portable kernels compute it, slower. For XNNPACK, add recompute_scale_factor=True: the model then "
         "takes the scale from the sizes too, which changes its outputs."
     )
