@@ -32,7 +32,7 @@ def configure_xnnpack(partitioners: Sequence[Any] | Mapping[str, Sequence[Any]],
 
     XNNPACK delegates nothing within branches and loop bodies, but would keep ATen's operators there, such as `linear`, which
     ExecuTorch then refuses as neither decomposed nor delegated. It would compute some bilinear resizes with another scale; see
-    `program.resizes`. Its PReLU takes images only, and lowering fails with any other.
+    `program.resizes`. Its PReLU takes images only, and its reshapes take one dynamic dim; lowering fails with any other.
 
     Args:
         partitioners: a list, or lists by method.
@@ -48,10 +48,9 @@ def configure_xnnpack(partitioners: Sequence[Any] | Mapping[str, Sequence[Any]],
             partitioner.per_op_mode |= per_op
             partitioner.ops_to_not_decompose = partial(_outside_of_branches, partitioner.ops_to_not_decompose)
             partitioner.generate_partitions = partial(generate_without_cycles, partitioner.generate_partitions)
-            if resize := partitioner.target_partitioner_configs.get("upsample_bilinear2d.vec"):
-                resize.check_constraints = partial(_has_scale_of_sizes, resize.check_constraints)
-            if prelu := partitioner.target_partitioner_configs.get("prelu.default"):
-                prelu.check_constraints = partial(_is_of_images, prelu.check_constraints)
+            for target, check in _CHECKS.items():
+                if config := partitioner.target_partitioner_configs.get(target):
+                    config.check_constraints = partial(check, config.check_constraints)
 
 
 def _outside_of_branches(ops_to_not_decompose: Callable[[Any], tuple[Any, Any]], program: Any) -> tuple[Any, Any]:
@@ -78,6 +77,32 @@ def _is_of_images(check_constraints: Callable[[Any, Any], bool], node: Any, prog
         why(node, reason="XNNPACK's PReLU takes tensors with four dims only")
         return False
     return check_constraints(node, program)
+
+
+def _is_reshaped_by_one_dim(check_constraints: Callable[[Any, Any], bool], node: Any, program: Any) -> bool:
+    """Return whether XNNPACK computes an operator, and log the reason if not.
+
+    It computes those of series as ones of images, and reshapes their tensors for that.
+    """
+    from executorch.backends.xnnpack.partition.config.xnnpack_config import why
+
+    value = node.meta["val"]
+    shape = (value[0] if isinstance(value, tuple) else value).shape
+    is_of_images = len(shape) == _IMAGE_DIMS and "unsqueeze" not in str(node.target)
+    if not is_of_images and sum(not isinstance(size, int) for size in shape) > 1:
+        why(node, reason="XNNPACK reshapes tensors with one dynamic dim at most")
+        return False
+    return check_constraints(node, program)
+
+
+_CHECKS: Final = {
+    "upsample_bilinear2d.vec": _has_scale_of_sizes,
+    "prelu.default": _is_of_images,
+    "unsqueeze_copy.default": _is_reshaped_by_one_dim,
+    "convolution.default": _is_reshaped_by_one_dim,
+    "_native_batch_norm_legit_no_training.default": _is_reshaped_by_one_dim,
+}
+"""What is checked of operators before XNNPACK's partitioner checks them."""
 
 
 def quantizers(components: Sequence[Component]) -> list[Any]:

@@ -2,15 +2,16 @@
 
 Where one of the operators that read a dequantized tensor takes its channels last and others do not, ExecuTorch 1.5.1 gives all of
 them the transposed one, so that the delegate fails. This happens to operators that are decomposed after quantization, such as a
-PReLU with a computed weight or an InstanceNorm, and to layers that are also outputs. And it transposes behind dynamic scales of a
-linear layer's input, which then does not count as quantized.
+PReLU with a computed weight or an InstanceNorm, and to layers that are also outputs. And it transposes in the wrong place where
+scales are dynamic: behind those of a linear layer's input, which then does not count as quantized, and for a convolution not its
+input but what that is computed from, such as an image that is also added, or tokens.
 
 Source: executorch/backends/xnnpack/_passes/channels_last_tagged_reshape_pass.py 1.5.1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import getitem
 from typing import Any
@@ -19,11 +20,14 @@ import torch
 from executorch.backends.xnnpack._passes.channels_last_tagged_reshape_pass import ChannelsLastTaggedReshapePass as Pass
 from executorch.backends.xnnpack.utils.quant_utils import is_dynamic_qdq
 
+Transpose = Callable[[Any, Any, Any, Any], None]
+"""A method of the pass, which transposes a node for a user of it."""
+
 
 @contextmanager
 def separate() -> Iterator[None]:
     """Transpose for those operators alone that need it inside the context."""
-    insert, to_contiguous = Pass.insert_copy_q_dq, Pass.input_to_nchw
+    insert, to_first, to_last = Pass.insert_copy_q_dq, Pass.input_to_nchw, Pass.input_to_nhwc
 
     def insert_for_one(own: Any, module: Any, before: Any, after: Any, copy: Any, parameters: Any) -> None:
         is_for_images = copy.kwargs["memory_format"] == torch.channels_last
@@ -37,19 +41,27 @@ def separate() -> Iterator[None]:
             before = duplicate
         insert(own, module, before, after, copy, parameters)
 
-    def transpose_before_scales(own: Any, module: Any, value: Any, user: Any) -> Any:
-        if not is_dynamic_qdq(value) or not Pass.is_nhwc_node(value):
-            return to_contiguous(own, module, value, user)
-        quantize = value.args[0]
-        source, choose = quantize.args[0], next(each.args[0] for each in quantize.all_input_nodes if each.target is getitem)
-        for reader in (choose, quantize):
-            to_contiguous(own, module, source, reader)
-        for node in (choose, *choose.users, quantize, value):
-            own.mark_as_nchw_node(node)
-        return None
-
-    Pass.insert_copy_q_dq, Pass.input_to_nchw = insert_for_one, transpose_before_scales
+    Pass.insert_copy_q_dq = insert_for_one
+    Pass.input_to_nchw = _before_scales(to_first, Pass.is_nchw_node, Pass.mark_as_nchw_node)
+    Pass.input_to_nhwc = _before_scales(to_last, Pass.is_nhwc_node, Pass.mark_as_nhwc_node)
     try:
         yield
     finally:
-        Pass.insert_copy_q_dq, Pass.input_to_nchw = insert, to_contiguous
+        Pass.insert_copy_q_dq, Pass.input_to_nchw, Pass.input_to_nhwc = insert, to_first, to_last
+
+
+def _before_scales(transpose: Transpose, is_done: Callable[[Any], bool], mark: Callable[[Any], None]) -> Transpose:
+    """Return a function that transposes a tensor before the dynamic scales that it is quantized with are computed."""
+
+    def transpose_before(own: Any, module: Any, value: Any, user: Any) -> None:
+        if not is_dynamic_qdq(value) or is_done(value):
+            transpose(own, module, value, user)
+            return
+        quantize = value.args[0]
+        source, choose = quantize.args[0], next(each.args[0] for each in quantize.all_input_nodes if each.target is getitem)
+        for reader in (choose, quantize):
+            transpose(own, module, source, reader)
+        for node in (choose, *choose.users, quantize, value):
+            mark(node)
+
+    return transpose_before

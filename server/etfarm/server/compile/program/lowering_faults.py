@@ -71,31 +71,6 @@ def _drops_a_dim(node: Any) -> bool:
     return str(node.target) == "aten.max.dim" and len(node.args) < 3
 
 
-def _has_dynamic_dims(node: Any) -> bool:
-    """Return whether an operator that XNNPACK's part computes with other shapes has several dynamic dims."""
-    shape = getattr(node.meta.get("val"), "shape", ())
-    several = sum(not isinstance(size, int) for size in shape) > 1
-    return several and (
-        name_of(node) in ("conv1d", "conv_transpose1d", "squeeze", "unsqueeze") or (_is_convolution(node) and len(shape) == 3)
-    )
-
-
-def _is_convolution(node: Any) -> bool:
-    return name_of(node) in ("conv1d", "conv2d", "convolution", "conv_transpose2d")
-
-
-def _is_of_other_rank(node: Any) -> bool:
-    """Return whether a convolution's image is quantized with dynamic scales and comes from a tensor of other dims."""
-    source: Any = node.args[0] if _is_convolution(node) else None
-    if "dequantize" not in str(getattr(source, "target", "")):
-        return False
-    while hasattr(source, "args") and source.args and hasattr(source.args[0], "args"):
-        source = source.args[0]
-        if len(getattr(source.meta.get("val"), "shape", ())) not in (0, _IMAGE_DIMS):
-            return True
-    return False
-
-
 _FAULTS: Final = (
     Fault(
         re.compile(r"\Atuple index out of range\Z"),
@@ -128,25 +103,6 @@ _FAULTS: Final = (
         _drops_a_dim,
         "XNNPACK's part of ExecuTorch takes {}, and computes maxima only if they keep their dim.",
         "Write x.amax(dim) for x.max(dim)[0] or x.max(dim).values.",
-    ),
-    Fault(
-        re.compile(r"XNNPACK reshape only supports 1 dynamic dimension"),
-        _has_dynamic_dims,
-        "XNNPACK reshapes tensors with one dynamic dim at most, as for {}.",
-        "Export all dims but one as static, or compile with the recipe portable.",
-    ),
-    Fault(
-        re.compile(r"required rank 4 tensor to use channels_last"),
-        _is_of_other_rank,
-        "XNNPACK's part of ExecuTorch cannot quantize the image of {} with dynamic scales, as it is made of a tensor with other "
-        "dims.",
-        "Leave this convolution in fp32 (skip_modules in a recipe file), or use a static recipe.",
-    ),
-    Fault(
-        re.compile(r"required rank 4 tensor to use channels_last"),
-        _computes_with_number,
-        "XNNPACK's part of ExecuTorch wants all operands of {} in the memory layout of channels last, and one has fewer dims.",
-        "Give it a buffer with as many dims as the other operand: torch.full((1, 1, 1, 1), 2.0) for 2.0.",
     ),
     Fault(
         re.compile(r"\A'val'\Z"),

@@ -44,8 +44,15 @@ class Model(nn.Module):
     (DYNAMIC, lambda m, x: m.last(m.prelu(m.first(x)))),
     (DYNAMIC, lambda m, x: m.last(F.max_pool2d(m.first(x), 3, 1, 1))),
     (DYNAMIC, lambda m, x: ((y := m.prelu(m.first(x))), m.last(y), m.first(y))),
+    (DYNAMIC, lambda m, x: m.point(F.instance_norm(x))),
+    (DYNAMIC, lambda m, x: ((y := F.instance_norm(m.image(x))), m.point(y))),
+    (DYNAMIC, lambda m, x: m.point(F.layer_norm(m.image(x).flatten(2).transpose(1, 2), (4,)).transpose(1, 2).view(x.shape))),
+    (DYNAMIC, lambda m, x: ((y := m.image(x)), m.point(2.0 - y), m.point(m.prelu.weight.sum() - y), y + 1)),
+    (DYNAMIC, lambda m, x: m.point(m.image(x) * m.make(x.mean((0, 2, 3)))[:, None, None] + x)),
+    (DYNAMIC, lambda m, x: ((y := x + 1), m.point(y), m.image(y), m.last(y), y.flatten(2))),
 ], ids=["computed", "generated", "instance norm", "outputs", "sigmoid", "linear", "dynamic linear", "dynamic pool",
-        "dynamic twice"])  # fmt: skip
+        "dynamic twice", "dynamic norm", "dynamic norm as output", "dynamic tokens", "dynamic number", "dynamic channels",
+        "dynamic outputs"])  # fmt: skip
 def test_programs_compute_as_the_model(recipe: str, body: Body) -> None:
     torch.manual_seed(0)
     model, x = Model(body).eval(), torch.randn(1, 4, 8, 8)

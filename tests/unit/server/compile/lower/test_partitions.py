@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F  # noqa: E402
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner  # noqa: E402
 from executorch.exir import to_edge_transform_and_lower  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.export import Dim  # noqa: E402
 
 from etfarm.server.workers.pool import Workers  # noqa: E402
 from tests.support.compiling import compiled, lowered_here, run  # noqa: E402
@@ -43,6 +45,17 @@ class Resized(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return F.interpolate(x, **self.how)
+
+
+class Function(nn.Module):
+    """A function of one tensor."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x)
 
 
 MASKED = (torch.randn(1, 5, 16), torch.full((5, 5), -torch.inf).triu(1))
@@ -109,3 +122,30 @@ def test_a_prelu_behind_any_layer_is_lowered(layer: nn.Module, weights: int, sha
     pte = lowered_here(torch.export.export(module, (x,)), "xnnpack_fp32")
     torch.testing.assert_close(run(pte, [x])[0], module(x), atol=1e-5, rtol=1e-4)
     assert pte.count(b"XnnpackBackend") == delegates
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize(("make", "operator", "places"), [
+    (lambda: Function(lambda x: torch.stack([x * 2, x + 1], -1)), "aten_unsqueeze_copy_default", 2),
+    (lambda: Function(lambda x: torch.cat([(x * 2).unsqueeze(-1), (x + 1).unsqueeze(-1)], -1)), "aten_unsqueeze_copy_default", 2),
+    (lambda: nn.Conv1d(3, 4, 3, padding=1), "aten_convolution_default", 1),
+    (lambda: nn.ConvTranspose1d(3, 4, 3), "aten_convolution_default", 1),
+    (lambda: nn.BatchNorm1d(3), "aten__native_batch_norm_legit_no_training_default", 1),
+], ids=["stack", "cat", "convolution", "transposed convolution", "batch norm"])  # fmt: skip
+async def test_several_dynamic_dims_are_reshaped_outside_of_delegates(
+    workers: Workers, tmp_path: Path, make: Callable[[], nn.Module], operator: str, places: int
+) -> None:
+    batch, time, model, x = Dim("batch", max=4), Dim("time", min=4, max=40), make().eval(), torch.rand(3, 3, 21)
+
+    def exported(shapes: Any) -> Callable[[], Any]:
+        return lambda: torch.export.export(model, (x,), dynamic_shapes=(shapes,))
+
+    result = (await compiled(workers, tmp_path / "several", exported({0: batch, 2: time}), "xnnpack_fp32")).result
+    assert result["warnings"] == []
+    assert [(check["inputs"], check["ran"]) for check in result["checks"]] == [("EXAMPLE", True), ("MIN", True), ("MAX", True)]
+    (row,) = [row for row in result["delegation"]["forward"]["operators"] if row["op"] == operator]
+    assert (row["delegated"], row["non_delegated"]) == (0, places)
+    assert row["places"][0]["undelegated_reason"] == "XNNPACK reshapes tensors with one dynamic dim at most"
+    result = (await compiled(workers, tmp_path / "one", exported({2: time}), "xnnpack_fp32")).result
+    (row,) = [row for row in result["delegation"]["forward"]["operators"] if row["op"] == operator]
+    assert (row["delegated"], row["non_delegated"]) == (places, 0)

@@ -17,13 +17,12 @@ from functorch.experimental.control_flow import map as mapped  # noqa: E402
 from torch import nn  # noqa: E402
 from torch._higher_order_ops.scan import scan  # noqa: E402
 from torch._higher_order_ops.while_loop import while_loop  # noqa: E402
-from torch.export import Dim  # noqa: E402
 
 from etfarm.server.compile.lower import build, quantize  # noqa: E402
 from etfarm.server.compile.program.explain import stage_failed  # noqa: E402
 from etfarm.wire import recipes  # noqa: E402
 from etfarm.wire.errors import EtfarmError  # noqa: E402
-from tests.support.compiling import DYNAMIC, STATIC, with_quantizer  # noqa: E402
+from tests.support.compiling import STATIC  # noqa: E402
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow(reason="lowers models")]
 
@@ -115,19 +114,6 @@ class Weighted(nn.Module):
         return self.lin(x), self.lin.weight * 1 if self.copies else self.lin.weight
 
 
-class Subtracted(nn.Module):
-    """Subtracts an image from a number before a convolution."""
-
-    def __init__(self, number: Any) -> None:
-        super().__init__()
-        self.a = nn.Conv2d(3, 4, 3)
-        self.b = nn.Conv2d(4, 4, 3)
-        self.register_buffer("number", number)
-
-    def forward(self, x: Any) -> Any:
-        return self.b(self.number - self.a(x))
-
-
 class Returned(nn.Module):
     """Returns what it subtracts from."""
 
@@ -138,19 +124,6 @@ class Returned(nn.Module):
     def forward(self, x: Any) -> Any:
         y = self.a(x)
         return y, y - 2.0
-
-
-class Tokens(nn.Module):
-    """Makes an image of tokens, as SegFormer's attention does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Conv2d(3, 8, 4, 4)
-        self.sr = nn.Conv2d(8, 8, 2, 2)
-
-    def forward(self, x: Any) -> Any:
-        tokens = F.layer_norm(self.a(x).flatten(2).transpose(1, 2), (8,))
-        return self.sr(tokens.transpose(1, 2).reshape(1, 8, 2, 2))
 
 
 class Last(nn.Module):
@@ -188,9 +161,6 @@ class Largest(nn.Module):
         return self.function(x)
 
 
-SERIES: Final = torch.rand(3, 8, 21)
-BATCH, TIME = Dim("batch", max=4), Dim("time", min=4, max=40)
-
 X: Final = torch.rand(2, 3)
 IMAGE: Final = torch.rand(1, 3, 8, 8)
 LINE: Final = "test_lowering_faults.py:"
@@ -218,14 +188,6 @@ CASES: Final[dict[str, tuple[nn.Module, Any, str, list[tuple[nn.Module, str]], l
         Weighted(copies=False), X, "xnnpack_fp32", [(Weighted(copies=True), "xnnpack_fp32")],
         ["the weight lin.weight to a delegate and return it too", "self.lin.weight * 1"],
     ),
-    "a number on the left": (
-        Subtracted(torch.tensor(2.0)), IMAGE, DYNAMIC, [(Subtracted(torch.full((1, 1, 1, 1), 2.0)), DYNAMIC)],
-        ["aten::sub at ", LINE, "self.number - self.a(x)", "torch.full((1, 1, 1, 1), 2.0)"],
-    ),
-    "an image of tokens": (
-        Tokens(), IMAGE, DYNAMIC, [(Tokens(), STATIC), (Tokens(), f"{DYNAMIC} without sr")],
-        ["dynamic scales", "aten::conv2d at ", LINE, "reshape(1, 8, 2, 2)", "module sr", "skip_modules"],
-    ),
     "weights that are channels last": (
         Last(torch.channels_last), IMAGE, STATIC, [(Last(torch.contiguous_format), STATIC)],
         ["weights in the usual memory format", "channels last", "Leave out model.to(memory_format"],
@@ -244,17 +206,11 @@ CASES: Final[dict[str, tuple[nn.Module, Any, str, list[tuple[nn.Module, str]], l
 }  # fmt: skip
 
 
-def known(name: str) -> recipes.Recipe:
-    """Return a recipe by its name, which may name a module that stays in fp32."""
-    name, _, module = name.partition(" without ")
-    return with_quantizer(name, f'skip_modules = ["{module}"]') if module else recipes.parse(name)
-
-
-def lower(module: nn.Module, x: Any, name: str, shapes: Any = None) -> tuple[Any, EtfarmError | None]:
+def lower(module: nn.Module, x: Any, name: str) -> tuple[Any, EtfarmError | None]:
     """Return the exported program, and the error of lowering it, if any."""
-    program = torch.export.export(module.eval(), x if isinstance(x, tuple) else (x,), dynamic_shapes=shapes)
+    program = torch.export.export(module.eval(), x if isinstance(x, tuple) else (x,))
     if name.startswith("xnnpack_pt2e"):
-        quantization = build.quantization(build.resolved(known(name)), "forward")
+        quantization = build.quantization(build.resolved(recipes.parse(name)), "forward")
         program = quantize.export_again(quantize.quantize(program, quantization, name, "forward", ()), program, strict=False)
     try:
         with torch.no_grad():
@@ -281,15 +237,6 @@ def test_a_loop_that_shares_its_values_is_named() -> None:
     message = "torch.while_loop's cond_fn might be aliasing the input or the output!"
     error = stage_failed("TO_EDGE_TRANSFORM_AND_LOWER", RuntimeError(message), {"forward": program})
     assert "torch.while_loop at " in error.message and LINE in error.message and "torch.where" in error.remedy
-
-
-def test_a_convolution_of_series_names_its_dynamic_dims() -> None:
-    module = nn.Sequential(nn.Conv1d(8, 16, 3, padding=1))
-    _, error = lower(module, SERIES, "xnnpack_fp32", ({0: BATCH, 2: TIME},))
-    assert error is not None and "one dynamic dim at most, as for aten::conv1d" in error.message and "portable" in error.remedy
-    assert lower(module, SERIES, "portable", ({0: BATCH, 2: TIME},))[1] is None
-    for shapes in ({0: BATCH}, {2: TIME}):
-        assert lower(module, SERIES, "xnnpack_fp32", (shapes,))[1] is None
 
 
 def test_an_input_that_is_not_used_lets_a_method_compute_with_numbers() -> None:

@@ -23,15 +23,12 @@ pytestmark = [pytest.mark.numeric, pytest.mark.slow(reason="each test compiles i
 
 
 class Two(nn.Module):
-    """Two convolutions, and a buffer."""
+    """Two convolutions."""
 
-    offset: Any
-
-    def __init__(self, offset: Any = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.a = nn.Conv2d(3, 8, 3, padding=1)
         self.b = nn.Conv2d(8, 8, 3, padding=1)
-        self.register_buffer("offset", torch.ones(1) if offset is None else offset)
 
 
 class Increased(Two):
@@ -41,13 +38,6 @@ class Increased(Two):
         y = self.a(x)
         y = y + 1.0
         return self.b(y)
-
-
-class Shifted(Two):
-    """Subtracts a tensor before an activation and a convolution."""
-
-    def forward(self, x: Any) -> Any:
-        return self.b(torch.relu(self.a(x) - self.offset))
 
 
 class Padded(Two):
@@ -109,15 +99,6 @@ CASES: Final[dict[str, tuple[Model, list[Model], list[str]]]] = {
     "a complex number in int8": ((Rotated(), STATIC), [(Parts(), "xnnpack_fp32")], [*COMPLEX, "aten::mul at ", "* 2j)"]),
     "a complex number": ((Rotated(), "xnnpack_fp32"), [(Parts(), "xnnpack_fp32")], [*COMPLEX, "aten::mul at ", "* 2j)"]),
     "a complex keyword": ((Increment(), "portable"), [(Parts(), "portable")], [*COMPLEX, "aten::add at ", "alpha=2j)"]),
-    "a number before a convolution": (
-        (Increased(), DYNAMIC),
-        [(Shifted(torch.full((1, 1, 1, 1), 1.0)), DYNAMIC), (Increased(), with_quantizer(DYNAMIC, 'skip_modules = ["b"]'))],
-        ["PROGRAM_CANNOT_RUN", "of aten::add at ", "(y = y + 1.0)", "torch.full((1, 1, 1, 1), 2.0)", "skip_modules"],
-    ),
-    "a tensor of fewer dims before an activation and a convolution": (
-        (Shifted(torch.ones(8, 1, 1)), DYNAMIC), [(Shifted(torch.ones(1, 8, 1, 1)), DYNAMIC)],
-        ["PROGRAM_CANNOT_RUN", "of aten::sub at ", "test_quantized_remedies.py:", "torch.full((1, 1, 1, 1), 2.0)"],
-    ),
     "a pad behind a quantized product": (
         (Padded(), STATIC), [(Padded(), with_quantizer(STATIC, f'skip_operators = ["{PRODUCT}"]')), (Padded(), DYNAMIC)],
         ["PROGRAM_CANNOT_RUN", "(x = F.pad(x, (1, 1, 1, 1)))", "aten::mul at ", "skip_operators = [", PRODUCT],
