@@ -34,13 +34,13 @@ from etfarm.server.compile.program import (
     assertions,
     fp32_layers,
     gelu,
-    infinite_roots,
     large_integers,
     loading,
     number_inputs,
     places,
     refused_operators,
     resizes,
+    special_values,
     suspects,
     zero_points,
 )
@@ -382,8 +382,8 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[bytes], None], s
         by_xnnpack = fp32_layers.by_xnnpack(build.partitioners(built, method))
         if exact_gelus := gelu.describe_exact(programs[method], table.operators) if by_xnnpack else "":
             _warn(compilation, "GELU_NOT_APPROXIMATED", f"In {method}, {exact_gelus}")
-        if infinite := infinite_roots.describe(programs[method], table.operators) if by_xnnpack else "":
-            _warn(compilation, "INFINITY_IS_NAN", f"In {method}, {infinite}")
+        if special := special_values.describe(programs[method], table.operators) if by_xnnpack else "":
+            _warn(compilation, "SPECIAL_VALUES_DIFFER", f"In {method}, {special}")
         if resized := resizes.describe_undelegated(programs[method]) if by_xnnpack and build.partitioners(built, method) else "":
             _warn(compilation, "RESIZE_NOT_DELEGATED", f"In {method}, {resized}")
     if remaining[-1] != "TO_EXECUTORCH":

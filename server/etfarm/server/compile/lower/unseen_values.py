@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from etfarm.server.compile.program.descriptions import first_line
 from etfarm.server.compile.program.large_integers import INDICES_AT
+from etfarm.server.compile.program.special_values import PASSING
 from etfarm.wire.shared_state import PREFIX
 
 log = structlog.get_logger()
@@ -56,12 +57,6 @@ _ATTENTION: Final = frozenset(
     {"softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax", "scaled_dot_product_attention"}
 )
 """Names of operators that turn a number far below others into nothing."""
-_TO_ATTENTION: Final = frozenset({
-    "add", "sub", "rsub", "mul", "div", "neg", "maximum", "where", "masked_fill", "view", "reshape", "unsqueeze", "squeeze",
-    "expand", "expand_as", "repeat", "slice", "select", "permute", "transpose", "to", "_to_copy", "type_as", "clone",
-    "contiguous", "detach", "alias", "flatten", "unflatten", "narrow", "_assert_tensor_metadata",
-})  # fmt: skip
-"""Names of operators that may be between a mask and these."""
 _ALIKE: Final = frozenset({"abs", "clone", "detach", "alias", "to", "_to_copy"})
 """Names of operators whose outputs a condition compares in place of their input."""
 
@@ -418,7 +413,7 @@ def _is_mask(node: Any) -> bool:
     while pending:
         for user in pending.pop().users:
             has_attention |= name_of(user) in _ATTENTION
-            is_passed = user.op == "call_module" or name_of(user).rstrip("_") in _TO_ATTENTION
+            is_passed = user.op == "call_module" or name_of(user).rstrip("_") in PASSING
             if not is_passed and name_of(user) not in (_ATTENTION | _COMPARISONS) and user.op != "output":
                 return False
             if is_passed and user not in reached:

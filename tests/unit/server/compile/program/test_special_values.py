@@ -15,8 +15,10 @@ pytest.importorskip("executorch")
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 
+from etfarm.server.compile.program import special_values  # noqa: E402
 from etfarm.server.compile.program.large_integers import describe  # noqa: E402
 from etfarm.server.workers.pool import Workers  # noqa: E402
+from etfarm.v1.compile_pb2 import OperatorDelegation  # noqa: E402
 from tests.support.compiling import compiled, run  # noqa: E402
 
 pytestmark = pytest.mark.numeric
@@ -104,6 +106,22 @@ def test_a_sum_of_a_mask_is_not_named() -> None:
 
 
 ROOT: Final = Function(lambda x: torch.where(torch.rsqrt(x) == float("inf"), 0, torch.rsqrt(x)))
+NAN, INF = torch.nan, torch.inf
+IMAGE: Final = torch.rand(1, 1, 4, 4)
+BAD: Final = IMAGE.index_fill(3, torch.tensor([1]), 100.0)
+
+
+def pooled(x: Any, *, is_before: bool) -> Any:
+    bad = x > 90
+    if is_before:
+        return F.max_pool2d(x.masked_fill(bad, NAN), 2)
+    return torch.where(F.max_pool2d(bad.float(), 2) > 0, NAN, F.max_pool2d(x, 2))
+
+
+def without_huge(x: Any, number: Any) -> Any:
+    return torch.sigmoid(torch.where(x > 90, torch.tensor(number), x * 2).unsqueeze(0))
+
+
 CASES: Final = {
     "sum": (lambda x: x.sum(1), lambda x: x.sum(1, dtype=torch.float64).long(), SMALL, LARGE, "above 2**24"),
     "sum of int32": (
@@ -124,6 +142,44 @@ CASES: Final = {
         lambda x: (y := torch.rsqrt(x)).masked_fill(torch.isinf(y), 0), lambda x: (y := x.pow(-0.5)).masked_fill(y.isinf(), 0),
         SMALL + 0.5, SMALL - 2.0, "x.pow(-0.5)",
     ),
+    "a root of infinity": (
+        lambda x: x.masked_fill(x > 90, INF).sqrt(), lambda x: x.masked_fill(x > 90, INF).pow(0.5), IMAGE, BAD, "x.pow(0.5)",
+    ),
+    "an infinite root": (
+        lambda x: torch.isinf(x.sqrt()) * x.clamp(max=9), lambda x: torch.isinf(x.pow(0.5)) * x.clamp(max=9),
+        IMAGE, BAD / (BAD < 90), "infinities there: aten::sqrt at ",
+    ),
+    "sigmoid of a huge number": (
+        lambda x: torch.sigmoid(x + (x > 90).float() * -1e30), lambda x: torch.sigmoid(x + (x > 90).float() * -1e4),
+        IMAGE, BAD, "-1e4 for -1e30",
+    ),
+    "sigmoid of a huge constant": (
+        lambda x: without_huge(x, 1e30), lambda x: without_huge(x, 1e4), IMAGE, BAD, "aten::sigmoid at ",
+    ),
+    "SiLU": (lambda x: F.silu(x.masked_fill(x > 90, -1e30)), lambda x: F.silu(x.masked_fill(x > 90, -1e4)), IMAGE, BAD, "::silu"),
+    "exp of NaN": (
+        lambda x: x.masked_fill(x > 90, NAN).exp(), lambda x: torch.where(x > 90, NAN, x.exp()), IMAGE, BAD,
+        "torch.where(m, torch.nan, torch.exp(x))",
+    ),
+    "exp that is NaN": (
+        lambda x: (y := x.exp()).masked_fill(y.isnan(), -1.0), lambda x: x.exp().masked_fill(x.isnan(), -1.0),
+        IMAGE, BAD.masked_fill(BAD > 90, NAN), "look for it before them",
+    ),
+    "softplus of NaN": (
+        lambda x: F.softplus(torch.where(x > 90, NAN, x)), lambda x: torch.where(x > 90, NAN, F.softplus(x)), IMAGE, BAD,
+        "aten::softplus at ",
+    ),
+    "maximum of NaN": (
+        lambda x: torch.maximum(x.masked_fill(x > 90, NAN), x * 0), lambda x: torch.maximum(x, x * 0).masked_fill(x > 90, NAN),
+        IMAGE, BAD, "aten::maximum at ",
+    ),
+    "a pool of NaN": (
+        partial(pooled, is_before=True), partial(pooled, is_before=False), IMAGE, BAD, "aten::max_pool2d at ",
+    ),
+    "a pool that is NaN": (
+        lambda x: torch.isnan(F.max_pool2d(x, 2)) * 2.0, lambda x: (F.max_pool2d(torch.isnan(x).float(), 2) > 0) * 2.0,
+        IMAGE, BAD.masked_fill(BAD > 90, NAN), "look for it before",
+    ),
 }  # fmt: skip
 
 
@@ -133,7 +189,7 @@ CASES: Final = {
 async def test_a_remedy_is_right_where_the_warning_applies(workers: Workers, tmp_path: Path, name: str) -> None:
     function, remedy, example, special, words = CASES[name]
     of_floats = example.is_floating_point()
-    recipe, code = ("xnnpack_fp32", "INFINITY_IS_NAN") if of_floats else ("portable", "LARGE_INTEGERS_INEXACT")
+    recipe, code = ("xnnpack_fp32", "SPECIAL_VALUES_DIFFER") if of_floats else ("portable", "LARGE_INTEGERS_INEXACT")
     expected = Function(function)(special)
     for model, is_right in ((function, False), (remedy, True)):
         make = partial(torch.export.export, Function(model).eval(), (example,))
@@ -142,4 +198,36 @@ async def test_a_remedy_is_right_where_the_warning_applies(workers: Workers, tmp
         assert set(warnings) == (set() if is_right else {code})
         assert is_right or ("test_special_values.py:" in warnings[code] and words in warnings[code])
         (output,) = run(compilation.pte, [special])
-        assert torch.equal(output, expected) == is_right
+        is_equal = torch.allclose(output, expected, equal_nan=True) if of_floats else torch.equal(output, expected)
+        assert is_equal == is_right
+
+
+DELEGATED: Final = [
+    OperatorDelegation(op=f"aten_{name}_default", delegated=1)
+    for name in ("sigmoid", "exp", "sqrt", "rsqrt", "maximum", "minimum", "max_pool2d", "avg_pool2d")
+]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.Conv2d(1, 4, 3), nn.SiLU(), nn.MaxPool2d(2), nn.Sigmoid(), nn.Softplus()),
+        Function(lambda x: x.masked_fill(x > 90, -INF).softmax(-1).sigmoid()),
+        Function(lambda x: (x + (x > 90).float() * torch.finfo(torch.float32).min).softmax(-1).sqrt()),
+        Function(lambda x: torch.sigmoid(x.masked_fill(x > 90, -INF))),
+        Function(lambda x: torch.sigmoid(x.masked_fill(x > 90, -1e9))),
+        Function(lambda x: torch.sigmoid(F.conv2d(x.masked_fill(x > 90, -1e30), torch.ones(1, 1, 1, 1)))),
+        Function(lambda x: torch.sigmoid(x.clamp(-1e30, 1e30) / 1e30)),
+        Function(lambda x: x.masked_fill(x > 90, -INF).exp().sqrt()),
+        Function(lambda x: torch.nan_to_num(x).exp()),
+        Function(lambda x: torch.rsqrt(x) * (x > 0)),
+    ],
+)
+def test_ordinary_models_get_no_alarm(model: nn.Module) -> None:
+    assert special_values.describe(torch.export.export(model.eval(), (IMAGE,)), DELEGATED) == ""
+
+
+def test_operators_outside_of_delegates_are_not_named() -> None:
+    program = torch.export.export(Function(lambda x: x.masked_fill(x > 90, INF).sqrt()), (IMAGE,))
+    assert "aten::sqrt at " in special_values.describe(program, DELEGATED)
+    assert special_values.describe(program, [OperatorDelegation(op="aten_sqrt_default")]) == ""
