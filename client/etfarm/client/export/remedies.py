@@ -95,6 +95,11 @@ _REMEDIES: Final = (
         "that it takes share memory: clone such parts before it, a = self.w[0].clone().",
     ),
     (
+        re.compile(r"UncapturedHigherOrderOpError.*Failed to convert args/kwargs to proxy", re.DOTALL),
+        "torch.export takes no layer within a branch or loop whose activations torchao quantizes to int8: quantize those with "
+        "Int8WeightOnlyConfig, or leave them out with the filter of quantize_.",
+    ),
+    (
         re.compile(r"UncapturedHigherOrderOpError"),
         "Branches and loops return new values only: return the new value of a buffer from each branch, and write it outside.",
     ),
@@ -130,7 +135,7 @@ _REMEDIES: Final = (
         "A program cannot return a boolean that depends on values: return the tensor, without .item() or bool().",
     ),
     (
-        re.compile(r"Unable to cast NotImplemented to Tensor"),
+        re.compile(r"Unable to cast NotImplemented to Tensor|Tensor dispatch: attempting to run unimplemented operator"),
         "torchao quantized a weight for an operator that its tensors lack: leave that layer out with the filter of quantize_.",
     ),
 )

@@ -181,13 +181,25 @@ _TORCHAO: Final = (
 )
 
 
-def unsupported_quantized_op(stage: str, operators: str, names: str) -> EtfarmError:
-    """Return the error of operators as in `missing_out_variants` that are all quantized ones."""
+_TORCHAO_IN_BRANCHES: Final = (
+    "No delegate computes within branches and loops. Compute these layers before torch.cond, and choose with "
+    "torch.where(c, self.a(x), y), which recipes of XNNPACK take. Or quantize them with Int8WeightOnlyConfig, which all recipes "
+    "take there."
+)
+
+
+def unsupported_quantized_op(stage: str, operators: str, names: str, *, is_in_branch: bool = False) -> EtfarmError:
+    """Return the error of operators as in `missing_out_variants` that are all quantized ones.
+
+    Args:
+        is_in_branch: whether one of them is within a branch or loop.
+    """
+    torchao = _TORCHAO_IN_BRANCHES if is_in_branch else _TORCHAO
     return error_for(
         "UNSUPPORTED_QUANTIZED_OP",
         "The recipe's backend does not support these quantized operators, and ExecuTorch has no kernel for them: "
         f"{operators}.",
-        _TORCHAO if "torchao::" in names
+        torchao if "torchao::" in names
         else "Use a backend that supports this quantization (XNNPACK: per-tensor and per-channel int8, 4-bit linears), or "
         "leave these layers in fp32.",
         stage=stage, operators=names, places=operators,
@@ -373,7 +385,7 @@ def program_cannot_run(
     Args:
         why: the runtime's reason, as returned by `smoke.explain`.
         at: the inputs, like "at its largest inputs (x: 64x3)"; empty for the example inputs.
-        operator: the operator without a kernel, with its line, like `aten::histc at models/net.py:31 (torch.histc(x))`; or empty.
+        operator: the operator with its line, like `aten::histc at models/net.py:31 (torch.histc(x))`, or several without kernels.
         delegates: whether a backend runs a part of the method.
         formats: inputs and weights that are not contiguous, such as `x, weight`; or empty.
         advice: what to do about the reason, if the graph tells more of it; or empty.

@@ -11,8 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torchao.quantization import Int8DynamicActivationIntxWeightConfig, Int8WeightOnlyConfig, quantize_
+from torchao.quantization import (
+    Int8DynamicActivationInt8WeightConfig,
+    Int8DynamicActivationIntxWeightConfig,
+    Int8WeightOnlyConfig,
+    quantize_,
+)
 from torchao.quantization.granularity import PerGroup
 from torchao.utils import unwrap_tensor_subclass
 
@@ -279,6 +285,42 @@ def test_quantized_weights_of_a_factory_become_plain_tensors(module: Callable[[]
     assert not any(config["use_pickle"] for config in payloads(export))
     assert torch.equal(program_of(export).module()(*X), built(*X))
     assert [type(parameter) for parameter in built.parameters()] == kinds
+
+
+class Branched(nn.Module):
+    """Uses a layer, or its weight, within a branch."""
+
+    def __init__(self, *, is_given: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.is_given = nn.Linear(64, 64), is_given
+
+    def forward(self, x: Tensor) -> Any:
+        if self.is_given:
+            return torch.cond(x.sum() > 5, lambda v, w: v * 2, lambda v, w: F.linear(v, w), (x, self.layer.weight))
+        return torch.cond(x.sum() > 5, lambda v: v * 2, lambda v: self.layer(v), (x,))
+
+
+def test_quantized_activations_within_a_branch_are_refused_with_what_helps() -> None:
+    module = Branched(is_given=False).eval()
+    quantize_(module, Int8DynamicActivationInt8WeightConfig())
+    error = refusal(module, "portable", example_inputs=X)
+    assert error.reason == "EXPORT_FAILED" and "with UncapturedHigherOrderOpError" in error.message
+    assert "quantize those with Int8WeightOnlyConfig, or leave them out with the filter of quantize_" in error.remedy
+    mended = program_of(export_of(int8_weights(Branched(is_given=False).eval()), "portable", example_inputs=X))
+    assert torch.equal(mended.module()(*X), int8_weights(Branched(is_given=False)).layer(*X))
+    kept = Branched(is_given=False).eval()
+    quantize_(kept, Int8DynamicActivationInt8WeightConfig(), lambda part, path: False)
+    assert torch.equal(program_of(export_of(kept, "portable", example_inputs=X)).module()(*X), kept(*X))
+
+
+def test_operators_that_quantized_tensors_lack_are_refused_with_what_helps() -> None:
+    error = refusal(int8_weights(Branched(is_given=True).eval()), "portable", example_inputs=X)
+    assert error.reason == "EXPORT_FAILED" and "test_transform.py:" in error.message
+    assert error.remedy.endswith("leave that layer out with the filter of quantize_.")
+    kept = Branched(is_given=True).eval()
+    quantize_(kept, Int8WeightOnlyConfig(), lambda part, path: False)
+    assert torch.equal(program_of(export_of(kept, "portable", example_inputs=X)).module()(*X), kept(*X))
 
 
 def test_quantize_works_in_a_transform() -> None:

@@ -88,8 +88,14 @@ def _missing_out_variants(stage: str, match: re.Match[str], text: str, programs:
     if training:
         return _training_mode(stage, training[0], programs)
     quantized = [name for name in names if name.startswith(_QUANTIZED)]
-    explained = unsupported_quantized_op if len(quantized) == len(names) else missing_out_variants
-    return explained(stage, describe_operators(names, programs), ", ".join(names))
+    shown, listed = describe_operators(names, programs), ", ".join(names)
+    if len(quantized) < len(names):
+        return missing_out_variants(stage, shown, listed)
+    is_in_branch = any(
+        node.graph is not program.graph for program in programs.values() for node in all_nodes(program)
+        if schema_name(node) in names
+    )  # fmt: skip
+    return unsupported_quantized_op(stage, shown, listed, is_in_branch=is_in_branch)
 
 
 def _not_core_aten(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
