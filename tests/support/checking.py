@@ -164,6 +164,20 @@ class Twice(nn.Module):
         return result, result
 
 
+class Classes(nn.Module):
+    """The classes of many pixels in bfloat16, where two scores are often nearly equal; or the same computed in float32."""
+
+    def __init__(self, sign: float, *, wide: bool = False) -> None:
+        super().__init__()
+        weight = sign * torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
+        self.register_buffer("weight", weight.bfloat16())
+        self.wide = wide
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = x.float() @ self.weight.float() if self.wide else x @ self.weight
+        return (scores * 1.1 + 30).argmax(-1)
+
+
 class Picks(nn.Module):
     """Indices into an input: the smallest input has none of them."""
 
@@ -208,6 +222,19 @@ def twice() -> Any:
 
 def negative_twice() -> Any:
     return torch.export.export(Twice(-1.0), (torch.ones(4),))
+
+
+def classes(sign: float = 1.0, *, wide: bool = False) -> Any:
+    pixels = torch.randn(4096, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    return torch.export.export(Classes(sign, wide=wide), (pixels,))
+
+
+def wide_classes() -> Any:
+    return classes(wide=True)
+
+
+def negative_classes() -> Any:
+    return classes(-1.0)
 
 
 def random() -> Any:

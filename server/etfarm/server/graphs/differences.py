@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -39,6 +39,9 @@ inaccurate: errors ten times as large as those by chance."""
 
 _BEYOND_CHANCE_SHARE: Final = 10.0
 """How many times as many integers must differ as in such a second run."""
+
+_BEYOND_ROUNDING: Final = 2.0
+"""The same for a run with other rounding."""
 
 _LOST_DB: Final = 3.0
 """SQNR without the means of channels below which a quantized program has lost how they vary."""
@@ -136,6 +139,18 @@ def is_chance(output: Difference, chance: Difference | None) -> bool:
     if output.judged_db is None or chance.judged_db is None:
         return True
     return output.judged_db > chance.judged_db - _BEYOND_CHANCE_DB
+
+
+def is_choice(output: Difference, expected: Value, runs: Iterable[Value]) -> bool:
+    """Return whether about as many integers differ as of the model itself with other rounding.
+
+    Args:
+        runs: the output in such runs, see `rounding.run_in_half`.
+    """
+    if output.wrong or output.unlike or not output.report.HasField("equal_share"):
+        return False
+    least_share = min((difference("", expected, run).report.equal_share for run in runs), default=1.0)
+    return 1 - output.report.equal_share <= _BEYOND_ROUNDING * (1 - least_share)
 
 
 def difference(name: str, expected: Value, actual: Value) -> Difference:

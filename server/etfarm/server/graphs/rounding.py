@@ -1,9 +1,9 @@
-"""Runs of a quantized graph whose values are off by as much as those of other kernels may be. For children."""
+"""Runs of a graph whose values are off by as much as those of other kernels may be. For children."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -11,6 +11,13 @@ if TYPE_CHECKING:
 
 _ROUNDED = 0.01
 """Fraction of the values that correct kernels round to a neighbour of what PyTorch computes."""
+
+
+_DRAWS: Final = 4
+"""Number of runs in half precision, as few integers depend on a single value."""
+
+_HALVES: Final = {"torch.float16": 2.0**-10, "torch.bfloat16": 2.0**-7}
+"""The relative distance of neighbours by dtype."""
 
 
 def run_rounded(program: ExportedProgram, leaves: Sequence[Any], seed: int) -> list[Any]:
@@ -24,19 +31,55 @@ def run_rounded(program: ExportedProgram, leaves: Sequence[Any], seed: int) -> l
 
     generator = torch.Generator().manual_seed(seed)
 
-    class Rounded(torch.fx.Interpreter):  # type: ignore[misc]
+    def change(n: Node, result: Any) -> Any:
+        if not str(n.target).startswith("quantized_decomposed.quantize_per_"):
+            return result
+        drawn = torch.rand(result.shape, generator=generator)
+        steps = (drawn < _ROUNDED / 2).int() - (drawn > 1 - _ROUNDED / 2).int()
+        limits = torch.iinfo(result.dtype)
+        return (result.int() + steps).clamp(limits.min, limits.max).to(result.dtype)
+
+    return _run(program, leaves, change)
+
+
+def run_in_half(program: ExportedProgram, leaves: Sequence[Any], *, float32: bool = False) -> list[list[Any]]:
+    """Return the flattened outputs of several runs of a program, in which values of half precision are rounded up or down.
+
+    Args:
+        leaves: as for `run_rounded`.
+        float32: whether values of float32 are rounded as those of float16, as backends do that compute in it.
+
+    Returns:
+        No runs if there are no such values.
+    """
+    import torch
+
+    steps = {**_HALVES, **({"torch.float32": _HALVES["torch.float16"]} if float32 else {})}
+    if not any(str(getattr(node.meta.get("val"), "dtype", "")) in steps for node in program.graph.nodes):
+        return []
+    generator = torch.Generator().manual_seed(0)
+
+    def change(n: Node, result: Any) -> Any:
+        step = steps.get(str(getattr(result, "dtype", "")))
+        if n.op != "call_function" or step is None:
+            return result
+        drawn = torch.rand(result.shape, generator=generator) - 0.5
+        return (result.float() * (1 + step * drawn.sign() / 2)).to(result.dtype)
+
+    return [_run(program, leaves, change) for _ in range(_DRAWS)]
+
+
+def _run(program: ExportedProgram, leaves: Sequence[Any], change: Callable[[Node, Any], Any]) -> list[Any]:
+    """Return the flattened outputs of a program, with a function of each node and its value in place of the value."""
+    import torch
+
+    class Changed(torch.fx.Interpreter):  # type: ignore[misc]
         def run_node(self, n: Node) -> Any:
-            result = super().run_node(n)
-            if not str(n.target).startswith("quantized_decomposed.quantize_per_"):
-                return result
-            drawn = torch.rand(result.shape, generator=generator)
-            steps = (drawn < _ROUNDED / 2).int() - (drawn > 1 - _ROUNDED / 2).int()
-            limits = torch.iinfo(result.dtype)
-            return (result.int() + steps).clamp(limits.min, limits.max).to(result.dtype)
+            return change(n, super().run_node(n))
 
     with torch.no_grad():
         arguments = list(placeholder_values(program, leaves))
-        results = Rounded(program.graph_module).run(*arguments, enable_io_processing=False)
+        results = Changed(program.graph_module).run(*arguments, enable_io_processing=False)
     specs = program.graph_signature.output_specs
     return [leaf for leaf, spec in zip(results, specs, strict=True) if spec.kind.name == "USER_OUTPUT"]
 

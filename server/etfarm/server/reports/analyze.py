@@ -394,6 +394,7 @@ def _fill_accuracy(
         comparable = {at: (row.output, [sample[at] for sample in pairs]) for at, row in enumerate(rows) if row.HasField("equal")}
         if sentence := wrong_outputs.describe(
             request.method, comparable, lambda: next(reference.run(program, [tensors.decode(inputs.read_bytes())])),
+            lambda float32: reference.run_in_half(program, inputs, float32=float32),
             quantized=request.is_quantized or request.quantized is not None or is_quantized(program), backends=request.backends,
             known=[message for _, message in request.known_problems],
         ):  # fmt: skip

@@ -237,7 +237,7 @@ class Exploration:
         return ranges, list(grown or buffers)
 
     def reaches(self, buffer: str, nodes: Collection[Any]) -> bool:
-        """Return whether values of some nodes come from a buffer's, in later calls too, and not as indices or conditions."""
+        """Return whether values of nodes come from those of a buffer, in later calls too, not by indices or conditions."""
         pending = [node for node in self._prepared.graph.find_nodes(op="get_attr") if node.target == buffer]
         reached = set(pending)
         while pending:

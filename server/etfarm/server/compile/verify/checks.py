@@ -36,7 +36,7 @@ from etfarm.server.compile.verify.reference import ReferenceFailed
 from etfarm.server.compile.verify.refusals import Refusal, find_refusal
 from etfarm.server.compile.verify.smoke import HOST_BACKENDS, MAX_DATA_FILES, Run, SmokeRunner
 from etfarm.server.compile.verify.trials import TooLarge, Trial
-from etfarm.server.graphs import call_sequence, differences, lost_columns, quantized_outputs
+from etfarm.server.graphs import call_sequence, differences, lost_columns, quantized_outputs, rounding
 from etfarm.server.graphs.differences import Difference
 from etfarm.server.workers.errors import is_out_of_memory
 from etfarm.v1 import compile_pb2
@@ -407,6 +407,9 @@ def _compare(
         for index, output in enumerate(compared):
             if differences.is_chance(output, chance.get(index)):
                 problems.pop(index, None)
+    if not program.quantized:
+        for index in _find_choices(original, trial, expected, {index: compared[index] for index in problems}):
+            del problems[index]
     if not problems:
         return
     listed = "; ".join(problems.values())
@@ -515,6 +518,18 @@ def _find_cause(original: Any, *, delegates: bool) -> str:
 
 def _where(trial: Trial) -> str:
     return f" {trial.words}" if trial.words else ""
+
+
+def _find_choices(original: Any, trial: Trial, expected: Sequence[Value], outputs: Mapping[int, Difference]) -> list[int]:
+    """Return which of the outputs are integers that differ as the model's do where half precision is rounded otherwise."""
+    if not any(output.report.HasField("equal_share") for output in outputs.values()):
+        return []
+    runs = rounding.run_in_half(original, [values.to_leaf(value) for value in trial.values])
+    return [
+        index
+        for index, output in outputs.items()
+        if differences.is_choice(output, expected[index], (values.to_value("", run[index]) for run in runs))
+    ]
 
 
 def find_unrepeatable(original: Any, trial: Trial, expected: list[Value], threads: int) -> dict[int, Difference]:

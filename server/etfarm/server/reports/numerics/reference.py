@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etfarm.server.graphs import custom_operators
+from etfarm.server.graphs import custom_operators, rounding
 from etfarm.server.graphs.rounding import placeholder_values
 from etfarm.server.workers.limits import limit_loading
 from etfarm.wire import tensors
@@ -96,6 +96,12 @@ def run(program: ExportedProgram, samples: Iterable[Sequence[Value]]) -> Iterato
         for buffer, value in initial:  # only now, since an output may be a buffer
             buffer.copy_(value)
         yield outputs
+
+
+def run_in_half(program: ExportedProgram, inputs: Path, *, float32: bool) -> list[list[Value]]:
+    """Return the outputs of runs with other rounding in half precision, as `rounding.run_in_half`."""
+    runs = rounding.run_in_half(program, read_inputs(inputs), float32=float32)
+    return [[from_torch(str(index), leaf) for index, leaf in enumerate(run)] for run in runs]
 
 
 def run_nodes(program: ExportedProgram, inputs: Sequence[Value], observe: Observe) -> None:

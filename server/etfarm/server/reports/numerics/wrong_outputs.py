@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -26,6 +26,7 @@ def describe(
     method: str,
     outputs: Mapping[int, tuple[str, Sequence[tuple[Value, Value]]]],
     repeat: Callable[[], Sequence[Value]],
+    round_in_half: Callable[[bool], Iterable[Sequence[Value]]],
     *,
     quantized: bool,
     backends: Collection[str] = (),
@@ -36,12 +37,14 @@ def describe(
     Args:
         outputs: names by index, each with pairs of what the model and the device gave for each sample.
         repeat: runs the model again on the first sample; an output that it does not repeat is wrong only if it is farther off.
+        round_in_half: runs it on the first sample with other rounding in half precision, also of float32 if that is true.
         backends: ids of the backends that compute parts of the method.
         known: messages of warnings that name wrong outputs already, which are not repeated. NaN and infinity are, unless they
             are what is known.
     """
     compared = {index: differences.difference_of_samples(name, pairs) for index, (name, pairs) in outputs.items()}
-    if set(backends) - _FULL_PRECISION:
+    in_half = bool(set(backends) - _FULL_PRECISION)
+    if in_half:
         compared = {index: _in_half_precision(output) for index, output in compared.items()}
     problems = {
         index: problem
@@ -53,12 +56,20 @@ def describe(
     for index in list(problems):
         if differences.is_chance(compared[index], _find_chance(outputs[index][1][0][0], again[index])):
             del problems[index]
+    runs = [] if quantized or not any(_is_of_integers(compared[index]) for index in problems) else list(round_in_half(in_half))
+    for index in list(problems):
+        if differences.is_choice(compared[index], outputs[index][1][0][0], (run[index] for run in runs)):
+            del problems[index]
     if not problems:
         return ""
     more = f" and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
     listed = "; ".join(list(problems.values())[:_NAMED])
     remedy = _QUANTIZED_REMEDY if quantized else differences.advise_floats(delegates=bool(backends))
     return f"On the device, {method} is far from the model: {listed}{more}. {remedy}"
+
+
+def _is_of_integers(output: Difference) -> bool:
+    return output.report.HasField("equal_share")
 
 
 def _in_half_precision(output: Difference) -> Difference:

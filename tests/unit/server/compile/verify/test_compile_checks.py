@@ -164,6 +164,14 @@ async def test_a_random_output_does_not_hide_a_wrong_one(workers: Workers, quant
 
 
 @in_children
+async def test_classes_that_half_precision_decides_by_chance_are_not_blamed(workers: Workers) -> None:
+    result = await checked(workers, "classes", lowered="wide_classes", portable=True)
+    assert result["checks"][0]["outputs"][0]["equal_share"] < differences.EQUAL_SHARE and codes(result) == []
+    assert codes(await checked(workers, "classes", lowered="negative_classes", portable=True)) == ["OUTPUTS_DIFFER"]
+    assert codes(await checked(workers, "wide_classes", lowered="negative_classes", portable=True)) == ["OUTPUTS_DIFFER"]
+
+
+@in_children
 async def test_a_tensor_that_is_returned_twice_is_listed_twice(workers: Workers) -> None:
     result = await checked(workers, "twice", lowered="negative_twice", portable=True)
     assert codes(result) == ["OUTPUTS_DIFFER"]

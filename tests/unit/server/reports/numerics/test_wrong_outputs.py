@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -25,10 +25,13 @@ def describe(
     backends: Sequence[str] = (),
     known: Sequence[str] = (),
     again: Sequence[Value] | None = None,
+    in_half: Callable[[bool], Sequence[Sequence[Value]]] = lambda float32: (),
 ) -> str:
     named = {index: (name, [pair]) for index, (name, pair) in enumerate(zip("yzabcdef", outputs, strict=False))}
     repeated = [pair[0] for pair in outputs] if again is None else again
-    return wrong_outputs.describe("forward", named, lambda: repeated, quantized=quantized, backends=backends, known=known)
+    return wrong_outputs.describe(
+        "forward", named, lambda: repeated, in_half, quantized=quantized, backends=backends, known=known
+    )
 
 
 RIGHT = (floats(1, 2, 3), floats(1, 2, 3))
@@ -46,6 +49,17 @@ def test_a_program_is_judged_as_its_recipe_is() -> None:
     message = describe(RIGHT, FAR, quantized=True)
     assert message.startswith("On the device, forward is far from the model: z has 3.7 dB, less than the 10 dB")
     assert "Calibrate" in message
+
+
+def test_integers_that_half_precision_decides_by_chance_are_not_named() -> None:
+    classes = np.arange(100)
+    model, device = (tensors.from_array("", each) for each in (classes, np.where(classes < 5, 7, classes)))
+    other = [tensors.from_array("", np.where(classes > 96, 7, classes))]
+    assert "y agrees in 95% of its integers only" in describe((model, device))
+    assert not describe((model, device), in_half=lambda float32: [[model], other])
+    assert "agrees in 95%" in describe((model, device), in_half=lambda float32: [[model]])
+    assert "agrees in 95%" in describe((model, device), backends=["XnnpackBackend"], in_half=lambda float32: [other] * float32)
+    assert not describe((model, device), backends=["CoreMLBackend"], in_half=lambda float32: [other] * float32)
 
 
 def test_a_backend_that_may_compute_in_half_precision_is_judged_by_it() -> None:
