@@ -6,12 +6,19 @@ import argparse
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
 _OPTIONS: Final = "options"
 _BUILD: Final = "build"
+
+
+class Range(NamedTuple):
+    """The least and the most that a number may be."""
+
+    min: int
+    max: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +35,12 @@ class Option:
     default: Any = None
     """The value without the option: a list for an option that can be repeated, False for one without a value. A text is read."""
     choices: Sequence[str] | None = None
+    range: Range | None = None
+    """For a number. Parsers of argparse leave it to `read`."""
+    without: str = ""
+    """What holds without it, for people, if that is not `default`."""
+    label: str = ""
+    """Its name in a form of the page; empty if it is in none."""
     has_twin: bool = False
     """Whether there is `--no-NAME`, too, and the value is None without both."""
     only_on_line: bool = False
@@ -40,6 +53,11 @@ class Option:
     """Whether a printed systemd unit has it."""
     group: tuple[str, str] | None = None
     """Title and description of its group in the help."""
+
+    @property
+    def name(self) -> str:
+        """The flag as an identifier."""
+        return self.flag.removeprefix("--").replace("-", "_")
 
     def add(self, parser: argparse._ActionsContainer) -> None:
         """Add it to a parser."""
@@ -137,7 +155,7 @@ def built(kind: type[T], arguments: argparse.Namespace) -> T:
     Raises:
         EtfarmError: a value is not valid.
     """
-    return _build(kind, *(getattr(arguments, each.flag.removeprefix("--").replace("-", "_")) for each in options_of(kind)))
+    return _build(kind, *(getattr(arguments, each.name) for each in options_of(kind)))
 
 
 def _build(kind: type[T], *values: Any) -> T:

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from etfarm.wire.errors import error_for
+from etfarm.wire.generation import (
+    DEFAULT_ACCURACY_TOKENS,
+    DEFAULT_DEPTH_SHARES,
+    DEFAULT_PROMPT_TOKENS,
+    DEFAULT_REPETITIONS,
+    MAX_REPETITIONS,
+    MAX_TOKENS,
+    MIN_TOKENS,
+)
+from etfarm.wire.options import Option, Range, options
 
 if TYPE_CHECKING:
     from etfarm.client.submit.generate import Generate
@@ -14,16 +25,15 @@ if TYPE_CHECKING:
 _MAX_DIGITS: Final = 20
 
 
-def options_of(
+def _read(
     tokens: int | None,
-    *,
     prompt_tokens: str | None,
     depth: str | None,
     repetitions: int | None,
+    tokens_file: Path | None,
+    accuracy_tokens: int | None,
     prefill_method: str,
     decode_method: str,
-    tokens_file: Path | None = None,
-    accuracy_tokens: int | None = None,
 ) -> Generate | None:
     """Return what `--generate` and the options that belong to it request; None without it.
 
@@ -52,6 +62,38 @@ def options_of(
         text=tokens_file or (),
         accuracy_tokens=accuracy_tokens,
     )
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """What a benchmark generates with language models."""
+
+    # fmt: off
+    generate: Generate | None = options(
+        Option(
+            flag="--generate", read=int, metavar="N", range=Range(MIN_TOKENS, MAX_TOKENS),
+            help="Language models: measure prefill, and decode of N tokens."),
+        Option(
+            flag="--prompt-tokens", metavar="N[,N]...", without=",".join(map(str, DEFAULT_PROMPT_TOKENS)),
+            help="Prompt lengths for --generate."),
+        Option(
+            flag="--depth", metavar="D[,D]...",
+            without=",".join(f"{share:.0%}" if share else "0" for share in DEFAULT_DEPTH_SHARES),
+            help="Tokens before the prompt, as 1024 or 75% of the room."),
+        Option(
+            flag="--repetitions", read=int, metavar="N", range=Range(1, MAX_REPETITIONS), without=str(DEFAULT_REPETITIONS),
+            help="Repetitions for each length and depth."),
+        Option(
+            flag="--tokens", read=Path, metavar="FILE", without="random",
+            help="A text's tokens, for accuracy and perplexity."),
+        Option(
+            flag="--accuracy-tokens", read=int, metavar="N", range=Range(0, MAX_TOKENS), without=str(DEFAULT_ACCURACY_TOKENS),
+            help="Number of random tokens for accuracy; 0 for none."),
+        Option(flag="--prefill-method", default="", metavar="M", without="recognized", help="The method for prompts."),
+        Option(flag="--decode-method", default="", metavar="M", without="recognized", help="The method for single tokens."),
+        build=_read, default=None,
+    )
+    # fmt: on
 
 
 def refuse_others(options: Mapping[str, object]) -> None:

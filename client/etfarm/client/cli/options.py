@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -17,6 +20,7 @@ from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.wire.durations import read_period_s
 from etfarm.wire.errors import error_for
 from etfarm.wire.names import SERVER_WAIT_VARIABLE
+from etfarm.wire.options import Option, built, options_of
 
 if TYPE_CHECKING:
     from etfarm.client.export.spec import ModelSpec
@@ -164,6 +168,47 @@ Deadline = Annotated[
 MaxWait = Annotated[
     str | None, typer.Option("--max-wait", metavar="TIME", help="As 10m: a cell that waits longer for a device fails. [no limit]")
 ]
+
+
+def taking(parameter: str, kind: type) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Return a decorator that replaces a parameter of a command by the options that make its value.
+
+    Args:
+        parameter: its name.
+        kind: the type of the value: a dataclass, whose fields are options.
+    """
+
+    def decorate(command: Callable[..., int]) -> Callable[..., int]:
+        @wraps(command)
+        def call(**values: Any) -> int:
+            chosen = {each.name: values.pop(each.name) for each in options_of(kind)}
+            return command(**values, **{parameter: built(kind, Namespace(**chosen))})
+
+        hints = get_type_hints(command, include_extras=True)
+        parameters: list[Parameter] = []
+        for each in signature(command).parameters.values():
+            own = [each.replace(annotation=hints[each.name])]
+            parameters += map(_parameter_of, options_of(kind)) if each.name == parameter else own
+        call.__annotations__ = {each.name: each.annotation for each in parameters}
+        call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def _parameter_of(option: Option) -> Parameter:
+    """Return the parameter of a command that takes an option."""
+    value: Any = bool if option.default is False else option.read or str
+    value = value if option.default is not None else value | None
+    limits = {} if option.range is None else option.range._asdict()
+    declared = typer.Option(
+        option.flag,
+        metavar=option.metavar,
+        help=f"{option.help} [{option.without}]" if option.without else str(option.help),
+        callback=finite if option.read is float else None,
+        **limits,
+    )
+    return Parameter(option.name, Parameter.KEYWORD_ONLY, default=option.default, annotation=Annotated[value, declared])
 
 
 def seconds_of(option: str, text: str) -> float:

@@ -12,6 +12,7 @@ from etfarm.client.submit.generate import Generate, options_of
 from etfarm.client.submit.options import chosen_reservation, deadline_stamp, device_choices, one_spelling, to_list
 from etfarm.client.submit.recipes import chosen_recipes
 from etfarm.v1 import job_pb2
+from etfarm.wire.measurement import FIELDS, MeasurementOptions
 
 if TYPE_CHECKING:
     from etfarm.client.submit.calibration import Calibration
@@ -26,8 +27,8 @@ _DEFAULT_MAX_TIME_S: Final = 60.0
 
 
 @dataclass(frozen=True)
-class BenchOptions:
-    """The options of one benchmark, beside its models."""
+class BenchOptions(MeasurementOptions):
+    """The options of one benchmark, beside its models: those of its measurement, and what is measured where."""
 
     recipes: Recipes | None = None
     """Names with arguments, several joined by +, or TOML files, as on the command line; or recipes that were parsed before."""
@@ -55,27 +56,8 @@ class BenchOptions:
     """Names of the methods to measure; the program's only method, or forward, when empty."""
     threads: int | Sequence[int] = ()
     """Numbers of threads, each a cell of its own; the number of cores of the fastest cluster when empty."""
-    cores: str = ""
-    """big, little, or CPUs such as 0-3."""
-    iterations: int | None = None
-    """Minimum number of timed iterations."""
-    warmup: int | None = None
-    """Number of iterations that are not counted; until the latency is steady when None."""
-    min_time_s: float | None = None
-    """Minimum duration of the timed iterations, in seconds; also the maximum if it is longer than 60."""
-    repeat: int | None = None
-    """Number of fresh processes that measure the program one after another, which shows how much its median varies between
-    runs; 1 when None."""
-    profile: bool = True
-    """Whether a traced pass measures the operators."""
-    trace_iterations: int | None = None
-    """Minimum number of traced iterations, 1 to 1,000; 30 when None. The traced pass ends after about 20 s."""
-    numerics: bool = False
-    """Whether the outputs of each operator are compared too."""
     generate: Generate | int | None = None
     """What to measure of language models, instead of executions of a method: `Generate`, or a number of tokens."""
-    interleave: bool = False
-    """Whether the candidates are measured in turns, on one device."""
     name: str = ""
     """The job's name."""
     labels: Mapping[str, str] | None = None
@@ -84,8 +66,6 @@ class BenchOptions:
     """Id of a reservation, whose devices are used; ETFARM_RESERVATION when None, and none of either when empty."""
     timeout_s: float | None = None
     """Limit of one run, in seconds; the server's default when None."""
-    priority: int = 0
-    """Jobs with a higher priority run first, other things being equal; -100 to 100."""
     notify: str | Sequence[str] = ()
     """Addresses that get a notice when the job has ended or a gate on it failed: http:// or https://, at most 5."""
     deadline: datetime | timedelta | None = None
@@ -116,19 +96,13 @@ class BenchOptions:
 
     def job_spec(self) -> job_pb2.JobSpec:
         """Return the JobSpec, without its candidates and inputs."""
+        known = job_pb2.Measurement.DESCRIPTOR.fields_by_name
         measurement = job_pb2.Measurement(
-            warmup=self.warmup,
-            iterations=self.iterations,
-            min_time_s=self.min_time_s,
             # Else agents end a timed pass after 60 s, whatever its minimum.
             max_time_s=self.min_time_s if (self.min_time_s or 0) > _DEFAULT_MAX_TIME_S else None,
-            repeat=self.repeat,
             no_profile=not self.profile,
-            trace_iterations=self.trace_iterations,
-            numerics=self.numerics,
-            cores=self.cores,
-            interleave=self.interleave,
             generation=options_of(self.generate),
+            **{name: getattr(self, name) for name in FIELDS if name in known},
         )
         return job_pb2.JobSpec(
             name=self.name,

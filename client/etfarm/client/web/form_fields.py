@@ -31,6 +31,8 @@ class Field:
     """What the command's value ends with, such as `m` for minutes."""
     kind: Literal["text", "number", "checkbox", "lines"] = "text"
     """A text, a number, a box with the value, or a text with several values, one in a line."""
+    placeholder: str = ""
+    """What holds while it is empty."""
     hint: str = ""
     """A sentence about it."""
     minimum: float | None = None

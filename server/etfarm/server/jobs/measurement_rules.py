@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from etfarm.server.jobs import generation
 from etfarm.server.jobs.model import BadJob
 from etfarm.v1 import job_pb2
 from etfarm.wire.measurement import RANGES
+from etfarm.wire.options import Range
 
-_MAX_REQUESTED = 10_000_000
+_MAX_REQUESTED: Final = 10_000_000
 """Maximum number of timed iterations of all runs."""
+_RANGES: Final = {
+    **RANGES,
+    "iterations": Range(1, _MAX_REQUESTED),
+    "max_time_s": Range(0, _MAX_REQUESTED),
+    "max_samples": Range(1, _MAX_REQUESTED),
+}
+"""The ranges of numbers; `iterations` is also limited by the samples that are kept."""
 
 
 def validate_measurement(spec: job_pb2.JobSpec) -> None:
@@ -26,17 +36,13 @@ def validate_measurement(spec: job_pb2.JobSpec) -> None:
         )
     measurement = spec.measurement
     for field, value in measurement.ListFields():
-        least = {"warmup": 0, "iterations": 1, "min_time_s": 0, "max_time_s": 0, "max_samples": 1}.get(field.name)
-        if least is not None and not least <= value <= _MAX_REQUESTED:
+        if (within := _RANGES.get(field.name)) is not None and not within.min <= value <= within.max:
             raise BadJob(
-                f"`{field.name}` must be {least} to 10,000,000, got {value:g}.",
-                "Choose a value in this range, or leave it out.",
-                field=field.name,
-            )
-    if measurement.HasField("repeat"):
+                f"`{field.name}` must be {within.min} to {within.max:,}, got {value:g}.",
+                "Choose a value in this range, or leave it out.", field=field.name,
+            )  # fmt: skip
+    if measurement.repeat > 1:
         _check_repeat(measurement)
-    if measurement.HasField("trace_iterations"):
-        _require_within("trace_iterations", measurement.trace_iterations)
     generation.check_request(spec)
     repeat = max(1, measurement.repeat)
     most = measurement.max_samples if measurement.HasField("max_samples") else RANGES["iterations"].max // repeat
@@ -45,18 +51,9 @@ def validate_measurement(spec: job_pb2.JobSpec) -> None:
         raise BadJob(what, "Choose a lower number, or leave it out.", field="iterations")
 
 
-def _require_within(field: str, value: int) -> None:
-    least, most = RANGES[field]
-    if not least <= value <= most:
-        raise BadJob(
-            f"`{field}` must be {least} to {most:,}, got {value}.", "Choose a value in this range, or leave it out.", field=field
-        )
-
-
 def _check_repeat(measurement: job_pb2.Measurement) -> None:
     repeat = measurement.repeat
-    _require_within("repeat", repeat)
-    if repeat > 1 and measurement.interleave:
+    if measurement.interleave:
         raise BadJob(
             "`repeat` cannot be combined with `interleave`, which starts each program several times itself.",
             "Leave one of them out.", field="repeat",

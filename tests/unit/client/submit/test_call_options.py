@@ -14,6 +14,7 @@ from etfarm.client.submit.bench_options import BenchOptions
 from etfarm.client.submit.compile_options import CompileOptions
 from etfarm.client.submit.options import only_device
 from etfarm.client.submit.run_options import RunOptions
+from etfarm.wire.measurement import FIELDS
 from tests.support.refusals import refuses
 
 
@@ -28,7 +29,7 @@ from tests.support.refusals import refuses
 )
 def test_a_call_shows_every_option_as_a_keyword(farm: type, method: str, options_type: Any, in_order: list[str]) -> None:
     parameters = inspect.signature(getattr(farm, method)).parameters
-    assert list(parameters) == ["self", "model", *(field.name for field in fields(options_type))]
+    assert sorted(parameters) == sorted(["self", "model", *(field.name for field in fields(options_type))])
     positional = [name for name, known in parameters.items() if known.kind is not inspect.Parameter.KEYWORD_ONLY]
     assert positional == ["self", "model", *in_order]
 
@@ -37,6 +38,13 @@ def test_a_call_shows_every_option_as_a_keyword(farm: type, method: str, options
 def test_a_timed_pass_may_take_as_long_as_it_must(min_time_s: float | None, max_time_s: float | None) -> None:
     measurement = BenchOptions(min_time_s=min_time_s).job_spec().measurement
     assert (measurement.max_time_s if measurement.HasField("max_time_s") else None) == max_time_s
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_option_of_a_measurement_is_requested_of_the_server(name: str) -> None:
+    unset = getattr(BenchOptions(), name)
+    value: Any = not unset if isinstance(unset, bool) else "big" if FIELDS[name].range is None else 7
+    assert BenchOptions(**{name: value}).job_spec() != BenchOptions().job_spec()
 
 
 def test_options_of_a_compilation_and_of_a_run_become_a_job() -> None:

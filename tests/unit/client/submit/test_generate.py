@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 import pytest
 
 from etfarm.client import Generate
-from etfarm.client.cli import generation
+from etfarm.client.cli.generation import GenerationOptions, refuse_others
 from etfarm.client.submit.bench_options import BenchOptions
+from etfarm.wire.options import built, options_of
 from tests.support.refusals import refuses
 
 
@@ -43,10 +45,9 @@ def test_numbers_that_no_message_can_hold_are_refused(options: dict[str, Any]) -
         Generate(**options)
 
 
-def chosen(**options: object) -> Generate | None:
-    nothing = {"prompt_tokens": None, "depth": None, "repetitions": None, "prefill_method": "", "decode_method": ""}
-    tokens = options.pop("tokens", 128)
-    return generation.options_of(tokens, **{**nothing, **options})  # type: ignore[arg-type]
+def chosen(*, tokens: int | None = 128, **options: object) -> Generate | None:
+    nothing = {each.name: each.default for each in options_of(GenerationOptions)}
+    return built(GenerationOptions, Namespace(**nothing | {"generate": tokens} | options)).generate
 
 
 def test_the_commands_options_are_those_of_the_library() -> None:
@@ -67,6 +68,6 @@ def test_options_without_generate_are_refused() -> None:
 
 
 def test_options_of_other_measurements_are_refused() -> None:
-    generation.refuse_others({"--iterations": None, "--method": [], "--numerics": False})
+    refuse_others({"--iterations": None, "--method": [], "--numerics": False})
     with refuses("USAGE", match="--warmup cannot be combined with --generate"):
-        generation.refuse_others({"--warmup": 0})
+        refuse_others({"--warmup": 0})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from etfarm.client.submit.bench_options import BenchOptions
 from etfarm.client.web.form_fields import Field, command_line, integer_of, number_of, pairs_of
 from etfarm.client.web.forms import Fields
 from etfarm.client.web.pages.submit import read_options
@@ -57,3 +58,12 @@ def test_a_submission_is_read_and_never_names_a_file() -> None:
             read_options(Fields([("recipe", recipe)]))
     with refuses("BAD_OPTION"):
         read_options(Fields())
+
+
+def test_an_empty_form_measures_as_a_command_without_options() -> None:
+    chosen = [("recipe", "portable"), ("repeat", "2"), ("priority", "-3"), ("numerics", "yes")]
+    assert read_options(Fields(chosen[:1])).job_spec() == BenchOptions(["portable"], reservation="").job_spec()
+    assert (
+        read_options(Fields(chosen)).job_spec()
+        == BenchOptions(["portable"], reservation="", repeat=2, priority=-3, numerics=True).job_spec()
+    )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from etfarm.client.cli import generation, options
+from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
 from etfarm.client.cli.arguments import (
     needs_compiler,
@@ -21,10 +21,11 @@ from etfarm.client.cli.arguments import (
     require_file,
 )
 from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.generation import GenerationOptions, refuse_others
 from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.wire.errors import EtfarmError, error_for
-from etfarm.wire.measurement import RANGES
+from etfarm.wire.measurement import MeasurementOptions
 
 if TYPE_CHECKING:
     from etfarm.client.export.spec import ModelSpec
@@ -38,17 +39,15 @@ def main(argv: list[str]) -> int:
     return execute(bench, argv, "bench")
 
 
-def _within(number: str) -> dict[str, Any]:
-    """Return the limits of an option."""
-    return RANGES[number]._asdict()
-
-
+@options.taking("generation", GenerationOptions)
+@options.taking("measurement", MeasurementOptions)
 def bench(
     context: typer.Context,
     models: Annotated[
         list[str],
         typer.Argument(metavar="MODEL", help="x.pt2, x.pte, file.py:factory, package.module:factory, hf:FOLDER or demo:NAME."),
     ],
+    *,
     recipe: options.Recipes = None,
     device: Annotated[
         list[str] | None,
@@ -69,68 +68,8 @@ def bench(
     threads: Annotated[
         list[str] | None, typer.Option("--threads", metavar="N[,N]...", help="Thread counts. [the fastest cluster's cores]")
     ] = None,
-    cores: Annotated[str, typer.Option("--cores", metavar="C", help="big, little, or cpus as 0-3.")] = "",
-    iterations: Annotated[
-        int | None,
-        typer.Option("--iterations", metavar="N", **_within("iterations"), help="Minimum number of timed iterations. [100]"),
-    ] = None,
-    warmup: Annotated[
-        int | None, typer.Option("--warmup", metavar="N", **_within("warmup"), help="Number of warm-up runs. [until steady]")
-    ] = None,
-    min_time: Annotated[
-        float | None,
-        typer.Option("--min-time", metavar="S", min=0, callback=options.finite, help="Minimum seconds of timed iterations. [1]"),
-    ] = None,
-    repeat: Annotated[
-        int | None,
-        typer.Option("--repeat", metavar="N", **_within("repeat"), help="Measure in N fresh processes, one after the other. [1]"),
-    ] = None,
-    interleave: Annotated[
-        bool, typer.Option("--interleave", help="Measure the candidates in turns, and compare each with the first.")
-    ] = False,
-    no_profile: Annotated[bool, typer.Option("--no-profile", help="No traced pass, so no operators.")] = False,
-    trace_iterations: Annotated[
-        int | None,
-        typer.Option(
-            "--trace-iterations", metavar="N", **_within("trace_iterations"), help="Minimum number of traced iterations. [30]"
-        ),
-    ] = None,
-    numerics: Annotated[
-        bool, typer.Option("--numerics", help="Also compare each operator's outputs, in a separate program and run.")
-    ] = False,
-    generate: Annotated[
-        int | None,
-        typer.Option(
-            "--generate", metavar="N", min=2, max=4096, help="Language models: measure prefill, and decode of N tokens."
-        ),
-    ] = None,
-    prompt_tokens: Annotated[
-        str | None, typer.Option("--prompt-tokens", metavar="N[,N]...", help="Prompt lengths for --generate. [128,512]")
-    ] = None,
-    depth: Annotated[
-        str | None,
-        typer.Option("--depth", metavar="D[,D]...", help="Tokens before the prompt, as 1024 or 75% of the room. [0,75%]"),
-    ] = None,
-    repetitions: Annotated[
-        int | None,
-        typer.Option("--repetitions", metavar="N", min=1, max=100, help="Repetitions for each length and depth. [5]"),
-    ] = None,
-    tokens: Annotated[
-        Path | None,
-        typer.Option("--tokens", metavar="FILE", help="A text's tokens, for accuracy and perplexity. [random]"),
-    ] = None,
-    accuracy_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--accuracy-tokens", metavar="N", min=0, max=4096, help="Number of random tokens for accuracy; 0 for none. [64]"
-        ),
-    ] = None,
-    prefill_method: Annotated[
-        str, typer.Option("--prefill-method", metavar="M", help="The method for prompts. [recognized]")
-    ] = "",
-    decode_method: Annotated[
-        str, typer.Option("--decode-method", metavar="M", help="The method for single tokens. [recognized]")
-    ] = "",
+    measurement: MeasurementOptions,
+    generation: GenerationOptions,
     data: Annotated[
         list[Path] | None, typer.Option("--data", metavar="X.ptd", help="A named data file of the .pte; repeatable.")
     ] = None,
@@ -162,10 +101,6 @@ def bench(
     name: options.Name = "",
     label: options.Labels = None,
     timeout: options.Timeout = None,
-    priority: Annotated[
-        int,
-        typer.Option("--priority", metavar="P", **_within("priority"), help="Jobs with a higher priority run first."),
-    ] = 0,
     reservation: options.Reservation = None,
     deadline: options.Deadline = None,
     max_wait: options.MaxWait = None,
@@ -198,29 +133,27 @@ def bench(
     counts = options.threads_of(threads or ())
     methods = options.once("--method", method or [])
     labels = options.labels_of(label or ())
-    cores = options.cores_of(cores)
+    options.cores_of(measurement.cores)
     max_p50_ns = options.duration_of("--max-p50", max_p50)
     least_top1 = options.share_of("--min-top1", min_top1)
     due, longest_wait_s = options.deadline_of(deadline), None if max_wait is None else options.seconds_of("--max-wait", max_wait)
-    if interleave and (repeat or 1) > 1:
+    if measurement.interleave and (measurement.repeat or 1) > 1:
         raise error_for(
             "USAGE",
             "--repeat cannot be combined with --interleave, which starts each program several times itself.",
             "Leave one out.",
         )
-    if interleave and retry_invalid:
+    if measurement.interleave and retry_invalid:
         raise error_for(
             "USAGE", "--retry-invalid cannot be combined with --interleave, whose cells belong together.", "Leave one out."
         )
-    generated = generation.options_of(
-        generate, prompt_tokens=prompt_tokens, depth=depth, repetitions=repetitions, prefill_method=prefill_method,
-        decode_method=decode_method, tokens_file=tokens, accuracy_tokens=accuracy_tokens,
-    )  # fmt: skip
+    generated = generation.generate
     if generated is not None:
-        generation.refuse_others(
+        refuse_others(
             {
-                "--method": method, "--iterations": iterations, "--warmup": warmup, "--min-time": min_time,
-                "--interleave": interleave, "--numerics": numerics, "--max-p50": max_p50,
+                "--method": method, "--iterations": measurement.iterations, "--warmup": measurement.warmup,
+                "--min-time": measurement.min_time_s, "--interleave": measurement.interleave, "--numerics": measurement.numerics,
+                "--max-p50": max_p50,
             }
         )  # fmt: skip
     if detach and (
@@ -238,19 +171,19 @@ def bench(
     for text in device or ():
         selectors.parse(text)
     # A program that alternates with itself shows the difference that occurs by chance.
-    specs = [resolve(model) for model in (models if interleave else options.once("MODEL", models, resolve))]
+    specs = [resolve(model) for model in (models if measurement.interleave else options.once("MODEL", models, resolve))]
     if recipe and all(isinstance(spec, PteFile) for spec in specs):
         raise error_for("USAGE", "--recipe cannot be combined with a .pte, which is already compiled.", "Leave --recipe out.")
-    if trace_iterations is not None and no_profile:
+    if measurement.trace_iterations is not None and not measurement.profile:
         raise error_for("USAGE", "--trace-iterations cannot be combined with --no-profile.", "Leave one of them out.")
-    if interleave:
+    if measurement.interleave:
         require_several_candidates(specs, recipes)
     if inputs is not None and not inputs.is_dir():
         require_file(inputs)
     require_data_program(data or (), specs)
     if keep_mutations:
         specs = options.keeping_mutations(specs)
-    if numerics:
+    if measurement.numerics:
         require_graphs("--numerics", specs)
     # A compiled language model is compared with the same program on the server.
     if generated is None:
@@ -282,25 +215,16 @@ def bench(
         inputs=inputs,
         methods=methods,
         threads=counts,
-        cores=cores,
-        iterations=iterations,
-        warmup=warmup,
-        min_time_s=min_time,
-        repeat=repeat,
-        profile=not no_profile,
-        trace_iterations=trace_iterations,
-        numerics=numerics,
         generate=generated,
-        interleave=interleave,
         name=name,
         labels=labels,
         timeout_s=timeout,
-        priority=priority,
         reservation=reservation,
         deadline=due,
         max_wait_s=longest_wait_s,
         no_cache=no_cache,
         notify=notify or (),
+        **vars(measurement),
     )
 
     async def submit(farm: AsyncFarm, display: Display) -> AsyncJob:

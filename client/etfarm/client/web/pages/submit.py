@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from argparse import Namespace
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -27,7 +28,8 @@ from etfarm.client.web.uploads import Upload, Uploads
 from etfarm.client.web.visitors import farm, visitor_of
 from etfarm.wire import recipes as wire_recipes
 from etfarm.wire.errors import Fault, Kind, error_for, error_of
-from etfarm.wire.measurement import RANGES
+from etfarm.wire.measurement import FIELDS, MeasurementOptions
+from etfarm.wire.options import Option, built
 
 RECIPES_S: Final = 2.0
 """Seconds that the server may take to tell its recipes."""
@@ -102,16 +104,26 @@ def read_options(fields: Fields) -> BenchOptions:
         [*_chosen(fields, "device"), *lines_of(text_of(fields, "selectors"))] or [""],
         all_devices="all_devices" in fields,
         threads=_threads_of(text_of(fields, "threads")),
-        repeat=integer_of(fields, "repeat", "Repeats"),
-        iterations=integer_of(fields, "iterations", "Iterations"),
-        numerics="numerics" in fields,
-        interleave="interleave" in fields,
         name=text_of(fields, "name"),
         labels=pairs_of(text_of(fields, "labels"), "Labels"),
-        priority=integer_of(fields, "priority", "Priority") or 0,
         deadline=None if minutes is None else timedelta(minutes=minutes),
         reservation=text_of(fields, "reservation"),
+        **vars(_measurement(fields)),
     )
+
+
+def _measurement(fields: Fields) -> MeasurementOptions:
+    """Return the options of the measurement that a form describes, as the command line would."""
+    values = {each.name: _value_of(name, each, fields) if each.label else each.default for name, each in FIELDS.items()}
+    return built(MeasurementOptions, Namespace(**values))
+
+
+def _value_of(name: str, option: Option, fields: Fields) -> Any:
+    if option.default is False:
+        return name in fields
+    if option.range is None:
+        return text_of(fields, name)
+    return (integer_of if option.read is int else number_of)(fields, name, option.label)
 
 
 def _require_submitter(request: Request) -> None:
@@ -224,24 +236,8 @@ def _option_fields(fields: Fields) -> Mapping[str, Field]:
             hint="One in each line: a cell on one device that matches, as `arch=aarch64,memory>=2GiB`.",
         ),
         Field("all_devices", "On each device that matches", flag="--all-devices", kind="checkbox"),
-        Field(
-            "repeat",
-            "Repeats",
-            flag="--repeat",
-            kind="number",
-            **_within("repeat"),
-            hint="Fresh processes, one after the other.",
-        ),
+        *(_field_of(name, option) for name, option in FIELDS.items() if option.label),
         Field("threads", "Threads", flag="--threads", hint="As `1,2,4`: a cell for each."),
-        Field(
-            "iterations",
-            "Iterations",
-            flag="--iterations",
-            kind="number",
-            **_within("iterations"),
-            hint="At least; 100 without.",
-        ),
-        Field("priority", "Priority", flag="--priority", kind="number", **_within("priority"), hint="Higher runs first."),
         Field(
             "deadline",
             "Needed within",
@@ -251,17 +247,19 @@ def _option_fields(fields: Fields) -> Mapping[str, Field]:
             minimum=1,
             hint="Minutes; what has not started by then fails.",
         ),
-        Field("numerics", "Compare each operator's outputs", flag="--numerics", kind="checkbox"),
-        Field("interleave", "Measure the recipes in turns", flag="--interleave", kind="checkbox"),
         Field("name", "Name", flag="--name"),
         Field("labels", "Labels", flag="--label", kind="lines", hint="One `key=value` in each line."),
     )
     return {field.name: _filled(field, fields) for field in declared}
 
 
-def _within(number: str) -> dict[str, Any]:
-    least, most = RANGES[number]
-    return {"minimum": least, "maximum": most}
+def _field_of(name: str, option: Option) -> Field:
+    """Return the field of an option of the measurement."""
+    least, most = option.range or (None, None)
+    return Field(
+        name, option.label, flag=option.flag, placeholder=option.without, hint=str(option.help), minimum=least, maximum=most,
+        kind="checkbox" if option.default is False else "text" if option.range is None else "number",
+    )  # fmt: skip
 
 
 def _filled(field: Field, fields: Fields) -> Field:

@@ -9,6 +9,7 @@ from typing import Final
 from etfarm.server.access.scope import DEFAULT_PROJECT
 from etfarm.v1.device_pb2 import Device, DeviceState, HealthState
 from etfarm.wire.cores import MAX_CONCURRENT_RUNS, has_cpus
+from etfarm.wire.measurement import RANGES
 from etfarm.wire.selectors import Selector
 
 IDLE: Final = DeviceState.DEVICE_STATE_IDLE
@@ -17,9 +18,7 @@ OFFLINE: Final = DeviceState.DEVICE_STATE_OFFLINE
 UNUSABLE: Final = DeviceState.DEVICE_STATE_UNUSABLE
 DRAINING: Final = DeviceState.DEVICE_STATE_DRAINING
 
-MIN_PRIORITY: Final = -100
-MAX_PRIORITY: Final = 100
-"""The range of priorities. A submission outside of it is refused."""
+MIN_PRIORITY, MAX_PRIORITY = RANGES["priority"]
 
 Party = tuple[str, str]
 """A project and the owner in it, between whom devices are shared fairly."""
