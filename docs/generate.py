@@ -217,7 +217,7 @@ def make_settings() -> str:
     return "\n".join(parts) + "\n"
 
 
-# --- thresholds of the verdict ---------------------------------------------------------------------------------------
+# --- thresholds of the verdict, and retention -------------------------------------------------------------------------
 
 
 def make_thresholds() -> str:
@@ -229,6 +229,15 @@ def make_thresholds() -> str:
     for each in fields(Thresholds):
         parts.append(f"| `{each.name}` | {each.default:g} | {reasons[each.name]} |")
     return "\n".join(parts) + "\n"
+
+
+def make_retention() -> str:
+    """Make a table of what a server deletes, each with the limit up to which it keeps it."""
+    from etfarm.server.retention.limits import Limits
+
+    texts = _field_docstrings(Limits)
+    rows = [f"| `{each.name}` | {each.default} | {texts[each.name]} |" for each in fields(Limits)]
+    return "\n".join(("| NAME | default | what goes |", "|---|---|---|", *rows)) + "\n"
 
 
 def _field_docstrings(kind: type) -> dict[str, str]:
@@ -343,6 +352,7 @@ MAKERS: Final = {
     "commands": make_commands,
     "reasons": make_reasons,
     "report-keys": make_report_keys,
+    "retention": make_retention,
     "settings": make_settings,
     "thresholds": make_thresholds,
 }

@@ -46,15 +46,17 @@ class Limits:
     """The limits of a server. By default, only what can be computed again, and the output of old runs, are deleted."""
 
     jobs: Limit = Limit()
-    """Terminal jobs without tags, with their reports, events and logs. A size counts all jobs."""
+    """Finished jobs without tags, with their reports, events and logs. A size counts all jobs."""
     logs: Limit = Limit(age_s=90 * DAY_S, size_bytes=4 << 30)
-    """What compilers and runners of terminal jobs printed; a job's log has up to 32 MiB, and is rarely read after some days."""
+    """What compilers and runners of finished jobs printed; the jobs stay. A job's log has up to 32 MiB, and is rarely read after
+    some days."""
     cache: Limit = Limit(age_s=90 * DAY_S)
-    """Compilations and analyses that were not used, with the files that only they refer to. They are computed again."""
+    """Results of compilations and analyses that were not used for so long and that no job names, with the files that only they
+    refer to. They are computed again."""
     artifacts: Limit = Limit()
-    """Artifacts that nothing refers to: uploads that no job used, and files of deleted jobs."""
+    """Files that nothing refers to: uploads that no job named, and files of deleted jobs."""
     audit: Limit = Limit()
-    """Entries of the audit log."""
+    """Entries of the audit log, which is kept for at least 30 days."""
 
     @property
     def has_ages(self) -> bool:
