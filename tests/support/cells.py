@@ -7,7 +7,7 @@ import itertools
 from array import array
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from etfarm.server.devices.health.standing import HealthPolicy
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import AgentSession
-from etfarm.server.jobs import model
 from etfarm.server.jobs.cells.analysis import CellAnalysis
 from etfarm.server.jobs.cells.device_attempts import DeviceAttempts
 from etfarm.server.jobs.cells.dispatch import Dispatch
@@ -33,7 +32,6 @@ from etfarm.server.jobs.cells.stages import CellStages
 from etfarm.server.jobs.conductor import Conductor
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.log import JobLog
-from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.jobs.takeups import Hands, Takeups
 from etfarm.server.reports.verdict import Thresholds
@@ -44,9 +42,9 @@ from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire.chunks import artifact_of
 from tests.support.databases import new_database
+from tests.support.jobs import AT, queued_job, submit
 
 WAIT_S = 60.0
-AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 FORWARD = compile_pb2.MethodFacts(operators=["aten::add.out"], backends=["XnnpackBackend"], planned_bytes=[64])
 
 BUNDLE = agent_pb2.RunnerBundle(arch="x86_64", backends=["XnnpackBackend"], operators=["aten::add.out"])
@@ -109,10 +107,10 @@ class Analyzes:
 class Agent:
     """The agent's end of a connection, played by the test."""
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: World, name: str = "pi", **device: Any) -> None:
         self.world = world
         self.session = AgentSession(f"agent-{name}", "host", lambda: 0.0)
-        self.device = Device(id=name, name=name, arch="x86_64")
+        self.device = Device(id=name, name=name, arch="x86_64", **device)
         self._messages = self.session.outgoing()
 
     async def connect(self, *active: str) -> Agent:
@@ -131,6 +129,19 @@ class Agent:
         message = await self.next_message()
         assert message.WhichOneof("message") == "start_run", message
         return message.start_run
+
+    async def started_after_acks(self) -> agent_pb2.StartRun:
+        """Return the next run that the server sends, whatever it acknowledges before."""
+        while (message := await self.next_message()).WhichOneof("message") != "start_run":
+            pass
+        return message.start_run
+
+    async def finish(self, error: common_pb2.Error | None = None, **more: Any) -> agent_pb2.StartRun:
+        """Answer the next run, which the server acknowledges; return it."""
+        run = await self.started()
+        assert self.answer(run, error, **more)
+        await self.expect_message("ack", run.attempt_id)
+        return run
 
     async def expect_message(self, kind: str, attempt: str) -> None:
         message = await self.next_message()
@@ -175,6 +186,7 @@ class World:
         self.compiler, self.analyst = Compiles(), Analyzes()
         self.hands = Hands(Takeups(database), folder)
         self.conductor = self.conduct(self.compiler)
+        self.successor: World | None = None
 
     def conduct(self, compiler: Any) -> Conductor:
         """Return a conductor of the world's jobs, with a compiler."""
@@ -195,14 +207,30 @@ class World:
     def now(self) -> datetime:
         return self.at
 
-    async def restarted(self) -> World:
+    async def restarted(self, compiler: Any = None) -> World:
+        """Another server on the same database, with a compiler, which has not taken up jobs yet."""
         await self.conductor.stop()
-        again = World(self.database, self.folder, self.ids, *self.bundles.list())
+        self.successor = again = World(self.database, self.folder, self.ids, *self.bundles.list())
         await again.registry.load()
+        if compiler is not None:
+            again.compiler = compiler
+            again.conductor = again.conduct(compiler)
         return again
 
-    async def agent(self, name: str = "pi") -> Agent:
-        return await Agent(self, name).connect()
+    async def resumed(self, compiler: Any = None) -> World:
+        """Another server on the same database, which goes on with its jobs."""
+        again = await self.restarted(compiler)
+        await again.conductor.resume()
+        return again
+
+    async def stop(self) -> None:
+        """Stop the server, and those that followed it."""
+        await self.conductor.stop()
+        if self.successor is not None:
+            await self.successor.stop()
+
+    async def agent(self, name: str = "pi", **device: Any) -> Agent:
+        return await Agent(self, name, **device).connect()
 
     async def submit(
         self,
@@ -213,18 +241,14 @@ class World:
         threads: int | None = None,
         measurement: job_pb2.Measurement | None = None,
     ) -> job_pb2.Job:
-        job = job_pb2.Job(id=f"job-{self.ids()}", owner="ann")
-        job.spec.stop_after = stop_after
-        if measurement is not None:
-            job.spec.measurement.CopyFrom(measurement)
-        job.create_time.FromDatetime(AT)
-        job.spec.candidates.add(name="net").program.pte.CopyFrom(artifact_of(b"pte"))
-        for index in range(cells):
-            job.cells.add(
-                id=f"{job.id}-{index}", job_id=job.id, index=index, state=model.QUEUED, version=1, method="forward",
-                device_index=0 if on_device else None, threads=threads,
-            )  # fmt: skip
-        written, _ = await self.journal.submit(job, Request(job.id, b""))
+        cell = {"method": "forward", "device_index": 0 if on_device else None, "threads": threads}
+        spec = job_pb2.JobSpec(stop_after=stop_after, measurement=measurement)
+        spec.candidates.add(name="net").program.pte.CopyFrom(artifact_of(b"pte"))
+        return await self.begin(queued_job(f"job-{self.ids()}", cells, cell=cell, spec=spec))
+
+    async def begin(self, job: job_pb2.Job) -> job_pb2.Job:
+        """Write a job, and lead it."""
+        written = await submit(self.journal, job)
         self.conductor.start(written)
         return written
 
@@ -252,7 +276,7 @@ async def opened_world(folder: Path, *bundles: agent_pb2.RunnerBundle) -> AsyncI
     numbers = itertools.count()
     created = World(database, folder, lambda: f"id{next(numbers):04}", *bundles)
     yield created
-    await created.conductor.stop()
+    await created.stop()
     await created.log.flush()
     database.close()
 

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.request import UploadRequest
 from etfarm.server.compile.upload_screening import Screening, screen
+from etfarm.server.jobs.records.deletion import JobDeletion
+from etfarm.server.jobs.records.journal import Journal
+from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.jobs.submission import Submission
+from etfarm.server.rpc.door import caller
+from etfarm.server.rpc.door.token_file import LOCAL
+from etfarm.server.rpc.services.jobs import JobService
 from etfarm.server.state.engine import Database
 from etfarm.server.workers.child_pool import ChildPool
 from etfarm.v1.common_pb2 import Artifact
+from etfarm.v1.compile_pb2 import Program
 from etfarm.v1.device_pb2 import Device, DeviceState
-from etfarm.v1.job_pb2 import Candidate, Job, JobSpec, MethodSource, Model
+from etfarm.v1.job_pb2 import Candidate, Job, JobSpec, MethodSource, Model, RetryJobRequest, SubmitJobRequest
 from etfarm.wire import recipes
 from etfarm.wire.errors import error_for
+from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.recipes import Recipe
-from tests.support.databases import new_database
 
 AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 FP32 = recipes.parse("xnnpack_fp32").json
@@ -80,15 +87,39 @@ class World:
         }
         return Candidate(name=name, model=Model(name=name, methods=sources), recipe=recipe)
 
-    async def make(self, spec: JobSpec) -> Job:
-        return await self.submission.make(spec, owner="ann", project="default", at=AT)
+    async def ready(self, name: str = "x.pte", data: bytes = b"pte", **more: Any) -> Candidate:
+        """Return a candidate that is a compiled program."""
+        return Candidate(name=name, program=Program(pte=await self.stored(data)), **more)
+
+    async def make(self, spec: JobSpec, *, validate_only: bool = False) -> Job:
+        return await self.submission.make(spec, owner="ann", project="default", at=AT, validate_only=validate_only)
+
+
+class Service:
+    """JobService on a real journal, where what it starts is only noted."""
+
+    def __init__(self, world: World) -> None:
+        self.started: list[str] = []
+        announcer = Announcer()
+        self.journal = Journal(world.database, announcer, lambda: AT)
+        self.rpcs = JobService(
+            self.journal, None, announcer, world.submission, self, version="1", now=lambda: AT,  # type: ignore[arg-type]
+            queue=None, deletion=JobDeletion(world.database),
+        )  # fmt: skip
+        caller.authorize(caller.resolve_default(LOCAL, ""), "/etfarm.v1.JobService/Submit")
+
+    def start(self, job: Job) -> None:
+        self.started.append(job.id)
+
+    async def submit(self, spec: JobSpec, request_id: str = "r") -> Job:
+        return await self.rpcs.Submit(SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id=request_id, spec=spec), None)
+
+    async def retry(self, job: Job, request_id: str = "again") -> Job:
+        return await self.rpcs.Retry(RetryJobRequest(job_id=job.id, request_id=request_id), None)
 
 
 @pytest.fixture
-async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    database = new_database(tmp_path / "farm.sqlite")
-    await database.open()
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database: Database) -> World:
     created = World(Store(tmp_path, database), database)
     monkeypatch.setattr(screen, "screen_pte", lambda path: created.screened.append(path))
-    yield created
-    database.close()
+    return created

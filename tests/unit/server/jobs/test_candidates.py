@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,13 @@ from etfarm.server.compile.screening.errors import TruncatedProgram
 from etfarm.server.jobs.candidates import MAX_SAMPLES
 from etfarm.server.jobs.submission import BadJob
 from etfarm.v1.common_pb2 import ACTOR_CLIENT, ACTOR_SERVER
-from etfarm.v1.job_pb2 import Candidate, DeviceChoice, JobSpec, Measurement
+from etfarm.v1.job_pb2 import DeviceChoice, JobSpec, Measurement
 from etfarm.wire import digest, recipes
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import Kind, UserError
 from tests.support.golden import Golden
 from tests.support.refusals import refuses
 from tests.support.submissions import FP32, World, world
-
-pytestmark = pytest.mark.usefixtures("each_database")
 
 __all__ = ["world"]
 
@@ -32,58 +31,83 @@ async def test_the_client_s_stages_say_that_they_ran_there(world: World) -> None
     assert [(stage.where, stage.cached) for stage in job.spec.candidates[0].stages_done] == [(ACTOR_CLIENT, False)] * 2
 
 
-@pytest.mark.parametrize(
-    "done",
-    [
-        ["TO_EGDE"],
-        ["TORCH_EXPORT", "QUANTIZE"],
-        ["TORCH_EXPORT", "TO_EDGE"],
-        ["QUANTIZE"],
-    ],
-)
-async def test_stages_that_cannot_have_been_done_are_refused(golden: Golden, world: World, done: list[str]) -> None:
-    candidate = await world.model()
-    for stage in done:
-        candidate.stages_done.add(stage=stage)
-    with refuses("BAD_STAGES") as refused:
-        await world.make(JobSpec(candidates=[candidate]))
-    golden.check(refused.value)
+Change = Callable[[JobSpec], object]
 
 
-@pytest.mark.parametrize("duration_ms", [-1.0, float("nan"), float("inf")])
-async def test_a_stage_that_took_no_time_that_there_is_is_refused(golden: Golden, world: World, duration_ms: float) -> None:
-    candidate = await world.model()
-    candidate.stages_done.add(stage="TORCH_EXPORT", duration_ms=duration_ms)
-    with pytest.raises(BadJob) as refused:
-        await world.make(JobSpec(candidates=[candidate]))
-    golden.check(refused.value)
+def done(*stages: str, duration_ms: float = 0.0) -> Change:
+    """Return a change that calls stages of the model done."""
+
+    def change(spec: JobSpec) -> None:
+        for stage in stages:
+            spec.candidates[0].stages_done.add(stage=stage, duration_ms=duration_ms)
+
+    return change
+
+
+def with_method(name: str) -> Change:
+    """Return a change that adds a method to the model."""
+
+    def change(spec: JobSpec) -> None:
+        methods = spec.candidates[0].model.methods
+        methods[name].CopyFrom(methods["forward"])
+
+    return change
+
+
+def with_constant(name: str) -> Change:
+    """Return a change that adds a constant method to the model."""
+
+    def change(spec: JobSpec) -> None:
+        model = spec.candidates[0].model
+        model.constant_methods[name].CopyFrom(model.methods["forward"].exported_program)
+
+    return change
+
+
+OPTIONS_OF_ANOTHER = recipes.from_toml('recipe = "xnnpack_fp32"\n[methods.forwrd]\npartitioners = []\n', "mine").json
+EAGER = recipes.parse("xnnpack_torchao_int8da_int4w_per_channel").json
+NO_PROGRAM = JobSpec(stop_after="TO_EDGE_TRANSFORM_AND_LOWER", devices=[DeviceChoice()])
+REFUSED: dict[str, tuple[str, Change]] = {
+    "stage_misspelled": ("BAD_STAGES", done("TO_EGDE")),
+    "stage_of_another_recipe": ("BAD_STAGES", done("TORCH_EXPORT", "QUANTIZE")),
+    "stage_of_the_server": ("BAD_STAGES", done("TORCH_EXPORT", "TO_EDGE")),
+    "stages_without_the_export": ("BAD_STAGES", done("QUANTIZE")),
+    "stage_in_negative_time": ("BAD_JOB", done("TORCH_EXPORT", duration_ms=-1.0)),
+    "stage_in_nan_time": ("BAD_JOB", done("TORCH_EXPORT", duration_ms=float("nan"))),
+    "stage_in_infinite_time": ("BAD_JOB", done("TORCH_EXPORT", duration_ms=float("inf"))),
+    "stop_after_a_stage_of_another_recipe": ("BAD_STAGES", lambda spec: setattr(spec, "stop_after", "QUANTIZE")),
+    "run_without_a_program": ("BAD_JOB", lambda spec: (spec.candidates.pop(), spec.MergeFrom(NO_PROGRAM))),
+    "options_of_another_method": ("BAD_RECIPE_FIELD", lambda spec: setattr(spec.candidates[0], "recipe", OPTIONS_OF_ANOTHER)),
+    "recipe_of_eager_modules": ("RECIPE_NEEDS_EAGER_MODULE", lambda spec: setattr(spec.candidates[0], "recipe", EAGER)),
+    "recipe_of_a_ready_program": ("BAD_JOB", lambda spec: setattr(spec.candidates[1], "recipe", FP32)),
+    "method_without_a_name": ("BAD_JOB", with_method("")),
+    "method_with_a_slash": ("BAD_JOB", with_method("a/b")),
+    "method_of_dots": ("BAD_JOB", with_method("..")),
+    "method_with_a_long_name": ("BAD_JOB", with_method("x" * 101)),
+    "method_of_many_bytes": ("BAD_JOB", with_method("\N{CJK UNIFIED IDEOGRAPH-6587}" * 50)),
+    "method_and_constant": ("BAD_JOB", with_constant("forward")),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_a_candidate_that_cannot_be_is_refused(golden: Golden, world: World, name: str) -> None:
+    reason, change = REFUSED[name]
+    spec = JobSpec(candidates=[await world.model(), await world.ready()])
+    change(spec)
+    with golden.refuses(reason) as refused:
+        await world.make(spec)
+    assert refused.value.kind is Kind.INVALID_ARGUMENT
+
+
+async def test_a_ready_program_has_no_stages_to_stop_after(golden: Golden, world: World) -> None:
+    with golden.refuses("BAD_JOB"):
+        await world.make(JobSpec(candidates=[await world.ready()], stop_after="TORCH_EXPORT"))
 
 
 @pytest.mark.parametrize("stage", ["TORCH_EXPORT", "TO_EDGE_TRANSFORM_AND_LOWER", "TO_EXECUTORCH"])
 async def test_a_compilation_may_stop_after_a_stage_of_its_recipe(world: World, stage: str) -> None:
     job = await world.make(JobSpec(candidates=[await world.model()], stop_after=stage))
     assert job.spec.stop_after == stage
-
-
-async def test_a_compilation_cannot_stop_after_a_stage_that_its_recipe_does_not_have(golden: Golden, world: World) -> None:
-    with refuses("BAD_STAGES") as refused:
-        await world.make(JobSpec(candidates=[await world.model()], stop_after="QUANTIZE"))
-    golden.check(refused.value)
-
-
-async def test_what_stops_before_there_is_a_program_cannot_run(golden: Golden, world: World) -> None:
-    spec = JobSpec(candidates=[await world.model()], stop_after="TO_EDGE_TRANSFORM_AND_LOWER", devices=[DeviceChoice()])
-    with pytest.raises(BadJob) as refused:
-        await world.make(spec)
-    golden.check(refused.value)
-
-
-async def test_a_ready_program_has_no_stages_to_stop_after(golden: Golden, world: World) -> None:
-    candidate = Candidate(name="x.pte")
-    candidate.program.pte.CopyFrom(await world.stored(b"pte"))
-    with pytest.raises(BadJob) as refused:
-        await world.make(JobSpec(candidates=[candidate], stop_after="TORCH_EXPORT"))
-    golden.check(refused.value)
 
 
 @pytest.mark.parametrize("more", [0, 1])
@@ -98,33 +122,9 @@ async def test_a_method_has_a_most_of_calibration_samples(world: World, more: in
         await world.make(JobSpec(candidates=[candidate]))
 
 
-async def test_a_recipe_s_options_for_a_method_that_the_model_does_not_have_are_refused(golden: Golden, world: World) -> None:
-    recipe = recipes.from_toml('recipe = "xnnpack_fp32"\n[methods.decodr]\npartitioners = []\n', "mine").json
-    candidate = await world.model("net", recipe, encode=b"e", decoder=b"d")
-    with refuses("BAD_RECIPE_FIELD") as refused:
-        await world.make(JobSpec(candidates=[candidate]))
-    golden.check(refused.value)
-
-
-@pytest.mark.parametrize("name", ["", "a/b", "..", "x" * 101, "\N{CJK UNIFIED IDEOGRAPH-6587}" * 50])
-async def test_a_method_s_name_is_an_identifier(golden: Golden, world: World, name: str) -> None:
-    with pytest.raises(BadJob) as refused:
-        await world.make(JobSpec(candidates=[await world.model("net", **{name: b"x"})]))
-    golden.check(refused.value)
-
-
-async def test_a_constant_method_cannot_have_a_method_s_name(golden: Golden, world: World) -> None:
-    candidate = await world.model()
-    candidate.model.constant_methods["forward"].CopyFrom(await world.stored(b"constant"))
-    with pytest.raises(BadJob) as refused:
-        await world.make(JobSpec(candidates=[candidate]))
-    golden.check(refused.value)
-
-
 async def test_a_ready_program_is_screened_and_given_its_digest(world: World) -> None:
-    pte, data = await world.stored(b"pte"), await world.stored(b"data")
-    candidate = Candidate(name="x.pte")
-    candidate.program.pte.CopyFrom(pte)
+    candidate, data = await world.ready(), await world.stored(b"data")
+    pte = candidate.program.pte
     candidate.program.data["weights"].CopyFrom(data)
     candidate.program.digest = "a lie"
     job = await world.make(JobSpec(candidates=[candidate]))
@@ -141,8 +141,7 @@ async def test_equal_bytes_are_screened_once(world: World) -> None:
 
 
 async def test_bytes_that_passed_as_a_program_are_screened_again_as_a_model(world: World) -> None:
-    program = Candidate(name="x.pte")
-    program.program.pte.CopyFrom(await world.stored(b"both"))
+    program = await world.ready(data=b"both")
     await world.make(JobSpec(candidates=[program]))
     await world.make(JobSpec(candidates=[await world.model(forward=b"both")]))
     assert len(world.screened) == 2
@@ -156,21 +155,11 @@ async def test_of_several_models_the_one_that_is_refused_is_named(
         raise TruncatedProgram(9, path.stat().st_size)
 
     monkeypatch.setattr(screen, "screen_pte", refuse)
-    program = Candidate(name="x.pte")
-    program.program.pte.CopyFrom(await world.stored(b"pte"))
+    program = await world.ready()
     with pytest.raises(UserError) as refused:
         await world.make(JobSpec(candidates=[*[await world.model(name) for name in others], program]))
     assert refused.value.message.startswith(begins)
     assert (refused.value.reason, refused.value.metadata["size_bytes"]) == ("TRUNCATED_PROGRAM", "3")
-
-
-async def test_a_recipe_that_needs_modules_is_refused_before_it_compiles_to_fp32(golden: Golden, world: World) -> None:
-    recipe = recipes.parse("xnnpack_torchao_int8da_int4w_per_channel").json
-    with refuses("RECIPE_NEEDS_EAGER_MODULE") as refused:
-        await world.make(JobSpec(candidates=[await world.model("net", recipe)]))
-    golden.check(refused.value)
-    assert refused.value.reason == "RECIPE_NEEDS_EAGER_MODULE"
-    assert refused.value.kind is Kind.INVALID_ARGUMENT
 
 
 async def test_a_recipe_without_a_name_is_called_by_its_label(world: World) -> None:
@@ -184,37 +173,21 @@ async def test_a_recipe_without_a_name_is_called_by_its_label(world: World) -> N
 
 
 async def test_a_recipe_is_asked_for_by_name_and_a_ready_program_has_none(world: World) -> None:
-    program = Candidate(name="x.pte")
-    program.program.pte.CopyFrom(await world.stored(b"pte"))
+    program = await world.ready()
     await world.make(JobSpec(candidates=[await world.model(), program]))
     assert world.asked == ["xnnpack_fp32"]
-
-
-async def test_a_recipe_for_a_ready_program_is_refused(golden: Golden, world: World) -> None:
-    candidate = Candidate(name="x.pte", recipe=FP32)
-    candidate.program.pte.CopyFrom(await world.stored(b"pte"))
-    with pytest.raises(BadJob) as refused:
-        await world.make(JobSpec(candidates=[candidate]))
-    golden.check(refused.value)
 
 
 async def test_numerics_of_a_ready_program_are_refused_since_nothing_is_known_to_compare_them_with(
     golden: Golden, world: World
 ) -> None:
-    program = Candidate(name="x.pte")
-    program.program.pte.CopyFrom(await world.stored(b"pte"))
+    program = await world.ready()
     spec = JobSpec(candidates=[program], devices=[DeviceChoice()], measurement=Measurement(numerics=True))
-    with pytest.raises(BadJob) as refused:
+    with golden.refuses("BAD_JOB") as refused:
         await world.make(spec)
-    golden.check(refused.value)
     assert refused.value.remedy.startswith("Give the .pt2 or the model itself")
     spec.candidates[0].CopyFrom(await world.model())
     assert (await world.make(spec)).spec.measurement.numerics
-
-
-async def test_an_unknown_recipe_says_what_there_is(world: World) -> None:
-    with refuses("UNKNOWN_RECIPE"):
-        await world.make(JobSpec(candidates=[await world.model("net", '{"recipe":"nothing"}')]))
 
 
 @pytest.mark.parametrize("where", ["model", "calibration", "constant", "inputs", "pte", "data"])

@@ -5,12 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import pytest
-
 from etfarm.server.artifacts.room import Room
 from tests.support.cells import WAIT_S, World
-
-pytestmark = pytest.mark.usefixtures("each_database")
 
 
 async def test_a_compilation_waits_until_the_disk_has_space(world: World, tmp_path: Path) -> None:

@@ -19,8 +19,6 @@ from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import UserError
 from tests.support.cells import BUNDLE, STATES_TO_SUCCESS, WAIT_S, Agent, World, compiled, error
 
-pytestmark = pytest.mark.usefixtures("each_database")
-
 
 async def test_a_cell_goes_its_way_and_its_agent_may_forget_it_once_the_result_is_written(world: World) -> None:
     agent = await world.agent()
@@ -63,17 +61,13 @@ async def test_a_cell_that_does_not_compile_fails_with_the_reason_and_a_report(w
 async def test_a_cell_with_more_threads_than_its_devices_have_cpus_fails_and_another_waits_for_one_that_has_them(
     world: World,
 ) -> None:
-    small = Agent(world, "small")
-    small.device.cores = 2
-    await small.connect()
+    await world.agent("small", cores=2)
     job = await world.submit(threads=4)
     states, (report,) = await world.end(job)
     assert states == ["COMPILING", "WAITING_FOR_DEVICE", "FAILED"]
     assert report.error.reason == "TOO_MANY_THREADS"
     assert report.error.message == "4 threads are more than the 2 cpus of small."
-    large = Agent(world, "large")
-    large.device.cores = 4
-    await large.connect()
+    large = await world.agent("large", cores=4)
     job = await world.submit(threads=4)
     run = await large.started()
     assert (run.device_id, run.candidates[0].threads) == ("large", 4)
@@ -132,9 +126,7 @@ async def test_a_bug_fails_the_cell_by_the_farms_fault(world: World) -> None:
 async def test_a_users_fault_on_the_device_is_not_tried_again(world: World) -> None:
     agent = await world.agent()
     job = await world.submit()
-    run = await agent.started()
-    agent.answer(run, error("USER", "PROGRAM_CRASHED"))
-    await agent.expect_message("ack", run.attempt_id)
+    await agent.finish(error("USER", "PROGRAM_CRASHED"))
     states, (report,) = await world.end(job)
     assert states == [*STATES_TO_SUCCESS[:3], "FAILED"]
     assert report.error.reason == "PROGRAM_CRASHED"
@@ -152,7 +144,7 @@ async def test_a_device_fault_places_the_cell_again_elsewhere_and_nothing_of_the
     xl.session.end()
     world.registry.gone(xl.session, "xl")
     await (await Agent(world, "xl").connect()).leave()  # it comes back without the run
-    third = await _next_start(pi)
+    third = await pi.started_after_acks()
     pi.answer(third, threads=2)
     states, (report,) = await world.end(job)
     assert states == ["COMPILING", *["WAITING_FOR_DEVICE", "RUNNING"] * 3, "ANALYZING", "SUCCEEDED"]
@@ -165,17 +157,11 @@ async def test_a_device_fault_places_the_cell_again_elsewhere_and_nothing_of_the
     assert not (await world.journal.results_of(second.attempt_id))[job.cells[0].id].threads, "a lost attempt has no result"
 
 
-async def _next_start(agent: Agent) -> agent_pb2.StartRun:
-    while (message := await agent.next_message()).WhichOneof("message") != "start_run":
-        pass
-    return message.start_run
-
-
 async def test_after_two_device_faults_more_the_cell_fails_with_the_last_one(world: World) -> None:
     agent = await world.agent()
     job = await world.submit()
     for number in range(MAX_ATTEMPTS):
-        agent.answer(await _next_start(agent), error("DEVICE", f"FAULT_{number}"))
+        agent.answer(await agent.started_after_acks(), error("DEVICE", f"FAULT_{number}"))
     states, (report,) = await world.end(job)
     assert states == ["COMPILING", *["WAITING_FOR_DEVICE", "RUNNING"] * 3, "FAILED"]
     assert report.error.reason == "FAULT_2"
@@ -193,7 +179,7 @@ async def test_devices_that_leave_before_an_attempt_is_sent_use_up_no_attempts(w
             while world.runs.busy():  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0)
     agent = await world.agent()
-    agent.answer(await _next_start(agent))
+    agent.answer(await agent.started_after_acks())
     states, _ = await world.end(job)
     assert states[-1] == "SUCCEEDED"
     (cell,) = (await world.journal.get(job.id, EVERYTHING)).cells
@@ -215,9 +201,7 @@ PYTHON = DeviceRunner(kind=common_pb2.RUNNER_KIND_PYTHON, backends=["XnnpackBack
 
 async def test_without_a_bundle_a_run_is_sent_for_the_devices_own_runner(bare_world: World) -> None:
     world = bare_world
-    agent = Agent(world, "pi")
-    agent.device.own_runners.append(PYTHON)
-    await agent.connect()
+    agent = await world.agent(own_runners=[PYTHON])
     job = await world.submit()
     run = await agent.started()
     assert not run.candidates[0].HasField("bundle")
@@ -226,44 +210,36 @@ async def test_without_a_bundle_a_run_is_sent_for_the_devices_own_runner(bare_wo
     assert states[-1] == "SUCCEEDED"
 
 
-async def test_without_a_bundle_a_program_that_the_own_runner_lacks_a_backend_for_is_refused(
-    bare_world: World,
-) -> None:
-    world = bare_world
-    agent = Agent(world, "pi")
-    agent.device.own_runners.add(kind=common_pb2.RUNNER_KIND_PYTHON, backends=["Other"])
-    await agent.connect()
-    states, (report,) = await world.end(await world.submit())
-    assert (states[-1], report.error.reason) == ("FAILED", "BACKEND_MISSING")
-    assert agent.session._outgoing.empty(), "nothing was said to the agent"
-
-
 async def test_without_a_bundle_a_device_with_a_runner_of_its_own_is_preferred(bare_world: World) -> None:
     world = bare_world
     bare = await world.agent("a")
-    agent = Agent(world, "pi")
-    agent.device.own_runners.append(PYTHON)
-    await agent.connect()
+    agent = await world.agent(own_runners=[PYTHON])
     await world.submit()
     assert (await agent.started()).device_id == "pi"
     assert bare.session._outgoing.empty()
 
 
-async def test_without_a_bundle_a_device_without_a_runner_of_its_own_is_refused(bare_world: World) -> None:
-    world = bare_world
-    agent = Agent(world, "pi")
-    agent.device.own_runners.add(kind=99, backends=["XnnpackBackend"])
-    await agent.connect()
-    states, (report,) = await world.end(await world.submit())
-    assert (states[-1], report.error.reason) == ("FAILED", "BUNDLE_MISSING")
+@pytest.mark.parametrize(
+    ("runner", "reason", "said"),
+    [
+        (DeviceRunner(kind=common_pb2.RUNNER_KIND_PYTHON, backends=["Other"]), "BACKEND_MISSING", []),
+        (DeviceRunner(kind=99, backends=["XnnpackBackend"]), "BUNDLE_MISSING", ["cancel_run"]),
+    ],
+    ids=["a runner without the backend", "a runner of an unknown kind"],
+)
+async def test_without_a_bundle_a_device_whose_own_runner_does_not_do_is_refused(
+    bare_world: World, runner: DeviceRunner, reason: str, said: list[str]
+) -> None:
+    agent = await bare_world.agent(own_runners=[runner])
+    states, (report,) = await bare_world.end(await bare_world.submit())
+    assert (states[-1], report.error.reason) == ("FAILED", reason)
+    assert [agent.session._outgoing.get_nowait().WhichOneof("message") for _ in range(agent.session._outgoing.qsize())] == said
 
 
 async def test_a_bundle_that_is_being_built_is_waited_for_though_the_device_has_a_runner(bare_world: World) -> None:
     world = bare_world
     world.bundles.settled.clear()
-    agent = Agent(world, "pi")
-    agent.device.own_runners.append(PYTHON)
-    await agent.connect()
+    agent = await world.agent(own_runners=[PYTHON])
     job = await world.submit()
     await world.until(job, model.RUNNING)
     assert agent.session._outgoing.empty()
@@ -338,10 +314,11 @@ async def test_cancelling_what_is_over_changes_nothing(world: World) -> None:
     assert await world.journal.get(job.id, EVERYTHING) == before
 
 
-async def test_live_jobs_are_counted_and_not_their_cells(world: World) -> None:
+async def test_live_jobs_of_a_scope_are_counted_and_not_their_cells(world: World) -> None:
     world.compiler.gate = asyncio.Event()
     jobs = [await world.submit(3), await world.submit(2)]
-    assert world.conductor.live == 2
+    assert world.conductor.live == world.conductor.count_live(Scope(frozenset({"default"}))) == 2
+    assert world.conductor.count_live(Scope(frozenset({"vision"}))) == 0
     for job in jobs:
         await world.conductor.cancel(job)
     assert world.conductor.live == 0
@@ -357,8 +334,7 @@ async def test_a_new_server_goes_on_where_the_old_one_was(world: World, state: s
         agent = await world.agent()
         agent.answer(await agent.started(), threads=3)
     await world.until(job, common_pb2.CellState.Value(f"CELL_STATE_{state}"))
-    again = await world.restarted()
-    await again.conductor.resume()
+    again = await world.resumed()
     if state != "ANALYZING":
         agent = await again.agent()
         agent.answer(await agent.started(), threads=3)
@@ -366,15 +342,13 @@ async def test_a_new_server_goes_on_where_the_old_one_was(world: World, state: s
     assert states == STATES_TO_SUCCESS
     assert (report.state, report.threads) == (common_pb2.CELL_STATE_SUCCEEDED, 3)
     assert again.compiler.calls == (state == "COMPILING")
-    await again.conductor.stop()
 
 
 async def test_a_new_server_waits_for_what_runs_before_any_agent_can_come_back(world: World) -> None:
     agent = await world.agent()
     job = await world.submit()
     run = await agent.started()
-    again = await world.restarted()
-    await again.conductor.resume()
+    again = await world.resumed()
     assert again.runs.knows(run.attempt_id), "else the server would stop the agent's run"
     back = await Agent(again, "pi").connect(run.attempt_id)
     assert again.registry.get("pi").attempt_id == run.attempt_id
@@ -383,21 +357,18 @@ async def test_a_new_server_waits_for_what_runs_before_any_agent_can_come_back(w
     states, (report,) = await again.end(job)
     assert states == STATES_TO_SUCCESS
     assert (report.attempt, report.threads) == (run.attempt_id, 3)
-    await again.conductor.stop()
 
 
 async def test_a_new_server_places_again_what_the_agent_no_longer_runs(world: World) -> None:
     agent = await world.agent()
     job = await world.submit()
     run = await agent.started()
-    again = await world.restarted()
-    await again.conductor.resume()
+    again = await world.resumed()
     back = await Agent(again, "pi").connect()
-    second = await _next_start(back)
+    second = await back.started_after_acks()
     assert second.attempt_id != run.attempt_id
     back.answer(second)
     assert (await again.end(job))[0] == [*STATES_TO_SUCCESS[:3], *STATES_TO_SUCCESS[1:]]
-    await again.conductor.stop()
 
 
 async def test_an_end_that_cannot_be_written_is_written_when_it_can(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,14 +384,6 @@ async def test_an_end_that_cannot_be_written_is_written_when_it_can(world: World
     states, _ = await world.end(await world.submit(on_device=False))
     assert states == ["COMPILING", "SUCCEEDED"]
     assert not failures
-
-
-async def test_live_jobs_are_counted_in_a_scope(world: World) -> None:
-    world.compiler.gate = asyncio.Event()
-    job = await world.submit(3)
-    assert world.conductor.count_live(Scope(frozenset({"default"}))) == 1
-    assert world.conductor.count_live(Scope(frozenset({"vision"}))) == 0
-    await world.conductor.cancel(job)
 
 
 async def test_a_program_that_is_lost_while_its_cell_waits_is_compiled_again(world: World) -> None:

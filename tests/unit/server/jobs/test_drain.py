@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs import model
 from etfarm.v1 import common_pb2, job_pb2
 from tests.support.cells import WAIT_S, World
-
-pytestmark = pytest.mark.usefixtures("each_database")
 
 
 async def states(world: World, job: job_pb2.Job) -> list[str]:
@@ -44,7 +40,6 @@ async def test_a_running_cell_ends_with_its_report_and_a_waiting_one_stays(world
     for job in (waiting, late):
         await world.end(job)
         assert await states(world, job) == ["SUCCEEDED"]
-    await world.conductor.stop()
 
 
 async def test_a_compilation_ends_and_its_cell_does_not_take_a_device(world: World) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs.records.history import History, Wanted
 from etfarm.server.jobs.revision import keep
+from etfarm.server.state.engine import Database
 from etfarm.server.state.paging import BadPageToken
 from etfarm.v1 import report_pb2
 from etfarm.v1.report_pb2 import Report
-from tests.support.databases import new_database
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -108,12 +106,7 @@ def test_what_is_all_there_is_new() -> None:
 
 
 @pytest.mark.parametrize("token", ["999999999999999999.abcd", "x.y", "1", "-1.abcd"])
-async def test_an_unknown_page_token_is_refused(token: str, tmp_path: Path) -> None:
-    database = new_database(tmp_path / "farm.sqlite")
-    await database.open()
-    try:
-        with pytest.raises(BadPageToken) as refused:
-            await History(database, lambda scope: ()).page(Wanted("net"), 10, token, EVERYTHING)
-    finally:
-        database.close()
+async def test_an_unknown_page_token_is_refused(token: str, database: Database) -> None:
+    with pytest.raises(BadPageToken) as refused:
+        await History(database, lambda scope: ()).page(Wanted("net"), 10, token, EVERYTHING)
     assert refused.value.reason == "BAD_PAGE_TOKEN" and refused.value.remedy

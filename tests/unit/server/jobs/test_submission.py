@@ -17,25 +17,17 @@ from etfarm.server.access.tokens import Credential
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells import groups
 from etfarm.server.jobs.matrix import MAX_CELLS
-from etfarm.server.jobs.records.deletion import JobDeletion
-from etfarm.server.jobs.records.journal import Journal
-from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.jobs.submission import BadJob
 from etfarm.server.rpc.door import caller
-from etfarm.server.rpc.door.token_file import LOCAL
-from etfarm.server.rpc.services.jobs import JobService
 from etfarm.v1.common_pb2 import ROLE_USER, Principal
 from etfarm.v1.device_pb2 import Cluster, Device
 from etfarm.v1.job_pb2 import Candidate, DeviceChoice, Job, JobSpec, JobState, Measurement, SubmitJobRequest
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.cores import CoresUnknown
 from etfarm.wire.errors import UserError
-from etfarm.wire.names import PROTOCOL_VERSION
 from tests.support.golden import Golden
 from tests.support.refusals import refuses
-from tests.support.submissions import AT, FP32, World, world
-
-pytestmark = pytest.mark.usefixtures("each_database")
+from tests.support.submissions import AT, FP32, Service, World, world
 
 __all__ = ["world"]
 
@@ -110,56 +102,23 @@ async def test_a_method_that_the_model_does_not_have_is_refused_with_those_it_ha
         spec.methods.append("decode")
     else:
         spec.inputs["decode"].CopyFrom(await world.stored(b"inputs"))
-    with refuses("METHOD_MISSING") as refused:
+    with golden.refuses("METHOD_MISSING"):
         await world.make(spec)
-    golden.check(refused.value)
 
 
 async def test_methods_of_a_ready_program_are_not_known_yet(world: World) -> None:
-    candidate = Candidate(name="x.pte")
-    candidate.program.pte.CopyFrom(await world.stored(b"pte"))
+    candidate = await world.ready()
     (cell,) = (await world.make(JobSpec(candidates=[candidate], methods=["anything"], devices=[DeviceChoice()]))).cells
     assert cell.method == "anything"
 
 
-async def test_more_iterations_than_a_pass_keeps_samples_are_refused(golden: Golden, world: World) -> None:
-    measurement = Measurement(iterations=1_000_001)
-    with pytest.raises(BadJob) as refused:
-        await world.make(JobSpec(candidates=[await world.model()], measurement=measurement, devices=[DeviceChoice()]))
-    golden.check(refused.value)
-    measurement.max_samples = 2_000_000
-    job = await world.make(JobSpec(candidates=[await world.model()], measurement=measurement, devices=[DeviceChoice()]))
-    assert job.spec.measurement.iterations == 1_000_001
-
-
-@pytest.mark.parametrize("count", [0, 1_001])
-async def test_the_number_of_traced_iterations_is_bounded(golden: Golden, world: World, count: int) -> None:
-    measurement = Measurement(trace_iterations=count)
-    with pytest.raises(BadJob) as refused:
-        await world.make(JobSpec(candidates=[await world.model()], measurement=measurement, devices=[DeviceChoice()]))
-    golden.check(refused.value)
-
-
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"repeat": 0}, {"repeat": 51}, {"repeat": -1}, {"repeat": 2, "interleave": True}, {"repeat": 5, "iterations": 200_001},
-        {"repeat": 5, "max_samples": 2_000_001},
-    ],
-    ids=str,
-)  # fmt: skip
-async def test_runs_that_cannot_be_made_are_refused(golden: Golden, world: World, wrong: dict[str, Any]) -> None:
-    candidates = [await world.model(), await world.model()]
-    with pytest.raises(BadJob) as refused:
-        await world.make(JobSpec(candidates=candidates, measurement=Measurement(**wrong), devices=[DeviceChoice()]))
-    golden.check(refused.value)
-
-
-@pytest.mark.parametrize("repeat", [1, 50])
-async def test_a_program_may_be_measured_in_50_runs(world: World, repeat: int) -> None:
-    measurement = Measurement(repeat=repeat, max_samples=200_000)
+    "options", [{"repeat": 1}, {"repeat": 50, "max_samples": 200_000}, {"iterations": 1_000_001, "max_samples": 2_000_000}]
+)
+async def test_as_much_may_be_measured_as_a_pass_keeps(world: World, options: dict[str, Any]) -> None:
+    measurement = Measurement(**options)
     job = await world.make(JobSpec(candidates=[await world.model()], measurement=measurement, devices=[DeviceChoice()]))
-    assert job.spec.measurement.repeat == repeat
+    assert job.spec.measurement == measurement
 
 
 async def test_a_job_is_refused_if_no_device_that_matches_has_a_runner(world: World) -> None:
@@ -178,53 +137,58 @@ async def test_all_takes_emulated_and_offline_devices_and_emulated_ones_last(wor
 Change = Callable[[JobSpec], object]
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda s: s.ClearField("candidates"), "NO_CANDIDATE"),
-        (lambda s: setattr(s.candidates[0], "recipe", '{"recipe":"xnnpack_fp64"}'), "UNKNOWN_RECIPE"),
-        (lambda s: setattr(s.candidates[0], "recipe", "{"), "BAD_RECIPE_TEXT"),
-        (lambda s: setattr(s.candidates[0], "recipe", json.dumps(json.loads(FP32), indent=1)), "BAD_JOB"),
-        (lambda s: s.candidates.add(name="empty", recipe=FP32), "NO_CANDIDATE"),
-        (lambda s: s.devices.add(selector="core>=4"), "UNKNOWN_SELECTOR_KEY"),
-        (lambda s: s.devices.add(selector="arch=riscv"), "NO_SUCH_DEVICE"),
-        (lambda s: s.ClearField("devices"), "BAD_JOB"),
-        (lambda s: s.threads.append(0), "BAD_JOB"),
-        (lambda s: setattr(s.candidates[0], "recipe_label", "a\nb"), "BAD_JOB"),
-        (lambda s: setattr(s.candidates[0], "recipe_label", "a" * 101), "BAD_JOB"),
-        (lambda s: setattr(s, "timeout_s", 0), "BAD_JOB"),
-        (lambda s: setattr(s, "priority", 101), "BAD_JOB"),
-        (lambda s: setattr(s, "priority", -(2**31)), "BAD_JOB"),
-        (lambda s: setattr(s, "max_wait_s", 0), "BAD_JOB"),
-        (lambda s: setattr(s, "max_wait_s", float("nan")), "BAD_JOB"),
-        (lambda s: s.deadline_time.FromDatetime(AT), "DEADLINE_PASSED"),
-        (lambda s: setattr(s.deadline_time, "seconds", -(2**62)), "DEADLINE_PASSED"),
-        (lambda s: setattr(s.deadline_time, "nanos", -1), "BAD_JOB"),
-        (lambda s: setattr(s.deadline_time, "nanos", 1_000_000_000), "BAD_JOB"),
-        (lambda s: setattr(s.deadline_time, "seconds", 2**62), "BAD_JOB"),
-        (lambda s: setattr(s, "timeout_s", float("nan")), "BAD_JOB"),
-        (lambda s: setattr(s.measurement, "interleave", True), "BAD_JOB"),
-        (lambda s: setattr(s.measurement, "iterations", 0), "BAD_JOB"),
-        (lambda s: setattr(s.measurement, "warmup", -1), "BAD_JOB"),
-        (lambda s: setattr(s.measurement, "max_time_s", float("inf")), "BAD_JOB"),
-        (lambda s: setattr(s.measurement, "min_time_s", float("nan")), "BAD_JOB"),
-    ],
-    ids=[
-        "no_candidate", "unknown_recipe", "recipe_no_json", "recipe_not_canonical", "empty_candidate",
-        "unknown_selector_key", "no_such_device", "measurement_without_device", "threads_0", "label_of_two_lines",
-        "long_label", "timeout_0", "priority_101", "priority_lowest", "max_wait_0", "max_wait_nan", "deadline_now",
-        "deadline_long_ago", "nanos_negative", "nanos_a_second",
-        "deadline_too_late", "timeout_nan", "interleave_one", "iterations_0",
-        "warmup_negative", "max_time_infinite", "min_time_nan",
-    ],
-)  # fmt: skip
-async def test_refused(golden: Golden, world: World, change: Change, reason: str) -> None:
+def measuring(**options: Any) -> Change:
+    return lambda spec: spec.measurement.MergeFrom(Measurement(**options))
+
+
+REFUSED: dict[str, tuple[str, Change]] = {
+    "no_candidate": ("NO_CANDIDATE", lambda s: s.ClearField("candidates")),
+    "unknown_recipe": ("UNKNOWN_RECIPE", lambda s: setattr(s.candidates[0], "recipe", '{"recipe":"xnnpack_fp64"}')),
+    "recipe_no_json": ("BAD_RECIPE_TEXT", lambda s: setattr(s.candidates[0], "recipe", "{")),
+    "recipe_not_canonical": ("BAD_JOB", lambda s: setattr(s.candidates[0], "recipe", json.dumps(json.loads(FP32), indent=1))),
+    "empty_candidate": ("NO_CANDIDATE", lambda s: s.candidates.add(name="empty", recipe=FP32)),
+    "unknown_selector_key": ("UNKNOWN_SELECTOR_KEY", lambda s: s.devices.add(selector="core>=4")),
+    "no_such_device": ("NO_SUCH_DEVICE", lambda s: s.devices.add(selector="arch=riscv")),
+    "measurement_without_device": ("BAD_JOB", lambda s: s.ClearField("devices")),
+    "threads_0": ("BAD_JOB", lambda s: s.threads.append(0)),
+    "label_of_two_lines": ("BAD_JOB", lambda s: setattr(s.candidates[0], "recipe_label", "a\nb")),
+    "long_label": ("BAD_JOB", lambda s: setattr(s.candidates[0], "recipe_label", "a" * 101)),
+    "timeout_0": ("BAD_JOB", lambda s: setattr(s, "timeout_s", 0)),
+    "priority_101": ("BAD_JOB", lambda s: setattr(s, "priority", 101)),
+    "priority_lowest": ("BAD_JOB", lambda s: setattr(s, "priority", -(2**31))),
+    "max_wait_0": ("BAD_JOB", lambda s: setattr(s, "max_wait_s", 0)),
+    "max_wait_nan": ("BAD_JOB", lambda s: setattr(s, "max_wait_s", float("nan"))),
+    "deadline_now": ("DEADLINE_PASSED", lambda s: s.deadline_time.FromDatetime(AT)),
+    "deadline_long_ago": ("DEADLINE_PASSED", lambda s: setattr(s.deadline_time, "seconds", -(2**62))),
+    "nanos_negative": ("BAD_JOB", lambda s: setattr(s.deadline_time, "nanos", -1)),
+    "nanos_a_second": ("BAD_JOB", lambda s: setattr(s.deadline_time, "nanos", 1_000_000_000)),
+    "deadline_too_late": ("BAD_JOB", lambda s: setattr(s.deadline_time, "seconds", 2**62)),
+    "timeout_nan": ("BAD_JOB", lambda s: setattr(s, "timeout_s", float("nan"))),
+    "interleave_one": ("BAD_JOB", measuring(interleave=True)),
+    "iterations_0": ("BAD_JOB", measuring(iterations=0)),
+    "warmup_negative": ("BAD_JOB", measuring(warmup=-1)),
+    "max_time_infinite": ("BAD_JOB", measuring(max_time_s=float("inf"))),
+    "min_time_nan": ("BAD_JOB", measuring(min_time_s=float("nan"))),
+    "iterations_many": ("BAD_JOB", measuring(iterations=1_000_001)),
+    "traces_0": ("BAD_JOB", measuring(trace_iterations=0)),
+    "traces_many": ("BAD_JOB", measuring(trace_iterations=1_001)),
+    "repeat_0": ("BAD_JOB", measuring(repeat=0)),
+    "repeat_51": ("BAD_JOB", measuring(repeat=51)),
+    "repeat_negative": ("BAD_JOB", measuring(repeat=-1)),
+    "repeat_iterations_many": ("BAD_JOB", measuring(repeat=5, iterations=200_001)),
+    "repeat_samples_many": ("BAD_JOB", measuring(repeat=5, max_samples=2_000_001)),
+    "repeat_interleaved": ("BAD_JOB", lambda s: (s.candidates.append(s.candidates[0]), measuring(repeat=2, interleave=True)(s))),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_refused(golden: Golden, world: World, name: str) -> None:
+    reason, change = REFUSED[name]
     spec = JobSpec(candidates=[await world.model()], devices=[DeviceChoice()], measurement=Measurement(warmup=0))
     await world.make(spec)
     change(spec)
-    with refuses(reason) as refused:
+    with golden.refuses(reason) as refused:
         await world.make(spec)
-    golden.check(refused.value)
     assert refused.value.remedy or reason == "BAD_RECIPE_TEXT"
     assert world.screened == [world.store.path(artifact_of(b"net").digest)]
 
@@ -236,35 +200,8 @@ async def test_a_job_has_a_most_of_cells(golden: Golden, world: World, more: int
     if not more:
         assert len((await world.make(spec)).cells) == MAX_CELLS
         return
-    with refuses("TOO_MANY_CELLS") as refused:
+    with golden.refuses("TOO_MANY_CELLS"):
         await world.make(spec)
-    golden.check(refused.value)
-
-
-class Leads:
-    """As much of a conductor as accepting needs."""
-
-    def __init__(self) -> None:
-        self.started: list[str] = []
-
-    def start(self, job: Job) -> None:
-        self.started.append(job.id)
-
-
-class Serving:
-    def __init__(self, world: World) -> None:
-        self.conductor = Leads()
-        announcer = Announcer()
-        self.service = JobService(
-            Journal(world.database, announcer, lambda: AT), None, announcer, world.submission, self.conductor,  # type: ignore[arg-type]
-            version="1", now=lambda: AT, queue=None, deletion=JobDeletion(world.database),  # type: ignore[arg-type]
-        )  # fmt: skip
-        caller.authorize(caller.resolve_default(LOCAL, ""), "/etfarm.v1.JobService/Submit")
-
-    async def submit(self, spec: JobSpec, request_id: str = "r") -> Job:
-        return await self.service.Submit(
-            SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id=request_id, spec=spec), None
-        )
 
 
 @pytest.mark.parametrize("validate_only", [False, True])
@@ -272,24 +209,23 @@ async def test_a_client_of_before_0_3_is_refused_with_the_version_to_install(
     golden: Golden, world: World, *, validate_only: bool
 ) -> None:
     request = SubmitJobRequest(spec=JobSpec(candidates=[await world.model()]), validate_only=validate_only)
-    with refuses("CLIENT_TOO_OLD") as refused:
-        await Serving(world).service.Submit(request, None)
-    golden.check(refused.value)
+    with golden.refuses("CLIENT_TOO_OLD"):
+        await Service(world).rpcs.Submit(request, None)
 
 
 async def test_a_request_that_is_sent_again_gives_the_job_of_then_whatever_the_farm_has_now(world: World) -> None:
-    serving, spec = Serving(world), JobSpec(candidates=[await world.model()], devices=[DeviceChoice()])
+    serving, spec = Service(world), JobSpec(candidates=[await world.model()], devices=[DeviceChoice()])
     first = await serving.submit(spec)
     world.devices.clear()
     assert await serving.submit(spec) == first
-    assert serving.conductor.started == [first.id]
+    assert serving.started == [first.id]
 
 
 @pytest.mark.parametrize("names_project", [False, True])
 async def test_a_request_that_is_sent_again_gives_the_job_of_then_though_the_callers_projects_have_changed(
     world: World, names_project: bool
 ) -> None:
-    serving, spec = Serving(world), JobSpec(candidates=[await world.model()], devices=[DeviceChoice()])
+    serving, spec = Service(world), JobSpec(candidates=[await world.model()], devices=[DeviceChoice()])
     first = await serving.submit(spec)
     ann = Principal(name=caller.caller().name, role=ROLE_USER)
 
@@ -310,16 +246,16 @@ async def test_a_request_that_is_sent_again_gives_the_job_of_then_though_the_cal
     spec.labels["k"] = "another"
     with refuses("REQUEST_ID_USED"):
         await again(("audio", "default"), "audio")
-    assert serving.conductor.started == [first.id]
+    assert serving.started == [first.id]
 
 
 async def test_a_request_without_an_id_is_refused(world: World) -> None:
     with pytest.raises(BadJob, match="request_id"):
-        await Serving(world).submit(JobSpec(candidates=[await world.model()]), "")
+        await Service(world).submit(JobSpec(candidates=[await world.model()]), "")
 
 
 async def test_a_caller_that_goes_away_while_its_job_is_written_down_leaves_a_job_that_runs(world: World) -> None:
-    serving, gate, writing = Serving(world), threading.Event(), asyncio.Event()
+    serving, gate, writing = Service(world), threading.Event(), asyncio.Event()
     spec = JobSpec(candidates=[await world.model()])
     loop, write = asyncio.get_running_loop(), world.database.write
 
@@ -340,9 +276,9 @@ async def test_a_caller_that_goes_away_while_its_job_is_written_down_leaves_a_jo
         with pytest.raises(asyncio.CancelledError):
             await leaving
         gate.set()
-        await asyncio.gather(*serving.service._accepting, return_exceptions=True)
+        await asyncio.gather(*serving.rpcs._accepting, return_exceptions=True)
     job = await serving.submit(spec)
-    assert serving.conductor.started == [job.id]
+    assert serving.started == [job.id]
 
 
 async def test_candidates_are_interleaved_where_each_has_one_to_be_compared_with(golden: Golden, world: World) -> None:
@@ -356,19 +292,15 @@ async def test_candidates_are_interleaved_where_each_has_one_to_be_compared_with
     assert [[cell.index for cell in cells] for cells in groups.together(job, job.cells)] == [[0, 2], [1, 3]]
     job.spec.measurement.interleave = False
     assert [[cell.index for cell in cells] for cells in groups.together(job, job.cells)] == [[0], [1], [2], [3]]
-    with pytest.raises(BadJob) as refused:
+    with golden.refuses("BAD_JOB") as refused:
         await world.make(spec(one, other))
-    golden.check(refused.value)
     assert "--method" in refused.value.remedy
-    with pytest.raises(BadJob) as refused:
+    with golden.refuses("BAD_JOB"):
         await world.make(spec(*[one] * (groups.MAX_TOGETHER + 1)))
-    golden.check(refused.value)
 
 
 async def test_ready_programs_are_interleaved_whatever_their_methods_are_called(world: World) -> None:
-    programs = [Candidate(name=name) for name in ("a", "b")]
-    for program in programs:
-        program.program.pte.CopyFrom(await world.stored(program.name.encode()))
+    programs = [await world.ready(name, name.encode()) for name in ("a", "b")]
     spec = JobSpec(candidates=programs, devices=[DeviceChoice(selector="id=pi")], measurement=Measurement(interleave=True))
     job = await world.make(spec)
     job.cells[1].method = "run"  # as its inspection tells later
@@ -376,8 +308,7 @@ async def test_ready_programs_are_interleaved_whatever_their_methods_are_called(
 
 
 async def test_a_ready_program_is_interleaved_with_models(world: World) -> None:
-    program = Candidate(name="old")
-    program.program.pte.CopyFrom(await world.stored(b"old"))
+    program = await world.ready("old")
     model, other = await world.model("new"), await world.model("other", encode=b"encode")
     more: dict[str, Any] = {"devices": [DeviceChoice(selector="id=pi")], "measurement": Measurement(interleave=True)}
     job = await world.make(JobSpec(candidates=[program, model, model], threads=[1, 2], **more))
@@ -392,7 +323,7 @@ async def test_a_check_needs_no_sources_and_gives_the_job_as_it_would_be(world: 
         candidates=[Candidate(name="net", recipe=FP32), Candidate(name="ready")],
         devices=[DeviceChoice(selector="arch=aarch64", all=True)], threads=[1, 2],
     )  # fmt: skip
-    job = await world.submission.make(spec, owner="ann", project="default", at=AT, validate_only=True)
+    job = await world.make(spec, validate_only=True)
     assert [(cell.candidate_name, cell.recipe_name) for cell in job.cells] == [("net", "xnnpack_fp32")] * 4 + [("ready", "")] * 4
     assert world.asked == ["xnnpack_fp32"]
     assert world.screened == []
@@ -403,7 +334,7 @@ async def test_a_check_needs_no_sources_and_gives_the_job_as_it_would_be(world: 
 async def test_a_check_refuses_what_needs_no_source_to_be_known(world: World) -> None:
     async def reason(spec: JobSpec) -> str:
         with pytest.raises(UserError) as refused:
-            await world.submission.make(spec, owner="ann", project="default", at=AT, validate_only=True)
+            await world.make(spec, validate_only=True)
         return refused.value.reason
 
     net = Candidate(name="net", recipe=FP32)

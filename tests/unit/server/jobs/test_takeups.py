@@ -96,7 +96,6 @@ async def test_a_suspect_that_takes_long_holds_up_the_others_for_some_seconds_on
     for job in jobs:
         await compiles(again, job)
     assert await counts(again) == {job.id: 1 for job in jobs}
-    await again.conductor.stop()
 
 
 async def test_a_job_is_only_set_aside_for_a_death_at_which_no_other_suspect_was_being_handled(
@@ -142,7 +141,6 @@ async def test_a_job_that_waits_for_a_device_is_not_counted(world: World) -> Non
     agent = await world.agent()
     agent.answer(await agent.started())
     assert (await world.end(job))[0] == STATES_TO_SUCCESS
-    await world.conductor.stop()
 
 
 async def test_a_running_suspect_is_adopted_at_once_and_its_result_is_checked_alone(world: World) -> None:
@@ -190,7 +188,6 @@ async def test_a_suspect_can_be_cancelled_before_its_turn(world: World) -> None:
     await compiles(again, jobs[0])
     await again.conductor.cancel(await again.journal.get(jobs[1].id, EVERYTHING))
     assert (await again.end(jobs[1]))[0] == ["COMPILING", "CANCELLED"]
-    await again.conductor.stop()
 
 
 async def test_a_server_that_drains_leaves_suspects_that_wait_to_the_next_one(world: World) -> None:
@@ -219,7 +216,6 @@ async def test_a_server_that_lives_for_a_while_forgets_the_counts(world: World, 
         while await counts(again):  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0)
     forgiving.cancel()
-    await again.conductor.stop()
 
 
 async def test_a_compilation_that_only_waits_is_not_in_hand(world: World) -> None:
@@ -289,4 +285,3 @@ async def test_deaths_are_kept_until_they_are_counted(world: World) -> None:
     await world.hands.begin(keep_uncounted(world.folder, {"of another": MOST}))
     assert await counts(world) == {job.id: 1}
     assert keep_uncounted(world.folder, {}) == {}
-    await world.conductor.stop()

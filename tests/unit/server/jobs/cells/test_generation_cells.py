@@ -10,8 +10,6 @@ from etfarm.v1.generation_pb2 import GenerationOptions
 from tests.support.cells import World, compiled
 from tests.support.generated import facts
 
-pytestmark = pytest.mark.usefixtures("each_database")
-
 GENERATE = job_pb2.Measurement(generation=GenerationOptions(tokens=8, prompt_tokens=[4]))
 
 
@@ -36,15 +34,16 @@ async def test_an_agent_gets_the_plan_and_time_for_its_points(world: World) -> N
     await world.conductor.cancel(job)
 
 
-async def test_another_program_is_refused_before_it_is_placed(world: World) -> None:
+@pytest.mark.parametrize(
+    ("is_language_model", "measurement", "reason"),
+    [(False, GENERATE, "NOT_A_LANGUAGE_MODEL"), (True, job_pb2.Measurement(), "GENERATION_NOT_REQUESTED")],
+)
+async def test_what_cannot_be_measured_is_refused_before_it_is_placed(
+    world: World, is_language_model: bool, measurement: job_pb2.Measurement, reason: str
+) -> None:
+    if is_language_model:
+        compile_language_model(world)
     await world.agent()
-    states, (report,) = await world.end(await world.submit(measurement=GENERATE))
-    assert states == ["COMPILING", "FAILED"] and report.error.reason == "NOT_A_LANGUAGE_MODEL"
+    states, (report,) = await world.end(await world.submit(measurement=measurement))
+    assert states == ["COMPILING", "FAILED"] and report.error.reason == reason
     assert not report.HasField("attempt")
-
-
-async def test_a_language_model_is_not_measured_on_made_up_tokens(world: World) -> None:
-    compile_language_model(world)
-    await world.agent()
-    states, (report,) = await world.end(await world.submit(measurement=job_pb2.Measurement()))
-    assert states == ["COMPILING", "FAILED"] and report.error.reason == "GENERATION_NOT_REQUESTED"

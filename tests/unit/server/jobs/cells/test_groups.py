@@ -14,16 +14,13 @@ from etfarm.server.compile.cache import Outcome
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells import groups
 from etfarm.server.jobs.cells.cell_run import CellRun
-from etfarm.server.jobs.records.requests import Request
 from etfarm.v1 import agent_pb2, common_pb2, job_pb2, report_pb2
 from etfarm.v1.artifact_pb2 import Chunk
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import EtfarmError, UserError
-from tests.support.cells import AT, WAIT_S, Agent, World, compiled, error
-
-pytestmark = pytest.mark.usefixtures("each_database")
-
-LIVE = ["COMPILING", "WAITING_FOR_DEVICE", "RUNNING", "ANALYZING", "SUCCEEDED"]
+from tests.support.cells import STATES_TO_SUCCESS as LIVE
+from tests.support.cells import WAIT_S, Agent, World, compiled, error
+from tests.support.jobs import queued_job
 
 
 class Compiles:
@@ -45,14 +42,11 @@ class Compiles:
 
 
 @pytest.fixture
-async def farm(world: World) -> AsyncIterator[World]:
-    use(world, Compiles())
-    yield world
-
-
-def use(farm: World, created: Compiles) -> None:
-    farm.compiler = created  # type: ignore[assignment]
-    farm.conductor = farm.conduct(created)
+def farm(world: World) -> World:
+    created = Compiles()
+    world.compiler = created  # type: ignore[assignment]
+    world.conductor = world.conduct(created)
+    return world
 
 
 def compiler(farm: World) -> Compiles:
@@ -61,18 +55,12 @@ def compiler(farm: World) -> Compiles:
 
 
 async def submit(farm: World, candidates: str = "ab") -> job_pb2.Job:
-    job = job_pb2.Job(id=f"job-{farm.ids()}", owner="ann")
+    job = queued_job(f"job-{farm.ids()}", len(candidates), cell={"method": "forward", "device_index": 0})
     job.spec.measurement.interleave = True
-    job.create_time.FromDatetime(AT)
-    for index, name in enumerate(candidates):
+    for cell, name in zip(job.cells, candidates, strict=True):
         job.spec.candidates.add(name=name).program.pte.CopyFrom(artifact_of(b"pte"))
-        job.cells.add(
-            id=f"{job.id}-{name}", job_id=job.id, index=index, candidate_index=index, state=model.QUEUED, version=1,
-            method="forward", device_index=0, candidate_name=name,
-        )  # fmt: skip
-    written, _ = await farm.journal.submit(job, Request(job.id, b""))
-    farm.conductor.start(written)
-    return written
+        cell.id, cell.candidate_index, cell.candidate_name = f"{job.id}-{name}", cell.index, name
+    return await farm.begin(job)
 
 
 def samples_of(name: str) -> bytes:
@@ -156,24 +144,15 @@ async def test_progress_is_reported_for_its_own_cell(farm: World) -> None:
     assert (event.progress.cell_id, event.progress.phase) == (job.cells[1].id, "TIMED")
 
 
-async def test_a_candidate_that_does_not_compile_leaves_its_group_and_the_others_continue(farm: World) -> None:
+@pytest.mark.parametrize("others", ["ac", "a"])
+async def test_a_candidate_that_does_not_compile_leaves_its_group_and_the_others_continue(farm: World, others: str) -> None:
     compiler(farm).errors["b"] = UserError("Bad graph.")
     agent = await farm.agent()
-    job = await submit(farm, "abc")
+    job = await submit(farm, "b" + others)
     run = await agent.started()
-    assert [candidate.cell_id[-1] for candidate in run.candidates] == ["a", "c"]
+    assert [candidate.cell_id[-1] for candidate in run.candidates] == list(others)
     answer(agent, run)
-    assert await states(farm, job) == {"a": LIVE, "b": ["COMPILING", "FAILED"], "c": LIVE}
-
-
-async def test_the_last_one_of_a_group_runs_alone(farm: World) -> None:
-    compiler(farm).errors["a"] = UserError("Bad graph.")
-    agent = await farm.agent()
-    job = await submit(farm)
-    run = await agent.started()
-    assert [candidate.cell_id[-1] for candidate in run.candidates] == ["b"]
-    answer(agent, run)
-    assert (await states(farm, job))["b"] == LIVE
+    assert await states(farm, job) == {"b": ["COMPILING", "FAILED"]} | dict.fromkeys(others, LIVE)
 
 
 async def test_what_a_result_refers_to_stays_when_a_session_that_named_it_ends(farm: World) -> None:
@@ -225,9 +204,7 @@ async def test_an_attempt_that_is_lost_is_lost_for_all_and_given_up_in_the_end(f
     agent = await farm.agent()
     job = await submit(farm)
     for _ in range(3):
-        while (message := await agent.next_message()).WhichOneof("message") != "start_run":
-            pass
-        run = message.start_run
+        run = await agent.started_after_acks()
         farm.runs.deliver(agent_pb2.RunResult(attempt_id=run.attempt_id, device_id="pi", error=error("DEVICE", "GONE")))
     result = await states(farm, job)
     assert result["a"] == result["b"] == ["COMPILING", *["WAITING_FOR_DEVICE", "RUNNING"] * 3, "FAILED"]
@@ -302,9 +279,7 @@ async def test_a_new_server_goes_on_with_a_group_where_the_old_one_was(farm: Wor
     if agent is not None and run is not None and state == "ANALYZING":
         answer(agent, run)
     await farm.until(job, model.WAITING if state == "COMPILING" else common_pb2.CellState.Value(f"CELL_STATE_{state}"))
-    again = await farm.restarted()
-    use(again, Compiles())
-    await again.conductor.resume()
+    again = await farm.resumed(Compiles())
     if state in ("COMPILING", "WAITING_FOR_DEVICE"):
         back = await again.agent()
         run = await back.started()
@@ -318,4 +293,3 @@ async def test_a_new_server_goes_on_with_a_group_where_the_old_one_was(farm: Wor
     result = await states(again, job)
     assert result == {"a": LIVE, "b": LIVE}
     assert len({report.attempt for report in await reports(again, job)}) == 1
-    await again.conductor.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -12,14 +11,12 @@ from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.compile.cache import CompilationNotFound, Outcome
 from etfarm.server.compile.single_flight import Listener
 from etfarm.server.jobs import model
-from etfarm.server.jobs.records.requests import Request
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
 from etfarm.wire import recipes
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import UserError
 from tests.support.cells import FORWARD, STATES_TO_SUCCESS, World, compiled, error
-
-pytestmark = pytest.mark.usefixtures("each_database")
+from tests.support.jobs import queued_job
 
 FP32 = recipes.parse("xnnpack_fp32")
 TIMED, SEPARATE = "timed", "separate"
@@ -66,24 +63,16 @@ class Both:
 @pytest.fixture
 def both(world: World) -> Both:
     created = Both()
-    use(world, created)
+    world.conductor = world.conduct(created)
     return created
 
 
-def use(world: World, created: Both) -> None:
-    world.conductor = world.conduct(created)
-
-
 async def submit(world: World, recipe: recipes.Recipe = FP32, method: str = "forward") -> job_pb2.Job:
-    job = job_pb2.Job(id=f"job-{world.ids()}", owner="ann")
-    job.create_time.FromDatetime(datetime(2025, 1, 2, tzinfo=UTC))
+    job = queued_job(f"job-{world.ids()}", cell={"method": method, "device_index": 0})
     job.spec.measurement.numerics = True
     candidate = job.spec.candidates.add(name="net", recipe=recipe.json)
     candidate.model.methods["forward"].exported_program.CopyFrom(artifact_of(b"pt2"))
-    job.cells.add(id=f"{job.id}-0", job_id=job.id, state=model.QUEUED, version=1, method=method, device_index=0)
-    written, _ = await world.journal.submit(job, Request(job.id, b""))
-    world.conductor.start(written)
-    return written
+    return await world.begin(job)
 
 
 async def recorded(world: World) -> agent_pb2.NumericsResult:
@@ -175,26 +164,21 @@ async def test_a_cell_that_failed_on_the_device_has_no_second_complaint(world: W
     assert codes(report) == []
 
 
-async def test_a_constant_method_has_no_operators_to_compare(world: World, both: Both) -> None:
+@pytest.mark.parametrize(
+    ("method", "has_inputs", "says"),
+    [("label", True, "label is a constant method"), ("forward", False, "the inputs that a runner generates. Give --inputs.")],
+)
+async def test_what_has_nothing_to_be_compared_with_is_compiled_once_and_says_so(
+    world: World, both: Both, method: str, has_inputs: bool, says: str
+) -> None:
+    both.has_inputs = has_inputs
     agent = await world.agent()
-    job = await submit(world, method="label")
+    job = await submit(world, method=method)
     run = await agent.started()
     assert not run.candidates[0].HasField("numerics_program")
     agent.answer(run)
     _, (report,) = await world.end(job)
-    assert codes(report) == ["NUMERICS_NOT_COMPILED"]
-    assert "label is a constant method" in report.compile.warnings[0].message
-    assert [key for key, _ in both.asked] == [TIMED]
-
-
-async def test_inputs_that_only_the_device_knows_can_be_compared_with_nothing(world: World, both: Both) -> None:
-    both.has_inputs = False
-    agent = await world.agent()
-    job = await submit(world)
-    agent.answer(await agent.started())
-    _, (report,) = await world.end(job)
-    assert codes(report) == ["NUMERICS_NOT_COMPILED"]
-    assert report.compile.warnings[0].message.endswith("the inputs that a runner generates. Give --inputs.")
+    assert codes(report) == ["NUMERICS_NOT_COMPILED"] and says in report.compile.warnings[0].message
     assert [key for key, _ in both.asked] == [TIMED]
 
 
@@ -203,9 +187,7 @@ async def test_a_new_server_finds_the_second_program_again(world: World, both: B
     both.error = UserError("XNNPACK cannot.") if failed else None
     job = await submit(world)
     await world.until(job, model.WAITING)
-    again = await world.restarted()
-    use(again, both)
-    await again.conductor.resume()
+    again = await world.resumed(both)
     agent = await again.agent()
     run = await agent.started()
     assert run.candidates[0].HasField("numerics_program") is not failed
@@ -214,7 +196,6 @@ async def test_a_new_server_finds_the_second_program_again(world: World, both: B
     assert states == STATES_TO_SUCCESS
     assert codes(report) == (["NUMERICS_NOT_COMPILED"] if failed else [])
     assert [key for key, _ in both.asked] == [TIMED, SEPARATE], "nothing is compiled again"
-    await again.conductor.stop()
 
 
 async def test_a_failure_that_was_not_kept_is_still_no_failure_of_the_cell(world: World, both: Both) -> None:
@@ -222,15 +203,12 @@ async def test_a_failure_that_was_not_kept_is_still_no_failure_of_the_cell(world
     job = await submit(world)
     await world.until(job, model.WAITING)
     del both.kept[SEPARATE]
-    again = await world.restarted()
-    use(again, both)
-    await again.conductor.resume()
+    again = await world.resumed(both)
     agent = await again.agent()
     agent.answer(await agent.started())
     states, (report,) = await again.end(job)
     assert states == STATES_TO_SUCCESS
     assert codes(report) == ["NUMERICS_NOT_COMPILED"]
-    await again.conductor.stop()
 
 
 async def test_cancelling_ends_the_second_compilation_too(world: World, both: Both) -> None:

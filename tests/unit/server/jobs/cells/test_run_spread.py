@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.server.jobs.records.requests import Request
-from etfarm.v1 import agent_pb2, common_pb2, job_pb2, report_pb2
+from etfarm.v1 import agent_pb2, common_pb2, report_pb2
 from etfarm.wire.chunks import artifact_of
-from tests.support.cells import AT, BUNDLE, Agent, World, opened_world
-
-pytestmark = pytest.mark.usefixtures("each_database")
+from tests.support.cells import BUNDLE, Agent, World, opened_world
+from tests.support.jobs import AT, queued_job
 
 
 async def measure(world: World, agent: Agent, p50_ns: float, project: str) -> report_pb2.Report:
@@ -23,15 +21,10 @@ async def measure(world: World, agent: Agent, p50_ns: float, project: str) -> re
         return report_pb2.Report(latency=report_pb2.Latency(p50_ns=p50_ns), runs=[report_pb2.Run(p50_ns=p50_ns)])
 
     world.analyst.analyze = analyze  # type: ignore[method-assign]
-    job = job_pb2.Job(id=f"job-{world.ids()}", owner="ann", project=project)
+    job = queued_job(f"job-{world.ids()}", project=project, cell={"method": "forward", "device_index": 0})
     job.spec.candidates.add(name="net").program.pte.CopyFrom(artifact_of(b"pte"))
     job.spec.measurement.SetInParent()
-    job.create_time.FromDatetime(AT)
-    job.cells.add(
-        id=f"{job.id}-0", job_id=job.id, state=common_pb2.CELL_STATE_QUEUED, version=1, method="forward", device_index=0
-    )
-    written, _ = await world.journal.submit(job, Request(job.id, b""))
-    world.conductor.start(written)
+    await world.begin(job)
     run = await agent.started()
     result = agent_pb2.CandidateResult(
         cell_id=job.cells[0].id, threads=1, iterations=100, duration_ns=100_000, stop_reason=common_pb2.STOP_REASON_MAX_TIME,

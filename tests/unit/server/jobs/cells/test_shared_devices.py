@@ -11,25 +11,15 @@ from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells.placement import Placement
 from etfarm.server.jobs.cells.subjects import restore_use, workload_of
-from etfarm.v1 import agent_pb2
 from etfarm.v1.device_pb2 import DeviceState
 from etfarm.v1.job_pb2 import Measurement
 from etfarm.wire.chunks import artifact_of
-from tests.support.cells import AT, STATES_TO_SUCCESS, Agent, World, world
-
-pytestmark = pytest.mark.usefixtures("each_database")
-
-__all__ = ["world"]
-
-
-async def sharing_agent(world: World) -> Agent:
-    agent = Agent(world, "pi")
-    agent.device.concurrent_runs = 2
-    return await agent.connect()
+from tests.support.cells import STATES_TO_SUCCESS, Agent, World
+from tests.support.jobs import AT
 
 
 async def test_unmeasured_runs_are_sent_beside_each_other_and_a_measurement_alone(world: World) -> None:
-    agent = await sharing_agent(world)
+    agent = await world.agent(concurrent_runs=2)
     jobs = [await world.submit(), await world.submit(), await world.submit(measurement=Measurement())]
     first, second = await agent.started(), await agent.started()
     assert not first.HasField("measurement") and not second.HasField("measurement")
@@ -54,13 +44,12 @@ async def test_unmeasured_runs_are_sent_beside_each_other_and_a_measurement_alon
 
 
 async def test_shared_runs_survive_a_restart_of_the_server(world: World) -> None:
-    agent = await sharing_agent(world)
+    agent = await world.agent(concurrent_runs=2)
     jobs = [await world.submit(), await world.submit()]
     runs = [await agent.started(), await agent.started()]
-    again = await world.restarted()
-    await again.conductor.resume()
+    again = await world.resumed()
     assert again.runs.exclusive_on("pi") == [False, False]
-    returned = await sharing_agent_again(again, *(run.attempt_id for run in runs))
+    returned = await Agent(again, concurrent_runs=2).connect(*(run.attempt_id for run in runs))
     waiting = await again.submit()
     await again.until(waiting, model.WAITING)
     await asyncio.sleep(0)
@@ -72,25 +61,9 @@ async def test_shared_runs_survive_a_restart_of_the_server(world: World) -> None
     for job in (*jobs, waiting):
         states, _ = await again.end(job)
         assert states[-1] == "SUCCEEDED"
-    await again.conductor.stop()
 
 
-class Returned(Agent):
-    async def started_after_acks(self) -> agent_pb2.StartRun:
-        """Return the next run that the server sends, whatever it acknowledges before."""
-        while True:
-            message = await self.next_message()
-            if message.WhichOneof("message") == "start_run":
-                return message.start_run
-
-
-async def sharing_agent_again(world: World, *active: str) -> Returned:
-    agent = Returned(world, "pi")
-    agent.device.concurrent_runs = 2
-    await agent.connect(*active)
-    return agent
-
-
+@pytest.mark.usefixtures("each_database")
 async def test_a_new_server_knows_who_used_devices_for_how_long_and_for_what(world: World) -> None:
     agent = await world.agent("pi")
     measurement = Measurement(warmup=3)

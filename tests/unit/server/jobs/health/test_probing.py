@@ -19,7 +19,7 @@ from etfarm.v1 import agent_pb2, artifact_pb2, common_pb2, session_pb2
 from etfarm.v1.common_pb2 import Error
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire import selectors
-from tests.support.cells import WAIT_S, Agent, World, artifact_of
+from tests.support.cells import WAIT_S, World, artifact_of
 from tests.support.health_runs import (
     AFTER_FAULT,
     BROKEN,
@@ -32,12 +32,11 @@ from tests.support.health_runs import (
     becomes,
     deliver,
     events,
+    lead,
     probed,
     state,
 )
 from tests.support.refusals import refuses
-
-pytestmark = pytest.mark.usefixtures("each_database")
 
 
 async def test_a_new_device_is_checked_alone_and_measured(world: World) -> None:
@@ -91,16 +90,12 @@ async def test_an_agent_cannot_have_the_uploads_of_others_deleted(world: World) 
 async def test_an_idle_device_is_checked_again_after_the_interval(world: World) -> None:
     agent = await world.agent()
     async with probed(world):
-        first = await agent.started()
-        answer(agent, first)
-        await agent.expect_message("ack", first.attempt_id)
+        await lead(agent)
         world.at += timedelta(seconds=86_399)
         await asyncio.sleep(0.1)
         assert not world.runs.busy()
         world.at += timedelta(seconds=1)
-        second = await agent.started()
-        answer(agent, second)
-        await agent.expect_message("ack", second.attempt_id)
+        await lead(agent)
     assert [event.run.trigger for event in await events(world)] == [PERIODIC, ENROLMENT]
 
 
@@ -109,9 +104,7 @@ async def test_wrong_outputs_quarantine_a_device_and_good_runs_readmit_it(world:
     quarantined: list[str] = []
     world.health.on_quarantined(quarantined.append)
     async with probed(world):
-        start = await agent.started()
-        answer(agent, start, wrong=True)
-        await agent.expect_message("ack", start.attempt_id)
+        await lead(agent, wrong=True)
         assert (state(world), quarantined) == (QUARANTINED, ["pi"])
         reason = world.registry.get("pi").health.reason
         assert "1 of 32,768 elements of the health program's output are wrong" in reason
@@ -136,9 +129,7 @@ async def test_wrong_outputs_quarantine_a_device_and_good_runs_readmit_it(world:
 async def test_a_job_says_that_its_device_is_quarantined(world: World) -> None:
     agent = await world.agent()
     async with probed(world):
-        start = await agent.started()
-        answer(agent, start, wrong=True)
-        await agent.expect_message("ack", start.attempt_id)
+        await lead(agent, wrong=True)
     job = await world.submit()
     async with asyncio.timeout(WAIT_S):
         async for event in world.journal.watch(job.id, 0):
@@ -204,9 +195,7 @@ async def test_a_users_job_goes_first_and_interrupts_a_health_run_that_can_wait(
         assert users.candidates[0].cell_id.startswith(job.id)
         assert agent.answer(users)
         await agent.expect_message("ack", users.attempt_id)
-        again = await agent.started()
-        answer(agent, again)
-        await agent.expect_message("ack", again.attempt_id)
+        await lead(agent)
         await world.end(job)
     assert state(world) == GOOD
     assert [event.kind for event in await events(world)] == [RUN], "the interruption says nothing"
@@ -215,9 +204,7 @@ async def test_a_users_job_goes_first_and_interrupts_a_health_run_that_can_wait(
 async def test_after_a_device_fault_the_health_run_precedes_the_next_attempt(world: World) -> None:
     agent = await world.agent()
     async with probed(world):
-        first = await agent.started()
-        answer(agent, first)
-        await agent.expect_message("ack", first.attempt_id)
+        await lead(agent)
         job = await world.submit()
         users = await agent.started()
         deliver(agent, users, agent_pb2.RunResult(error=BROKEN))
@@ -239,9 +226,7 @@ async def test_after_a_device_fault_the_health_run_precedes_the_next_attempt(wor
 async def test_a_program_that_crashes_costs_its_device_nothing(world: World) -> None:
     agent = await world.agent()
     async with probed(world):
-        first = await agent.started()
-        answer(agent, first)
-        await agent.expect_message("ack", first.attempt_id)
+        await lead(agent)
         crashed = Error(fault=common_pb2.FAULT_USER, reason="PROGRAM_CRASHED", message="It crashed.")
         for _ in range(5):
             job = await world.submit()
@@ -304,17 +289,13 @@ async def test_drained_and_reserved_devices_are_left_alone_unless_they_are_quara
         assert not (await asked).run.passed
         await agent.expect_message("ack", start.attempt_id)
         world.at += timedelta(seconds=30)
-        start = await agent.started()
-        answer(agent, start)
-        await agent.expect_message("ack", start.attempt_id)
+        await lead(agent)
 
 
 async def test_an_agent_that_is_lost_in_a_health_run_gives_no_result_and_costs_little(world: World) -> None:
     agent = await world.agent()
     async with probed(world) as health:
-        first = await agent.started()
-        answer(agent, first)
-        await agent.expect_message("ack", first.attempt_id)
+        await lead(agent)
         asked = asyncio.create_task(health.check(world.registry.get("pi"), caller="ann", is_admin=True))
         await agent.started()
         world.registry.gone(agent.session, "pi", "it was unplugged")
@@ -325,9 +306,7 @@ async def test_an_agent_that_is_lost_in_a_health_run_gives_no_result_and_costs_l
 
 
 async def test_an_emulated_device_is_never_measured(world: World) -> None:
-    agent = Agent(world, "pi")
-    agent.device.emulated = True
-    await agent.connect()
+    agent = await world.agent(emulated=True)
     async with probed(world):
         start = await agent.started()
         assert not start.HasField("measurement")
@@ -340,9 +319,7 @@ async def test_a_device_that_becomes_slower_than_itself_is_suspect_until_an_admi
     agent = await world.agent()
     async with probed(world):
         for day in range(30):
-            start = await agent.started()
-            answer(agent, start, 33_000 if day < 20 else 41_200)
-            await agent.expect_message("ack", start.attempt_id)
+            await lead(agent, 33_000 if day < 20 else 41_200)
             await becomes(lambda: not world.runs.busy())
             assert state(world) == (GOOD if day < 24 else SUSPECT), day
             world.at += timedelta(days=1)
@@ -352,9 +329,7 @@ async def test_a_device_that_becomes_slower_than_itself_is_suspect_until_an_admi
         assert last.run.baseline_ns == pytest.approx(33_003)
         await world.health.clear("pi", "ann")
         assert state(world) == GOOD
-        start = await agent.started()
-        answer(agent, start, 41_200)
-        await agent.expect_message("ack", start.attempt_id)
+        await lead(agent, 41_200)
         await becomes(lambda: not world.runs.busy())
         assert state(world) == GOOD, "a new baseline begins"
 
@@ -363,9 +338,7 @@ async def test_a_new_governor_begins_a_new_baseline(world: World) -> None:
     agent = await world.agent()
 
     async def measure(p50_ns: int) -> None:
-        start = await agent.started()
-        answer(agent, start, p50_ns)
-        await agent.expect_message("ack", start.attempt_id)
+        await lead(agent, p50_ns)
         await becomes(lambda: not world.runs.busy())
         world.at += timedelta(days=1)
 
@@ -384,9 +357,7 @@ async def test_a_new_governor_begins_a_new_baseline(world: World) -> None:
 async def test_health_and_history_survive_a_restart_of_the_server(world: World) -> None:
     agent = await world.agent()
     async with probed(world):
-        start = await agent.started()
-        answer(agent, start, wrong=True)
-        await agent.expect_message("ack", start.attempt_id)
+        await lead(agent, wrong=True)
     before = world.registry.get("pi").health
     again = await world.restarted()
     await again.health.load()
@@ -399,11 +370,7 @@ async def test_health_and_history_survive_a_restart_of_the_server(world: World) 
 
 async def test_a_runner_without_the_kernels_gets_no_health_run(bare_world: World) -> None:
     world = bare_world
-    own = Device(id="pi", name="pi", arch="x86_64")
-    own.own_runners.add(kind=common_pb2.RUNNER_KIND_OWN, operators=["aten::add.out"])
-    agent = Agent(world, "pi")
-    agent.device.CopyFrom(own)
-    await agent.connect()
+    await world.agent(own_runners=[{"kind": common_pb2.RUNNER_KIND_OWN, "operators": ["aten::add.out"]}])
     async with probed(world) as health:
         with refuses("HEALTH_RUN_IMPOSSIBLE", match="lacks what the health program needs"):
             await health.check(world.registry.get("pi"), caller="ann", is_admin=True)

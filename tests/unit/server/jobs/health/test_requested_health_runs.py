@@ -17,10 +17,8 @@ from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.v1.device_pb2 import Device, HealthEvent, HealthRunTrigger
 from etfarm.wire.names import boot_id
 from tests.support.cells import WAIT_S, Agent, World
-from tests.support.health_runs import PROMPT, answer, becomes, events, probed
+from tests.support.health_runs import PROMPT, answer, becomes, events, lead, probed
 from tests.support.refusals import refuses
-
-pytestmark = pytest.mark.usefixtures("each_database")
 
 
 async def test_a_requested_run_waits_for_the_device_and_precedes_other_jobs(world: World) -> None:
@@ -54,14 +52,10 @@ async def test_requested_runs_count_for_the_baseline_only_on_an_idle_device_and_
 
         async def check(p50_ns: int) -> HealthEvent:
             asked = asyncio.create_task(health.check(world.registry.get("pi"), caller="ann", is_admin=False))
-            start = await agent.started()
-            answer(agent, start, p50_ns)
-            await agent.expect_message("ack", start.attempt_id)
+            await lead(agent, p50_ns)
             return await asked
 
-        start = await agent.started()
-        answer(agent, start)
-        await agent.expect_message("ack", start.attempt_id)
+        await lead(agent)
         for _ in range(20):
             event = await check(99_000)
             assert list(event.run.doubts) == ["UNSCHEDULED_RUN"] and event.run.p50_ns == pytest.approx(99_003)
@@ -102,9 +96,7 @@ async def test_a_requested_run_takes_the_place_of_a_due_one_in_progress(world: W
 async def test_a_reserved_device_is_checked_for_its_holder_only(world: World) -> None:
     agent = await world.agent()
     async with probed(world) as health:
-        first = await agent.started()
-        answer(agent, first)
-        await agent.expect_message("ack", first.attempt_id)
+        await lead(agent)
         reserved = Device()
         reserved.CopyFrom(world.registry.get("pi"))
         reserved.reservation.owner = "bob"
@@ -118,9 +110,7 @@ async def test_a_reserved_device_is_checked_for_its_holder_only(world: World) ->
 async def test_a_requested_run_for_which_somebody_waits_is_made_but_not_compared(world: World) -> None:
     agent = await world.agent()
     async with probed(world) as health:
-        start = await agent.started()
-        answer(agent, start)
-        await agent.expect_message("ack", start.attempt_id)
+        await lead(agent)
         world.at += timedelta(hours=13)
         asked = asyncio.create_task(health.check(world.registry.get("pi"), caller="ann", is_admin=False))
         start = await agent.started()
@@ -173,9 +163,7 @@ async def test_a_draining_server_ends_health_runs_and_begins_none(world: World) 
 async def test_a_requested_run_is_told_that_the_server_stops(world: World) -> None:
     agent = await world.agent()
     async with probed(world) as health:
-        start = await agent.started()
-        answer(agent, start)
-        await agent.expect_message("ack", start.attempt_id)
+        await lead(agent)
         asked = asyncio.create_task(health.check(world.registry.get("pi"), caller="ann", is_admin=True))
         start = await agent.started()
         await health.drain()
@@ -202,9 +190,7 @@ async def test_a_caller_who_leaves_ends_the_run_that_it_requested(world: World) 
     agent = await world.agent()
     await world.health.clear("pi", "ann")
     async with probed(world, measurement_lock=MeasurementLock()) as health:
-        start = await agent.started()
-        answer(agent, start)
-        await agent.expect_message("ack", start.attempt_id)
+        await lead(agent)
         asked = asyncio.create_task(health.check(world.registry.get("pi"), caller="ann", is_admin=False))
         start = await agent.started()
         asked.cancel()
