@@ -15,7 +15,6 @@ from sqlalchemy import Connection
 
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records.journal import Journal
-from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.notices import events, outbox
 from etfarm.server.notices.addresses import AllowList
@@ -29,7 +28,7 @@ from etfarm.server.notices.settings import NoticeSettings
 from etfarm.server.state.engine import Database
 from etfarm.v1.device_pb2 import Device, DeviceState
 from etfarm.v1.job_pb2 import Job
-from tests.support import receivers
+from tests.support import jobs, receivers
 from tests.support.databases import new_database
 from tests.support.receivers import raw, receiver, status, statuses
 from tests.support.refusals import refuses
@@ -114,11 +113,8 @@ async def test_the_end_of_a_job_is_news_though_another_ended_right_before(tmp_pa
         held = HeldOutbox(database)
         journal, ends = Journal(database, Announcer(), Clock(), outbox=held), []
         for name in "ab":
-            new = Job(id=name * 16, owner="ann", project="default")
-            new.create_time.FromDatetime(Clock().now)
-            new.cells.add(id=name, job_id=new.id, state=model.QUEUED, version=1)
-            written, _ = await journal.submit(new, Request(name, b""))
-            ends.append(journal.change(model.advance(written.cells[0], model.CANCELLED, at=Clock().now)))
+            new = await jobs.submit(journal, jobs.queued_job(name * 16, project="default"))
+            ends.append(journal.change(model.advance(new.cells[0], model.CANCELLED, at=Clock().now)))
         first = asyncio.create_task(ends[0])
         await asyncio.to_thread(held.began["a"].wait, 20)
         second = asyncio.create_task(ends[1])

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 
 import psycopg
@@ -21,7 +21,6 @@ from etfarm.server.compile.cache import Cache
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records.deletion import JobDeletion
 from etfarm.server.jobs.records.journal import Journal
-from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.tags import Tags
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.retention.collection import ArtifactCollection
@@ -33,15 +32,15 @@ from etfarm.server.state.engine import Database, DatabaseUnavailable
 from etfarm.v1.agent_pb2 import CandidateResult
 from etfarm.v1.common_pb2 import Artifact
 from etfarm.v1.compile_pb2 import Compilation
-from etfarm.v1.job_pb2 import Attempt, Candidate, Cell, Job, MethodSource, Model
+from etfarm.v1.job_pb2 import Attempt, Cell, Job
 from etfarm.v1.report_pb2 import Report
 from etfarm.wire.chunks import artifact_of
 from tests.support.databases import PostgresDatabases
+from tests.support.jobs import AT, queued_job, submit, with_programs
 from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
-LONG_AGO = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 DAY = timedelta(days=1)
 
 
@@ -58,7 +57,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.store = self.open_store()
-        self.journal = Journal(self.database, Announcer(), lambda: LONG_AGO)
+        self.journal = Journal(self.database, Announcer(), lambda: AT)
         self.deletion = JobDeletion(self.database)
         self.references = References(self.database, self.gate)
 
@@ -84,19 +83,12 @@ class World:
     async def job(self, *programs: Artifact, project: str = "default", cell: Cell | None = None) -> Job:
         """Submit a job whose spec names artifacts."""
         self.number += 1
-        job = Job(id=f"{self.number:016x}", owner="ann", project=project, name="n")
-        for program in programs:
-            source = Model(name="m", methods={"forward": MethodSource(exported_program=program)})
-            job.spec.candidates.append(Candidate(name="m", model=source))
-        job.create_time.FromDatetime(LONG_AGO)
-        job.cells.add(id=f"{job.id}-0", job_id=job.id, state=model.QUEUED, version=1)
-        if cell is not None:
-            job.cells[0].MergeFrom(cell)
-        written, _ = await self.journal.submit(job, Request(f"r{self.number}", b""))
-        return written
+        job = with_programs(queued_job(f"{self.number:016x}", project=project), *programs)
+        job.cells[0].MergeFrom(cell or Cell())
+        return await submit(self.journal, job)
 
     async def end(self, job: Job, report: Report | None = None) -> None:
-        after = model.advance(job.cells[0], model.CANCELLED, at=LONG_AGO)
+        after = model.advance(job.cells[0], model.CANCELLED, at=AT)
         if report is not None:
             report.cell = after.id
         await self.journal.change(after, report=report)
@@ -130,25 +122,16 @@ async def test_what_nothing_refers_to_goes_least_recently_used_first(world: Worl
     assert await world.store.holdings.used_bytes("default") == 0
 
 
-Referring = Callable[[World, Artifact], Awaitable[None]]
-
-
-async def by_a_spec(world: World, artifact: Artifact) -> None:
-    await world.job(artifact)
+Referring = Callable[[World, Artifact], Awaitable[object]]
 
 
 async def by_a_cell(world: World, artifact: Artifact) -> None:
-    cell = Cell(etrecord=artifact)
-    await world.end(await world.job(cell=cell))
-
-
-async def by_outputs_of_a_cell(world: World, artifact: Artifact) -> None:
-    await world.job(cell=Cell(outputs=artifact))
+    await world.end(await world.job(cell=Cell(etrecord=artifact)))
 
 
 async def by_an_attempts_result(world: World, artifact: Artifact) -> None:
     job = await world.job()
-    cell = model.amend(job.cells[0], at=LONG_AGO)
+    cell = model.amend(job.cells[0], at=AT)
     cell.attempts.append(Attempt(id="a1", device_id="pi"))
     result = CandidateResult()
     result.outputs.CopyFrom(artifact)
@@ -173,14 +156,6 @@ async def by_stages(world: World, artifact: Artifact) -> None:
     await Cache(world.store, world.database).keep_stages(compilation)
 
 
-async def by_the_farm(world: World, artifact: Artifact) -> None:
-    await world.store.hold(FARM_HOLDER, [artifact.digest], "farm")
-
-
-async def by_an_agent(world: World, artifact: Artifact) -> None:
-    await world.store.hold(agent_holder("rack"), [artifact.digest], "rack")
-
-
 async def by_a_session(world: World, artifact: Artifact) -> None:
     world.in_use.add(artifact.digest)
 
@@ -188,8 +163,13 @@ async def by_a_session(world: World, artifact: Artifact) -> None:
 @pytest.mark.parametrize(
     "refer",
     [
-        by_a_spec, by_a_cell, by_outputs_of_a_cell, by_an_attempts_result, by_a_report, by_a_compilation, by_stages, by_the_farm,
-        by_an_agent, by_a_session,
+        pytest.param(lambda world, artifact: world.job(artifact), id="a spec"),
+        by_a_cell,
+        pytest.param(lambda world, artifact: world.job(cell=Cell(outputs=artifact)), id="outputs of a cell"),
+        by_an_attempts_result, by_a_report, by_a_compilation, by_stages,
+        pytest.param(lambda world, artifact: world.store.hold(FARM_HOLDER, [artifact.digest], "farm"), id="the farm"),
+        pytest.param(lambda world, artifact: world.store.hold(agent_holder("rack"), [artifact.digest], "rack"), id="an agent"),
+        by_a_session,
     ],
 )  # fmt: skip
 async def test_what_something_refers_to_stays(world: World, refer: Referring) -> None:
@@ -211,7 +191,7 @@ async def test_a_reference_that_a_change_adds_and_one_that_it_drops_are_noticed(
     job = await world.job(cell=Cell(outputs=first))
     collection = world.collection()
     await world.references.update()
-    cell = model.amend(job.cells[0], at=LONG_AGO)
+    cell = model.amend(job.cells[0], at=AT)
     cell.outputs.CopyFrom(second)
     await world.journal.change(cell)
     assert await world.references.of(first.digest, 5), "counts until the job is read again"
@@ -338,7 +318,7 @@ async def test_a_job_is_deleted_with_its_rows_and_a_live_or_tagged_one_is_not(wo
     with refuses("JOB_LIVE"):
         await world.deletion.delete(job.id)
     await world.end(job, Report(id="r"))
-    tags = Tags(world.database, lambda: LONG_AGO)
+    tags = Tags(world.database, lambda: AT)
     await tags.put("baseline", job.id, project="default", caller="ann", is_admin=False)
     await world.references.update()
     with refuses("JOB_TAGGED", match="baseline"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
 from pathlib import Path
 
 import psycopg
@@ -29,10 +28,10 @@ from etfarm.v1.common_pb2 import Artifact
 from etfarm.v1.job_pb2 import Job
 from etfarm.v1.report_pb2 import Report
 from tests.support.databases import PostgresDatabases
+from tests.support.jobs import AT, queued_job
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
-NOW = datetime(2026, 6, 1, 12, tzinfo=UTC)
 PATH = (model.COMPILING, model.WAITING, model.RUNNING, model.ANALYZING, model.SUCCEEDED)
 TABLES = (
     "jobs", "job_models", "cells", "attempts", "events", "reports", "log_lines", "referrers", "artifact_references"
@@ -46,7 +45,7 @@ class World:
         self.database = database
         self.blobs = folder / "artifacts" / "blobs"
         self.store = Store(folder / "artifacts", database)
-        self.journal = Journal(database, Announcer(), lambda: NOW)
+        self.journal = Journal(database, Announcer(), lambda: AT)
         self.references = References(database, MeasurementLock().work)
 
     async def job(self, name: str, *artifacts: Artifact) -> None:
@@ -55,17 +54,14 @@ class World:
     def write_job(
         self, connection: Connection, name: str, *artifacts: Artifact, cells: int = 1, operators: int = 0, lines: int = 0
     ) -> None:
-        job = Job(id=name, name=name, owner="ann", project="default")
+        job = queued_job(name, cells, name=name, project="default", cell={"candidate_name": "resnet8"})
         job.spec.labels["commit"] = name * 4
         for artifact in artifacts:
             job.spec.candidates.add(name=name).program.pte.CopyFrom(artifact)
-        job.create_time.FromDatetime(NOW)
-        for index in range(cells):
-            job.cells.add(id=f"{name}-{index}", job_id=name, index=index, state=model.QUEUED, version=1, candidate_name="resnet8")
         self.journal.write_new(connection, job, Request(name, b"d" * 16))
         self._end(connection, job, operators)
         rows = [
-            {"job_id": name, "number": number, "at": NOW, "cell_id": job.cells[0].id, "source": "FARM", "text": "x" * 80}
+            {"job_id": name, "number": number, "at": AT, "cell_id": job.cells[0].id, "source": "FARM", "text": "x" * 80}
             for number in range(lines)
         ]
         if rows:
@@ -74,10 +70,10 @@ class World:
     def _end(self, connection: Connection, job: Job, operators: int) -> None:
         for cell in job.cells:
             for state in PATH:
-                after = model.advance(cell, state, at=NOW)
+                after = model.advance(cell, state, at=AT)
                 if state == model.RUNNING:
                     attempt = after.attempts.add(id=f"{after.id}-attempt", device_id="a-device")
-                    attempt.start_time.FromDatetime(NOW)
+                    attempt.start_time.FromDatetime(AT)
                 report = new_report(job, after.id, operators) if state == model.SUCCEEDED else None
                 result = CandidateResult(cell_id=after.id) if state == model.ANALYZING else None
                 self.journal.write_change(connection, after, report, result)
@@ -90,7 +86,7 @@ class World:
 
 def new_report(job: Job, cell: str, operators: int) -> Report:
     report = Report(id=f"r-{cell}", cell=cell)
-    report.create_time.FromDatetime(NOW)
+    report.create_time.FromDatetime(AT)
     report.model.name = "resnet8"
     for index in range(operators):
         operator = report.operators.add(index=index, name=f"aten.convolution.{index}", p50_ns=random.Random(index).random())
@@ -157,7 +153,7 @@ async def test_an_artifact_counts_for_the_last_job_that_refers_to_it(world: Worl
     await world.references.update()
     assert await world.database.read(artifact_bytes) == {"a": 30_000, "b": 50_000}
     # A job that is never deleted keeps them for good.
-    await Tags(world.database, lambda: NOW).put("base", "a", project="default", caller="ann", is_admin=False)
+    await Tags(world.database, lambda: AT).put("base", "a", project="default", caller="ann", is_admin=False)
     assert await world.database.read(artifact_bytes) == {"a": 80_000}
     count, size_bytes = await world.database.read(_kept_jobs)
     assert count == 1 and size_bytes > 80_000

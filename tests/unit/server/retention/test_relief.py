@@ -14,19 +14,13 @@ import pytest
 from etfarm.server.artifacts.errors import DiskFull
 from etfarm.server.artifacts.room import Room
 from etfarm.server.artifacts.store import Store
-from etfarm.server.jobs import model
-from etfarm.server.jobs.records.journal import Journal
-from etfarm.server.jobs.records.requests import Request
-from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.retention.collection import ArtifactCollection
 from etfarm.server.retention.references import References
 from etfarm.server.retention.relief import DiskRelief
 from etfarm.server.state.backup_lock import BackupLock, BackupRunning
 from etfarm.server.state.engine import Database
 from etfarm.v1.common_pb2 import Artifact
-from etfarm.v1.job_pb2 import Candidate, Job, MethodSource, Model
-
-pytestmark = pytest.mark.usefixtures("each_database")
+from tests.support.jobs import JournalWorld, queued_job, submit, with_programs
 
 KIB = 1024
 WORK_BYTES = 100 * KIB
@@ -90,12 +84,7 @@ async def test_a_disk_with_space_is_left_alone(disk: Disk) -> None:
 async def test_only_as_much_goes_as_new_work_needs_and_nothing_that_a_job_names(disk: Disk) -> None:
     stored = [await disk.put(number) for number in range(8)]
     named, oldest, next_oldest, *others = stored
-    job = Job(id="0" * 16, owner="ann", project="default", name="n")
-    source = Model(name="m", methods={"forward": MethodSource(exported_program=named)})
-    job.spec.candidates.append(Candidate(name="m", model=source))
-    job.create_time.FromDatetime(datetime.now(UTC))
-    job.cells.add(id="c", job_id=job.id, state=model.QUEUED, version=1)
-    await Journal(disk.database, Announcer(), lambda: datetime.now(UTC)).submit(job, Request("r", b""))
+    await submit(JournalWorld(disk.database).journal, with_programs(queued_job("job"), named))
     disk.others_bytes = 90 * KIB
     assert disk.free_bytes == 110 * KIB
     assert await disk.relief.relieve()

@@ -6,14 +6,10 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from etfarm.server.jobs import model
-from etfarm.server.jobs.records.journal import Journal
-from etfarm.server.jobs.records.requests import Request
-from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.retention.clock import ClockImplausible, RetentionClock
 from etfarm.server.state.engine import Database
 from etfarm.server.state.steady_clock import SteadyClock
-from etfarm.v1.job_pb2 import Job
+from tests.support.jobs import JournalWorld
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -38,10 +34,7 @@ class World:
         self.now += by
 
     async def job(self) -> None:
-        job = Job(id=f"{self.elapsed.total_seconds():016.0f}", owner="ann", project="default")
-        job.create_time.FromDatetime(self.now)
-        job.cells.add(id=f"{job.id}-cell", job_id=job.id, state=model.QUEUED, version=1)
-        await Journal(self.database, Announcer(), lambda: self.now).submit(job, Request(job.id, b""))
+        await JournalWorld(self.database, lambda: self.now).submit(f"{self.elapsed.total_seconds():016.0f}", at=self.now)
 
     async def clock(self) -> RetentionClock:
         """Start a server."""

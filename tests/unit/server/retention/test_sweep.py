@@ -17,7 +17,6 @@ from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.cache import Cache
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records.journal import Journal
-from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.tags import Tags
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.retention.clock import ClockImplausible, RetentionClock
@@ -31,7 +30,7 @@ from etfarm.server.state.backup_lock import BackupLock
 from etfarm.server.state.engine import Database
 from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.v1.compile_pb2 import Compilation
-from etfarm.v1.job_pb2 import Job
+from tests.support.jobs import queued_job, submit
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -58,16 +57,25 @@ class World:
 
     async def job(self, name: str, log: str = "", compilation: str = "") -> None:
         """Run a job to its end; then a day passes."""
-        job = Job(id=name * 16, owner="ann", project="default")
+        job = queued_job(name * 16, at=self.now, project="default", cell={"compilation_key": compilation})
         job.spec.labels["filler"] = "x" * 1000
-        job.create_time.FromDatetime(self.now)
-        job.cells.add(id=f"{name}-cell", job_id=job.id, state=model.QUEUED, version=1, compilation_key=compilation)
-        written, _ = await self.journal.submit(job, Request(name, b""))
-        await self.journal.change(model.advance(written.cells[0], model.CANCELLED, at=self.now))
+        await submit(self.journal, job)
+        await self.journal.change(model.advance(job.cells[0], model.CANCELLED, at=self.now))
         if log:
             row = {"job_id": job.id, "number": 1, "at": self.now, "cell_id": "", "source": "FARM", "text": log}
             await self.database.write(lambda connection: connection.execute(schema.log_lines.insert(), [row]))
         self.now += DAY
+
+    async def large_jobs(self, names: str) -> None:
+        """Run jobs that occupy 400 KiB each."""
+        for name in names:
+            await self.job(name)
+        await self.retention.sweep(Limits(), dry_run=True)
+        sizes = schema.referrers.update().where(schema.referrers.c.kind == "job").values(size_bytes=400 << 10)
+        await self.database.write(lambda connection: connection.execute(sizes))
+
+    async def tag(self, tag: str, name: str) -> None:
+        await Tags(self.database, lambda: self.now).put(tag, name * 16, project="default", caller="ann", is_admin=False)
 
     async def jobs(self) -> str:
         query = select(schema.jobs.c.id).order_by(schema.jobs.c.number)
@@ -96,34 +104,23 @@ async def world(tmp_path: Path, database: Database) -> AsyncIterator[World]:
 async def test_old_jobs_without_tags_go(world: World) -> None:
     for name in "abcd":
         await world.job(name)
-    await Tags(world.database, lambda: world.now).put("base", "b" * 16, project="default", caller="ann", is_admin=False)
-    live = Job(id="e" * 16, owner="ann")
-    live.create_time.FromDatetime(START - 100 * DAY)
-    live.cells.add(id="live", job_id=live.id, state=model.QUEUED, version=1)
-    await world.journal.submit(live, Request("live", b""))
+    await world.tag("base", "b")
+    await submit(world.journal, queued_job("e" * 16, at=START - 100 * DAY))
     assert (await world.sweep())["jobs"].count == 0
     assert (await world.sweep("jobs=48h"))["jobs"].count == 1
     assert await world.jobs() == "bcde"
 
 
 async def test_jobs_beyond_a_size_go_oldest_first(world: World) -> None:
-    for name in "abcd":
-        await world.job(name)
-    await world.retention.sweep(Limits(), dry_run=True)
-    sizes = schema.referrers.update().where(schema.referrers.c.kind == "job").values(size_bytes=400 << 10)
-    await world.database.write(lambda connection: connection.execute(sizes))
+    await world.large_jobs("abcd")
     assert (await world.sweep("jobs=1MiB"))["jobs"].count == 2
     assert await world.jobs() == "cd"
 
 
 async def test_jobs_that_stay_count_for_the_size_and_the_result_says_so(world: World) -> None:
-    for name in "abcd":
-        await world.job(name)
-    await world.retention.sweep(Limits(), dry_run=True)
-    sizes = schema.referrers.update().where(schema.referrers.c.kind == "job").values(size_bytes=400 << 10)
-    await world.database.write(lambda connection: connection.execute(sizes))
+    await world.large_jobs("abcd")
     for name in "ab":
-        await Tags(world.database, lambda: world.now).put(name, name * 16, project="default", caller="ann", is_admin=False)
+        await world.tag(name, name)
     (planned,) = [row for row in await world.retention.sweep(Limits.of(["jobs=1MiB"]), dry_run=True) if row.name == "jobs"]
     assert (planned.count, planned.kept_count, planned.kept_bytes) == (2, 2, 800 << 10)
     swept = await world.sweep("jobs=1MiB")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,44 +12,30 @@ from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs import model
 from etfarm.server.jobs.conductor import Conductor
 from etfarm.server.jobs.records.deletion import JobDeletion
-from etfarm.server.jobs.records.journal import Journal
-from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.verification import find_damaged
-from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.jobs.takeups import Hands, Takeups
 from etfarm.server.state import schema
 from etfarm.server.state.bodies import ValueDamaged, is_whole, seal, unseal
-from etfarm.v1.job_pb2 import Cell, Job, JobState
+from etfarm.server.state.engine import Database
+from etfarm.v1.job_pb2 import Candidate, Cell, Job, JobSpec, JobState
 from etfarm.v1.report_pb2 import Report
-from tests.support.databases import new_database
+from tests.support.jobs import AT, JournalWorld
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
-NOW = datetime(2026, 6, 1, 12, tzinfo=UTC)
 
-
-class World:
+class World(JournalWorld):
     """A journal with the jobs `a` and `b`, of which `a` will be damaged."""
 
-    def __init__(self, folder: Path) -> None:
-        self.database = new_database(folder / "farm.sqlite")
-        self.announcer = Announcer()
-        self.journal = Journal(self.database, self.announcer, lambda: NOW)
-
-    async def submit(self, name: str) -> Job:
-        job = Job(id=name, name=f"job {name}", owner="ann", project="default")
-        job.spec.labels["k"] = "v"
-        job.spec.candidates.add(name="resnet8")
-        job.create_time.FromDatetime(NOW)
-        for index in range(2):
-            job.cells.add(id=f"{name}{index}", job_id=name, index=index, state=model.QUEUED, version=1, candidate_name="resnet8")
-        return (await self.journal.submit(job, Request(name, b"")))[0]
+    async def submit_named(self, name: str) -> Job:
+        spec = JobSpec(labels={"k": "v"}, candidates=[Candidate(name="resnet8")])
+        return await self.submit(name, 2, spec=spec, cell={"candidate_name": "resnet8"})
 
     async def end(self, job: Job) -> None:
         for cell in job.cells:
             report = Report(id=f"r{cell.id}", cell=cell.id)
-            report.create_time.FromDatetime(NOW)
-            await self.journal.change(model.advance(cell, model.FAILED, at=NOW), report=report)
+            report.create_time.FromDatetime(AT)
+            await self.journal.change(model.advance(cell, model.FAILED, at=AT), report=report)
 
     async def damage(self, table: Table, column: Column[Any], key: Column[Any], value: str) -> None:
         """Flip a bit in the middle of a stored value."""
@@ -65,21 +49,18 @@ class World:
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    created = World(tmp_path)
-    await created.database.open()
-    yield created
-    created.database.close()
+def world(database: Database) -> World:
+    return World(database)
 
 
 async def test_a_damaged_cell_is_its_error_in_its_job_and_in_lists(world: World) -> None:
     for name in "ab":
-        await world.end(await world.submit(name))
+        await world.end(await world.submit_named(name))
     assert await world.damaged() == []
-    await world.damage(schema.cells, schema.cells.c.body, schema.cells.c.id, "a0")
+    await world.damage(schema.cells, schema.cells.c.body, schema.cells.c.id, "a-0")
     for job in (await world.journal.get("a", EVERYTHING), (await world.journal.list(10, None, EVERYTHING))[0][1]):
         assert (job.id, job.state) == ("a", JobState.JOB_STATE_FAILED)
-        assert (job.cells[0].id, job.cells[0].state, job.cells[0].error.reason) == ("a0", model.FAILED, "VALUE_DAMAGED")
+        assert (job.cells[0].id, job.cells[0].state, job.cells[0].error.reason) == ("a-0", model.FAILED, "VALUE_DAMAGED")
         assert "etfarm jobs delete a" in job.cells[0].error.remedy and job.cells[1].candidate_name == "resnet8"
     assert (await world.journal.get("b", EVERYTHING)).cells[0].error.reason == ""
     assert await world.damaged() == ["a cell of job a"]
@@ -87,9 +68,9 @@ async def test_a_damaged_cell_is_its_error_in_its_job_and_in_lists(world: World)
 
 async def test_a_damaged_specification_or_report_is_refused_and_its_job_can_be_deleted(world: World) -> None:
     for name in "ab":
-        await world.end(await world.submit(name))
+        await world.end(await world.submit_named(name))
     await world.damage(schema.jobs, schema.jobs.c.spec, schema.jobs.c.id, "a")
-    await world.damage(schema.reports, schema.reports.c.body, schema.reports.c.id, "ra1")
+    await world.damage(schema.reports, schema.reports.c.body, schema.reports.c.id, "ra-1")
     with pytest.raises(ValueDamaged, match="The specification of job a is damaged"):
         await world.journal.get("a", EVERYTHING)
     with pytest.raises(ValueDamaged, match="A report of job a is damaged"):
@@ -105,7 +86,7 @@ async def test_a_damaged_specification_or_report_is_refused_and_its_job_can_be_d
 
 async def test_a_damaged_event_ends_the_watch_of_its_job_alone(world: World) -> None:
     for name in "ab":
-        await world.end(await world.submit(name))
+        await world.end(await world.submit_named(name))
     await world.damage(schema.events, schema.events.c.body, schema.events.c.job_id, "a")
     with pytest.raises(ValueDamaged, match="An event of job a"):
         assert [event async for event in world.journal.watch("a", 0)]
@@ -116,10 +97,10 @@ async def test_a_damaged_event_ends_the_watch_of_its_job_alone(world: World) -> 
 async def test_a_live_job_that_is_damaged_fails_at_the_next_start_and_the_others_go_on(
     world: World, what: str, tmp_path: Path
 ) -> None:
-    await world.submit("a")
-    await world.submit("b")
+    await world.submit_named("a")
+    await world.submit_named("b")
     if what == "cell":
-        await world.damage(schema.cells, schema.cells.c.body, schema.cells.c.id, "a0")
+        await world.damage(schema.cells, schema.cells.c.body, schema.cells.c.id, "a-0")
     else:
         await world.damage(schema.jobs, schema.jobs.c.spec, schema.jobs.c.id, "a")
     conductor = Conductor(world.journal, world.announcer, Stages(Hands(Takeups(world.database), tmp_path)))  # type: ignore[arg-type]
@@ -162,11 +143,11 @@ def test_a_value_is_read_as_it_was_written_also_by_releases_without_checksums() 
 
 @pytest.mark.parametrize("tail", [b"", b"\0"], ids=["cut off", "zeroed"])
 async def test_a_value_without_its_tail_is_damaged(world: World, tail: bytes) -> None:
-    await world.end(await world.submit("a"))
+    await world.end(await world.submit_named("a"))
     report = schema.reports.c
-    body = await world.database.read(lambda c: c.execute(select(report.body).where(report.id == "ra0")).scalar_one())
+    body = await world.database.read(lambda c: c.execute(select(report.body).where(report.id == "ra-0")).scalar_one())
     body = body[:-20] + tail * 20
-    await world.database.write(lambda c: c.execute(update(schema.reports).where(report.id == "ra0").values(body=body)))
+    await world.database.write(lambda c: c.execute(update(schema.reports).where(report.id == "ra-0").values(body=body)))
     with pytest.raises(ValueDamaged):
         unseal(Report, body, "a report", "a")
     assert await world.damaged() == ["a report of job a"]
@@ -174,10 +155,10 @@ async def test_a_value_without_its_tail_is_damaged(world: World, tail: bytes) ->
 
 @pytest.mark.parametrize("left", [0, 1], ids=["nothing", "its first fields"])
 async def test_a_report_of_which_only_the_start_is_left_is_damaged(world: World, left: int) -> None:
-    await world.end(await world.submit("a"))
+    await world.end(await world.submit_named("a"))
     report = schema.reports.c
-    body = Report(id="ra0", cell="a0").SerializeToString() * left
-    await world.database.write(lambda c: c.execute(update(schema.reports).where(report.id == "ra0").values(body=body)))
+    body = Report(id="ra-0", cell="a-0").SerializeToString() * left
+    await world.database.write(lambda c: c.execute(update(schema.reports).where(report.id == "ra-0").values(body=body)))
     with pytest.raises(ValueDamaged, match="A report of job a is damaged"):
         await world.journal.reports.of_job("a")
     assert await world.damaged() == ["a report of job a"]
@@ -185,9 +166,9 @@ async def test_a_report_of_which_only_the_start_is_left_is_damaged(world: World,
 
 async def test_values_are_read_by_their_size(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in "abc":
-        await world.end(await world.submit(name))
+        await world.end(await world.submit_named(name))
     report = schema.reports.c
-    for cell in ("a0", "b1", "c1"):
+    for cell in ("a-0", "b-1", "c-1"):
         await world.damage(schema.reports, report.body, report.id, f"r{cell}")
     size_bytes = await world.database.read(lambda c: c.execute(select(func.max(func.length(report.body)))).scalar_one())
     for page_bytes, parts in ((2 * size_bytes, [1, 1, 1]), (size_bytes // 2, [1, 1, 1]), (1 << 20, [3])):

@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 
 import pytest
 
 from etfarm.server.jobs import model
-from etfarm.server.jobs.records.journal import Journal
-from etfarm.server.jobs.records.requests import Request
-from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.reports.latency.between_runs import MAX_HISTORY, Earlier
 from etfarm.server.state.engine import Database
 from etfarm.v1 import report_pb2
-from etfarm.v1.job_pb2 import Job
+from tests.support.jobs import AT, JournalWorld
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
-START = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 
-
-class World:
+class World(JournalWorld):
     """A journal of jobs with one report each, a second apart."""
 
-    def __init__(self, database: Database) -> None:
-        self.journal = Journal(database, Announcer(), lambda: START)
-        self.count = 0
+    count = 0
 
     def report(
         self, p50_ns: float = 2e6, change: Callable[[report_pb2.Report], object] = lambda report: None
     ) -> report_pb2.Report:
         self.count += 1
         report = report_pb2.Report(id=f"r{self.count}", method="forward", threads=2)
-        report.create_time.FromDatetime(START + timedelta(seconds=self.count))
+        report.create_time.FromDatetime(AT + timedelta(seconds=self.count))
         report.compile.compilation.program.digest = "program"
         report.device.id, report.device.arch, report.device.cores = "d1", "aarch64", 4
         report.runner.bundle_digest, report.inputs.digest = "bundle", "inputs"
@@ -44,11 +37,8 @@ class World:
         return report
 
     async def add(self, report: report_pb2.Report, project: str = "team") -> None:
-        job = Job(id=f"job-{report.id}", owner="ann", project=project)
-        job.create_time.FromDatetime(START)
-        job.cells.add(id=f"cell-{report.id}", job_id=job.id, state=model.QUEUED, version=1)
-        written, _ = await self.journal.submit(job, Request(job.id, b""))
-        after = model.advance(written.cells[0], model.CANCELLED, at=START)
+        job = await self.submit(f"job-{report.id}", project=project)
+        after = model.advance(job.cells[0], model.CANCELLED, at=AT)
         after.report_id, report.cell = report.id, after.id
         await self.journal.change(after, report=report)
 

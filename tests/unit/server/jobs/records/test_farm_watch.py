@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from datetime import UTC, datetime
-from pathlib import Path
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
@@ -14,49 +12,19 @@ from sqlalchemy import Connection
 from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records import farm_watch
-from etfarm.server.jobs.records.journal import Journal
-from etfarm.server.jobs.records.requests import Request
-from etfarm.server.jobs.records.watch import Announcer
-from etfarm.v1.job_pb2 import Cell, Job, JobChange, JobEvent, JobSpec, JobState, Progress
-from tests.support.databases import new_database
+from etfarm.server.state.engine import Database
+from etfarm.v1.job_pb2 import Cell, JobChange, JobEvent, JobSpec, JobState, Progress
+from tests.support.jobs import JournalWorld
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
-NOON = datetime(2026, 6, 1, 12, tzinfo=UTC)
 WAIT_S = 60.0
 Changes = AsyncGenerator[JobChange]
 
 
-class World:
-    """A journal with jobs."""
-
-    def __init__(self, folder: Path) -> None:
-        self.database = new_database(folder / "farm.sqlite")
-        self.journal = self.new_journal()
-
-    def new_journal(self) -> Journal:
-        self.announcer = Announcer()
-        return Journal(self.database, self.announcer, lambda: NOON)
-
-    async def submit(self, name: str, *, project: str = "default", owner: str = "ann", cells: int = 1) -> Job:
-        job = Job(id=name, name=name, owner=owner, project=project, spec=JobSpec(name=name))
-        job.create_time.FromDatetime(NOON)
-        for index in range(cells):
-            job.cells.add(id=f"{name}-{index}", job_id=name, index=index, state=model.QUEUED, version=1, candidate_name="resnet8")
-        return (await self.journal.submit(job, Request(name, b"")))[0]
-
-    async def advance(self, cell: Cell, *states: int) -> Cell:
-        for state in states:
-            cell = await self.journal.change(model.advance(cell, state, at=NOON))  # type: ignore[arg-type]
-        return cell
-
-
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    created = World(tmp_path)
-    await created.database.open()
-    yield created
-    created.database.close()
+def world(database: Database) -> JournalWorld:
+    return JournalWorld(database)
 
 
 async def following(changes: Changes) -> JobChange:
@@ -77,27 +45,27 @@ async def rest_of_snapshot(changes: Changes) -> list[str]:
     return ids
 
 
-async def test_the_live_jobs_come_first_and_then_each_change(world: World) -> None:
+async def test_the_live_jobs_come_first_and_then_each_change(world: JournalWorld) -> None:
     ended, live = await world.submit("ended"), await world.submit("live")
-    await world.advance(ended.cells[0], model.COMPILING, model.FAILED)
+    await world.step(ended.cells[0], model.COMPILING, model.FAILED)
     changes = world.journal.farm.changes(EVERYTHING)
     assert await snapshot(changes) == ["live"]
-    await world.submit("new", cells=2)
+    await world.submit("new", 2, name="new")
     change = await following(changes)
     assert (change.job_id, change.job.name, len(change.job.cells)) == ("new", "new", 2)
     assert change.job_state == JobState.JOB_STATE_QUEUED
-    cell = await world.advance(live.cells[0], model.COMPILING)
+    cell = await world.step(live.cells[0], model.COMPILING)
     change = await following(changes)
     assert (change.job_id, change.cell.state, change.cell.version) == ("live", model.COMPILING, 2)
     assert change.job_state == JobState.JOB_STATE_RUNNING
-    await world.advance(cell, model.SUCCEEDED)
+    await world.step(cell, model.SUCCEEDED)
     assert (await following(changes)).cell.state == model.SUCCEEDED
     change = await following(changes)
     assert (change.job.id, change.job_state) == ("live", JobState.JOB_STATE_SUCCEEDED)
 
 
-async def test_a_wait_at_the_server_is_a_change_and_in_the_next_snapshot(world: World) -> None:
-    cell = await world.advance((await world.submit("a")).cells[0], model.COMPILING)
+async def test_a_wait_at_the_server_is_a_change_and_in_the_next_snapshot(world: JournalWorld) -> None:
+    cell = await world.step((await world.submit("a")).cells[0], model.COMPILING)
     changes = world.journal.farm.changes(EVERYTHING)
     await snapshot(changes)
     for phase in ("WAIT_FOR_WORKER", "WAIT_FOR_OTHERS", "COMPILE", "TORCH_EXPORT", "WAIT_FOR_ROOM"):
@@ -107,11 +75,13 @@ async def test_a_wait_at_the_server_is_a_change_and_in_the_next_snapshot(world: 
     late = world.journal.farm.changes(EVERYTHING)
     assert (await following(late)).snapshot_begins
     assert (await following(late)).job.cells[0].phase == "WAIT_FOR_ROOM"
-    await world.advance(cell, model.FAILED)
+    await world.step(cell, model.FAILED)
     assert (await following(changes)).cell.state == model.FAILED
 
 
-async def test_changes_reach_many_watchers_without_a_read_of_the_database(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_changes_reach_many_watchers_without_a_read_of_the_database(
+    world: JournalWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watchers = [world.journal.farm.changes(EVERYTHING) for _ in range(20)]
     for changes in watchers:
         assert await snapshot(changes) == []
@@ -125,24 +95,24 @@ async def test_changes_reach_many_watchers_without_a_read_of_the_database(world:
 
     monkeypatch.setattr(world.database, "read", count)
     job = await world.submit("new", cells=2)
-    await world.advance(job.cells[0], model.COMPILING)
+    await world.step(job.cells[0], model.COMPILING)
     for changes in watchers:
         assert [cell.id for cell in (await following(changes)).job.cells] == ["new-0", "new-1"]
         assert (await following(changes)).cell.state == model.COMPILING
     assert reads == 0
 
 
-async def test_a_new_job_looks_as_it_does_in_a_snapshot(world: World) -> None:
+async def test_a_new_job_looks_as_it_does_in_a_snapshot(world: JournalWorld) -> None:
     early = world.journal.farm.changes(EVERYTHING)
     await snapshot(early)
-    await world.submit("x" * 5_000, cells=3)
+    await world.submit("x" * 5_000, 3, name="x" * 5_000, spec=JobSpec(name="x" * 5_000), cell={"candidate_name": "resnet8"})
     sent = (await following(early)).job
     late = world.journal.farm.changes(EVERYTHING)
     assert (await following(late)).snapshot_begins
     assert (await following(late)).job == sent
 
 
-async def test_only_the_callers_projects_and_the_wanted_owners_jobs_are_sent(world: World) -> None:
+async def test_only_the_callers_projects_and_the_wanted_owners_jobs_are_sent(world: JournalWorld) -> None:
     await world.submit("a", project="vision")
     await world.submit("b", owner="bob")
     vision = world.journal.farm.changes(Scope(frozenset({"vision"})))
@@ -155,24 +125,24 @@ async def test_only_the_callers_projects_and_the_wanted_owners_jobs_are_sent(wor
     assert [(await following(bobs)).job_id for _ in range(2)] == ["c", "e"]
 
 
-async def test_jobs_of_an_earlier_server_are_watched(world: World) -> None:
+async def test_jobs_of_an_earlier_server_are_watched(world: JournalWorld) -> None:
     job = await world.submit("earlier")
-    world.journal = world.new_journal()
+    world = JournalWorld(world.database)
     changes = world.journal.farm.changes(EVERYTHING)
     assert await snapshot(changes) == ["earlier"]
-    await world.advance(job.cells[0], model.COMPILING)
+    await world.step(job.cells[0], model.COMPILING)
     assert (await following(changes)).cell.state == model.COMPILING
 
 
-async def test_a_slow_watcher_gets_the_latest_of_each_cell(world: World) -> None:
+async def test_a_slow_watcher_gets_the_latest_of_each_cell(world: JournalWorld) -> None:
     job = await world.submit("job")
     changes = world.journal.farm.changes(EVERYTHING)
     await snapshot(changes)
-    await world.advance(job.cells[0], model.COMPILING, model.WAITING, model.RUNNING, model.WAITING, model.RUNNING)
+    await world.step(job.cells[0], model.COMPILING, model.WAITING, model.RUNNING, model.WAITING, model.RUNNING)
     assert (await following(changes)).cell.version == 6
 
 
-async def test_who_misses_too_much_gets_a_new_snapshot(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_misses_too_much_gets_a_new_snapshot(world: JournalWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(farm_watch, "MAX_CHANGES", 3)
     changes = world.journal.farm.changes(EVERYTHING)
     assert await snapshot(changes) == []
@@ -185,7 +155,7 @@ async def test_who_misses_too_much_gets_a_new_snapshot(world: World, monkeypatch
     assert remaining == {"job-4", "job-5"}, "what came after the changes were dropped"
 
 
-async def test_the_memory_of_a_watcher_is_bounded(world: World) -> None:
+async def test_the_memory_of_a_watcher_is_bounded(world: JournalWorld) -> None:
     watcher = farm_watch.JobWatcher(EVERYTHING, "")
     large = JobChange(job_id="job", cell=Cell(id="cell", waiting_for="x" * 100_000))
     for number in range(1000):

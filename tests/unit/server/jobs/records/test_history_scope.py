@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -13,20 +12,16 @@ from sqlalchemy.event import listen
 from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records.history import History, Wanted
-from etfarm.server.jobs.records.journal import Journal
-from etfarm.server.jobs.records.requests import Request
-from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.state.engine import Database
 from etfarm.v1.device_pb2 import Device
-from etfarm.v1.job_pb2 import Job
 from etfarm.v1.report_pb2 import Report
 from etfarm.wire import selectors
 from tests.support.databases import new_database, sqlite_only
+from tests.support.jobs import AT, JournalWorld
 from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
-AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 VISION, AUDIO = Scope(frozenset({"vision"})), Scope(frozenset({"audio"}))
 
 
@@ -34,17 +29,14 @@ VISION, AUDIO = Scope(frozenset({"vision"})), Scope(frozenset({"audio"}))
 async def database(tmp_path: Path) -> AsyncIterator[Database]:
     created = new_database(tmp_path / "farm.sqlite")
     await created.open()
-    journal = Journal(created, Announcer(), lambda: AT)
+    world = JournalWorld(created)
     for index, (project, name, device) in enumerate((("vision", "net", "pi"), ("audio", "net", "xl"), ("audio", "secret", "xl"))):
-        job = Job(id=f"job-{index}", owner="ann", project=project)
-        job.create_time.FromDatetime(AT)
-        job.cells.add(id=f"c{index}", job_id=job.id, state=model.QUEUED, version=1)
-        job, _ = await journal.submit(job, Request(job.id, b""))
-        report = Report(id=f"r{index}", cell=f"c{index}")
+        job = await world.submit(f"job-{index}", project=project)
+        report = Report(id=f"r{index}", cell=job.cells[0].id)
         report.model.name, report.model.digest, report.device.id = name, "abcd" * 16, device
         report.device.name = f"board-{device}"
         report.create_time.FromDatetime(AT)
-        await journal.change(model.advance(job.cells[0], model.CANCELLED, at=AT), report=report)
+        await world.step(job.cells[0], model.CANCELLED, report=report)
     yield created
     created.close()
 

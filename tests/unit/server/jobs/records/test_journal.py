@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -13,71 +12,37 @@ from sqlalchemy.event import listen
 from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records import selection
-from etfarm.server.jobs.records.journal import Journal, StaleVersion
-from etfarm.server.jobs.records.requests import Request
+from etfarm.server.jobs.records.journal import StaleVersion
 from etfarm.server.jobs.records.rows import resolve_job
 from etfarm.server.jobs.records.selection import JobFilter
 from etfarm.server.jobs.records.tags import Tags
-from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.v1 import report_pb2
 from etfarm.v1.agent_pb2 import CandidateResult
-from etfarm.v1.job_pb2 import Cell, Job, JobEvent, JobSpec, JobState, Progress
+from etfarm.v1.job_pb2 import JobEvent, JobSpec, JobState, Progress
 from etfarm.v1.report_pb2 import Report
 from etfarm.wire.errors import Kind
 from tests.support.databases import sqlite_only
 from tests.support.golden import Golden
+from tests.support.jobs import AT, JournalWorld, queued_job, submit
 from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
 WAIT_S = 60.0
-START = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
-class World:
+class World(JournalWorld):
     """A journal whose clock moves a second at each look."""
 
     def __init__(self, database: Database) -> None:
-        self.database = database
-        self.announcer = Announcer()
+        super().__init__(database, self.now)
         self.looked = 0
-        self.journal = Journal(database, self.announcer, self.now)
 
     def now(self) -> datetime:
         self.looked += 1
-        return START + timedelta(seconds=self.looked)
-
-    async def submit(
-        self,
-        name: str = "job00000",
-        cells: int = 1,
-        owner: str = "ann",
-        request: str = "",
-        project: str = "",
-        title: str = "",
-        labels: Mapping[str, str] | None = None,
-    ) -> Job:
-        job = Job(
-            id=name,
-            name=title or f"n-{name}",
-            owner=owner,
-            project=project,
-            spec=JobSpec(priority=3, labels=labels or {"k": "v"}),
-            labels=labels or {"k": "v"},
-        )
-        job.create_time.FromDatetime(START)
-        for index in range(cells):
-            job.cells.add(id=f"{name}-{index}", job_id=name, index=index, state=model.QUEUED, version=1)
-        written, _ = await self.journal.submit(job, Request(request or name, b""))
-        return written
-
-    async def step(self, cell: Cell, *states: int, report: Report | None = None) -> Cell:
-        for state in states:
-            after = model.advance(cell, state, at=START)  # type: ignore[arg-type]
-            cell = await self.journal.change(after, report=report if state in model.TERMINAL else None)
-        return cell
+        return AT + timedelta(seconds=self.looked)
 
     async def events(self, job: str, after: int = 0) -> list[JobEvent]:
         async with asyncio.timeout(WAIT_S):
@@ -94,13 +59,13 @@ def sequences(events: list[JobEvent]) -> list[int]:
 
 
 async def test_a_job_comes_back_as_it_was_submitted(world: World) -> None:
-    job = await world.submit(cells=2)
+    job = await world.submit(cells=2, name="n", labels={"k": "v"}, spec=JobSpec(priority=3, labels={"k": "v"}))
     again = await world.journal.get(job.id, EVERYTHING)
     assert again == job
-    assert (again.owner, again.name, dict(again.labels), again.spec.priority) == ("ann", "n-job00000", {"k": "v"}, 3)
+    assert (again.owner, again.name, dict(again.labels), again.spec.priority) == ("ann", "n", {"k": "v"}, 3)
     assert [cell.index for cell in again.cells] == [0, 1]
     assert again.state == JobState.JOB_STATE_QUEUED
-    assert again.create_time.ToDatetime(UTC) == START
+    assert again.create_time.ToDatetime(UTC) == AT
     assert not again.HasField("end_time")
 
 
@@ -166,7 +131,7 @@ async def test_a_job_is_finished_with_its_last_cell_and_not_before(world: World)
     await world.step(job.cells[1], model.COMPILING, model.SUCCEEDED)
     whole = await world.journal.get(job.id, EVERYTHING)
     assert whole.state == JobState.JOB_STATE_FAILED
-    assert whole.end_time.ToDatetime(UTC) > START
+    assert whole.end_time.ToDatetime(UTC) > AT
     assert await world.journal.live() == []
     assert (await world.events(job.id))[-1].job.end_time == whole.end_time
 
@@ -255,21 +220,21 @@ async def test_a_report_is_written_with_the_last_change_or_not_at_all(world: Wor
 async def test_an_attempt_keeps_its_result(world: World) -> None:
     job = await world.submit()
     cell = job.cells[0]
-    cell.attempts.add(id="a1", device_id="pi").start_time.FromDatetime(START)
-    cell = await world.journal.change(model.amend(cell, at=START))
+    cell.attempts.add(id="a1", device_id="pi").start_time.FromDatetime(AT)
+    cell = await world.journal.change(model.amend(cell, at=AT))
     assert await world.journal.results_of("a1") == {cell.id: CandidateResult()}
-    cell.attempts[0].end_time.FromDatetime(START)
-    cell = await world.journal.change(model.amend(cell, at=START), result=CandidateResult(cell_id=cell.id, iterations=7))
+    cell.attempts[0].end_time.FromDatetime(AT)
+    cell = await world.journal.change(model.amend(cell, at=AT), result=CandidateResult(cell_id=cell.id, iterations=7))
     assert (await world.journal.results_of("a1"))[cell.id].iterations == 7
-    await world.journal.change(model.amend(cell, at=START))
+    await world.journal.change(model.amend(cell, at=AT))
     assert (await world.journal.results_of("a1"))[cell.id].iterations == 7, "a later change keeps it"
 
 
 async def test_cells_that_share_an_attempt_change_together_or_not_at_all_and_each_keeps_its_result(world: World) -> None:
     job = await world.submit(cells=2)
     for cell in job.cells:
-        cell.attempts.add(id="a1", device_id="pi").start_time.FromDatetime(START)
-    changed = [model.amend(cell, at=START) for cell in job.cells]
+        cell.attempts.add(id="a1", device_id="pi").start_time.FromDatetime(AT)
+    changed = [model.amend(cell, at=AT) for cell in job.cells]
     results = [CandidateResult(cell_id=cell.id, iterations=cell.index + 1) for cell in changed]
     with pytest.raises(StaleVersion):
         await world.journal.change_together([(changed[0], results[0]), (job.cells[1], results[1])])
@@ -286,13 +251,10 @@ async def test_a_job_is_found_by_id_prefix_and_latest(world: World, key: str) ->
     assert (await world.journal.get(key, EVERYTHING)).id == "abcdef01"
 
 
-@pytest.mark.parametrize(
-    "key",
-    ["", "abc", "zzzz", "abcd", "abc_", "%%%%"],
-)
+@pytest.mark.parametrize("key", ["", "abc", "zzzz", "abcd", "abc_", "%%%%"])
 async def test_what_is_no_job_is_refused(golden: Golden, world: World, key: str) -> None:
-    await world.submit("abcdef01")
-    await world.submit("abcdef02")
+    await world.submit("abcdef01", name="one")
+    await world.submit("abcdef02", name="other")
     with golden.refuses("JOB_NOT_FOUND") as refused:
         await world.journal.get(key, EVERYTHING)
     assert refused.value.kind is Kind.NOT_FOUND
@@ -332,7 +294,7 @@ async def test_jobs_are_listed_by_name_label_and_owner(world: World, monkeypatch
     for number in range(9):
         labels = {"team": "vision" if number % 2 else "audio", "n": str(number)}
         owner, title = "ann" if number < 4 else "bob", f"nightly 100% {number % 3}"
-        await world.submit(f"job-{number}", owner=owner, title=title, labels=labels)
+        await world.submit(f"job-{number}", owner=owner, name=title, labels=labels, spec=JobSpec(labels=labels))
     assert await all_pages(world, JobFilter(name="100% 1")) == ["job-7", "job-4", "job-1"]
     assert await all_pages(world, JobFilter(name="100_")) == []
     assert await all_pages(world, JobFilter(owner="ann")) == ["job-3", "job-2", "job-1", "job-0"]
@@ -362,20 +324,20 @@ async def test_jobs_are_listed_by_the_state_that_follows_from_their_cells(world:
 
 
 async def test_a_job_is_known_by_its_name_if_no_other_has_it(world: World, golden: Golden) -> None:
-    await world.submit("abcdef01", title="nightly")
+    await world.submit("abcdef01", name="nightly")
     assert (await world.journal.get("nightly", EVERYTHING)).id == "abcdef01"
-    await world.submit("abcdef02", title="abcdef01")
+    await world.submit("abcdef02", name="abcdef01")
     assert (await world.journal.get("abcdef01", EVERYTHING)).id == "abcdef01", "an id comes first"
     for number in range(8):
-        await world.submit(f"beef000{number}", title="nightly")
+        await world.submit(f"beef000{number}", name="nightly")
     with golden.refuses("JOB_NOT_FOUND"):
         await world.journal.get("nightly", EVERYTHING)
-    await world.submit("fade0001", title="beef0003")
-    await world.submit("fade0002", title="fade000")
+    await world.submit("fade0001", name="beef0003")
+    await world.submit("fade0002", name="fade000")
     with refuses("JOB_NOT_FOUND", match="fade0002, fade0001"):
         await world.journal.get("fade000", EVERYTHING)
     await world.submit("dada0001")
-    await world.submit("cafe0003", title="dada")
+    await world.submit("cafe0003", name="dada")
     assert (await world.journal.get("dada", EVERYTHING)).id == "dada0001", "a unique prefix comes before a name"
 
 
@@ -383,7 +345,7 @@ async def test_cells_have_the_results_of_replaced_reports(world: World) -> None:
     job = await world.submit(cells=2)
     reports = [Report(id=f"r{cell.index}", cell=cell.id) for cell in job.cells]
     for report, cell in zip(reports, job.cells, strict=True):
-        report.create_time.FromDatetime(START)
+        report.create_time.FromDatetime(AT)
         report.latency.p50_ns = 10
         cell.p50_ns = 10
         await world.step(cell, *PATH, report=report)
@@ -391,7 +353,7 @@ async def test_cells_have_the_results_of_replaced_reports(world: World) -> None:
     reports[1].latency.p50_ns = 20
     reports[1].latency.p50_ci95_ns.extend((19, 21))
     reports[1].verdict.status = report_pb2.VERDICT_STATUS_INVALID
-    later = START + timedelta(hours=1)
+    later = AT + timedelta(hours=1)
     await world.journal.reports.replace(job, reports, at=later)
     unchanged, changed = (await world.journal.get(job.id, EVERYTHING)).cells
     assert unchanged == before.cells[0]
@@ -402,7 +364,7 @@ async def test_cells_have_the_results_of_replaced_reports(world: World) -> None:
 
 @sqlite_only  # asks for SQLite's plan
 async def test_jobs_are_found_by_name_with_an_index(world: World) -> None:
-    await world.submit("abcdef01", title="nightly", project="team")
+    await world.submit("abcdef01", name="nightly", project="team")
 
     def plans(connection: Connection) -> list[str]:
         queries: list[tuple[str, tuple[object, ...]]] = []
@@ -435,11 +397,9 @@ async def test_a_watcher_that_lags_behind_reads_what_it_missed(world: World) -> 
 async def test_jobs_that_were_stored_with_endless_names_can_be_listed_and_watched(world: World) -> None:
     huge = "x" * (8 << 20)
     for number in range(3):
-        spec = JobSpec(name=huge, labels={"k": "v", "long": huge})
-        job = Job(id=f"job-{number}", name=huge, owner="ann", spec=spec, labels=spec.labels)
-        job.create_time.FromDatetime(START)
-        job.cells.add(id=f"c-{number}", job_id=job.id, state=model.QUEUED, version=1, candidate_name=huge)
-        await world.journal.submit(job, Request(job.id, b""))
+        labels = {"k": "v", "long": huge}
+        spec, cell = JobSpec(name=huge, labels=labels), {"candidate_name": huge}
+        await world.submit(f"job-{number}", name=huge, spec=spec, labels=labels, cell=cell)
     jobs, following = await world.journal.list(50, None, EVERYTHING)
     assert [job.id for job in jobs] == ["job-2", "job-1", "job-0"]
     assert following is None
@@ -456,23 +416,17 @@ async def test_labels_are_listed_whatever_follows_them(world: World) -> None:
     spec = JobSpec(name="n", labels={f"k{number}": "ä" * 200 for number in range(64)})
     spec.candidates.add(name="net").model.methods["forward"].calibration.add(digest="a" * 64)
     spec.inputs["forward"].digest = "b" * 64
-    job = Job(id="job-0", name="n", owner="ann", spec=spec)
-    job.create_time.FromDatetime(START)
-    job.cells.add(id="c", job_id=job.id, state=model.QUEUED, version=1)
-    await world.journal.submit(job, Request("r", b""))
+    await world.submit(name="n", spec=spec)
     (listed,), _ = await world.journal.list(50, None, EVERYTHING)
     assert dict(listed.labels) == dict(spec.labels)
 
 
 async def test_a_page_of_jobs_ends_before_it_is_too_large(world: World) -> None:
     for number in range(12):
-        spec = JobSpec()
-        job = Job(id=f"job-{number:02}", owner="ann", spec=spec)
-        job.create_time.FromDatetime(START)
-        for index in range(100):
-            name = f"{index}" * 20_000
-            job.cells.add(id=f"{job.id}-{index}", job_id=job.id, index=index, state=model.QUEUED, version=1, method=name)
-        await world.journal.submit(job, Request(job.id, b""))
+        job = queued_job(f"job-{number:02}", 100)
+        for cell in job.cells:
+            cell.method = f"{cell.index}" * 20_000
+        await submit(world.journal, job)
     listed: list[str] = []
     before: int | None = None
     pages = 0

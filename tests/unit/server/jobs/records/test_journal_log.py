@@ -5,51 +5,47 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
+from datetime import UTC
 
 import pytest
 
+from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs import model
-from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.log import JobLog
-from etfarm.server.jobs.records.requests import Request
-from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.state.engine import Database
 from etfarm.v1.common_pb2 import LogSource
-from etfarm.v1.job_pb2 import Job, JobSpec, LogLine
+from etfarm.v1.job_pb2 import LogLine
+from tests.support.jobs import AT, JournalWorld
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
 WAIT_S = 60.0
-AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
-class World:
-    def __init__(self, database: Database, job: Job) -> None:
-        self.database = database
-        self.announcer = Announcer()
-        self.journal = Journal(database, self.announcer, lambda: AT)
+class World(JournalWorld):
+    def __init__(self, database: Database) -> None:
+        super().__init__(database)
         self.log = self.new_log()
-        self.job = job
 
     def new_log(self) -> JobLog:
         return JobLog(self.database, self.announcer, lambda: AT)
+
+    def add(self, text: str) -> None:
+        self.log.add("j", "c", LogSource.LOG_SOURCE_COMPILE, text)
 
     async def tail(self, *, follow: bool = False, cell: str = "") -> list[LogLine]:
         async with asyncio.timeout(WAIT_S):
             return [line async for line in self.log.tail("j", cell, follow=follow)]
 
     async def end_job(self) -> None:
-        await self.journal.change(model.advance(self.job.cells[0], model.CANCELLED, at=AT))
+        (cell,) = (await self.journal.get("j", EVERYTHING)).cells
+        await self.step(cell, model.CANCELLED)
 
 
 @pytest.fixture
 async def world(database: Database) -> AsyncIterator[World]:
-    job = Job(id="j", owner="ann", spec=JobSpec())
-    job.create_time.FromDatetime(AT)
-    job.cells.add(id="c", job_id="j", state=model.QUEUED, version=1)
-    created = World(database, job)
-    await created.journal.submit(job, Request("r", b""))
+    created = World(database)
+    await created.submit("j")
     yield created
     await created.log.flush()
 
@@ -72,7 +68,7 @@ async def test_lines_come_back_numbered_with_their_source(world: World) -> None:
 async def test_a_line_whose_writing_has_begun_is_not_missed(world: World) -> None:
     gate = threading.Event()
     blocked = asyncio.create_task(world.database.write(lambda _: gate.wait(WAIT_S)))
-    world.log.add("j", "c", LogSource.LOG_SOURCE_COMPILE, "early")
+    world.add("early")
     flushing = world.log._flushing
     assert flushing is not None
     await asyncio.sleep(0)  # the flush's first step: it holds the line now, and waits for the database
@@ -88,7 +84,7 @@ async def test_a_cancelled_tail_loses_no_line(world: World) -> None:
     gate = threading.Event()
     blocked = asyncio.create_task(world.database.write(lambda _: gate.wait(WAIT_S)))
     await asyncio.sleep(0)
-    world.log.add("j", "c", LogSource.LOG_SOURCE_RUNNER, "kept")
+    world.add("kept")
     tailing = asyncio.create_task(world.tail())
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -100,7 +96,7 @@ async def test_a_cancelled_tail_loses_no_line(world: World) -> None:
 
 
 async def test_following_gives_what_was_and_what_comes_until_the_job_ends(world: World) -> None:
-    world.log.add("j", "c", LogSource.LOG_SOURCE_COMPILE, "before")
+    world.add("before")
     got: list[str] = []
     arrived = asyncio.Event()
 
@@ -114,29 +110,29 @@ async def test_following_gives_what_was_and_what_comes_until_the_job_ends(world:
         await arrived.wait()
         for number in range(3):
             arrived.clear()
-            world.log.add("j", "c", LogSource.LOG_SOURCE_RUNNER, f"later {number}")
+            world.add(f"later {number}")
             await arrived.wait()
         await world.end_job()
     assert got == ["before", "later 0", "later 1", "later 2"]
 
 
 async def test_following_a_job_that_is_over_ends(world: World) -> None:
-    world.log.add("j", "c", LogSource.LOG_SOURCE_COMPILE, "all")
+    world.add("all")
     await world.end_job()
     assert texts(await world.tail(follow=True)) == ["all"]
 
 
 async def test_a_new_server_goes_on_counting(world: World) -> None:
-    world.log.add("j", "c", LogSource.LOG_SOURCE_COMPILE, "one")
+    world.add("one")
     await world.log.flush()
     world.log = world.new_log()
     await world.log.resume("j")
-    world.log.add("j", "c", LogSource.LOG_SOURCE_COMPILE, "two")
+    world.add("two")
     assert [(line.number, line.text) for line in await world.tail()] == [(1, "one"), (2, "two")]
 
 
 async def test_a_line_without_end_is_cut(world: World) -> None:
-    world.log.add("j", "c", LogSource.LOG_SOURCE_COMPILE, "x" * 100_000)
+    world.add("x" * 100_000)
     (line,) = await world.tail()
     assert line.text == "x" * 8000
 
@@ -144,13 +140,13 @@ async def test_a_line_without_end_is_cut(world: World) -> None:
 async def test_of_jobs_that_have_ended_only_the_last_ones_take_memory(world: World) -> None:
     numbers: list[int] = []
     world.announcer.on_event(lambda _, event: numbers.append(event.log.number) if event.HasField("log") else None)
-    world.log.add("j", "c", LogSource.LOG_SOURCE_COMPILE, "first")
+    world.add("first")
     await world.end_job()
     for number in range(999):
         world.log.end(f"other-{number}")
-    world.log.add("j", "c", LogSource.LOG_SOURCE_COMPILE, "late")
+    world.add("late")
     assert numbers == [1, 2]
     world.log.end("another")
     await world.log.flush()
-    world.log.add("j", "c", LogSource.LOG_SOURCE_COMPILE, "an hour later, which does not happen")
+    world.add("an hour later, which does not happen")
     assert numbers == [1, 2, 1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
 
 import pytest
 from sqlalchemy import Connection
@@ -13,17 +12,16 @@ from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.quotas import Counted, Quotas
-from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.state.engine import Database
 from etfarm.v1.job_pb2 import Job
 from etfarm.wire.errors import Kind, UserError
+from tests.support import jobs
 from tests.support.databases import sqlite_only
+from tests.support.jobs import AT, queued_job
 from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("each_database")
-
-AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
 @pytest.fixture
@@ -32,13 +30,8 @@ async def journal(database: Database) -> AsyncIterator[Journal]:
     yield Journal(database, Announcer(), lambda: AT, quotas)
 
 
-async def submit(journal: Journal, name: str, *, owner: str = "ann", cells: int = 1) -> Job:
-    job = Job(id=name, owner=owner)
-    job.create_time.FromDatetime(AT)
-    for index in range(cells):
-        job.cells.add(id=f"{name}-{index}", job_id=name, index=index, state=model.QUEUED, version=1)
-    written, _ = await journal.submit(job, Request(name, b""))
-    return written
+async def submit(journal: Journal, job_id: str, *, owner: str = "ann", cells: int = 1) -> Job:
+    return await jobs.submit(journal, queued_job(job_id, cells, owner=owner))
 
 
 async def test_the_last_job_that_is_allowed_is_written_once_however_many_come_at_once(journal: Journal) -> None:
@@ -95,14 +88,9 @@ def test_quotas_are_set_by_name() -> None:
 async def test_the_specs_of_live_jobs_are_counted_in_bytes(database: Database) -> None:
     journal = Journal(database, Announcer(), lambda: AT, Quotas(live_spec_bytes_per_user=1_000))
     for name in ("job-0", "job-1"):
-        job = Job(id=name, owner="ann", spec={"name": "n" * 400})  # type: ignore[arg-type]
-        job.create_time.FromDatetime(AT)
-        job.cells.add(id=f"{name}-0", job_id=name, state=model.QUEUED, version=1)
-        await journal.submit(job, Request(name, b""))
-    job.id = "job-2"
-    job.cells[0].id = "c"
+        await jobs.submit(journal, queued_job(name, spec={"name": "n" * 400}))
     with refuses("QUOTA_EXCEEDED", match="bytes of live jobs' specs"):
-        await journal.submit(job, Request("job-2", b""))
+        await jobs.submit(journal, queued_job("job-2", spec={"name": "n" * 400}))
 
 
 @sqlite_only  # asks for SQLite's plan
