@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from sqlalchemy import text
 
 from etfarm.server.state import damage as damage_module
 from etfarm.server.state.damage import DatabaseDamaged
+from etfarm.server.state.revisions import HEAD
 from etfarm.server.state.sqlite import SqliteDatabase
 from etfarm.wire.errors import FarmError
 from tests.support.refusals import refuses
@@ -65,50 +67,21 @@ def zero_a_page_of_a_table(path: Path) -> None:
     overwrite(path, (root - 1) * PAGE, bytes(PAGE))
 
 
-def zero_the_second_half(path: Path) -> None:
-    size = path.stat().st_size
-    overwrite(path, size // 2, bytes(size - size // 2))
-
-
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def cut_into_a_page(path: Path) -> None:
-    os.truncate(path, 1000)
-
-
-def fill_with_garbage(path: Path) -> None:
-    path.write_bytes(b"\x8f" * path.stat().st_size)
-
-
-def damage_the_header(path: Path) -> None:
-    overwrite(path, 16, b"\x00\x03")  # the size of its pages
-
-
-def damage_the_schema(path: Path) -> None:
-    overwrite(path, 100, b"\x77" * 200)
-
-
-def drop_a_table(path: Path) -> None:
-    execute(path, "DROP TABLE reports")
-
-
-def drop_a_column(path: Path) -> None:
-    execute(path, "ALTER TABLE holdings DROP COLUMN owner")
-
-
-def forget_the_revision(path: Path) -> None:
-    execute(path, "DELETE FROM alembic_version")
-
-
 @pytest.mark.parametrize(
     "damage",
     [
-        zero_a_page_of_a_table, zero_the_second_half, truncate, cut_into_a_page, fill_with_garbage, damage_the_header,
-        damage_the_schema, drop_a_table, drop_a_column, forget_the_revision,
+        pytest.param(zero_a_page_of_a_table, id="zeros in a table"),
+        pytest.param(lambda path: overwrite(path, path.stat().st_size // 2, bytes(path.stat().st_size // 2)), id="half zeros"),
+        pytest.param(lambda path: os.truncate(path, path.stat().st_size // 2), id="cut off"),
+        pytest.param(lambda path: os.truncate(path, 1000), id="cut within a page"),
+        pytest.param(lambda path: path.write_bytes(b"\x8f" * path.stat().st_size), id="garbage"),
+        pytest.param(lambda path: overwrite(path, 16, b"\x00\x03"), id="another size of its pages"),
+        pytest.param(lambda path: overwrite(path, 100, b"\x77" * 200), id="a damaged schema"),
+        pytest.param(lambda path: execute(path, "DROP TABLE reports"), id="no table"),
+        pytest.param(lambda path: execute(path, "ALTER TABLE holdings DROP COLUMN owner"), id="no column"),
+        pytest.param(lambda path: execute(path, "DELETE FROM alembic_version"), id="no revision"),
     ],
-)  # fmt: skip
+)
 async def test_a_damaged_database_is_refused_and_left_as_it_is(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     path = await create_database(tmp_path)
     damage(path)
@@ -181,15 +154,23 @@ async def test_another_programs_database_is_refused_and_left_as_it_is(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("revision", "reason"), [("9999", "DATABASE_TOO_NEW"), ("1975ea83b712", "DATABASE_FOREIGN"), ("", "DATABASE_FOREIGN")]
+    ("revision", "reason", "named"),
+    [
+        ("9999", "DATABASE_TOO_NEW", f"9999.*{HEAD}"),
+        ("0001", "DATABASE_TOO_OLD", "0001, of an etfarm before 0.3.0.*docs/upgrade/convert.py"),
+        ("0019", "DATABASE_TOO_OLD", "0019, of an etfarm before 0.3.0.*docs/upgrade/convert.py"),
+        ("1975ea83b712", "DATABASE_FOREIGN", ""),
+        ("", "DATABASE_FOREIGN", ""),
+    ],
 )
-async def test_a_revision_that_is_unknown_is_refused(tmp_path: Path, revision: str, reason: str) -> None:
+async def test_a_revision_of_another_etfarm_or_program_is_refused(tmp_path: Path, revision: str, reason: str, named: str) -> None:
     path = await create_database(tmp_path)
     execute(path, f"UPDATE alembic_version SET version_num = '{revision}'")
     database = SqliteDatabase(path)
-    with refuses(reason):
+    with refuses(reason) as refused:
         await database.open()
     database.close()
+    assert refused.value.remedy and re.search(named, str(refused.value))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
