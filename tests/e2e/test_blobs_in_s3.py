@@ -9,15 +9,14 @@ import pytest
 
 from tests.support.farm import FarmProcess, etfarm
 from tests.support.programs import program
-from tests.support.s3 import S3Server, environment_of
+from tests.support.s3 import S3Server, reach
 
 pytestmark = pytest.mark.slow(reason="starts an S3 server, and a farm measures a job")
 
 
 def test_a_job_outlives_the_copies_of_its_artifacts(tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     location = s3_server.new_location()
-    for name, value in environment_of(location).items():
-        monkeypatch.setenv(name, value)
+    reach(location, monkeypatch)
     with FarmProcess(tmp_path, serve=["--blobs", location.url]) as farm:
         data = tmp_path / "server"
         copies = data / "artifacts" / "cache"

@@ -10,7 +10,7 @@ from etfarm.client import Farm
 from tests.support.databases import PostgresDatabases
 from tests.support.farm import START_S, FarmProcess, etfarm
 from tests.support.programs import program
-from tests.support.s3 import S3Server, environment_of
+from tests.support.s3 import S3Server, reach
 
 pytestmark = pytest.mark.slow(reason="starts databases and farms that measure jobs, and moves them")
 
@@ -31,8 +31,7 @@ def test_a_farm_is_moved_out_and_back_with_its_reports(
     tmp_path: Path, postgres_databases: PostgresDatabases, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, location = postgres_databases.server, s3_server.new_location()
-    for name, value in environment_of(location).items():
-        monkeypatch.setenv(name, value)
+    reach(location, monkeypatch)
     for name in ("moved", "restored"):
         server.execute("CREATE DATABASE {}", name)
     folder, data = tmp_path / "farm", tmp_path / "farm" / "server"

@@ -25,7 +25,7 @@ from etfarm.wire.errors import EtfarmError, UserError
 from tests.support.databases import PostgresDatabases
 from tests.support.deaths import Deaths
 from tests.support.full_farm import blobs_of, contents, new_farm
-from tests.support.s3 import S3Server, environment_of
+from tests.support.s3 import S3Server, reach
 
 pytestmark = pytest.mark.slow(reason="kills moves of a farm at many of their steps")
 
@@ -49,8 +49,7 @@ def database(postgres_databases: PostgresDatabases) -> DatabaseUrl:
 @pytest.fixture
 def credentials(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Variables by which commands reach the bucket."""
-    for name, value in environment_of(s3_server.new_location()).items():
-        monkeypatch.setenv(name, value)
+    reach(s3_server.new_location(), monkeypatch)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from tests.support.clock import skewed_by
 from tests.support.credentials import ADMIN, Credentials
 from tests.support.farm import FarmProcess, etfarm, wait_until
 from tests.support.programs import program
-from tests.support.s3 import S3Server, environment_of
+from tests.support.s3 import S3Server, reach
 from tests.support.s3_proxy import S3Proxy, proxy_to
 
 pytestmark = pytest.mark.slow(reason="starts an S3 server, and breaks farms of its own")
@@ -74,8 +74,7 @@ class Shaken:
 def shaken(tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shaken]:
     with proxy_to(s3_server.address) as proxy:
         location = s3_server.new_location(proxy.address)
-        for name, value in environment_of(location).items():
-            monkeypatch.setenv(name, value)
+        reach(location, monkeypatch)
         serve = ["--blobs", location.url, "--blobs-wait", "1"]
         farm = FarmProcess(tmp_path, serve=serve)
         try:

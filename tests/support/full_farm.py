@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,19 +14,27 @@ from typing import Any
 from sqlalchemy import Boolean, Column, Connection, Float, LargeBinary, Table, insert, select
 
 from etfarm.server.artifacts.blobs import ARTIFACTS, write_blob
+from etfarm.server.artifacts.s3.bucket import Bucket
+from etfarm.server.artifacts.s3.claim import OWNER
+from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.config import DATABASE
+from etfarm.server.migrate.migration import Migration, Moved, Place
 from etfarm.server.state import schema
 from etfarm.server.transfer.database import FarmDatabase
+from etfarm.server.transfer.rows import OnProgress
 from etfarm.wire import digest as digests
 
 COUNT = 7
 """Number of rows of each table, besides those that a new farm has."""
-_TEXTS = ("", "ü€𝄞 \N{ZERO WIDTH JOINER}", "endless " * 5_000, "a\0b", "'; DROP TABLE jobs; --\n\t\\", "null", "0")
+_TEXTS = ("", "ü€𝄞 \N{ZERO WIDTH JOINER}", "endless " * 1_000, "a\0b", "'; DROP TABLE jobs; --\n\t\\", "null", "0")
 _WHOLES = (0, 1, -1, 2**63 - 1, -(2**63), 10**12, 7)
 _FLOATS = (0.1, -0.0, float("inf"), 1e-300, -1.5, 123456789.123456789, 3.0)
-_BYTES = (b"", b"\0", bytes(range(256)) * 20, b"'", b"\xff" * 100_000, b"{}", b"\\x00")
-SIZES = (17 << 20, 0, 100, 10_000, 200_000)
-"""Sizes of artifacts, one of them too large for one request to a bucket."""
+_BYTES = (b"", b"\0", bytes(range(256)) * 20, b"'", b"\xff" * 10_000, b"{}", b"\\x00")
+SIZES = (0, 1, 100, 10_000, 200_000)
+"""Sizes of artifacts."""
+LARGE = (17 << 20, *SIZES)
+"""Those with one that is too large for one request to a bucket."""
+LOCAL = Place(None, None)
 _MOST = 20
 """Size of the values of further rows."""
 _TIMES = (
@@ -119,6 +129,49 @@ def _plain(value: Any) -> Any:
 def blobs_of(folder: Path) -> dict[str, str]:
     """Return the digest of each file of a folder of artifacts by its name."""
     return {path.name: digests.of_file(path) for path in folder.glob("??/*")}
+
+
+def objects_of(location: BucketLocation) -> dict[str, str]:
+    """Return the digest of each artifact of a bucket by its name, and the keys of everything else but the claim."""
+
+    async def read() -> dict[str, str]:
+        bucket, found = Bucket(location), dict[str, str]()
+        async for page in bucket.list(""):
+            for each in page:
+                if each.key != OWNER:
+                    data = b"".join([piece async for piece in bucket.pieces(each.key, each.size_bytes)])
+                    found[each.key.rpartition("/")[2]] = hashlib.sha256(data).hexdigest()
+        return found
+
+    return asyncio.run(read())
+
+
+def move(
+    farm: FarmDatabase,
+    source: Place,
+    target: Place,
+    on_progress: OnProgress = lambda what, done, total: None,
+    *,
+    skip_lost: bool = False,
+) -> Moved:
+    """Move a farm."""
+    return Migration(farm.path.parent, source, target, on_progress, skip_lost=skip_lost).run()
+
+
+def interrupted_at(what: str = "", part: float = 0.0) -> OnProgress:
+    """Return a callback that interrupts a copy once, as Ctrl-C does, when a part of a step is done.
+
+    Args:
+        what: the step; the first one by default.
+    """
+    interruptions = iter([KeyboardInterrupt()])
+
+    def interrupt(happening: str, done: int, total: int) -> None:
+        if what in ("", happening) and done >= total * part:
+            for each in interruptions:  # more of them end the wait for threads that still copy
+                raise each
+
+    return interrupt
 
 
 @contextmanager

@@ -126,6 +126,12 @@ def environment_of(location: BucketLocation) -> dict[str, str]:
     }
 
 
+def reach(location: BucketLocation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the variables with which commands reach a location."""
+    for name, value in environment_of(location).items():
+        monkeypatch.setenv(name, value)
+
+
 def _shared_scripts() -> Path:
     """Return the folder of the commands of the environment that has obstore, which may be another one than the tests'."""
     import obstore

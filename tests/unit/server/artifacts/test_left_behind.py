@@ -25,7 +25,7 @@ from tests.support.databases import new_postgres as new_postgres
 from tests.support.databases import postgres_databases as postgres_databases
 from tests.support.golden import Golden
 from tests.support.refusals import refuses
-from tests.support.s3 import S3Server, environment_of
+from tests.support.s3 import S3Server, reach
 
 WAIT_S = 60.0
 
@@ -141,8 +141,7 @@ def test_the_first_token_is_refused_beside_a_bucket_of_a_farm(
 ) -> None:
     location, data = s3_server.new_location(), tmp_path / "data"
     asyncio.run(Bucket(location).put(key_of("ab" * 32), b"of the farm"))
-    for name, value in environment_of(location).items():
-        monkeypatch.setenv(name, value)
+    reach(location, monkeypatch)
     config = tmp_path / "farm.toml"
     config.write_text(f'blobs = "{location.url}"\n')
     with refuses("DATABASE_LOST") as refused:

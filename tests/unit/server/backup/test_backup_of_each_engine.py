@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -18,26 +17,23 @@ from etfarm.server.artifacts.s3.blobs import key_of
 from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.claim import OWNER, owner_of
 from etfarm.server.artifacts.s3.errors import BlobsUnusable
-from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.backup.backup import back_up
 from etfarm.server.backup.commands import restore_main
 from etfarm.server.backup.errors import BackupDamaged
 from etfarm.server.backup.restore import restore
 from etfarm.server.main import main as serve_main
-from etfarm.server.migrate.migration import Migration, Place
+from etfarm.server.migrate.migration import Place
 from etfarm.server.state import identity, schema
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.folder import RESTORING, require_restored
 from etfarm.server.state.identity import farm_id
 from etfarm.server.state.revisions import HEAD
 from etfarm.server.transfer.database import FarmDatabase
-from tests.support.full_farm import blobs_of, committed, contents, new_farm
+from tests.support.full_farm import LARGE, LOCAL, SIZES, blobs_of, committed, contents, interrupted_at, move, new_farm, objects_of
 from tests.support.leases import begin_to_lead, claim, end_in_order, try_to_lead
 from tests.support.refusals import refuses
-from tests.support.s3 import S3Server, environment_of
+from tests.support.s3 import S3Server, reach
 from tests.support.s3_proxy import proxy_to
-
-LOCAL = Place(None, None)
 
 
 @pytest.fixture
@@ -47,9 +43,14 @@ def new_place(new_postgres: Callable[[], DatabaseUrl], s3_server: S3Server) -> C
 
 
 @pytest.fixture
-def farm(tmp_path: Path) -> FarmDatabase:
+def sizes() -> Sequence[int]:
+    return SIZES
+
+
+@pytest.fixture
+def farm(tmp_path: Path, sizes: Sequence[int]) -> FarmDatabase:
     """A farm in SQLite and files."""
-    return new_farm(tmp_path / "data")
+    return new_farm(tmp_path / "data", sizes=sizes)
 
 
 @pytest.fixture(params=["local", "scaled"])
@@ -58,26 +59,11 @@ def place(request: pytest.FixtureRequest, farm: FarmDatabase, new_place: Callabl
     if request.param == "local":
         return LOCAL
     there = new_place()
-    move(farm, there)
+    move(farm, LOCAL, there)
     return there
 
 
-def move(farm: FarmDatabase, place: Place) -> None:
-    Migration(farm.path.parent, LOCAL, place, lambda what, done, total: None).run()
-
-
-def objects_of(location: BucketLocation) -> dict[str, str]:
-    async def read() -> dict[str, str]:
-        bucket, digests = Bucket(location), dict[str, str]()
-        async for page in bucket.list("blobs"):
-            for each in page:
-                data = b"".join([piece async for piece in bucket.pieces(each.key, each.size_bytes)])
-                digests[each.key.rpartition("/")[2]] = hashlib.sha256(data).hexdigest()
-        return digests
-
-    return asyncio.run(read())
-
-
+@pytest.mark.parametrize("sizes", [LARGE], ids=["large"])
 def test_a_backup_of_each_engine_is_restored_on_both(
     farm: FarmDatabase, place: Place, new_place: Callable[[], Place], tmp_path: Path
 ) -> None:
@@ -108,11 +94,10 @@ def test_credentials_for_a_prefix_suffice_to_move_and_to_restore(
     with proxy_to(s3_server.address) as proxy:
         proxy.deny_missing()
         moved, restored = s3_server.new_location(proxy.address), s3_server.new_location(proxy.address)
-        move(farm, Place(None, moved))
+        move(farm, LOCAL, Place(None, moved))
         restore(tmp_path / "backup", tmp_path / "restored", blobs=restored)
         assert objects_of(moved) == objects_of(restored) == digests
-        for name, value in environment_of(moved).items():
-            monkeypatch.setenv(name, value)
+        reach(moved, monkeypatch)
         options = ["--listen", "127.0.0.1:0", "--data", str(farm.path.parent), "--blobs", moved.url]
         assert serve_main([*options, "--check"]) == 0, capsys.readouterr().out
 
@@ -162,7 +147,7 @@ def test_a_farm_that_is_restored_as_itself_takes_the_bucket_from_the_one_that_st
     running, target = new_place(), new_place().database if to_postgresql else None
     there = running.blobs
     assert there is not None
-    move(farm, running)
+    move(farm, LOCAL, running)
     back_up(farm.path.parent, tmp_path / "backup", database=running.database, blobs=there)
     restore(tmp_path / "backup", tmp_path / "new", database=target, blobs=there, keep_identity=True)
     with committed(FarmDatabase(tmp_path / "new" / "farm.sqlite", target)) as connection:
@@ -179,12 +164,8 @@ def test_an_interrupted_restore_of_a_trial_continues_in_its_own_folder(
 ) -> None:
     target, trial = new_place(), tmp_path / "trial"
     back_up(farm.path.parent, tmp_path / "backup")
-
-    def interrupt(what: str, done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        restore(tmp_path / "backup", trial, database=target.database, blobs=target.blobs, on_progress=interrupt)
+        restore(tmp_path / "backup", trial, database=target.database, blobs=target.blobs, on_progress=interrupted_at())
     restore(tmp_path / "backup", trial, database=target.database, blobs=target.blobs)
     with committed(FarmDatabase(trial / "farm.sqlite", target.database)) as connection:
         own = identity.read(connection)
@@ -228,11 +209,7 @@ def test_an_interrupted_restore_to_postgresql_continues(
     before, target = contents(farm), new_place()
     backup, data = tmp_path / "backup", tmp_path / "restored"
     back_up(farm.path.parent, backup)
-
-    def interrupt(what: str, done: int, total: int) -> None:
-        if what == "rows copied" and done > total // 2:
-            raise KeyboardInterrupt
-
+    interrupt = interrupted_at("rows copied", 1 / 2)
     with pytest.raises(KeyboardInterrupt):
         restore(backup, data, database=target.database, on_progress=interrupt, keep_identity=True)
     with refuses("RESTORE_UNFINISHED"):
@@ -335,7 +312,7 @@ def test_a_damaged_backup_does_not_keep_the_farm_from_its_bucket(
     assert there is not None
     with committed(farm) as connection:
         connection.execute(update(schema.farm).values(created_at=datetime(2026, 1, 1, tzinfo=UTC)))
-    move(farm, Place(None, there))
+    move(farm, LOCAL, Place(None, there))
     back_up(farm.path.parent, tmp_path / "backup", blobs=there)
     path = next((tmp_path / "backup" / "artifacts" / "blobs").glob("??/*"))
     path.unlink()
@@ -352,7 +329,7 @@ def test_a_damaged_backup_does_not_keep_the_farm_from_its_bucket(
 def test_a_restore_overwrites_no_other_farm(farm: FarmDatabase, new_place: Callable[[], Place], tmp_path: Path) -> None:
     target = new_place()
     back_up(farm.path.parent, tmp_path / "backup")
-    move(new_farm(tmp_path / "other"), Place(target.database, None))
+    move(new_farm(tmp_path / "other"), LOCAL, Place(target.database, None))
     before = contents(FarmDatabase(farm.path, target.database))
     with refuses("TARGET_NOT_EMPTY", match="is not empty"):
         restore(tmp_path / "backup", tmp_path / "restored", database=target.database, keep_identity=True)
@@ -364,7 +341,7 @@ def test_a_restore_that_was_killed_late_continues_at_its_own_database_only(
 ) -> None:
     target, other, data = new_place(), new_place(), tmp_path / "restored"
     done = back_up(farm.path.parent, tmp_path / "backup")
-    move(new_farm(tmp_path / "other"), Place(other.database, None))
+    move(new_farm(tmp_path / "other"), LOCAL, Place(other.database, None))
     restore(tmp_path / "backup", data, database=target.database, keep_identity=True)
     # What a restore leaves that is killed before its last step.
     (data / RESTORING).write_text(f"{done.manifest.database_sha256} copied to {target.database}")
@@ -379,7 +356,7 @@ def test_a_restore_that_was_killed_late_continues_at_its_own_database_only(
 
 def test_a_backup_says_which_options_are_missing(farm: FarmDatabase, new_place: Callable[[], Place], tmp_path: Path) -> None:
     there = new_place()
-    move(farm, there)
+    move(farm, LOCAL, there)
     farm.path.with_name("farm.sqlite.moved").unlink()
     with refuses("BACKUP_REFUSED", match="has a PostgreSQL database") as refused:
         back_up(farm.path.parent, tmp_path / "backup")
@@ -393,7 +370,7 @@ def test_a_server_of_another_version_is_backed_up_by_its_own(
     farm: FarmDatabase, new_place: Callable[[], Place], tmp_path: Path, revision: str
 ) -> None:
     there = new_place()
-    move(farm, Place(there.database, None))
+    move(farm, LOCAL, Place(there.database, None))
     with committed(FarmDatabase(farm.path, there.database)) as connection:
         connection.exec_driver_sql(f"UPDATE alembic_version SET version_num = '{revision}'")
     with refuses("OTHER_VERSION", match=f"revision {revision}, this etfarm copies revision {HEAD}"):
@@ -409,8 +386,7 @@ def test_the_command_says_how_to_start_the_restored_farm(
 ) -> None:
     back_up(farm.path.parent, tmp_path / "backup")
     location = s3_server.new_location()
-    for name, value in environment_of(location).items():
-        monkeypatch.setenv(name, value)
+    reach(location, monkeypatch)
     restored = tmp_path / "restored"
     assert restore_main([str(tmp_path / "backup"), "--data", str(restored), "--blobs", location.url]) == 0
     options = f"--blobs {location.url} --blobs-region {location.region} --blobs-endpoint {location.endpoint}"
@@ -423,16 +399,8 @@ def test_an_interrupted_restore_does_not_continue_with_other_options(
 ) -> None:
     backup, data = tmp_path / "backup", tmp_path / "restored"
     back_up(farm.path.parent, backup)
-
-    interrupted: list[bool] = []
-
-    def interrupt(what: str, done: int, total: int) -> None:
-        if not interrupted:  # once, as by Ctrl-C: more of them end the wait for threads that still copy
-            interrupted.append(True)
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        restore(backup, data, on_progress=interrupt, **options)
+        restore(backup, data, on_progress=interrupted_at(), **options)
     with refuses("RESTORE_UNFINISHED") as unfinished:
         require_restored(data)
     assert [f"--{name.replace('_', '-')}" in unfinished.value.remedy for name in options] == [True] * len(options)

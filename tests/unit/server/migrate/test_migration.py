@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,35 +13,33 @@ import trustme
 from etfarm.server.artifacts.blobs import place_of
 from etfarm.server.artifacts.s3.blobs import key_of
 from etfarm.server.artifacts.s3.bucket import Bucket
-from etfarm.server.artifacts.s3.claim import OWNER
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.cluster.shared_blobs import identify_folder
 from etfarm.server.cluster.stopped import stopped
 from etfarm.server.migrate.commands import main
-from etfarm.server.migrate.migration import Migration, Moved, Place
+from etfarm.server.migrate.migration import Place
 from etfarm.server.state.database_url import BadDatabaseUrl, DatabaseUrl
 from etfarm.server.state.engine import DatabaseUnavailable
 from etfarm.server.transfer.artifacts import BucketArtifacts
 from etfarm.server.transfer.database import FarmDatabase
-from etfarm.server.transfer.rows import OnProgress
 from etfarm.wire.errors import UserError
-from tests.support.full_farm import blobs_of, committed, contents, new_farm
+from tests.support.full_farm import LARGE, LOCAL, blobs_of, committed, contents, interrupted_at, move, new_farm, objects_of
 from tests.support.leases import begin_to_lead, claim, end_in_order, try_to_lead, wait_to_lead
 from tests.support.refusals import refuses
-from tests.support.s3 import S3Server, environment_of
+from tests.support.s3 import S3Server, reach
 from tests.support.stores import damage
-
-LOCAL = Place(None, None)
-
-
-class Interrupted(Exception):
-    """What ends a move before its time."""
 
 
 @pytest.fixture
 def farm(tmp_path: Path) -> FarmDatabase:
     """A farm in SQLite and files."""
     return new_farm(tmp_path / "data")
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> FarmDatabase:
+    """One with a large artifact."""
+    return new_farm(tmp_path / "data", sizes=LARGE)
 
 
 @pytest.fixture
@@ -57,33 +54,6 @@ def location(s3_server: S3Server) -> BucketLocation:
     return s3_server.new_location()
 
 
-def move(
-    farm: FarmDatabase,
-    source: Place,
-    target: Place,
-    on_progress: OnProgress = lambda what, done, total: None,
-    *,
-    skip_lost: bool = False,
-) -> Moved:
-    return Migration(farm.path.parent, source, target, on_progress, skip_lost=skip_lost).run()
-
-
-def objects_of(location: BucketLocation) -> dict[str, str]:
-    """Return the digest of each artifact of a bucket by its name, and the keys of everything else but the claim."""
-
-    async def read() -> dict[str, str]:
-        bucket, digests = Bucket(location), dict[str, str]()
-        async for page in bucket.list(""):
-            for each in page:
-                if each.key == OWNER:
-                    continue
-                data = b"".join([piece async for piece in bucket.pieces(each.key, each.size_bytes)])
-                digests[each.key.rpartition("/")[2]] = hashlib.sha256(data).hexdigest()
-        return digests
-
-    return asyncio.run(read())
-
-
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
@@ -93,9 +63,9 @@ def blobs(farm: FarmDatabase, name: str = "blobs") -> Path:
 
 
 def test_a_farm_is_moved_to_postgresql_and_s3_and_back(
-    farm: FarmDatabase, database: DatabaseUrl, location: BucketLocation
+    large: FarmDatabase, database: DatabaseUrl, location: BucketLocation
 ) -> None:
-    before, files = contents(farm), blobs_of(blobs(farm))
+    farm, before, files = large, contents(large), blobs_of(blobs(large))
     scaled = Place(database, location)
     moved = move(farm, LOCAL, scaled)
     assert moved.row_count == sum(map(len, before.values()))
@@ -162,21 +132,15 @@ def test_an_interrupted_move_leaves_the_farm_where_it_was_and_goes_on(
 ) -> None:
     before, files = contents(farm), blobs_of(blobs(farm))
     target = Place(database, location)
-
-    def interrupt(happening: str, done: int, total: int) -> None:
-        if happening == what and done > total // 3:
-            raise Interrupted
-
     for start, end in ((LOCAL, target), (target, LOCAL)):
-        with pytest.raises(Interrupted):
-            move(farm, start, end, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            move(farm, start, end, interrupted_at(what, 1 / 3))
         source = FarmDatabase(farm.path, start.database)
         source.open()
         assert contents(source) == before
         move(farm, start, end)
         assert contents(FarmDatabase(farm.path, end.database)) == before
-        for path in (farm.path.with_name("farm.sqlite.moved"),):
-            path.unlink(missing_ok=True)
+        farm.path.with_name("farm.sqlite.moved").unlink(missing_ok=True)
     assert blobs_of(blobs(farm)) == files
     assert objects_of(location) == files
 
@@ -227,11 +191,8 @@ def test_a_damaged_object_of_a_bucket_is_not_taken(
 
 
 def test_what_something_else_uses_is_no_target(
-    farm: FarmDatabase, database: DatabaseUrl, location: BucketLocation, s3_server: S3Server, tmp_path: Path
+    farm: FarmDatabase, database: DatabaseUrl, s3_server: S3Server, tmp_path: Path
 ) -> None:
-    asyncio.run(Bucket(location).put(key_of("ab" * 32), b"of another farm"))
-    with refuses("TARGET_NOT_EMPTY", match="has artifacts already"):
-        move(farm, LOCAL, Place(None, location))
     other = new_farm(tmp_path / "other")
     move(other, LOCAL, Place(database, None))
     with refuses("TARGET_NOT_EMPTY", match="is not empty"):
@@ -256,12 +217,8 @@ def test_a_refused_move_changes_nothing(farm: FarmDatabase, location: BucketLoca
 
 def test_the_unfinished_copy_of_another_farm_is_no_target(farm: FarmDatabase, database: DatabaseUrl, tmp_path: Path) -> None:
     other = new_farm(tmp_path / "other")
-
-    def interrupt(happening: str, done: int, total: int) -> None:
-        raise Interrupted
-
-    with pytest.raises(Interrupted):
-        move(other, LOCAL, Place(database, None), interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        move(other, LOCAL, Place(database, None), interrupted_at())
     with refuses("COPY_UNFINISHED", match=str(other.path)):
         move(farm, LOCAL, Place(database, None))
 
@@ -321,26 +278,15 @@ def test_a_farm_with_a_server_is_not_moved_and_none_leads_meanwhile(farm: FarmDa
     with refuses("SERVERS_RUNNING", match="farm-a:7433"):
         move(farm, scaled, LOCAL)
     end_in_order(database, token)
-    led = list[bool]()
-
-    def lead(happening: str, done: int, total: int) -> None:
-        if not led:
-            led.append(try_to_lead(database))
-
-    move(farm, scaled, LOCAL, lead)
-    assert led == [False]
-    assert contents(farm) == before
+    led = set[bool]()
+    move(farm, scaled, LOCAL, lambda *_: led.add(try_to_lead(database)))
+    assert led == {False} and contents(farm) == before
 
 
 def test_none_leads_an_unused_database_while_a_farm_is_moved_to_it(farm: FarmDatabase, database: DatabaseUrl) -> None:
-    led = list[bool]()
-
-    def lead(happening: str, done: int, total: int) -> None:
-        if not led:
-            led.append(try_to_lead(database))
-
-    move(farm, LOCAL, Place(database, None), lead)
-    assert led == [False] and try_to_lead(database)
+    led = set[bool]()
+    move(farm, LOCAL, Place(database, None), lambda *_: led.add(try_to_lead(database)))
+    assert led == {False} and try_to_lead(database)
 
 
 def test_a_farm_is_not_moved_if_a_server_waits_for_the_end(farm: FarmDatabase, database: DatabaseUrl) -> None:
@@ -406,8 +352,7 @@ def test_the_command_says_what_to_change_and_what_it_left_behind(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name, value in environment_of(location).items():
-        monkeypatch.setenv(name, value)
+    reach(location, monkeypatch)
     data = str(farm.path.parent)
     with pytest.raises(UserError, match="does not say where"):
         main(["--data", data])

@@ -19,7 +19,7 @@ from etfarm.server.checks import check_configuration
 from etfarm.server.main import main
 from etfarm.server.state.identity import Identity
 from etfarm.wire.doctor import Status
-from tests.support.s3 import S3Server, environment_of
+from tests.support.s3 import S3Server, reach
 
 
 @pytest.fixture
@@ -83,8 +83,7 @@ def test_the_folder_of_another_farm_is_a_problem(
     location = s3_server.new_location()
     another = Identity("another", datetime.now(UTC))
     asyncio.run(claim(Bucket(location), another))
-    for name, value in environment_of(location).items():
-        monkeypatch.setenv(name, value)
+    reach(location, monkeypatch)
     options = ["--listen", "127.0.0.1:0", "--data", str(tmp_path / "data"), "--blobs", location.url]
     assert main([*options, "--check", "--json"]) == 1
     (problem,) = json.loads(capsys.readouterr().out)["problems"]
@@ -102,8 +101,7 @@ def test_artifacts_that_are_elsewhere_are_a_problem(
     tmp_path: Path, s3_server: S3Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     location = s3_server.new_location()
-    for name, value in environment_of(location).items():
-        monkeypatch.setenv(name, value)
+    reach(location, monkeypatch)
     local = ["--listen", "127.0.0.1:0", "--data", str(tmp_path)]
     there = [*local, "--blobs", location.url]
     file, copies = tmp_path / "artifacts" / "blobs" / "ab" / f"ab{'0' * 62}", tmp_path / "artifacts" / "cache"
@@ -123,8 +121,7 @@ def test_a_misspelled_bucket_is_not_created(
     tmp_path: Path, s3_server: S3Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     location = s3_server.owners_location("etfarm-tets")
-    for name, value in environment_of(location).items():
-        monkeypatch.setenv(name, value)
+    reach(location, monkeypatch)
     for _ in range(2):
         assert main(["--listen", "127.0.0.1:0", "--data", str(tmp_path), "--blobs", location.url, "--check", "--json"]) == 1
         (problem,) = json.loads(capsys.readouterr().out)["problems"]
