@@ -135,13 +135,13 @@ def objects_of(location: BucketLocation) -> dict[str, str]:
     """Return the digest of each artifact of a bucket by its name, and the keys of everything else but the claim."""
 
     async def read() -> dict[str, str]:
-        bucket, found = Bucket(location), dict[str, str]()
+        bucket, digests_by_name = Bucket(location), dict[str, str]()
         async for page in bucket.list(""):
             for each in page:
                 if each.key != OWNER:
                     data = b"".join([piece async for piece in bucket.pieces(each.key, each.size_bytes)])
-                    found[each.key.rpartition("/")[2]] = hashlib.sha256(data).hexdigest()
-        return found
+                    digests_by_name[each.key.rpartition("/")[2]] = hashlib.sha256(data).hexdigest()
+        return digests_by_name
 
     return asyncio.run(read())
 

@@ -220,7 +220,7 @@ async def test_without_a_bundle_a_device_with_a_runner_of_its_own_is_preferred(b
 
 
 @pytest.mark.parametrize(
-    ("runner", "reason", "said"),
+    ("runner", "reason", "sent"),
     [
         (DeviceRunner(kind=common_pb2.RUNNER_KIND_PYTHON, backends=["Other"]), "BACKEND_MISSING", []),
         (DeviceRunner(kind=99, backends=["XnnpackBackend"]), "BUNDLE_MISSING", ["cancel_run"]),
@@ -228,12 +228,12 @@ async def test_without_a_bundle_a_device_with_a_runner_of_its_own_is_preferred(b
     ids=["a runner without the backend", "a runner of an unknown kind"],
 )
 async def test_without_a_bundle_a_device_whose_own_runner_does_not_do_is_refused(
-    bare_world: World, runner: DeviceRunner, reason: str, said: list[str]
+    bare_world: World, runner: DeviceRunner, reason: str, sent: list[str]
 ) -> None:
     agent = await bare_world.agent(own_runners=[runner])
     states, (report,) = await bare_world.end(await bare_world.submit())
     assert (states[-1], report.error.reason) == ("FAILED", reason)
-    assert [agent.session._outgoing.get_nowait().WhichOneof("message") for _ in range(agent.session._outgoing.qsize())] == said
+    assert [agent.session._outgoing.get_nowait().WhichOneof("message") for _ in range(agent.session._outgoing.qsize())] == sent
 
 
 async def test_a_bundle_that_is_being_built_is_waited_for_though_the_device_has_a_runner(bare_world: World) -> None:
