@@ -70,6 +70,12 @@ def analysis() -> report_pb2.Report:
     return created
 
 
+def measured(**parts: Any) -> report_pb2.Report:
+    """Return the report of a measured cell, with other parts than the usual ones."""
+    usual = {"at": AT, "compilation": compilation(), "device": DEVICE, "result": result(), "analysis": analysis()}
+    return assemble("r", job(), cell(), **usual | parts)
+
+
 @pytest.mark.parametrize(
     ("executed", "why", "words"),
     [
@@ -89,7 +95,7 @@ def test_calls_that_the_device_did_not_execute_are_named(executed: int, why: str
     if why:
         returned.calls.error.message = why
     calls = [agent_pb2.RunCall(method=method) for method in ("set", "get")]
-    report = assemble("r", job(), cell(), at=AT, compilation=compilation(), device=DEVICE, result=returned, calls=calls)
+    report = measured(result=returned, analysis=None, calls=calls)
     warnings = {warning.code: warning.message for warning in report.compile.warnings}
     assert ("CALLS_NOT_RUN" in warnings) == bool(words) and warnings.get("CALLS_NOT_RUN", "").startswith(words)
 
@@ -153,14 +159,13 @@ def test_a_measured_cell_has_everything() -> None:
 def test_a_device_that_was_compared_with_the_quantized_graph_replaces_the_servers_comparison(
     reference: Any, warned: bool, kept: list[str]
 ) -> None:
-    compiled, measured = compilation(), analysis()
+    compiled, analyzed = compilation(), analysis()
     for method in ("forward", "other"):
         compiled.warnings.add(code="FAR_FROM_QUANTIZED_GRAPH", message=f"{method} on the server: far")
-    measured.accuracy.add(reference=f"REFERENCE_{reference}")
+    analyzed.accuracy.add(reference=f"REFERENCE_{reference}")
     if warned:
-        measured.compile.warnings.add(code="FAR_FROM_QUANTIZED_GRAPH", message="device: far")
-    report = assemble("r", job(), cell(), at=AT, compilation=compiled, device=DEVICE, result=result(), analysis=measured)
-    warnings = report_json(report)["compile"]["warnings"]
+        analyzed.compile.warnings.add(code="FAR_FROM_QUANTIZED_GRAPH", message="device: far")
+    warnings = report_json(measured(compilation=compiled, analysis=analyzed))["compile"]["warnings"]
     far = [each["message"] for each in warnings if each["code"] == "FAR_FROM_QUANTIZED_GRAPH"]
     assert [message.partition(" ")[0].strip(":") for message in far] == kept
     assert "COMPILE" in [each["code"] for each in warnings]
@@ -169,10 +174,9 @@ def test_a_device_that_was_compared_with_the_quantized_graph_replaces_the_server
 def test_inputs_of_a_run_are_reported_and_whether_a_runner_made_them_up() -> None:
     actual = analysis()
     actual.inputs.tensors.add(name="x", dtype="float32", shape=[2, 3])
-    values: dict[str, Any] = {"at": AT, "compilation": compilation(), "device": DEVICE, "result": result()}
-    reported = assemble("r", job(), cell(), **values, analysis=actual, inputs=artifact_of(b"inputs")).inputs
+    reported = measured(analysis=actual, inputs=artifact_of(b"inputs")).inputs
     assert (reported.digest, list(reported.tensors)) == (artifact_of(b"inputs").digest, list(actual.inputs.tensors))
-    made_up = assemble("r", job(), cell(), **values, analysis=analysis())
+    made_up = measured()
     assert made_up.HasField("inputs") and not made_up.inputs.HasField("digest") and not made_up.inputs.tensors
     never_ran = assemble("r", job(), cell("FAILED"), at=AT, compilation=compilation(), inputs=artifact_of(b"inputs"))
     assert not never_ran.HasField("inputs")
@@ -180,15 +184,14 @@ def test_inputs_of_a_run_are_reported_and_whether_a_runner_made_them_up() -> Non
 
 def test_accuracy_has_the_digest_of_its_samples_and_why_there_are_no_more() -> None:
     error = common_pb2.Error(reason="PROGRAM_FAILED", message="It failed, in aten::add.", remedy="Give other inputs.")
-    measured, sent = result(), [artifact_of(str(place).encode()) for place in range(4)]
-    measured.further.samples = 2
-    measured.further.error.CopyFrom(error)
+    run, sent = result(), [artifact_of(str(place).encode()) for place in range(4)]
+    run.further.samples = 2
+    run.further.error.CopyFrom(error)
 
     def digest_of(compared: int, inputs: bytes = b"inputs") -> str | None:
         actual = analysis()
         actual.accuracy.add(output="y", samples=compared)
-        values: dict[str, Any] = {"at": AT, "compilation": compilation(), "device": DEVICE, "result": measured, "samples": sent}
-        report = assemble("r", job(), cell(), **values, analysis=actual, inputs=artifact_of(inputs))
+        report = measured(result=run, samples=sent, analysis=actual, inputs=artifact_of(inputs))
         (warning,) = [each for each in report.compile.warnings if each.code == "SAMPLES_LEFT_OUT"]
         assert warning.message == "Accuracy is over 3 samples: It failed, in aten::add. Give other inputs."
         return report.accuracy[0].samples_digest if report.accuracy[0].HasField("samples_digest") else None
@@ -242,49 +245,46 @@ def test_it_is_a_function_of_its_arguments_and_leaves_them_as_they_are() -> None
 def test_a_run_without_a_measurement_has_no_measurement_latency_or_verdict() -> None:
     run = result()
     run.ClearField("samples")
-    report = assemble(
-        "r", job(), cell(), at=AT, compilation=compilation(), device=DEVICE, result=run, analysis=report_pb2.Report()
-    )
+    report = measured(result=run, analysis=report_pb2.Report())
     for name in ("measurement", "latency", "verdict"):
         assert not report.HasField(name)
     assert report.outputs == artifact_of(b"outputs")
 
 
-def test_a_traced_pass_has_its_own_counters_and_verdict_whatever_the_child_answers() -> None:
-    measured, analyzed = result(), analysis()
-    measured.traced_ns.extend([10] * 30)
-    measured.traced_telemetry.cpu_time_ns, measured.traced_telemetry.wall_time_ns = 100, 300
+def traced_run() -> tuple[agent_pb2.CandidateResult, report_pb2.Report]:
+    """Return the result of a run that was traced, and its analysis."""
+    run, analyzed = result(), analysis()
+    run.traced_ns.extend([10] * 30)
     analyzed.profile.iterations, analyzed.profile.traced_ratio = 30, 1.1
     analyzed.profile.events, analyzed.profile.event_cost_ns = 10, 5e6
+    return run, analyzed
+
+
+def test_a_traced_pass_has_its_own_counters_and_verdict_whatever_the_child_answers() -> None:
+    run, analyzed = traced_run()
+    run.traced_telemetry.cpu_time_ns, run.traced_telemetry.wall_time_ns = 100, 300
     analyzed.profile.telemetry.cpu_time_ns = 7
     analyzed.profile.verdict.status = report_pb2.VERDICT_STATUS_VALID
-    report = assemble("r", job(), cell(), at=AT, device=DEVICE, result=measured, analysis=analyzed)
+    report = measured(result=run, analysis=analyzed)
     assert (report.profile.telemetry.cpu_time_ns, report.profile.traced_ratio) == (100, 1.1)
     assert [reason.code for reason in report.profile.verdict.reasons] == ["CPU_STARVED"]
     assert report.verdict != report.profile.verdict
     assert not report.profile.HasField("event_cost_ns"), "a starved pass does not show what tracing costs"
     lenient = Thresholds(min_cpu_share=0.1)
-    again = assemble("r", job(), cell(), at=AT, device=DEVICE, result=measured, analysis=analyzed, thresholds=lenient)
+    again = measured(result=run, analysis=analyzed, thresholds=lenient)
     assert again.profile.verdict.status == report_pb2.VERDICT_STATUS_VALID and again.profile.event_cost_ns == 5e6
 
 
 def test_beside_a_disturbed_timed_pass_the_cost_of_tracing_is_unknown() -> None:
-    measured, analyzed = result(), analysis()
-    measured.traced_ns.extend([10] * 30)
-    measured.telemetry.cpu_time_ns, measured.telemetry.wall_time_ns = 1, 300
-    analyzed.profile.iterations, analyzed.profile.traced_ratio = 30, 1.1
-    analyzed.profile.events, analyzed.profile.event_cost_ns = 10, 5e6
-    report = assemble("r", job(), cell(), at=AT, device=DEVICE, result=measured, analysis=analyzed)
+    run, analyzed = traced_run()
+    run.telemetry.cpu_time_ns, run.telemetry.wall_time_ns = 1, 300
+    report = measured(result=run, analysis=analyzed)
     assert report.verdict.status == report_pb2.VERDICT_STATUS_INVALID
     assert report.profile.traced_ratio == 1.1 and not report.profile.HasField("event_cost_ns")
 
 
 def test_an_emulated_device_is_not_benchmarkable() -> None:
-    emulated = Device(id="emu", emulated=True)
-    report = assemble(
-        "r", job(), cell(), at=AT, compilation=compilation(), device=emulated, result=result(), analysis=analysis(),
-        thresholds=Thresholds(),
-    )  # fmt: skip
+    report = measured(device=Device(id="emu", emulated=True))
     assert report.verdict.status == report_pb2.VERDICT_STATUS_NOT_BENCHMARKABLE
 
 
@@ -314,8 +314,7 @@ def test_instants_are_relative_to_the_submission(seconds: float) -> None:
 def test_a_run_of_the_python_binding_has_a_warning_and_no_reason_against_it() -> None:
     actual = result()
     actual.runner.kind = common_pb2.RUNNER_KIND_PYTHON
-    values: dict[str, Any] = {"at": AT, "compilation": compilation(), "device": DEVICE, "analysis": analysis()}
-    native, python = (assemble("r", job(), cell(), result=each, **values) for each in (result(), actual))
+    native, python = measured(), measured(result=actual)
     (added,) = python.compile.warnings[len(native.compile.warnings) :]
     assert added.code == "PYTHON_RUNNER"
     assert "no runner bundle for aarch64" in added.message

@@ -30,10 +30,10 @@ from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
 from etfarm.v1 import report_pb2
 from etfarm.wire import digest
+from tests.support.analyses import analyze_request, traced_request
 from tests.support.farm import wait_until
 from tests.support.traces import traced
-
-pytestmark = pytest.mark.usefixtures("each_database")
+from tests.support.worker_pools import worker_pool
 
 ROOT = Path(__file__).parents[4]
 NOW = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -45,10 +45,8 @@ DEADLINE_S = 6.0
 async def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Workers]:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     limits = Limits(memory_bytes=1 << 30, cpu_s=60, threads=1)
-    pool = Workers(preload=["etfarm.server.reports.analyze"], limits=limits, folder=tmp_path / "jobs", concurrency=2)
-    pool.start()
-    yield pool
-    await pool.stop()
+    async with worker_pool(tmp_path, preload=["etfarm.server.reports.analyze"], limits=limits, concurrency=2) as pool:
+        yield pool
 
 
 @pytest.fixture
@@ -56,6 +54,11 @@ async def store(tmp_path: Path, database: Database) -> AsyncIterator[Store]:
     created = Store(tmp_path / "store", database)
     yield created
     created.close()
+
+
+@pytest.fixture
+def findings(workers: Workers, store: Store, database: Database) -> Findings:
+    return Findings(workers, store, database, Clock(), deadline_s=60)
 
 
 class Clock:
@@ -85,10 +88,7 @@ def hanging(folder: Path, name: str) -> Path:
 
 def request(folder: Path, first_ns: int = 1000) -> AnalyzeRequest:
     samples = np.arange(first_ns, first_ns + 200, dtype="<i8").tobytes()
-    return AnalyzeRequest(
-        pte=None, etdump=None, etrecord=None, model=None, inputs=None, outputs=None, samples=stored(folder, samples),
-        method="forward", output_names=("logits",), traced_ns=(),
-    )  # fmt: skip
+    return analyze_request(samples=stored(folder, samples), output_names=("logits",))
 
 
 def runs(process: psutil.Process) -> bool:
@@ -103,8 +103,8 @@ def quiet(_: str) -> None:
     """Ignore the log."""
 
 
-async def test_the_same_files_are_analyzed_once(workers: Workers, store: Store, database: Database, tmp_path: Path) -> None:
-    findings = Findings(workers, store, database, Clock(), deadline_s=60)
+@pytest.mark.usefixtures("each_database")
+async def test_the_same_files_are_analyzed_once(findings: Findings, workers: Workers, tmp_path: Path) -> None:
     first = await findings.of(request(tmp_path), quiet)
     assert (first.latency.min_ns, first.analysis.cached) == (1000, False)
     assert first.analysis.key == key_of(request(tmp_path)) and first.analysis.version
@@ -156,14 +156,9 @@ async def test_the_accuracy_of_equal_outputs_on_several_samples_is_computed_once
     assert children.compared[2:] == [True] * 6
 
 
-async def test_a_result_whose_traced_times_are_gone_is_computed_again(
-    workers: Workers, store: Store, database: Database, tmp_path: Path
-) -> None:
+async def test_a_result_whose_traced_times_are_gone_is_computed_again(findings: Findings, store: Store, tmp_path: Path) -> None:
     run = traced("xnnpack")
-    asked = replace(
-        request(tmp_path), pte=run.pte, etdump=run.etdump, etrecord=run.etrecord, method=run.method, traced_ns=run.traced_ns,
-    )  # fmt: skip
-    findings = Findings(workers, store, database, Clock(), deadline_s=60)
+    asked = traced_request(run, samples=request(tmp_path).samples)
     first = await findings.of(asked, quiet)
     assert first.operators and not first.analysis.cached
     times = store.path(first.trace_times.digest)
@@ -175,8 +170,7 @@ async def test_a_result_whose_traced_times_are_gone_is_computed_again(
     assert (await findings.of(asked, quiet)).analysis.cached
 
 
-async def test_what_is_asked_for_anew_is_found_anew(workers: Workers, store: Store, database: Database, tmp_path: Path) -> None:
-    findings = Findings(workers, store, database, Clock(), deadline_s=60)
+async def test_what_is_asked_for_anew_is_found_anew(findings: Findings, tmp_path: Path) -> None:
     first = await findings.of(request(tmp_path), quiet)
     again = await findings.of(request(tmp_path), quiet, fresh=True)
     assert not again.analysis.cached and again.analysis.time.seconds > first.analysis.time.seconds
@@ -245,6 +239,7 @@ def test_a_child_returns_the_encoders_that_were_traced(tmp_path: Path) -> None:
             require_encoders(returned(*methods), of)
 
 
+@pytest.mark.usefixtures("each_database")
 async def test_the_oldest_findings_make_room(workers: Workers, store: Store, database: Database, tmp_path: Path) -> None:
     findings = Findings(workers, store, database, Clock(), deadline_s=60, kept_bytes=500)
     keys = [(await findings.of(request(tmp_path, first), quiet)).analysis.key for first in (1000, 2000, 3000)]
@@ -257,8 +252,8 @@ async def test_the_oldest_findings_make_room(workers: Workers, store: Store, dat
     assert 0 < len(kept) < 3 and kept == keys[-len(kept) :]
 
 
-async def test_a_damaged_finding_is_computed_again(workers: Workers, store: Store, database: Database, tmp_path: Path) -> None:
-    findings = Findings(workers, store, database, Clock(), deadline_s=60)
+@pytest.mark.usefixtures("each_database")
+async def test_a_damaged_finding_is_computed_again(findings: Findings, database: Database, tmp_path: Path) -> None:
     first = await findings.of(request(tmp_path), quiet)
     assert (await findings.of(request(tmp_path), quiet)).analysis.cached
     for change in (lambda body: b"\xff" * 4 + body[4:], lambda body: body[:-20] + bytes([body[-20] ^ 1]) + body[-19:]):
@@ -270,10 +265,9 @@ async def test_a_damaged_finding_is_computed_again(workers: Workers, store: Stor
 
 
 async def test_a_result_that_its_child_calls_incomplete_is_computed_again(
-    workers: Workers, store: Store, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    findings: Findings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(findings_module, "ANALYZE_TASK", "tests.support.worker_tasks:analyze_in_too_little_time")
-    findings = Findings(workers, store, database, Clock(), deadline_s=60)
     for _ in range(2):
         result = await findings.of(request(tmp_path), quiet)
         assert [warning.code for warning in result.compile.warnings] == [CUT_SHORT] and not result.analysis.cached
@@ -307,13 +301,10 @@ async def test_a_child_that_hangs_over_the_samples_is_an_error(
     assert failed.value.stage == "STATISTICS"
 
 
-async def test_an_analysis_without_callers_leaves_no_process(
-    workers: Workers, store: Store, database: Database, tmp_path: Path
-) -> None:
+async def test_an_analysis_without_callers_leaves_no_process(findings: Findings, workers: Workers, tmp_path: Path) -> None:
     await workers.ready()
     assert workers.forkserver_pid is not None
     forkserver = psutil.Process(workers.forkserver_pid)
-    findings = Findings(workers, store, database, Clock(), deadline_s=60)
     asked = replace(request(tmp_path), etdump=hanging(tmp_path, "etdump"))
     writing = asyncio.create_task(asyncio.to_thread(asked.etdump.open, "wb"))  # type: ignore[union-attr]
     analysis = asyncio.create_task(findings.of(asked, quiet))
@@ -326,10 +317,7 @@ async def test_an_analysis_without_callers_leaves_no_process(
     opened.close()
 
 
-async def test_a_file_that_is_not_stored_any_more_costs_what_it_is_for(
-    workers: Workers, store: Store, database: Database, tmp_path: Path
-) -> None:
-    findings = Findings(workers, store, database, Clock(), deadline_s=60)
+async def test_a_file_that_is_not_stored_any_more_costs_what_it_is_for(findings: Findings, tmp_path: Path) -> None:
     asked = replace(request(tmp_path), etdump=tmp_path / ("e" * 64), etrecord=stored(tmp_path, b"record"))
     result = await findings.of(asked, quiet)
     assert result.latency.min_ns == 1000 and not result.operators

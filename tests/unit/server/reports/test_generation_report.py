@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from etfarm.server.reports.analyze import analyze
 from etfarm.server.reports.child_checks import require_generation
 from etfarm.server.reports.generation import fill_generation
 from etfarm.server.reports.latency.samples import GeneratingProcess, Generation
@@ -17,6 +15,8 @@ from etfarm.server.reports.request import AnalyzeRequest
 from etfarm.server.reports.verdict import Thresholds
 from etfarm.server.workers.errors import BadWorkerAnswer
 from etfarm.v1 import agent_pb2, generation_pb2, report_pb2
+from tests.support import analyses
+from tests.support.analyses import analyze_request
 from tests.support.generated import flow_plan, plan, process
 
 VALID = report_pb2.VERDICT_STATUS_VALID
@@ -36,17 +36,14 @@ def request(asked: generation_pb2.GenerationPlan, folder: Path, result: agent_pb
         )
         for each in result.generations
     )
-    nothing: dict[str, Any] = dict.fromkeys(("pte", "etdump", "etrecord", "model", "inputs", "outputs", "samples"))
-    return AnalyzeRequest(
-        **nothing, method="forward", output_names=(), traced_ns=(),
-        generation=Generation(tuple(point.prompt_tokens for point in asked.points), asked.generated_tokens, processes),
-    )  # fmt: skip
+    asked_for = Generation(tuple(point.prompt_tokens for point in asked.points), asked.generated_tokens, processes)
+    return analyze_request(generation=asked_for)
 
 
 def analyzed(folder: Path, result: agent_pb2.CandidateResult, asked: generation_pb2.GenerationPlan = ASKED) -> report_pb2.Report:
     """Return what the child computes of the results' files, as the server accepts it."""
-    wanted = pickle.loads(pickle.dumps(request(asked, folder, result)))
-    report = report_pb2.Report.FromString(analyze(wanted, folder, lambda event: None))
+    wanted = request(asked, folder, result)
+    report = analyses.analyzed(wanted, folder)
     assert not report.compile.warnings
     require_generation(report, wanted)
     return report
@@ -172,7 +169,7 @@ def test_times_that_differ_by_all_orders_of_magnitude_are_accepted(tmp_path: Pat
 def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
     result = measured(tmp_path, times(1_000, 1_010, 990))
     (tmp_path / result.generations[0].token_ns.digest).write_bytes(bytes(8))
-    report = report_pb2.Report.FromString(analyze(request(ASKED, tmp_path, result), tmp_path, lambda event: None))
+    report = analyses.analyzed(request(ASKED, tmp_path, result), tmp_path)
     assert [warning.code for warning in report.compile.warnings] == ["ANALYSIS_GENERATION_FAILED"]
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from etfarm.server.reports.analyze import analyze, describe_nan
-from etfarm.server.reports.request import AnalyzeRequest
-from etfarm.v1 import report_pb2
+from etfarm.server.reports.analyze import describe_nan
 from etfarm.wire import tensors
 from etfarm.wire.tensors import ITEM_BYTES, Scalar, Value
+from tests.support.analyses import analyze_request, analyzed
 
 
 @pytest.mark.parametrize("dtype", sorted(ITEM_BYTES))
@@ -37,12 +36,8 @@ def test_scalars_and_tensors_without_elements_are_looked_at_too() -> None:
 def test_a_report_warns_of_nan_among_the_inputs(tmp_path: Path) -> None:
     inputs = tmp_path / "inputs"
     inputs.write_bytes(tensors.encode([tensors.from_array("x", np.array([1, np.nan], np.float32))]))
-    request = AnalyzeRequest(
-        pte=None, etdump=None, etrecord=None, model=None, inputs=inputs, outputs=None, samples=None, method="forward",
-        output_names=(), traced_ns=(),
-    )  # fmt: skip
-    stages: list[str] = []
-    report = report_pb2.Report.FromString(analyze(request, tmp_path, lambda event: stages.append(json.loads(event)["stage"])))
+    events: list[dict[str, Any]] = []
+    report = analyzed(analyze_request(inputs=inputs), tmp_path, events)
     (warning,) = report.compile.warnings
     assert warning.code == "INPUTS_HAVE_NAN" and "1 of 2 elements of 'x'" in warning.message
-    assert set(stages) == {"INPUTS"}
+    assert {event["stage"] for event in events} == {"INPUTS"}

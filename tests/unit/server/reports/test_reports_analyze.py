@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
-import pickle
 import time
-import zipfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +22,7 @@ from etfarm.v1 import report_pb2
 from etfarm.wire import tensors
 from etfarm.wire.shared_state import PREFIX
 from etfarm.wire.tensors import Scalar, Tensor
-from tests.support.series import traced_times
+from tests.support.analyses import analyze_request, analyzed, traced_request, warnings_of
 from tests.support.shared_state import counter
 from tests.support.traces import Traced, traced
 
@@ -37,25 +34,14 @@ def _request(run: Traced, tmp_path: Path) -> AnalyzeRequest:
     samples.write_bytes(np.arange(1000, 1100, dtype="<i8").tobytes())
     stored = tmp_path / "0123abcd"  # the store's names have no suffix
     stored.write_bytes(run.model.read_bytes())
-    return AnalyzeRequest(
-        pte=run.pte, etdump=run.etdump, etrecord=run.etrecord, model=stored, inputs=run.inputs, outputs=run.outputs,
-        samples=samples, method=run.method, output_names=("scores", "label"), traced_ns=run.traced_ns,
-    )  # fmt: skip
-
-
-def _analyze(request: AnalyzeRequest, folder: Path) -> tuple[report_pb2.Report, list[dict[str, Any]]]:
-    events: list[dict[str, Any]] = []
-    data = analyze(pickle.loads(pickle.dumps(request)), folder, lambda event: events.append(json.loads(event)))
-    return report_pb2.Report.FromString(data), events
-
-
-def _codes(report: report_pb2.Report) -> list[str]:
-    return [warning.code for warning in report.compile.warnings]
+    files = {"model": stored, "inputs": run.inputs, "outputs": run.outputs, "samples": samples}
+    return traced_request(run, **files, output_names=("scores", "label"))
 
 
 def test_a_report_holds_latency_accuracy_profile_and_operators(tmp_path: Path) -> None:
-    report, events = _analyze(_request(traced("xnnpack"), tmp_path), tmp_path)
-    assert _codes(report) == []
+    events: list[dict[str, Any]] = []
+    report = analyzed(_request(traced("xnnpack"), tmp_path), tmp_path, events)
+    assert warnings_of(report) == []
     assert (report.latency.min_ns, report.latency.p50_ns) == (1000, 1049.5)
     assert not report.latency.p50_ci95_ns, "samples that only grow are worth too few"
     assert report.latency.p10_ns == pytest.approx(1009.9) and report.latency.drift == pytest.approx(67 / 1016, rel=0.01)
@@ -69,6 +55,8 @@ def test_a_report_holds_latency_accuracy_profile_and_operators(tmp_path: Path) -
     assert not label.HasField("sqnr_db")
     assert report.profile.iterations == 12
     assert report.operators
+    filled = {"inputs", "latency", "runs", "accuracy", "profile", "operators", "trace_times"}
+    assert {field.name for field, _ in report.ListFields()} == filled
     assert [(event["stage"], event["phase"]) for event in events] == [
         (stage, phase) for stage in ("INPUTS", "STATISTICS", "ACCURACY", "JOIN") for phase in ("START", "END")
     ]
@@ -76,34 +64,21 @@ def test_a_report_holds_latency_accuracy_profile_and_operators(tmp_path: Path) -
     assert all(event["duration_ms"] >= 0 for event in events if event["phase"] == "END")
 
 
-def test_only_what_analysis_finds_out_is_set(tmp_path: Path) -> None:
-    report, _ = _analyze(_request(traced("xnnpack"), tmp_path), tmp_path)
-    assert {field.name for field, _ in report.ListFields()} == {
-        "inputs",
-        "latency",
-        "runs",
-        "accuracy",
-        "profile",
-        "operators",
-        "trace_times",
-    }
-
-
 def test_tracing_is_compared_with_the_run_of_the_same_process(tmp_path: Path) -> None:
     asked = replace(_request(traced("xnnpack"), tmp_path), model=None, quantized=None)
     fast, slow = np.full(400, 10_000, "<i8"), np.full(100, 1_000_000, "<i8")
     assert asked.samples is not None
     asked.samples.write_bytes(np.concatenate([fast, slow]).tobytes())
-    report, _ = _analyze(replace(asked, runs=(200, 200, 100)), tmp_path)
+    report = analyzed(replace(asked, runs=(200, 200, 100)), tmp_path)
     assert report.latency.p50_ns == 10_000 and report.runs[-1].p50_ns == 1_000_000
     assert report.profile.traced_ratio == pytest.approx(report.profile.p50_ns / 1_000_000)
-    pooled, _ = _analyze(asked, tmp_path)
+    pooled = analyzed(asked, tmp_path)
     assert pooled.profile.traced_ratio == pytest.approx(report.profile.p50_ns / 10_000)
 
 
 def test_int8_is_close_to_the_model_before_quantization_and_not_equal(tmp_path: Path) -> None:
-    report, _ = _analyze(_request(traced("int8"), tmp_path), tmp_path)
-    assert _codes(report) == []
+    report = analyzed(_request(traced("int8"), tmp_path), tmp_path)
+    assert warnings_of(report) == []
     scores = report.accuracy[0]
     assert 20 < scores.sqnr_db < 100
     assert not scores.equal
@@ -112,70 +87,47 @@ def test_int8_is_close_to_the_model_before_quantization_and_not_equal(tmp_path: 
 
 def test_a_run_without_measurement_has_nothing_but_accuracy_and_what_it_ran_on(tmp_path: Path) -> None:
     request = replace(_request(traced("xnnpack"), tmp_path), etdump=None, samples=None, traced_ns=())
-    report, events = _analyze(request, tmp_path)
+    events: list[dict[str, Any]] = []
+    report = analyzed(request, tmp_path, events)
     assert [field.name for field, _ in report.ListFields()] == ["accuracy", "inputs"]
     assert [event["stage"] for event in events] == ["INPUTS", "INPUTS", "ACCURACY", "ACCURACY"]
-
-
-def test_a_broken_trace_costs_the_operators_only(tmp_path: Path) -> None:
-    request = _request(traced("xnnpack"), tmp_path)
-    broken = tmp_path / "trace.etdp"
-    broken.write_bytes(request.etdump.read_bytes()[:100])  # type: ignore[union-attr]
-    report, _ = _analyze(replace(request, etdump=broken), tmp_path)
-    assert _codes(report) == ["ANALYSIS_JOIN_FAILED"]
-    assert not report.operators
-    assert (report.profile.iterations, traced_times(report, tmp_path)) == (12, [list(request.traced_ns)])
-    assert "is cut short: 100 of its" in report.compile.warnings[0].message
-    assert len(report.accuracy) == 2
-    assert report.latency.HasField("p50_ns")
-
-
-@pytest.mark.parametrize("how", ["garbage", "empty archive", "other method"])
-def test_a_broken_record_costs_the_sources_only(tmp_path: Path, how: str) -> None:
-    request = _request(traced("xnnpack"), tmp_path)
-    record = tmp_path / "broken.etrecord"
-    if how == "garbage":
-        record.write_bytes(b"PK no zip")
-    elif how == "empty archive":
-        zipfile.ZipFile(record, "w").close()
-    else:
-        record.write_bytes(traced("methods").etrecord.read_bytes())
-    report, _ = _analyze(replace(request, etrecord=record), tmp_path)
-    assert _codes(report) == ["ANALYSIS_ETRECORD_UNREADABLE"]
-    assert report.operators[0].backend == "XnnpackBackend"
-    assert not any(row.HasField("source") for row in report.operators)
 
 
 @pytest.mark.parametrize("data", [b"", b"garbage", bytes(64), b"\xff" * 64])
 def test_a_broken_program_costs_the_names_only(tmp_path: Path, data: bytes) -> None:
     broken = tmp_path / "broken.pte"
     broken.write_bytes(data)
-    report, _ = _analyze(replace(_request(traced("xnnpack"), tmp_path), pte=broken), tmp_path)
-    assert _codes(report) == ["ANALYSIS_PROGRAM_UNREADABLE"]
+    report = analyzed(replace(_request(traced("xnnpack"), tmp_path), pte=broken), tmp_path)
+    assert warnings_of(report) == ["ANALYSIS_PROGRAM_UNREADABLE"]
     assert report.operators[0].module == "block"
 
 
-def test_a_model_that_does_not_load_costs_the_accuracy_only(tmp_path: Path) -> None:
-    request = _request(traced("xnnpack"), tmp_path)
-    broken = tmp_path / "broken.pt2"
-    broken.write_bytes(b"no model")
-    report, _ = _analyze(replace(request, model=broken), tmp_path)
-    assert _codes(report) == ["ANALYSIS_ACCURACY_FAILED"]
-    assert not report.accuracy
-    assert report.operators
-    assert report.latency.HasField("p50_ns")
+@pytest.mark.parametrize(
+    ("part", "data", "code", "lost"),
+    [
+        ("model", b"no model", "ANALYSIS_ACCURACY_FAILED", "accuracy"),
+        ("samples", bytes(801), "ANALYSIS_STATISTICS_FAILED", "latency"),
+        ("etdump", b"no trace", "ANALYSIS_JOIN_FAILED", "operators"),
+    ],
+)
+def test_a_broken_file_costs_its_part_only(tmp_path: Path, part: str, data: bytes, code: str, lost: str) -> None:
+    (tmp_path / "broken").write_bytes(data)
+    report = analyzed(replace(_request(traced("xnnpack"), tmp_path), **{part: tmp_path / "broken"}), tmp_path)
+    assert warnings_of(report) == [code]
+    filled = {field.name for field, _ in report.ListFields()}
+    assert {"latency", "accuracy", "operators"} - filled == {lost}
 
 
 def test_inputs_that_the_model_does_not_take_are_reported(tmp_path: Path) -> None:
     request = _request(traced("xnnpack"), tmp_path)
     inputs = tmp_path / "inputs.ett"
     inputs.write_bytes(tensors.encode([Scalar("x", 1), Scalar("y", 2)]))
-    report, _ = _analyze(replace(request, inputs=inputs), tmp_path)
-    assert _codes(report) == ["ANALYSIS_ACCURACY_FAILED"]
+    report = analyzed(replace(request, inputs=inputs), tmp_path)
+    assert warnings_of(report) == ["ANALYSIS_ACCURACY_FAILED"]
     assert "takes 1 inputs, but was run with 2" in report.compile.warnings[0].message
     inputs.write_bytes(tensors.encode([Tensor("x", "float32", (1, 3, 16, 16), bytes(4 * 3 * 256))]))
-    report, _ = _analyze(replace(request, inputs=inputs), tmp_path)
-    assert _codes(report) == ["ANALYSIS_ACCURACY_FAILED"]
+    report = analyzed(replace(request, inputs=inputs), tmp_path)
+    assert warnings_of(report) == ["ANALYSIS_ACCURACY_FAILED"]
 
 
 def test_one_output_of_another_shape_keeps_the_others_numbers(tmp_path: Path) -> None:
@@ -183,8 +135,8 @@ def test_one_output_of_another_shape_keeps_the_others_numbers(tmp_path: Path) ->
     values = tensors.decode(request.outputs.read_bytes())  # type: ignore[union-attr]
     outputs = tmp_path / "outputs.ett"
     outputs.write_bytes(tensors.encode([Tensor("0", "float32", (10,), values[0].data), values[1]]))  # type: ignore[union-attr]
-    report, _ = _analyze(replace(request, outputs=outputs), tmp_path)
-    assert _codes(report) == ["ANALYSIS_OUTPUTS_DO_NOT_MATCH"]
+    report = analyzed(replace(request, outputs=outputs), tmp_path)
+    assert warnings_of(report) == ["ANALYSIS_OUTPUTS_DO_NOT_MATCH"]
     scores, label = report.accuracy
     assert (list(scores.shape), scores.HasField("equal"), scores.HasField("sqnr_db")) == ([10], False, False)
     assert label.equal
@@ -202,27 +154,26 @@ def _in_turns(tmp_path: Path, *blocks: Block) -> AnalyzeRequest:
     for name, factor in (("own", 1), ("base", 2)):
         (tmp_path / name).write_bytes((factor * np.arange(1, 21, dtype="<i8")).tobytes())
     base = tuple(Block(number, number // 2, 2) for number in range(10))
-    return AnalyzeRequest(
-        pte=None, etdump=None, etrecord=None, model=None, inputs=None, outputs=None, samples=tmp_path / "own", method="forward",
-        output_names=(), traced_ns=(), blocks=blocks or base, base_samples=tmp_path / "base", base_blocks=base,
-    )  # fmt: skip
+    samples, base_samples = tmp_path / "own", tmp_path / "base"
+    return analyze_request(samples=samples, blocks=blocks or base, base_samples=base_samples, base_blocks=base)
 
 
 def test_a_slower_group_is_found_within_each_run_and_never_between_runs(tmp_path: Path) -> None:
     calm, shaken = [1_000_000] * 100, [1_000_000, 1_600_000] * 50
     (tmp_path / "runs").write_bytes(np.array(calm + [1_300_000] * 100 + shaken, dtype="<i8").tobytes())
-    report, _ = _analyze(replace(_in_turns(tmp_path), samples=tmp_path / "runs", blocks=(), runs=(100, 100, 100)), tmp_path)
+    report = analyzed(replace(_in_turns(tmp_path), samples=tmp_path / "runs", blocks=(), runs=(100, 100, 100)), tmp_path)
     assert [run.HasField("slow_share") for run in report.runs] == [False, False, True]
     assert (report.runs[2].slow_share, report.runs[2].slow_ratio) == (pytest.approx(0.5, abs=0.02), pytest.approx(1.6))
     assert report.latency.slow_share == pytest.approx(1 / 6, abs=0.02), "a process is compared with itself"
     blocks = [Block(round=place, process_pair=place // 2, samples=50) for place in range(4)]
     (tmp_path / "turns").write_bytes(np.array(calm + [1_300_000] * 100, dtype="<i8").tobytes())
-    report, _ = _analyze(replace(_in_turns(tmp_path, *blocks), samples=tmp_path / "turns", base_samples=None), tmp_path)
+    report = analyzed(replace(_in_turns(tmp_path, *blocks), samples=tmp_path / "turns", base_samples=None), tmp_path)
     assert not report.latency.HasField("slow_share")
 
 
 def test_programs_that_took_turns_are_compared_round_by_round(tmp_path: Path) -> None:
-    report, events = _analyze(_in_turns(tmp_path), tmp_path)
+    events: list[dict[str, Any]] = []
+    report = analyzed(_in_turns(tmp_path), tmp_path, events)
     result = report.interleaved
     assert (result.ratio, list(result.ratio_ci95), result.rounds, result.process_pairs) == (0.5, [0.5, 0.5], 10, 5)
     assert list(result.ratios) == [0.5] * 10
@@ -230,18 +181,9 @@ def test_programs_that_took_turns_are_compared_round_by_round(tmp_path: Path) ->
 
 
 def test_blocks_that_do_not_fit_cost_the_comparison_only(tmp_path: Path) -> None:
-    report, _ = _analyze(_in_turns(tmp_path, Block(0, 0, 21)), tmp_path)
-    assert _codes(report) == ["ANALYSIS_COMPARISON_FAILED"]
+    report = analyzed(_in_turns(tmp_path, Block(0, 0, 21)), tmp_path)
+    assert warnings_of(report) == ["ANALYSIS_COMPARISON_FAILED"]
     assert not report.HasField("interleaved") and report.latency.p50_ns == 10.5
-
-
-def test_cut_samples_cost_the_latency_only(tmp_path: Path) -> None:
-    request = _request(traced("xnnpack"), tmp_path)
-    (tmp_path / "cut").write_bytes(bytes(801))
-    report, _ = _analyze(replace(request, samples=tmp_path / "cut"), tmp_path)
-    assert _codes(report) == ["ANALYSIS_STATISTICS_FAILED"]
-    assert not report.HasField("latency")
-    assert report.operators
 
 
 def _accuracy_of(
@@ -267,12 +209,11 @@ def _accuracy_of(
     for path, (sample_inputs, _) in zip(files, further, strict=True):
         path.write_bytes(tensors.encode(sample_inputs))
     (folder / "further.ett").write_bytes(tensors.encode([value for _, sample_outputs in further for value in sample_outputs]))
-    request = AnalyzeRequest(
-        pte=None, etdump=None, etrecord=None, model=folder / "model.pt2", inputs=folder / "inputs.ett",
-        outputs=folder / "outputs.ett", samples=None, method="forward", output_names=(), traced_ns=(), limit_s=limit_s,
+    request = analyze_request(
+        model=folder / "model.pt2", inputs=folder / "inputs.ett", outputs=folder / "outputs.ett", limit_s=limit_s,
         further=Further(tuple(files), folder / "further.ett") if files else None, is_quantized=quantized, known_problems=known,
     )  # fmt: skip
-    return _analyze(request, folder)[0]
+    return analyzed(request, folder)
 
 
 def test_outputs_that_are_far_from_the_model_are_a_warning_of_the_analysis(tmp_path: Path) -> None:
@@ -285,7 +226,7 @@ def test_outputs_that_are_far_from_the_model_are_a_warning_of_the_analysis(tmp_p
     x = np.array([1, 2, 3], np.float32)
     outputs = [x * 2, np.array([2, np.nan, 4], np.float32)]
     report = _accuracy_of(tmp_path, Doubled(), [tensors.from_array("x", x)], [tensors.from_array("", each) for each in outputs])
-    assert _codes(report) == ["LOW_ACCURACY"]
+    assert warnings_of(report) == ["LOW_ACCURACY"]
     assert "forward is far from the model: 1 has NaN in 1 of 3 elements where" in report.compile.warnings[0].message
 
 
@@ -317,7 +258,7 @@ def test_columns_that_are_lost_over_the_samples_are_named(
         ([tensors.from_array("x", row)], [tensors.from_array("y", output)]) for row, output in zip(rows, rounded, strict=True)
     ]
     report = _accuracy_of(tmp_path, Head(), first, outputs, further, quantized=quantized, known=known)
-    assert _codes(report) == codes
+    assert warnings_of(report) == codes
     if codes:
         message = report.compile.warnings[0].message
         assert "forward loses columns 1 of " in message and 'skip_modules = ["head"]' in message
@@ -348,17 +289,17 @@ def test_each_sample_starts_from_the_exported_state(tmp_path: Path) -> None:
     (first, outputs), *further = _counted([1, 10, 20])
     report = _accuracy_of(tmp_path, _counter(), first, outputs, further)
     (row,) = report.accuracy
-    assert (row.samples, row.equal, _codes(report)) == (3, True, [])
+    assert (row.samples, row.equal, warnings_of(report)) == (3, True, [])
 
 
 def test_samples_that_are_left_out_are_reported_with_the_reason(tmp_path: Path) -> None:
     (first, outputs), *further = _counted([1, 10, 20])
     late = _accuracy_of(tmp_path, _counter(), first, outputs, further, limit_s=0.0)
-    assert late.accuracy[0].samples == 1 and _codes(late) == ["ANALYSIS_SAMPLES_LEFT_OUT"]
+    assert late.accuracy[0].samples == 1 and warnings_of(late) == ["ANALYSIS_SAMPLES_LEFT_OUT"]
     assert "is over 1 of 3 samples" in late.compile.warnings[0].message
     misfit: list[tensors.Value] = [tensors.from_array("x", np.zeros((2, 2), np.float32))]
     refused = _accuracy_of(tmp_path, _counter(), first, outputs, [further[0], (misfit, further[1][1])])
-    assert refused.accuracy[0].samples == 2 and _codes(refused) == ["ANALYSIS_SAMPLES_LEFT_OUT"]
+    assert refused.accuracy[0].samples == 2 and warnings_of(refused) == ["ANALYSIS_SAMPLES_LEFT_OUT"]
     assert "is over 2 of 3 samples: torch cannot run" in refused.compile.warnings[0].message
 
 
@@ -369,7 +310,7 @@ def test_the_number_of_samples_in_time_is_a_power_of_two(tmp_path: Path, monkeyp
     monkeypatch.setattr(analyze_module, "time", clock)
     # Each comparison takes a second: seven of them are within the limit, of which four are kept.
     report = _accuracy_of(tmp_path, _counter(), first, outputs, further, limit_s=6.5)
-    assert report.accuracy[0].samples == 4 and _codes(report) == ["ANALYSIS_SAMPLES_LEFT_OUT"]
+    assert report.accuracy[0].samples == 4 and warnings_of(report) == ["ANALYSIS_SAMPLES_LEFT_OUT"]
     assert "is over 4 of 12 samples: PyTorch" in report.compile.warnings[0].message
 
 
@@ -384,7 +325,7 @@ def test_only_whole_outputs_of_the_samples_are_compared(tmp_path: Path, values: 
     (first, (y,)), *further = _counted([1, 10, 20])
     sampled = [(further[0][0], [y] * values), (further[1][0], [])]
     report = _accuracy_of(tmp_path, Two(), first, [y, y], sampled)
-    assert [row.samples for row in report.accuracy] == [samples] * 2 and set(_codes(report)) <= {"LOW_ACCURACY"}
+    assert [row.samples for row in report.accuracy] == [samples] * 2 and set(warnings_of(report)) <= {"LOW_ACCURACY"}
 
 
 @pytest.mark.parametrize(
@@ -412,15 +353,11 @@ def test_calls_continue_the_state_of_those_before(tmp_path: Path, share: float, 
     outputs = [(105, 110), (106, 112), (60 * share, 240 * share)]
     values = [tensors.from_array("out", np.array(numbers, np.float32)) for numbers in outputs]
     (tmp_path / "outputs").write_bytes(tensors.encode(values))
-    request = AnalyzeRequest(
-        pte=None, etdump=None, etrecord=None, model=None, inputs=None, outputs=None, samples=None, method="get", output_names=(),
-        traced_ns=(), calls=Calls(
-            tuple(CalledMethod(name, tmp_path / f"{name}.pt2", ("y",)) for name in methods),
-            tuple((method, tmp_path / method) for method in calls), tmp_path / "outputs", (f"{PREFIX}state.n",), is_quantized,
-        ),
-    )  # fmt: skip
-    report, _ = _analyze(request, tmp_path)
-    assert _codes(report) == ["CALLS_DIFFER"] * bool(words)
+    called = tuple(CalledMethod(name, tmp_path / f"{name}.pt2", ("y",)) for name in methods)
+    inputs = tuple((method, tmp_path / method) for method in calls)
+    wanted = Calls(called, inputs, tmp_path / "outputs", (f"{PREFIX}state.n",), is_quantized)
+    report = analyzed(analyze_request(method="get", calls=wanted), tmp_path)
+    assert warnings_of(report) == ["CALLS_DIFFER"] * bool(words)
     assert all(warning.message.startswith(words) for warning in report.compile.warnings)
 
 
@@ -439,7 +376,7 @@ def test_the_reference_takes_channels_last_and_scalars_and_gives_bfloat16(tmp_pa
         Scalar("total", 276.0),
     ]
     report = _accuracy_of(tmp_path, Mixed(), [x, Scalar("factor", 2.5), Scalar("bias", None)], outputs)
-    assert _codes(report) == []
+    assert warnings_of(report) == []
     assert [(row.output, row.dtype, row.equal, row.sqnr_db, row.equal_share) for row in report.accuracy] == [
         ("scaled", "bfloat16", True, 300, 0), ("large", "bool", True, 0, 1), ("total", "float64", True, 300, 0),
     ]  # fmt: skip
@@ -466,10 +403,10 @@ def test_top_1_is_reported_if_a_single_output_can_be_scores(
 def test_a_warm_analysis_is_quick(tmp_path: Path) -> None:
     request = _request(traced("int8"), tmp_path)
     prewarm()
-    _analyze(request, tmp_path)
+    analyzed(request, tmp_path)
     took_s: list[float] = []
     while not took_s or (took_s[-1] >= 0.6 and len(took_s) < 10):  # the machine may stand still in one of them
         start = time.perf_counter()
-        _analyze(request, tmp_path)
+        analyzed(request, tmp_path)
         took_s.append(time.perf_counter() - start)
     assert min(took_s) < 0.6, took_s

@@ -132,16 +132,14 @@ def test_the_sentence_says_why_there_are_too_few_samples() -> None:
     assert "before the time limit" in _judge(samples=3, stop_reason=common_pb2.STOP_REASON_MAX_TIME).reasons[0].message
 
 
-def test_an_emulated_device_is_not_benchmarkable_however_it_measured() -> None:
-    verdict = _judge(emulated=True, samples=1, cpu_time_ns=1)
+@pytest.mark.parametrize(
+    ("run", "codes"),
+    [({"samples": 1, "cpu_time_ns": 1}, ["EMULATED"]), ({"outputs_equal": False}, ["EMULATED", "OUTPUTS_DIFFER"])],
+)
+def test_an_emulated_device_is_not_benchmarkable_however_it_measured(run: dict[str, Any], codes: list[str]) -> None:
+    verdict = _judge(emulated=True, **run)
     assert verdict.status == report_pb2.VERDICT_STATUS_NOT_BENCHMARKABLE
-    assert [reason.code for reason in verdict.reasons] == ["EMULATED"]
-
-
-def test_wrong_outputs_of_an_emulated_device_are_reported_too() -> None:
-    verdict = _judge(emulated=True, outputs_equal=False)
-    assert verdict.status == report_pb2.VERDICT_STATUS_NOT_BENCHMARKABLE
-    assert [reason.code for reason in verdict.reasons] == ["EMULATED", "OUTPUTS_DIFFER"]
+    assert [reason.code for reason in verdict.reasons] == codes
 
 
 def test_what_the_device_does_not_measure_is_not_held_against_it() -> None:

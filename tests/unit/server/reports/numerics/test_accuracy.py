@@ -69,7 +69,7 @@ def test_what_both_mask_is_left_out_and_what_one_has_alone_has_no_numbers(masked
     assert (result.nan_count, result.reference_nan_count) == (nan_count, nan_count)
     appeared = accuracy.compare("out", _tensor([1.0, 2.0]), _tensor([1.0, masked]))
     assert (appeared.equal, appeared.nan_count, appeared.reference_nan_count) == (False, nan_count, 0)
-    assert (appeared.max_abs_error, appeared.sqnr_db, appeared.relative_error) == (None, None, None)
+    assert (appeared.max_abs_error, appeared.mean_abs_error, appeared.sqnr_db, appeared.relative_error) == (None,) * 4
 
 
 def test_the_relative_error_is_that_of_the_norms() -> None:
@@ -95,11 +95,6 @@ def test_the_relative_error_is_that_of_the_norms() -> None:
 )
 def test_top_1_agreement_is_of_rows_of_scores(scores: Any, others: Any, agreement: float | None) -> None:
     assert accuracy.compare("out", _tensor(scores), _tensor(others)).top1_agreement == agreement
-
-
-def test_an_infinite_output_has_no_numbers() -> None:
-    result = accuracy.compare("out", _tensor([1.0, 2.0]), _tensor([1.0, math.inf]))
-    assert (result.max_abs_error, result.mean_abs_error, result.sqnr_db) == (None, None, None)
 
 
 def test_an_all_zero_reference_has_no_ratio_even_if_matched() -> None:

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from etfarm.server.reports.analyze import analyze
 from etfarm.server.reports.numerics import choices
 from etfarm.server.reports.request import AnalyzeRequest, Numerics
 from etfarm.server.reports.trace.recording import Recording
 from etfarm.v1 import report_pb2
 from etfarm.wire import tensors
+from tests.support.analyses import analyze_request, analyzed
 from tests.support.recordings import RecordedRun, line_of, recorded
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow(reason="compiles and runs a dozen networks, where they are not cached")]
@@ -25,14 +25,8 @@ pytestmark = [pytest.mark.numeric, pytest.mark.slow(reason="compiles and runs a 
 
 def _request(run: RecordedRun) -> AnalyzeRequest:
     numerics = Numerics(run.pte, run.etrecord, run.etdump, run.debug, run.outputs, run.quantized, False)
-    return AnalyzeRequest(
-        pte=run.pte, etdump=run.etdump, etrecord=run.etrecord, model=run.model, inputs=run.inputs, outputs=run.outputs,
-        samples=None, method=run.method, output_names=(), traced_ns=(), quantized=run.quantized, numerics=numerics,
-    )  # fmt: skip
-
-
-def _analyzed(request: AnalyzeRequest, folder: Path) -> report_pb2.Report:
-    return report_pb2.Report.FromString(analyze(request, folder, lambda event: json.loads(event)))
+    files = {name: getattr(run, name) for name in ("pte", "etdump", "etrecord", "model", "inputs", "outputs", "quantized")}
+    return analyze_request(**files, method=run.method, numerics=numerics)
 
 
 def _warnings(report: report_pb2.Report) -> dict[str, str]:
@@ -49,7 +43,7 @@ def _own(row: report_pb2.NumericGap) -> list[str]:
 
 @pytest.mark.parametrize("name", ["cnn", "mixed", "lstm", "several", "counter", "any_batch", "methods", "lines", "looked_up"])
 def test_a_right_program_is_near_eager_in_every_value_and_has_no_bad_operator(name: str, tmp_path: Path) -> None:
-    report = _analyzed(_request(recorded(name)), tmp_path)
+    report = analyzed(_request(recorded(name)), tmp_path)
     assert _warnings(report) == {}
     assert report.numeric_gap and {row.reference for row in report.numeric_gap} == {report_pb2.REFERENCE_EAGER}
     assert report.numerics.threshold_db == 20 and not report.numerics.HasField("first_bad")
@@ -63,7 +57,7 @@ def test_a_right_program_is_near_eager_in_every_value_and_has_no_bad_operator(na
 
 
 def test_rows_are_in_the_order_of_execution_with_lines_modules_and_backends(tmp_path: Path) -> None:
-    report = _analyzed(_request(recorded("cnn")), tmp_path)
+    report = analyzed(_request(recorded("cnn")), tmp_path)
     assert [_names(row) for row in report.numeric_gap] == [
         ["convolution"], ["_native_batch_norm_legit_no_training"], ["relu"], ["convolution"], ["add"], ["max_pool2d"],
         ["convolution", "relu"], ["mean"], ["linear"],
@@ -81,7 +75,7 @@ def test_rows_are_in_the_order_of_execution_with_lines_modules_and_backends(tmp_
 
 def test_the_numbers_are_those_of_the_recorded_values(tmp_path: Path) -> None:
     run = recorded("cnn")
-    report = _analyzed(_request(run), tmp_path)
+    report = analyzed(_request(run), tmp_path)
     (output,) = tensors.decode(run.outputs.read_bytes())
     values = tensors.to_array(output)
     row = report.numeric_gap[-1]
@@ -96,7 +90,7 @@ def test_the_numbers_are_those_of_the_recorded_values(tmp_path: Path) -> None:
 
 
 def test_int8_has_each_operator_against_the_quantized_program_and_against_eager(tmp_path: Path) -> None:
-    report = _analyzed(_request(recorded("cnn_int8")), tmp_path)
+    report = analyzed(_request(recorded("cnn_int8")), tmp_path)
     assert _warnings(report) == {}
     assert not report.numerics.HasField("first_bad")
     quantized = [row for row in report.numeric_gap if row.reference == report_pb2.REFERENCE_QUANTIZED]
@@ -114,7 +108,7 @@ def test_int8_has_each_operator_against_the_quantized_program_and_against_eager(
 
 
 def test_an_int8_program_with_a_wrong_kernel_has_it_named_with_its_line(tmp_path: Path) -> None:
-    report = _analyzed(_request(recorded("cnn_int8_wrong")), tmp_path)
+    report = analyzed(_request(recorded("cnn_int8_wrong")), tmp_path)
     (bad,) = [row for row in report.numeric_gap if row.first_bad]
     assert report.numeric_gap[report.numerics.first_bad] == bad
     assert (_own(bad), bad.reference) == (["convolution", "relu"], report_pb2.REFERENCE_QUANTIZED)
@@ -129,7 +123,7 @@ def test_an_int8_program_with_a_wrong_kernel_has_it_named_with_its_line(tmp_path
 
 
 def test_a_wrong_kernel_of_a_float_program_is_named_beside_a_branch_that_is_right(tmp_path: Path) -> None:
-    report = _analyzed(_request(recorded("cnn_wrong")), tmp_path)
+    report = analyzed(_request(recorded("cnn_wrong")), tmp_path)
     (bad,) = [row for row in report.numeric_gap if row.first_bad]
     assert (_own(bad), bad.source.line, bad.reference) == (
         ["convolution"],
@@ -139,7 +133,7 @@ def test_a_wrong_kernel_of_a_float_program_is_named_beside_a_branch_that_is_righ
 
 
 def test_a_right_int8_program_is_nearer_to_the_quantized_program_than_to_eager(tmp_path: Path) -> None:
-    report = _analyzed(_request(recorded("cnn_int8")), tmp_path)
+    report = analyzed(_request(recorded("cnn_int8")), tmp_path)
     eager, quantized = report.accuracy
     assert (eager.reference, quantized.reference) == (report_pb2.REFERENCE_EAGER, report_pb2.REFERENCE_QUANTIZED)
     assert quantized.sqnr_db > eager.sqnr_db and quantized.relative_error < eager.relative_error
@@ -147,19 +141,19 @@ def test_a_right_int8_program_is_nearer_to_the_quantized_program_than_to_eager(t
 
 
 def test_what_one_operator_of_the_model_became_is_one_row_with_all_its_operators(tmp_path: Path) -> None:
-    report = _analyzed(_request(recorded("attention_int8")), tmp_path)
+    report = analyzed(_request(recorded("attention_int8")), tmp_path)
     assert _warnings(report) == {} and not report.numerics.HasField("first_bad")
     attention = [row for row in report.numeric_gap if row.source.line == line_of("seen = torch.nn.functional")]
     assert {row.reference for row in attention} == {report_pb2.REFERENCE_QUANTIZED, report_pb2.REFERENCE_EAGER} and len(
         attention
     ) == 2
     assert {"bmm", "_softmax", "where"} <= set(_names(attention[0]))
-    (cell,) = [row for row in _analyzed(_request(recorded("lstm")), tmp_path).numeric_gap if "tanh" in _names(row)]
+    (cell,) = [row for row in analyzed(_request(recorded("lstm")), tmp_path).numeric_gap if "tanh" in _names(row)]
     assert cell.source.line == line_of("states, _ = self.cell(x)")
 
 
 def test_each_output_of_an_operator_with_several_is_a_row(tmp_path: Path) -> None:
-    report = _analyzed(_request(recorded("several")), tmp_path)
+    report = analyzed(_request(recorded("several")), tmp_path)
     rows = [(_names(row), row.actual.dtype, list(row.actual.shape)) for row in report.numeric_gap]
     assert rows == [
         (["split_with_sizes_copy"], "float32", [4, 3]), (["split_with_sizes_copy"], "float32", [4, 5]),
@@ -170,13 +164,13 @@ def test_each_output_of_an_operator_with_several_is_a_row(tmp_path: Path) -> Non
 
 
 def test_buffers_begin_as_they_were_exported(tmp_path: Path) -> None:
-    report = _analyzed(_request(recorded("counter")), tmp_path)
+    report = analyzed(_request(recorded("counter")), tmp_path)
     (counted,) = [row for row in report.numeric_gap if row.source.line == line_of("self.calls.add_(1.0)")]
     assert (counted.expected.max, counted.actual.max) == (42, 42)
 
 
 def test_inputs_with_nan_are_compared_and_blame_no_kernel(tmp_path: Path) -> None:
-    report = _analyzed(_request(recorded("cnn_nan")), tmp_path)
+    report = analyzed(_request(recorded("cnn_nan")), tmp_path)
     assert not report.numerics.HasField("first_bad")
     stem = report.numeric_gap[0]
     assert stem.expected.nan_count == stem.actual.nan_count > 0
@@ -185,7 +179,7 @@ def test_inputs_with_nan_are_compared_and_blame_no_kernel(tmp_path: Path) -> Non
 
 
 def test_an_operator_that_ends_in_a_view_has_its_row_and_is_named_where_it_is_wrong(tmp_path: Path) -> None:
-    report = _analyzed(_request(recorded("lines_wrong")), tmp_path)
+    report = analyzed(_request(recorded("lines_wrong")), tmp_path)
     assert [row.source.line for row in report.numeric_gap] == [
         line_of(code) for code in ("turned =", "positive =", "again =", "return torch.sigmoid(again)")
     ]
@@ -194,7 +188,7 @@ def test_an_operator_that_ends_in_a_view_has_its_row_and_is_named_where_it_is_wr
 
 
 def test_operators_without_a_recorded_value_are_named_with_the_next_one_that_has_one(tmp_path: Path) -> None:
-    report = _analyzed(_request(recorded("rounded")), tmp_path)
+    report = analyzed(_request(recorded("rounded")), tmp_path)
     group, last = report.numeric_gap[-2:]
     assert "relu" in _names(group) and _names(last) == ["sigmoid"]
     lines = {line.line for line in group.sources}
@@ -205,7 +199,7 @@ def test_operators_without_a_recorded_value_are_named_with_the_next_one_that_has
 
 
 def test_a_program_of_bfloat16_says_that_none_of_its_values_are_recorded(tmp_path: Path) -> None:
-    report = _analyzed(_request(recorded("short")), tmp_path)
+    report = analyzed(_request(recorded("short")), tmp_path)
     assert _warnings(report) == {
         "ANALYSIS_NUMERICS_FAILED": "ExecuTorch's ETDump records no bfloat16 values, and the program produces no other values."
     }
@@ -224,7 +218,7 @@ def _with_place(run: RecordedRun, folder: Path, place: int) -> AnalyzeRequest:
 
 @pytest.mark.parametrize("place", [0, 3, 99])
 def test_a_place_is_bad_where_another_element_or_none_is_at_it(place: int, tmp_path: Path) -> None:
-    report = _analyzed(_with_place(recorded("looked_up"), tmp_path, place), tmp_path)
+    report = analyzed(_with_place(recorded("looked_up"), tmp_path, place), tmp_path)
     assert _warnings(report) == {} and len(report.numeric_gap) == 4
     bad = [_names(row) for row in report.numeric_gap if row.first_bad]
     # At 3 is the same element as at 2, and then it is the row of the table that was recorded, that at 2, which is not right.
@@ -233,7 +227,7 @@ def test_a_place_is_bad_where_another_element_or_none_is_at_it(place: int, tmp_p
 
 def test_a_value_that_the_host_cannot_take_blames_what_gave_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "CHOOSING", frozenset())  # so that nothing else tells
-    report = _analyzed(_with_place(recorded("looked_up"), tmp_path, 99), tmp_path)
+    report = analyzed(_with_place(recorded("looked_up"), tmp_path, 99), tmp_path)
     assert _warnings(report) == {} and len(report.numeric_gap) == 4
     assert [_names(row) for row in report.numeric_gap if row.first_bad] == [["argmax"]]
 
@@ -242,7 +236,7 @@ def test_without_the_quantized_program_nothing_is_judged_and_integers_are_not_co
     request = _request(recorded("cnn_int8_wrong"))
     assert request.numerics is not None and request.quantized is not None
     cut = _cut(request.quantized, tmp_path, 0.5)
-    report = _analyzed(replace(request, numerics=replace(request.numerics, quantized=cut)), tmp_path)
+    report = analyzed(replace(request, numerics=replace(request.numerics, quantized=cut)), tmp_path)
     assert "quantized program" in _warnings(report)["ANALYSIS_NUMERICS_REFERENCE_FAILED"]
     assert report.numerics.judged == 0 and not report.numerics.HasField("first_bad")
     (row,) = report.numeric_gap
@@ -251,7 +245,7 @@ def test_without_the_quantized_program_nothing_is_judged_and_integers_are_not_co
 
 
 def test_a_host_out_of_time_reports_its_results_so_far_and_that_it_stopped_comparing(tmp_path: Path) -> None:
-    report = _analyzed(replace(_request(recorded("cnn")), limit_s=0.0), tmp_path)
+    report = analyzed(replace(_request(recorded("cnn")), limit_s=0.0), tmp_path)
     assert "within the analysis's time limit" in _warnings(report)["ANALYSIS_NUMERICS_FAILED"]
     assert report.operators and report.accuracy
 
@@ -284,24 +278,14 @@ def _without_handles(etrecord: Path, folder: Path) -> Path:
         (lambda n, folder: replace(n, etdump=recorded("attention_int8").etdump), "from another program"),
         (lambda n, folder: replace(n, pte=recorded("mixed").pte), "of another export"),
     ],
-    ids=[
-        "record of another",
-        "no handles",
-        "cut record",
-        "no file",
-        "cut file",
-        "cut dump",
-        "no dump",
-        "other dump",
-        "other pte",
-    ],
+    ids=["other record", "no handles", "cut record", "no file", "cut file", "cut dump", "no dump", "other dump", "other pte"],
 )
 def test_files_that_do_not_match_are_reported_and_the_rest_of_the_report_stays(
     spoil: Callable[[Numerics, Path], Numerics], expected: str, tmp_path: Path
 ) -> None:
     request = _request(recorded("cnn"))
     assert request.numerics is not None
-    report = _analyzed(replace(request, numerics=spoil(request.numerics, tmp_path)), tmp_path)
+    report = analyzed(replace(request, numerics=spoil(request.numerics, tmp_path)), tmp_path)
     assert expected in _warnings(report)["ANALYSIS_NUMERICS_FAILED"]
     assert not report.numeric_gap and not report.HasField("numerics")
     assert report.operators and report.accuracy[0].sqnr_db > 100
@@ -309,13 +293,13 @@ def test_files_that_do_not_match_are_reported_and_the_rest_of_the_report_stays(
 
 def test_a_model_of_another_export_has_nothing_to_compare_and_says_so(tmp_path: Path) -> None:
     request = replace(_request(recorded("methods")), model=recorded("any_batch").model)
-    report = _analyzed(request, tmp_path)
+    report = analyzed(request, tmp_path)
     assert "different exports" in _warnings(report)["ANALYSIS_NUMERICS_FAILED"]
     assert not report.numeric_gap
 
 
 def test_a_host_that_cannot_run_the_one_program_leaves_the_other(tmp_path: Path) -> None:
     run = recorded("cnn_int8")
-    report = _analyzed(replace(_request(run), model=_cut(run.model, tmp_path, 0.5)), tmp_path)
+    report = analyzed(replace(_request(run), model=_cut(run.model, tmp_path, 0.5)), tmp_path)
     assert "program before quantization" in _warnings(report)["ANALYSIS_NUMERICS_REFERENCE_FAILED"]
     assert {row.reference for row in report.numeric_gap} == {report_pb2.REFERENCE_QUANTIZED}

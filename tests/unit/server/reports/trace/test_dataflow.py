@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from etfarm.server.graphs.origins import Operator
-from etfarm.server.reports.trace import dataflow, etdump, graph
+from etfarm.server.reports.trace import dataflow
 from etfarm.server.reports.trace.attribution import attribute
 from etfarm.server.reports.trace.graph import base_name
 from etfarm.server.reports.trace.join import join
 from etfarm.v1 import report_pb2
+from tests.support.analyses import read
 from tests.support.traces import traced
 
 
@@ -80,11 +81,8 @@ def test_a_row_lists_no_more_inputs_than_the_contract_allows() -> None:
 
 
 def _connected(name: str) -> list[report_pb2.OperatorRow]:
-    run = traced(name)
-    trace, program, record = (
-        etdump.read(run.etdump.read_bytes()), graph.read_program(run.pte, run.method), graph.read_record(run.etrecord, run.method)
-    )  # fmt: skip
-    rows = list(join(trace, record, program, run.method, attribute(trace, program, record).kernels).operators)
+    trace, program, record = read(name)
+    rows = list(join(trace, record, program, traced(name).method, attribute(trace, program, record).kernels).operators)
     dataflow.connect(rows, record.operators)
     return rows
 

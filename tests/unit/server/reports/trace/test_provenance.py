@@ -5,46 +5,28 @@ from __future__ import annotations
 import json
 import zipfile
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from etfarm.server.reports.analyze import analyze
-from etfarm.server.reports.request import AnalyzeRequest
 from etfarm.server.reports.trace import etdump, graph, provenance
 from etfarm.server.reports.trace.attribution import attribute
-from etfarm.server.reports.trace.etdump import Trace
-from etfarm.server.reports.trace.graph import Record
 from etfarm.v1 import report_pb2
+from tests.support.analyses import analyzed, read, traced_request
 from tests.support.etdumps import event, written
 from tests.support.series import traced_times
 from tests.support.traces import ITERATIONS, Traced, traced
 
 NAMES = ["residual", "residual_int8", "gated_dynamic", "xnnpack", "int8", "portable", "methods", "renamed"]
 FORWARD = ["residual", "residual_int8", "gated_dynamic", "xnnpack", "int8", "portable"]
+EMPTY_ARCHIVE = b"PK\5\6" + bytes(18)
 OTHERS = [(one, other) for one in FORWARD for other in FORWARD if one != other]
 
 
-@cache
-def read(name: str) -> tuple[Trace, dict[tuple[int, int], graph.Instruction], Record]:
-    run = traced(name)
-    return (
-        etdump.read(run.etdump.read_bytes()),
-        graph.read_program(run.pte, run.method),
-        graph.read_record(run.etrecord, run.method),
-    )
-
-
-def analyzed(run: Traced, folder: Path, **changes: Any) -> report_pb2.Report:
-    request = AnalyzeRequest(
-        pte=run.pte, etdump=run.etdump, etrecord=run.etrecord, model=None, inputs=None, outputs=None, samples=None,
-        method=run.method, output_names=(), traced_ns=run.traced_ns,
-    )  # fmt: skip
-    return report_pb2.Report.FromString(analyze(replace(request, **changes), folder, lambda event: None))
+def analyzed_with(run: Traced, folder: Path, **changes: Any) -> report_pb2.Report:
+    return analyzed(traced_request(run, **changes), folder)
 
 
 def warning_of(report: report_pb2.Report) -> tuple[str, str]:
@@ -76,7 +58,7 @@ def test_a_trace_of_another_program_is_reported() -> None:
 
 
 def test_an_etrecord_of_another_export_costs_the_lines_only(tmp_path: Path) -> None:
-    report = analyzed(traced("xnnpack"), tmp_path, etrecord=traced("residual").etrecord)
+    report = analyzed_with(traced("xnnpack"), tmp_path, etrecord=traced("residual").etrecord)
     assert warning_of(report) == (
         "ANALYSIS_ETRECORD_OF_ANOTHER_EXPORT",
         "The ETRecord is of another export: it has 1 delegates (XnnpackBackend at instruction 0), but the program has 2 "
@@ -84,7 +66,7 @@ def test_an_etrecord_of_another_export_costs_the_lines_only(tmp_path: Path) -> N
         "lines.",
     )
     times_ns = traced_times(report, tmp_path)
-    whole = analyzed(traced("xnnpack"), tmp_path)
+    whole = analyzed_with(traced("xnnpack"), tmp_path)
     assert [row.name for row in report.operators] == [row.name for row in whole.operators]
     assert times_ns == traced_times(whole, tmp_path)
     assert not any(row.HasField("source") or row.HasField("module") or row.debug_handles for row in report.operators)
@@ -94,7 +76,7 @@ def test_an_etrecord_of_another_export_costs_the_lines_only(tmp_path: Path) -> N
 
 def test_a_trace_of_another_program_costs_the_operators(tmp_path: Path) -> None:
     run = traced("xnnpack")
-    report = analyzed(run, tmp_path, etdump=traced("portable").etdump)
+    report = analyzed_with(run, tmp_path, etdump=traced("portable").etdump)
     code, message = warning_of(report)
     assert code == "ANALYSIS_TRACE_OF_ANOTHER_PROGRAM"
     assert message.startswith("The trace is of another program: instruction 0 is a kernel in it, and a delegate in the program.")
@@ -107,7 +89,7 @@ def test_a_trace_of_another_program_costs_the_operators(tmp_path: Path) -> None:
     [((10**9,) * 3, "it holds 12 executions, and the run had 3"), ((1,) * ITERATIONS, "12 of its 12 executions took longer")],
 )
 def test_a_trace_of_another_run_costs_the_operators(tmp_path: Path, traced_ns: tuple[int, ...], how: str) -> None:
-    report = analyzed(traced("xnnpack"), tmp_path, traced_ns=traced_ns)
+    report = analyzed_with(traced("xnnpack"), tmp_path, traced_ns=traced_ns)
     code, message = warning_of(report)
     assert code == "ANALYSIS_TRACE_OF_ANOTHER_RUN"
     assert how in message
@@ -130,17 +112,17 @@ def test_a_trace_that_cannot_be_read_costs_the_operators(tmp_path: Path, data: b
     run = traced("xnnpack")
     broken = tmp_path / "broken.etdp"
     broken.write_bytes(run.etdump.read_bytes()[:-1] if data is None else data)
-    report = analyzed(run, tmp_path, etdump=broken)
+    report = analyzed_with(run, tmp_path, etdump=broken)
     code, message = warning_of(report)
     assert (code, how in message) == ("ANALYSIS_JOIN_FAILED", True)
     assert not report.operators
-    assert report.profile.iterations == len(run.traced_ns)
+    assert (report.profile.iterations, traced_times(report, tmp_path)) == (len(run.traced_ns), [list(run.traced_ns)])
 
 
 @pytest.mark.parametrize("where", ["none", "collected"])
 def test_a_trace_that_is_not_there_costs_the_operators(tmp_path: Path, where: str) -> None:
     run = traced("xnnpack")
-    report = analyzed(run, tmp_path, etdump=None if where == "none" else tmp_path / "gone")
+    report = analyzed_with(run, tmp_path, etdump=None if where == "none" else tmp_path / "gone")
     assert warning_of(report) == (
         "ANALYSIS_TRACE_MISSING",
         "The run was traced, but its trace is missing. There are no operators.",
@@ -179,7 +161,7 @@ def test_an_etrecord_without_debug_handles_costs_the_lines_only(
     tmp_path: Path, change: Callable[[dict[str, bytes]], None]
 ) -> None:
     run = traced("xnnpack")
-    report = analyzed(run, tmp_path, etrecord=_rewritten(run.etrecord, tmp_path / "bare.etrecord", change))
+    report = analyzed_with(run, tmp_path, etrecord=_rewritten(run.etrecord, tmp_path / "bare.etrecord", change))
     assert warning_of(report) == (
         "ANALYSIS_ETRECORD_WITHOUT_HANDLES",
         "The ETRecord has no debug handles of the method 'forward'. The rows have no modules and no source lines.",
@@ -188,17 +170,27 @@ def test_an_etrecord_without_debug_handles_costs_the_lines_only(
     assert not any(row.HasField("source") for row in report.operators)
 
 
-@pytest.mark.parametrize("size", [0, 10, 0.5, -1])
-def test_an_etrecord_that_is_cut_short_costs_the_lines_only(tmp_path: Path, size: float) -> None:
-    run = traced("xnnpack")
-    whole = run.etrecord.read_bytes()
-    cut = tmp_path / "cut.etrecord"
-    cut.write_bytes(whole[: int(size * len(whole)) if isinstance(size, float) else size])
-    report = analyzed(run, tmp_path, etrecord=cut)
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        lambda whole: b"",
+        lambda whole: whole[:10],
+        lambda whole: whole[: len(whole) // 2],
+        lambda whole: whole[:-1],
+        lambda _: b"PK no zip",
+        lambda _: EMPTY_ARCHIVE,
+        lambda _: traced("methods").etrecord.read_bytes(),
+    ],
+)
+def test_an_etrecord_that_cannot_be_read_costs_the_lines_only(tmp_path: Path, damaged: Callable[[bytes], bytes]) -> None:
+    run, record = traced("xnnpack"), tmp_path / "bad.etrecord"
+    record.write_bytes(damaged(run.etrecord.read_bytes()))
+    report = analyzed_with(run, tmp_path, etrecord=record)
     code, message = warning_of(report)
     assert code == "ANALYSIS_ETRECORD_UNREADABLE"
     assert message.endswith("The rows have no modules and no source lines.")
-    assert report.operators
+    assert report.operators[0].backend == "XnnpackBackend"
+    assert not any(row.HasField("source") for row in report.operators)
 
 
 def test_an_etrecord_with_damaged_bytes_is_read_or_refused(tmp_path: Path) -> None:
@@ -217,7 +209,7 @@ def test_an_etrecord_with_damaged_bytes_is_read_or_refused(tmp_path: Path) -> No
 
 
 def test_a_trace_without_its_program_still_gives_rows(tmp_path: Path) -> None:
-    report = analyzed(traced("xnnpack"), tmp_path, pte=None, etrecord=None)
+    report = analyzed_with(traced("xnnpack"), tmp_path, pte=None, etrecord=None)
     assert not report.compile.warnings
     assert [row.name for row in report.operators if not row.HasField("parent")] == [
         "delegate", "mean.out", "delegate", "argmax.out", "rest of forward",

@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etfarm.server.reports.analyze import analyze
-from etfarm.server.reports.request import AnalyzeRequest
 from etfarm.server.reports.trace import timeline
 from etfarm.server.reports.trace.etdump import Call, Kernel, Spans, Trace
 from etfarm.server.reports.trace.graph import Instruction, Record
 from etfarm.server.reports.trace.join import join
 from etfarm.server.reports.trace.timeline import Place, lay
 from etfarm.v1 import report_pb2
+from tests.support.analyses import analyzed, traced_request
 from tests.support.series import traced_times
 from tests.support.traces import traced
 
@@ -33,12 +32,7 @@ PLACES = st.lists(st.tuples(NS, NS), max_size=8)
 
 
 def _report(name: str, folder: Path) -> report_pb2.Report:
-    run = traced(name)
-    request = AnalyzeRequest(
-        pte=run.pte, etdump=run.etdump, etrecord=run.etrecord, model=None, inputs=None, outputs=None, samples=None,
-        method=run.method, output_names=(), traced_ns=run.traced_ns,
-    )  # fmt: skip
-    report = report_pb2.Report.FromString(analyze(request, folder, lambda event: None))
+    report = analyzed(traced_request(traced(name)), folder)
     assert not report.compile.warnings
     return report
 

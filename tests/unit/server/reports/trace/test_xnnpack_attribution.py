@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from etfarm.server.graphs.sources import Source
-from etfarm.server.reports.analyze import analyze
-from etfarm.server.reports.request import AnalyzeRequest
-from etfarm.server.reports.trace import attribution, etdump, graph, xnnpack
+from etfarm.server.reports.trace import attribution, graph, xnnpack
 from etfarm.server.reports.trace.attribution import Attribution, attribute
-from etfarm.server.reports.trace.etdump import Kernel, Trace
+from etfarm.server.reports.trace.etdump import Kernel
 from etfarm.server.reports.trace.graph import Node, Origin, Record
 from etfarm.server.reports.trace.join import join
 from etfarm.server.reports.trace.kernels import align, family
 from etfarm.v1 import report_pb2
+from tests.support.analyses import analyzed, read, traced_request
 from tests.support.traces import line_of, traced
 
 KERNEL = report_pb2.OPERATOR_KIND_KERNEL
 PROGRAMS = ["residual", "residual_int8", "gated_dynamic", "gated_int4", "xnnpack", "int8", "renamed"]
-
-
-@cache
-def read(name: str) -> tuple[Trace, dict[tuple[int, int], graph.Instruction], Record]:
-    run = traced(name)
-    return (
-        etdump.read(run.etdump.read_bytes()),
-        graph.read_program(run.pte, run.method),
-        graph.read_record(run.etrecord, run.method),
-    )
 
 
 def rows(name: str, result: Attribution | None = None) -> list[report_pb2.OperatorRow]:
@@ -261,18 +249,14 @@ def test_nothing_is_claimed_without_a_record_or_a_graph() -> None:
 
 
 def test_kernels_that_do_not_come_out_are_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = traced("xnnpack")
-    request = AnalyzeRequest(
-        pte=run.pte, etdump=run.etdump, etrecord=run.etrecord, model=None, inputs=None, outputs=None, samples=None,
-        method=run.method, output_names=(), traced_ns=(),
-    )  # fmt: skip
-    report = report_pb2.Report.FromString(analyze(request, tmp_path, lambda event: None))
+    request = traced_request(traced("xnnpack"), traced_ns=())
+    report = analyzed(request, tmp_path)
     assert not report.compile.warnings
     assert [row.source.code for row in report.operators if family(row.name) == "Convolution"] == ["convolved = self.conv(x)"]
 
     real = xnnpack.read
     monkeypatch.setattr(xnnpack, "read", lambda data: replace(real(data), nodes=real(data).nodes[1:]))
-    report = report_pb2.Report.FromString(analyze(request, tmp_path, lambda event: None))
+    report = analyzed(request, tmp_path)
     (warning,) = report.compile.warnings
     assert warning.code == "ANALYSIS_KERNELS_UNALIGNED"
     assert warning.message.startswith("The kernels of 2 of 2 XNNPACK delegates have no source lines. Instruction 0: ")
