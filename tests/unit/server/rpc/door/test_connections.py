@@ -67,6 +67,17 @@ class Server:
 
 
 @pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def watched(clock: Clock) -> Connections:
+    """The connections of a server with tokens."""
+    return Connections(lambda: True, clock)
+
+
+@pytest.fixture
 def server() -> Iterator[Server]:
     with ExitStack() as stack:
         yield Server(stack)
@@ -89,10 +100,10 @@ def is_open(client: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("has_called", [False, True])
-def test_only_a_connection_that_called_without_a_token_is_logged(server: Server, has_called: bool) -> None:
+def test_only_a_connection_that_called_without_a_token_is_logged(
+    watched: Connections, clock: Clock, server: Server, has_called: bool
+) -> None:
     """A client of several servers connects to more of them than it calls."""
-    clock = Clock()
-    watched = Connections(lambda: True, clock)
     client, peer = server.connect()
     watched.look(server.port)
     if has_called:
@@ -107,8 +118,7 @@ def test_only_a_connection_that_called_without_a_token_is_logged(server: Server,
     assert [(line["log_level"], line["connections"]) for line in lines] == ([("warning", 1)] if has_called else [])
 
 
-def test_a_connection_that_is_trusted_during_a_look_stays_trusted(server: Server) -> None:
-    clock = Clock()
+def test_a_connection_that_is_trusted_during_a_look_stays_trusted(clock: Clock, server: Server) -> None:
     clients: list[socket.socket] = []
 
     class OpenFiles:
@@ -141,9 +151,7 @@ def test_a_look_keeps_the_locks_of_files(server: Server, tmp_path: Path) -> None
     assert taken.returncode == 1 and "BlockingIOError" in taken.stderr
 
 
-def test_strangers_are_closed_after_a_while_and_others_never(server: Server) -> None:
-    clock = Clock()
-    watched = Connections(lambda: True, clock)
+def test_strangers_are_closed_after_a_while_and_others_never(watched: Connections, clock: Clock, server: Server) -> None:
     (stranger, _), (known, peer) = server.connect(), server.connect()
     watched.trust(peer)
     assert watched.look(server.port) == 0
@@ -155,9 +163,7 @@ def test_strangers_are_closed_after_a_while_and_others_never(server: Server) -> 
     assert is_open(known)
 
 
-def test_of_an_address_with_too_many_strangers_the_newest_are_closed(server: Server) -> None:
-    clock = Clock()
-    watched = Connections(lambda: True, clock)
+def test_of_an_address_with_too_many_strangers_the_newest_are_closed(watched: Connections, clock: Clock, server: Server) -> None:
     clients = []
     for _ in range(STRANGERS_OF_AN_ADDRESS + 5):
         clients.append(server.connect()[0])
@@ -186,16 +192,14 @@ def test_strangers_of_one_machine_are_counted_together_whichever_of_its_addresse
             each.close()
 
 
-def test_one_that_goes_on_with_wrong_tokens_is_closed_at_once(server: Server) -> None:
-    watched = Connections(lambda: True, Clock())
+def test_one_that_goes_on_with_wrong_tokens_is_closed_at_once(watched: Connections, server: Server) -> None:
     (wrong, peer), (other, _) = server.connect(), server.connect()
     watched.distrust(peer)
     assert watched.look(server.port) == 1
     assert not is_open(wrong) and is_open(other)
 
 
-def test_a_server_without_tokens_knows_no_strangers(server: Server) -> None:
-    clock = Clock()
+def test_a_server_without_tokens_knows_no_strangers(clock: Clock, server: Server) -> None:
     watched = Connections(lambda: False, clock)
     client, _ = server.connect()
     watched.look(server.port)
@@ -204,18 +208,20 @@ def test_a_server_without_tokens_knows_no_strangers(server: Server) -> None:
     assert is_open(client)
 
 
-def test_an_address_has_a_bound_of_connections_with_tokens_too(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_has_a_bound_of_connections_with_tokens_too(
+    watched: Connections, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connections, "CONNECTIONS_OF_AN_ADDRESS", 3)
-    watched = Connections(lambda: True, Clock())
     for _ in range(5):
         watched.trust(server.connect()[1])
     assert watched.look(server.port) == 2
 
 
-def test_all_clients_of_an_address_may_connect_at_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_clients_of_an_address_may_connect_at_once(
+    watched: Connections, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert YOUNG_OF_AN_ADDRESS > 300 > STRANGERS_OF_AN_ADDRESS
     monkeypatch.setattr(connections, "YOUNG_OF_AN_ADDRESS", 40)
-    watched = Connections(lambda: True, Clock())
     clients = [server.connect()[0] for _ in range(40)]
     assert watched.look(server.port) == 0
     newest = server.connect()[0]
@@ -226,17 +232,10 @@ def test_all_clients_of_an_address_may_connect_at_once(server: Server, monkeypat
 class Accepted:
     """A connection from a client to a server, of which a test holds both ends."""
 
-    def __init__(self, stack: ExitStack) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.port: int = listener.getsockname()[1]
-            self.client = stack.enter_context(socket.create_connection(("127.0.0.1", self.port)))
-            self.server = stack.enter_context(listener.accept()[0])
-        self.client.settimeout(30)
-        self.server.settimeout(30)
-        self.name = f"ipv4:127.0.0.1:{self.client.getsockname()[1]}"
-        peer = parse_peer(self.name)
-        assert peer is not None
-        self.peer = peer
+    def __init__(self, server: Server) -> None:
+        self.port = server.port
+        self.client, self.name = server.connect()
+        self.server = server.accepted[-1]
 
     def arrives(self, sent: bytes) -> bool:
         """Return whether a message arrives without delay."""
@@ -251,13 +250,13 @@ class Accepted:
 
 
 @pytest.fixture
-def accepted() -> Iterator[Accepted]:
-    with ExitStack() as stack:
-        yield Accepted(stack)
+def accepted(server: Server) -> Accepted:
+    return Accepted(server)
 
 
-def test_a_connection_that_has_sent_much_is_paused_during_a_flood_until_its_token_is_known(accepted: Accepted) -> None:
-    watched = Connections(lambda: True, Clock())
+def test_a_connection_that_has_sent_much_is_paused_during_a_flood_until_its_token_is_known(
+    watched: Connections, accepted: Accepted
+) -> None:
     assert accepted.arrives(bytes(MANY_BYTES + 1))
     assert watched.look(accepted.port) == 0
     watched.is_flooded = True
@@ -269,8 +268,7 @@ def test_a_connection_that_has_sent_much_is_paused_during_a_flood_until_its_toke
     assert accepted.server.recv(1) == b"2"  # sent again by the kernel: nothing is lost
 
 
-def test_a_connection_that_has_sent_little_is_not_paused(accepted: Accepted) -> None:
-    watched = Connections(lambda: True, Clock())
+def test_a_connection_that_has_sent_little_is_not_paused(watched: Connections, accepted: Accepted) -> None:
     watched.is_flooded = True
     assert accepted.arrives(bytes(MANY_BYTES))
     assert watched.look(accepted.port) == 0
@@ -278,11 +276,9 @@ def test_a_connection_that_has_sent_little_is_not_paused(accepted: Accepted) -> 
 
 
 def test_a_connection_that_floods_without_calls_is_paused_until_its_token_is_known(
-    accepted: Accepted, monkeypatch: pytest.MonkeyPatch
+    watched: Connections, clock: Clock, accepted: Accepted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "FLOOD_BYTES", 8 << 10)
-    clock = Clock()
-    watched = Connections(lambda: True, clock)
     assert accepted.arrives(bytes(8 << 10))
     assert watched.look(accepted.port) == 0
     assert accepted.arrives(b"1")
@@ -296,8 +292,7 @@ def test_a_connection_that_floods_without_calls_is_paused_until_its_token_is_kno
     assert accepted.server.recv(1) == b"2"
 
 
-def test_a_pause_ends_with_the_flood_unless_calls_were_dropped(accepted: Accepted) -> None:
-    watched = Connections(lambda: True, Clock())
+def test_a_pause_ends_with_the_flood_unless_calls_were_dropped(watched: Connections, accepted: Accepted) -> None:
     watched.is_flooded = True
     assert accepted.arrives(bytes(MANY_BYTES + 1))
     assert watched.look(accepted.port) == 1
@@ -336,8 +331,7 @@ def test_the_thread_outlives_a_lack_of_descriptors_when_a_flood_begins(tmp_path:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_a_new_connection_is_held_until_its_token_is_known(host: str) -> None:
-    watched = Connections(lambda: True, Clock())
+def test_a_new_connection_is_held_until_its_token_is_known(watched: Connections, host: str) -> None:
     watched.is_encrypted = True
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with ExitStack() as stack:
@@ -364,9 +358,8 @@ def test_a_new_connection_is_held_until_its_token_is_known(host: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [22, 20], ids=["hello", "certificates"])
-def test_the_handshake_of_a_new_connection_is_not_held(server: Server, kind: int) -> None:
+def test_the_handshake_of_a_new_connection_is_not_held(watched: Connections, server: Server, kind: int) -> None:
     """The kernel would take what it sends again in ever longer intervals: no chain of certificates would arrive in time."""
-    watched = Connections(lambda: True, Clock())
     watched.is_encrypted = True
     watched.hold_new(server.port, holds=True)
     client, _ = server.connect()
@@ -382,9 +375,8 @@ def test_the_handshake_of_a_new_connection_is_not_held(server: Server, kind: int
 
 
 @pytest.mark.parametrize("begins", [PREFACE + frame(SETTINGS, 0, 0, bytes(6)), frame(SETTINGS, ACK, 0, b""), b""])
-def test_a_new_connection_that_is_held_receives_one_call(server: Server, begins: bytes) -> None:
+def test_a_new_connection_that_is_held_receives_one_call(watched: Connections, server: Server, begins: bytes) -> None:
     call = frame(HEADERS, END_HEADERS, 1, bytes(700))
-    watched = Connections(lambda: True, Clock())
     watched.hold_new(server.port, holds=True)
     client, peer = server.connect()
     accepted = server.accepted[-1]
@@ -398,8 +390,7 @@ def test_a_new_connection_that_is_held_receives_one_call(server: Server, begins:
 
 
 @pytest.mark.parametrize("data", [bytes([22, 3, 1, 2, 0]) + bytes(600), b"short", b"\xff" * 3000], ids=["TLS", "short", "noise"])
-def test_what_is_no_http2_passes_a_held_connection(server: Server, data: bytes) -> None:
-    watched = Connections(lambda: True, Clock())
+def test_what_is_no_http2_passes_a_held_connection(watched: Connections, server: Server, data: bytes) -> None:
     watched.hold_new(server.port, holds=True)
     client, _ = server.connect()
     client.sendall(data)
@@ -419,9 +410,7 @@ def receive(server: socket.socket, size: int) -> bytes:
     return data
 
 
-def test_a_paused_connection_is_closed_after_a_while(accepted: Accepted) -> None:
-    clock = Clock()
-    watched = Connections(lambda: True, clock)
+def test_a_paused_connection_is_closed_after_a_while(watched: Connections, clock: Clock, accepted: Accepted) -> None:
     watched.is_flooded = True
     while watched.admits(accepted.name, lambda: False):
         pass
@@ -431,9 +420,7 @@ def test_a_paused_connection_is_closed_after_a_while(accepted: Accepted) -> None
     assert accepted.client.recv(1) == b""  # it learns of it, as the kernel takes its acknowledgements again
 
 
-def test_calls_without_a_token_are_refused_at_a_bounded_rate(accepted: Accepted) -> None:
-    clock = Clock()
-    watched = Connections(lambda: True, clock)
+def test_calls_without_a_token_are_refused_at_a_bounded_rate(watched: Connections, clock: Clock, accepted: Accepted) -> None:
     assert all(watched.admits(f"ipv4:10.0.0.1:{number}", lambda: False) for number in range(REFUSALS))
     assert not watched.admits(accepted.name, lambda: False)
     clock.now += 1 / REFUSALS_A_SECOND + 1e-6
@@ -445,8 +432,7 @@ def test_calls_without_a_token_are_refused_at_a_bounded_rate(accepted: Accepted)
     assert accepted.client.recv(1) == b""
 
 
-def test_calls_with_a_token_are_always_admitted(accepted: Accepted) -> None:
-    watched = Connections(lambda: True, Clock())
+def test_calls_with_a_token_are_always_admitted(watched: Connections, accepted: Accepted) -> None:
     watched.is_flooded = True
     while watched.admits(accepted.name, lambda: False):
         pass
@@ -465,8 +451,7 @@ def test_a_server_without_tokens_admits_all_calls(accepted: Accepted) -> None:
     assert watched.look(accepted.port) == 0
 
 
-def test_a_unix_socket_has_no_connections_to_pause() -> None:
-    watched = Connections(lambda: True, Clock())
+def test_a_unix_socket_has_no_connections_to_pause(watched: Connections) -> None:
     watched.is_flooded = True
     assert all(watched.admits("unix:", lambda: False) for _ in range(10 * REFUSALS))
 
@@ -479,8 +464,7 @@ def test_a_peer_has_an_address(peer: str, address: str) -> None:
     assert address_of(peer) == address
 
 
-def test_failures_are_forgiven_then_cost_time_and_are_forgotten() -> None:
-    clock = Clock()
+def test_failures_are_forgiven_then_cost_time_and_are_forgotten(clock: Clock) -> None:
     failures = Failures(clock)
     assert [failures.note("a") for _ in range(FREE + 3)][-4:] == [0, 1, 2, 4]
     assert max(failures.note("a") for _ in range(50)) == MAX_WAIT_S
@@ -505,8 +489,7 @@ def test_the_table_of_failures_is_bounded() -> None:
     assert len(failures._failed) == MAX_ADDRESSES
 
 
-def test_an_allowance_refills_up_to_its_size() -> None:
-    clock = Clock()
+def test_an_allowance_refills_up_to_its_size(clock: Clock) -> None:
     allowance = Allowance(3, 2.0, clock)
     assert [allowance.take() for _ in range(4)] == [True, True, True, False]
     clock.now += 0.5
