@@ -159,9 +159,6 @@ def test_what_may_be_a_secret_is_not_public(name: str, value: object, shown: str
 
 @pytest.mark.parametrize("value", ['"https://hooks.example/SECRET"', '[["https://hooks.example/SECRET"]]'])
 def test_a_webhook_in_a_wrong_form_is_not_shown(tmp_path: Path, value: str) -> None:
-    file = tmp_path / "farm.toml"
-    file.write_text(f"webhook = {value}\n")
-    file.chmod(0o600)
     with refuses("BAD_SETTING", match="webhook") as refused:
-        parse(parser(), ["--config", str(file)], {})
+        parse(parser(), ["--config", write(tmp_path, f"webhook = {value}\n")], {})
     assert "SECRET" not in str(refused.value)

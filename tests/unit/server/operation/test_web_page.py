@@ -32,15 +32,20 @@ def page(config: Config, monkeypatch: pytest.MonkeyPatch) -> WebPage:
     return WebPage(config, "127.0.0.1:1", "key", measures=())
 
 
-async def test_a_page_that_cannot_be_started_for_now_is_started_later(
-    tmp_path: Path, page: WebPage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program, starts = tmp_path / "page", tmp_path / "starts"
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of the page's program."""
+    path = tmp_path / "page"
+    path.touch(0o700)
+    monkeypatch.setattr(sys, "executable", str(path))
+    return path
+
+
+async def test_a_page_that_cannot_be_started_for_now_is_started_later(program: Path, tmp_path: Path, page: WebPage) -> None:
+    starts = tmp_path / "starts"
     os.mkfifo(starts)
     reader, has_started = os.open(starts, os.O_RDWR | os.O_NONBLOCK), asyncio.Event()
     program.write_text(f'#!/bin/sh\necho start >> "{starts}"\n{READY}')
-    program.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(program))
     await page.start()
     assert page.url == "http://127.0.0.1:1" and page.pid is not None
     program.rename(tmp_path / "away")
@@ -63,12 +68,10 @@ async def test_a_page_that_cannot_be_started_for_now_is_started_later(
 
 
 async def test_a_page_that_is_late_is_started_again_and_does_not_end_its_server(
-    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+    program: Path, tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program, late = tmp_path / "page", tmp_path / "late"
+    late = tmp_path / "late"
     program.write_text(f'#!/bin/sh\n[ -e "{late}" ] || {{ touch "{late}"; cat > /dev/null; exit; }}\n{READY}')
-    program.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(program))
     monkeypatch.setattr(web_page, "RESTART_S", 0.01)
     monkeypatch.setattr(web_page, "START_S", 0.5)
     page = WebPage(config, "127.0.0.1:1", "key", measures=())
@@ -82,13 +85,8 @@ async def test_a_page_that_is_late_is_started_again_and_does_not_end_its_server(
         assert page.url == "http://127.0.0.1:1"
 
 
-async def test_a_page_that_does_not_answer_has_not_started(
-    tmp_path: Path, page: WebPage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = tmp_path / "page"
+async def test_a_page_that_does_not_answer_has_not_started(program: Path, page: WebPage) -> None:
     program.write_text("#!/bin/sh\nexit 1\n")
-    program.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(program))
     with pytest.raises(PageNotStarted):
         await page.start()
     assert page.pid is None
@@ -96,13 +94,11 @@ async def test_a_page_that_does_not_answer_has_not_started(
 
 
 async def test_a_page_that_hangs_ends_with_a_server_that_stops_meanwhile(
-    tmp_path: Path, page: WebPage, monkeypatch: pytest.MonkeyPatch
+    program: Path, tmp_path: Path, page: WebPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program, pids = tmp_path / "page", tmp_path / "pids"
+    pids = tmp_path / "pids"
     os.mkfifo(pids)
     program.write_text(f'#!/bin/sh\necho $$ > "{pids}"\nexec sleep 600\n')
-    program.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(program))
     monkeypatch.setattr(web_page, "STOP_S", 0.05)
     starting = asyncio.create_task(page.start())
     hanging = psutil.Process(int(await asyncio.to_thread(pids.read_text)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from datetime import UTC, datetime, timedelta
 
+import pytest
+
 from etfarm.server.jobs.cells.cell_run import CellRun
 from etfarm.server.jobs.cells.progress import ANNOUNCED_S, CellProgress, PhaseTimer, TurnPhases
 from etfarm.server.jobs.records.watch import Announcer
@@ -49,25 +51,38 @@ def recorded(run: CellRun) -> list[tuple[str, float, float]]:
     return [(phase.phase, phase.start_ms, phase.duration_ms) for phase in run.cell.timeline]
 
 
-async def test_waits_for_a_turn_are_phases_of_their_own() -> None:
+@pytest.mark.parametrize(
+    ("turns", "end_s", "phases"),
+    [
+        pytest.param(
+            # 1 ms in which a cache is asked, then two children of a compilation
+            [(0.001, False), (3, True), (5, False), (6, True)], 10,
+            [("WAIT_FOR_WORKER", 1, 2999), ("COMPILE", 3000, 2000), ("WAIT_FOR_WORKER", 5000, 1000), ("COMPILE", 6000, 4000)],
+            id="waits for a turn are phases of their own",
+        ),
+        pytest.param([(0, False), (0.004, True)], 2, [("COMPILE", 0, 2000)], id="a turn at once is no wait"),
+        pytest.param(
+            [(0, False), (0.004, True), (2, False), (2.004, True)], 6, [("COMPILE", 0, 6000)],
+            id="a turn at once does not cut the work",
+        ),
+        pytest.param(
+            # The second time, what starts children was lost.
+            [(1, False), (2, False)], 5, [("COMPILE", 0, 1000), ("WAIT_FOR_WORKER", 1000, 4000)],
+            id="a wait that starts again or fails is one wait",
+        ),
+        pytest.param([], 0.5, [("COMPILE", 0, 500)], id="an answer without a worker is work"),
+    ],
+)  # fmt: skip
+async def test_work_and_waits_are_phases(
+    turns: list[tuple[float, bool]], end_s: float, phases: list[tuple[str, float, float]]
+) -> None:
     clock, announced, run = Clock(), Announced(), started()
-    phases = clock.phases(run, announced)
-    clock.now_s = 0.001  # what a cache is asked
-    phases.turn(False)
-    clock.now_s = 3
-    phases.turn(True)
-    clock.now_s = 5
-    phases.turn(False)  # the second child of a compilation
-    clock.now_s = 6
-    phases.turn(True)
-    clock.now_s = 10
-    phases.end()
-    assert recorded(run) == [
-        ("WAIT_FOR_WORKER", 1, 2999),
-        ("COMPILE", 3000, 2000),
-        ("WAIT_FOR_WORKER", 5000, 1000),
-        ("COMPILE", 6000, 4000),
-    ]
+    timeline = clock.phases(run, announced)
+    for clock.now_s, has_turn in turns:
+        timeline.turn(has_turn)
+    clock.now_s = end_s
+    timeline.end()
+    assert recorded(run) == phases and announced.phases == []
 
 
 async def test_watchers_are_told_of_waits_that_last() -> None:
@@ -84,45 +99,3 @@ async def test_watchers_are_told_of_waits_that_last() -> None:
         phases.turn(False)
     await asyncio.sleep(0.03)
     assert announced.phases == ["WAIT_FOR_WORKER", "COMPILE"], "the cell ended"
-
-
-async def test_a_turn_at_once_does_not_cut_the_work() -> None:
-    clock, announced, run = Clock(), Announced(), started()
-    phases = clock.phases(run, announced)
-    for seconds, has_turn in ((0, False), (0.004, True), (2, False), (2.004, True)):
-        clock.now_s = seconds
-        phases.turn(has_turn)
-    clock.now_s = 6
-    phases.end()
-    assert recorded(run) == [("COMPILE", 0, 6000)]
-
-
-async def test_a_wait_that_starts_again_or_fails_is_one_wait() -> None:
-    clock, announced, run = Clock(), Announced(), started()
-    phases = clock.phases(run, announced)
-    clock.now_s = 1
-    phases.turn(False)
-    clock.now_s = 2
-    phases.turn(False)  # what starts children was lost
-    clock.now_s = 5
-    phases.end()
-    assert recorded(run) == [("COMPILE", 0, 1000), ("WAIT_FOR_WORKER", 1000, 4000)]
-
-
-async def test_a_turn_at_once_is_no_wait() -> None:
-    clock, announced, run = Clock(), Announced(), started()
-    phases = clock.phases(run, announced)
-    phases.turn(False)
-    clock.now_s = 0.004
-    phases.turn(True)
-    clock.now_s = 2
-    phases.end()
-    assert recorded(run) == [("COMPILE", 0, 2000)]
-
-
-async def test_an_answer_without_a_worker_is_work() -> None:
-    clock, announced, run = Clock(), Announced(), started()
-    phases = clock.phases(run, announced)
-    clock.now_s = 0.5
-    phases.end()
-    assert recorded(run) == [("COMPILE", 0, 500)] and announced.phases == []
