@@ -153,7 +153,23 @@ def flow_point(decode: float, **changes: Any) -> dict[str, Any]:
     return {**point(decode, **changes), "parts": [{**encoder, "prefill_share": 0.5}, decoder]}
 
 
-def generated_report(cell: str, *points: dict[str, Any], **changes: Any) -> dict[str, Any]:
+def accuracy_of_logits(top1: float = 0.97, sqnr_db: float = 30.0, tokens: int = 1000, **changes: Any) -> dict[str, Any]:
+    """Return how exactly a language model computes, against the program before quantization and the quantized one."""
+    values = {
+        "tokens": tokens, "top1_agreement": top1, "sqnr_db": sqnr_db, "kl_divergence": 0.02, "max_abs_error": 0.5,
+        "generated_tokens": 16, "perplexity": 10.0, "perplexity_ratio": 1.1,
+        "first_difference": {"index": 5, "token": 1, "reference_token": 2, "gap": 0.1},
+    }  # fmt: skip
+    references = [{"reference": name, **values} for name in ("program before quantization", "quantized program")]
+    return {
+        "tokens": tokens, "is_text": True, "perplexity": 11.0, "perplexity_tokens": tokens - 1, "references": references,
+        **changes,
+    }  # fmt: skip
+
+
+def generated_report(
+    cell: str, *points: dict[str, Any], accuracy_of_logits: dict[str, Any] | None = None, **changes: Any
+) -> dict[str, Any]:
     """Return a REPORT of a language model of its own."""
     own = {"program": {"digest": cell.ljust(64, "0"), "size_bytes": 1000}, "toolchain": {"torch": "2.13.0"}}
     model: dict[str, Any] = {
@@ -165,6 +181,7 @@ def generated_report(cell: str, *points: dict[str, Any], **changes: Any) -> dict
         model["flow"] = {"embedding_method": "token_embedding", "encoders": encoders}
     generation = {
         "model": model, "generated_tokens": 16, "points": list(points), "decode_execution": {"tokens": 1, "position": 8},
+        **({"accuracy": accuracy_of_logits} if accuracy_of_logits else {}),
     }  # fmt: skip
     nothing: dict[str, Any] = {"latency": None, "accuracy": None}
     return report(cell, **{"compile": own, "generation": generation, **nothing, **changes})

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from etfarm.client.formats import github
+from tests.support.comparison_examples import EXAMPLES
 from tests.support.documents import document, report
 
-RECORDED = Path(__file__).parents[3] / "support" / "recorded_comparisons"
 COMMAND = re.compile(r"::(error|warning) ((?:[a-z]+=[^,:\n\r]*)(?:,[a-z]+=[^,:\n\r]*)*)::([^\n\r]*)")
 
 
@@ -65,12 +63,11 @@ def test_an_invalid_measurement_is_a_warning() -> None:
 
 
 def test_a_gate_that_fails_is_an_error_for_each_reason() -> None:
-    compared = json.loads((RECORDED / "spread.json").read_text())
     reasons = [{"pair": 0, "metric": "latency", "code": "WORSE", "message": text} for text in ("5 % slower", "6 % slower: x, y")]
     limits = [{"metric": "latency", "limit": 3.0, "unit": "%"}]
     for outcome, kind in (("failed", "error"), ("inconclusive", "warning")):
-        compared["gate"] = {"limits": limits, "passed": False, "outcome": outcome, "reasons": reasons, "notes": []}
-        lines = [parse(line) for line in github.workflow_commands(compared)]
+        gate = {"limits": limits, "passed": False, "outcome": outcome, "reasons": reasons, "notes": []}
+        lines = [parse(line) for line in github.workflow_commands({**EXAMPLES["spread"], "gate": gate})]
         assert [(each, message) for each, _, message in lines] == [(kind, "5 % slower"), (kind, "6 % slower: x, y")]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -12,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etfarm.client.formats import junit
+from tests.support.comparison_examples import EXAMPLES
 from tests.support.documents import HOSTILE, document, report
 
-RECORDED = Path(__file__).parents[3] / "support" / "recorded_comparisons"
 COUNTS = {"failures": "failure", "errors": "error", "skipped": "skipped"}
 
 
@@ -96,10 +94,9 @@ def gate_of(*reasons: tuple[str | None, str], outcome: str) -> dict[str, Any]:
         (gate_of((None, "MISSING"), outcome="failed"), "failure", "failure"),
     ],
 )
-@pytest.mark.parametrize("name", sorted(path.stem for path in RECORDED.glob("*.json")))
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_each_pair_and_gate_of_a_comparison_is_a_case(name: str, gate: dict[str, Any], latency: str, size: str) -> None:
-    compared = json.loads((RECORDED / f"{name}.json").read_text())
-    compared["gate"] = gate
+    compared = {**EXAMPLES[name], "gate": gate}
     text = junit.write(compared)
     known = results(text)
     assert (known["--gate latency=3%"], known["--gate size=1%"]) == (latency, size)

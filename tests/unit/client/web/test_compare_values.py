@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from etfarm.client.reports import Comparison
 from etfarm.client.web.compare_values import Scale, describe_pairs, fit_scale
-
-RECORDED = Path(__file__).parents[3] / "support" / "recorded_comparisons"
-
-
-def recorded(name: str) -> dict[str, Any]:
-    """Return a recorded comparison, with the keys that were added since."""
-    document = json.loads((RECORDED / f"{name}.json").read_text())
-    return Comparison.from_dict(document.get("comparison", document)).to_dict()
+from tests.support.comparison_examples import EXAMPLES
 
 
-@pytest.mark.parametrize("file", sorted(RECORDED.glob("*.json")), ids=lambda file: file.stem)
-def test_every_recorded_comparison_is_shown(file: Path) -> None:
-    pairs = describe_pairs(recorded(file.stem))
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_comparisons_of_each_kind_are_shown(name: str) -> None:
+    pairs = describe_pairs(Comparison.from_dict(EXAMPLES[name]).to_dict())
     scale = fit_scale(pairs)
     for pair in pairs:
         assert pair.heading and pair.answer

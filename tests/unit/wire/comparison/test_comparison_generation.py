@@ -16,6 +16,7 @@ from etfarm.wire.comparison import from_message, to_message
 from etfarm.wire.comparison.remedy import how_to_decide_rates
 from etfarm.wire.comparison.sides import name
 from tests.support.comparisons import against
+from tests.support.generated import accuracy_of_logits as accuracy
 from tests.support.generated import flow_point, generated_report, point
 
 BASE = generated_report("b", point(100.0, 100.0, 100.5, 99.5))
@@ -119,24 +120,8 @@ def test_the_farm_sends_the_same_document() -> None:
     assert typed.to_dict() == document
 
 
-def accuracy(top1: float = 0.97, sqnr_db: float = 30.0, tokens: int = 1000, **changes: Any) -> dict[str, Any]:
-    """The accuracy of a language model's logits against the program before quantization, and the quantized one."""
-    values = {
-        "tokens": tokens, "top1_agreement": top1, "sqnr_db": sqnr_db, "kl_divergence": 0.02, "max_abs_error": 0.5,
-        "generated_tokens": 16, "perplexity": 10.0, "perplexity_ratio": 1.1,
-        "first_difference": {"index": 5, "token": 1, "reference_token": 2, "gap": 0.1},
-    }  # fmt: skip
-    references = [{"reference": name, **values} for name in ("program before quantization", "quantized program")]
-    return {
-        "tokens": tokens, "is_text": True, "perplexity": 11.0, "perplexity_tokens": tokens - 1, "references": references,
-        **changes,
-    }  # fmt: skip
-
-
 def exact(cell: str, known: dict[str, Any] | None) -> dict[str, Any]:
-    report = generated_report(cell, point(100.0, 100.0, 100.5, 99.5))
-    generation = {**report["generation"], **({"accuracy": known} if known else {})}
-    return generated_report(cell, generation=generation)
+    return generated_report(cell, point(100.0, 100.0, 100.5, 99.5), accuracy_of_logits=known)
 
 
 def test_the_accuracy_of_logits_is_compared_with_the_first_common_reference() -> None:
