@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from etfarm.client.export import ModelSource, export_source
 from etfarm.wire.shared_state import PREFIX
+from tests.support.exports import export_called, read_program
 
 
 class State(nn.Module):
@@ -63,17 +63,12 @@ def read(state: Any, x: Tensor) -> Tensor:
     return state.n * x
 
 
-def exported(source: ModelSource, method: str) -> nn.Module:
-    pt2 = export_source(source, name="m").methods[method].pt2
-    return torch.export.load(io.BytesIO(pt2)).module()  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("is_nested", [False, True])
 @pytest.mark.parametrize("body", [accumulate, delay, swap])
 def test_calls_give_what_eager_pytorch_gives(body: Callable[[Any, Tensor], Any], is_nested: bool) -> None:
     step = Step(body, State() if is_nested else None).eval()
     eager = copy.deepcopy(step)
-    program = exported(ModelSource.of(step, (torch.ones(2),)), "forward")
+    program = export_called(ModelSource.of(step, (torch.ones(2),)))
     for x in torch.tensor([[1.0, 2.0], [3.0, 5.0], [7.0, 11.0]]):
         torch.testing.assert_close(program(x.clone()), eager(x.clone()))
     assert all(value.tolist() in ([0, 0], [1, 1]) for value in step.buffers()), "the model is unchanged"
@@ -84,7 +79,7 @@ def test_an_assigned_buffer_is_shared() -> None:
     methods: dict[str, nn.Module] = {"step": Step(accumulate, state).eval(), "read": Step(read, state).eval()}
     model = export_source(ModelSource(methods=methods, example_inputs={"step": x, "read": x}), name="m")
     assert model.calls == (("step", None), ("read", None))
-    programs = [torch.export.load(io.BytesIO(method.pt2)) for method in model.methods.values()]  # type: ignore[arg-type]
+    programs = [read_program(method.pt2) for method in model.methods.values()]
     assert all(f"{PREFIX}state.n" in program.state_dict for program in programs)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from etfarm.client.export.source import ModelSource  # noqa: E402
 from etfarm.client.export.spec import FileFactory  # noqa: E402
 from etfarm.client.export.traces import is_users  # noqa: E402
 from etfarm.server.graphs.sources import Source, source_of  # noqa: E402
+from tests.support.exports import read_program  # noqa: E402
 
 FILE = """
 import torch
@@ -59,7 +59,7 @@ def lines(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str,
     archive = export_source(load_source(FileFactory(path, name)), name=name).methods["forward"].pt2
     assert isinstance(archive, bytes) and str(folder).encode() not in archive
     result: dict[str, set[Source | None]] = {}
-    for node in torch.export.load(io.BytesIO(archive)).graph.nodes:
+    for node in read_program(archive).graph.nodes:
         if node.op == "call_function":
             result.setdefault(node.name, set()).add(source_of(node.meta.get("stack_trace")))
     return result
@@ -107,7 +107,7 @@ def test_only_a_factory_is_recorded_and_torch_stays_as_it_was() -> None:
     assert nn.Module.__init__ is before
     archive = export_source(ModelSource.of(nn.Sequential(outside).eval(), (torch.ones(1, 2),)), name="m").methods["forward"].pt2
     assert isinstance(archive, bytes)
-    (linear,) = [node for node in torch.export.load(io.BytesIO(archive)).graph.nodes if node.op == "call_function"]
+    (linear,) = [node for node in read_program(archive).graph.nodes if node.op == "call_function"]
     assert source_of(linear.meta["stack_trace"]) is None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import subprocess
@@ -18,6 +17,7 @@ from etfarm.client.export import DEMOS, Demo, ModelSource, export_source, load_s
 from etfarm.client.export.demo_models import SAMPLES_KEY, ds_cnn
 from etfarm.client.export.eager import ExportedMethod
 from etfarm.wire import digest
+from tests.support.exports import read_program
 
 ROOT = Path(__file__).parents[4]
 
@@ -83,7 +83,7 @@ def test_int8_keeps_what_a_demo_says(demos: dict[str, ModelSource], name: str) -
 
 @pytest.mark.parametrize("name", DEMOS)
 def test_every_operator_names_a_line_of_the_demo(exported: dict[str, ExportedMethod], name: str) -> None:
-    operators = [node for node in torch.export.load(io.BytesIO(exported[name].pt2)).graph.nodes if node.op == "call_function"]
+    operators = [node for node in read_program(exported[name].pt2).graph.nodes if node.op == "call_function"]
     assert operators
     for node in operators:
         files = re.findall(r'File "([^"]+)"', node.meta["stack_trace"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import random
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from etfarm.client.export import ModelSource, export_source
+from tests.support.exports import read_program
 
 
 class Model(nn.Module):
@@ -198,7 +198,7 @@ def test_tensors_outside_of_buffers_start_with_their_own_values(strict: bool) ->
     (method,) = export_source(ModelSource.of(model, (X,)), name="m", strict=strict).methods.values()
     assert (model.count.tolist(), model.weight.tolist()) == ([0, 0], [5, 5])
     assert isinstance(method.pt2, bytes)
-    program = torch.export.load(io.BytesIO(method.pt2)).module()
+    program = read_program(method.pt2).module()
     for calls in (1, 2):
         assert torch.equal(program(X), X + calls + 5 * 2**calls)
 

@@ -27,6 +27,7 @@ from etfarm.client.export.traces import place_in, relative
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.tensors import Scalar, decode, to_array
 from etfarm.wire.tensors import Tensor as WireTensor
+from tests.support.exports import Function, read_program
 from tests.support.golden import Golden
 from tests.support.refusals import refuses
 
@@ -82,8 +83,7 @@ def refused(source: ModelSource) -> EtfarmError:
 
 
 def traces(pt2: bytes) -> list[str]:
-    program = torch.export.load(io.BytesIO(pt2))
-    graphs = [module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+    graphs = [module for module in read_program(pt2).graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
     return [node.meta["stack_trace"] for graph in graphs for node in graph.graph.nodes if node.meta.get("stack_trace")]
 
 
@@ -103,7 +103,7 @@ def test_an_archive_names_the_users_lines_and_nothing_else_of_the_disk(tmp_path:
         for entry in archive.namelist():
             for private in (str(tmp_path), sys.prefix, str(ROOT), str(Path.home()) + "/"):
                 assert private.encode() not in archive.read(entry), entry
-    stacks = [node.meta.get("nn_module_stack") for node in torch.export.load(io.BytesIO(pt2)).graph.nodes]
+    stacks = [node.meta.get("nn_module_stack") for node in read_program(pt2).graph.nodes]
     assert any(stack and "conv" in str(stack) for stack in stacks)
 
 
@@ -167,7 +167,7 @@ def test_inputs_are_flattened_and_named_and_keep_their_memory_format() -> None:
 def test_one_tensor_for_two_arguments_still_gives_a_program_of_two() -> None:
     x = torch.ones(2)
     method = forward_of(ModelSource.of(Add().eval(), (x, x)))
-    module = torch.export.load(io.BytesIO(method.pt2)).module()
+    module = read_program(method.pt2).module()
     assert module(torch.tensor([1.0, 1.0]), torch.tensor([5.0, 5.0])).tolist() == [7, 7]
 
 
@@ -277,17 +277,6 @@ def test_a_program_that_cannot_be_saved_names_what_torch_save_does_not_take() ->
     export_source(ModelSource.of(Constants(outside=True).eval(), (torch.ones(3),)), name="m")
 
 
-class Call(nn.Module):
-    """A model that is one function."""
-
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(x)
-
-
 class Counter(nn.Module):
     """Counts its calls, in a branch or without gradients."""
 
@@ -307,7 +296,7 @@ class Counter(nn.Module):
 
 
 def test_a_region_that_only_writes_is_part_of_the_program() -> None:
-    program = torch.export.load(io.BytesIO(forward_of(ModelSource.of(Counter(in_branch=False).eval(), (torch.eye(3),))).pt2))
+    program = read_program(forward_of(ModelSource.of(Counter(in_branch=False).eval(), (torch.eye(3),))).pt2)
     module = program.module()
     assert torch.equal(module(torch.eye(3)), torch.eye(3) * 2)
     assert dict(module.named_buffers())["count"].item() == 3
@@ -329,7 +318,7 @@ class Frozen(nn.Module):
 
 def test_a_region_without_gradients_is_part_of_the_program() -> None:
     model, x = Frozen().eval(), torch.randn(2, 3)
-    program = torch.export.load(io.BytesIO(forward_of(ModelSource.of(model, (x,))).pt2))
+    program = read_program(forward_of(ModelSource.of(model, (x,))).pt2)
     expected, actual = model(x), program.module()(x)
     assert expected.keys() == actual.keys() and all(torch.equal(expected[key], actual[key]) for key in expected)
     lines = [node.meta["stack_trace"] for node in program.graph.nodes if str(node.target) == "aten.linear.default"]
@@ -396,19 +385,19 @@ def lookup() -> nn.Module:
     ("make", "x", "line", "remedy"),
     [
         (
-            lambda: Call(lambda x: torch.linalg.lstsq(x, x).solution),
+            lambda: Function(lambda x: torch.linalg.lstsq(x, x).solution),
             torch.eye(3),
             "test_export.py:",
             "with other operators",
         ),
-        (lambda: Call(lambda x: (x, (x > 0).any().item())), torch.eye(3), "", "return the tensor, without .item()"),
-        (lambda: Call(torch.nn.functional.one_hot), torch.tensor([0, 2]), "test_export.py:", "such as num_classes of one_hot"),
-        (lambda: Call(lambda x: torch.cond(x.sum() > 0, lambda v: v + torch.tensor([1.0]), torch.sin, (x,))), torch.eye(3),
-         "test_export.py:", "create those outside"),
+        (lambda: Function(lambda x: (x, (x > 0).any().item())), torch.eye(3), "", "return the tensor, without .item()"),
+        (lambda: Function(lambda x: nn.functional.one_hot(x)), torch.tensor([0, 2]), "test_export.py:", "such as num_classes of"),
+        (lambda: Function(lambda x: torch.cond(x.sum() > 0, lambda v: v + torch.tensor([1.0]), torch.sin, (x,))), torch.eye(3),
+         "exports.py:", "create those outside"),
         (lambda: Counter(in_branch=True), torch.eye(3), "test_export.py:", "return the new value of a buffer from each branch"),
-        (lambda: Call(lambda x: torch.combinations(x[0])), torch.eye(3), "test_export.py:", "with other operators"),
-        (lambda: Call(lambda x: x.to_sparse()), torch.eye(3), "", "compute with dense ones"),
-        (lambda: Call(lambda x: torch.view_as_real(torch.view_as_complex(x[:, :2].reshape(3, 1, 2)) * 1j)), torch.eye(3),
+        (lambda: Function(lambda x: torch.combinations(x[0])), torch.eye(3), "test_export.py:", "with other operators"),
+        (lambda: Function(lambda x: x.to_sparse()), torch.eye(3), "", "compute with dense ones"),
+        (lambda: Function(lambda x: torch.view_as_real(torch.view_as_complex(x[:, :2].reshape(3, 1, 2)) * 1j)), torch.eye(3),
          "test_export.py:", "real and imaginary parts separately"),
         (lookup, torch.tensor([1, 2]), "", "leave that layer out with the filter of quantize_"),
     ],
@@ -450,7 +439,7 @@ def test_dicts_of_samples_have_the_order_of_the_example(kind: Callable[[Any], An
 
 
 def test_a_boolean_that_depends_on_values_is_returned_as_a_tensor() -> None:
-    assert forward_of(ModelSource.of(Call(lambda x: (x, (x > 0).any())).eval(), (torch.eye(3),))).pt2
+    assert forward_of(ModelSource.of(Function(lambda x: (x, (x > 0).any())).eval(), (torch.eye(3),))).pt2
 
 
 def test_a_sentence_that_ends_in_a_colon_is_completed() -> None:
@@ -480,7 +469,7 @@ def test_any_other_refusal_has_its_first_line_and_the_users() -> None:
 def test_dynamic_shapes_are_kept_and_a_left_out_argument_is_static() -> None:
     inputs = (torch.ones(4, 2), torch.ones(2))
     pt2 = forward_of(ModelSource.of(Add().eval(), inputs, dynamic_shapes={"x": {0: Dim("n", max=64)}})).pt2
-    module = torch.export.load(io.BytesIO(pt2)).module()
+    module = read_program(pt2).module()
     assert module(torch.ones(9, 2), torch.ones(2)).shape == (9, 2)
 
 

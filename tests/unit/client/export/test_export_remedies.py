@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,7 @@ from torch.export import Dim
 
 from etfarm.client.export import ModelSource, export_source
 from etfarm.client.export.errors import BadModel, DimSpecialized
+from tests.support.exports import export_called, export_program
 from tests.support.refusals import refuses
 
 IMAGE, KERNEL = torch.rand(1, 3, 8, 8), torch.ones(4, 3, 3, 3)
@@ -46,8 +46,7 @@ class Model(nn.Module):
 def must_equal_eager(body: Callable[..., Any], inputs: tuple[Tensor, ...]) -> None:
     """Check that a model is exported, and that its archive gives what it gives in three calls."""
     module = Model(body).eval()
-    pt2 = export_source(ModelSource.of(module, inputs), name="m").methods["forward"].pt2
-    program = torch.export.load(io.BytesIO(pt2))  # type: ignore[arg-type]
+    program = export_program(ModelSource.of(module, inputs))
     targets = {getattr(node.target, "__module__", "") for node in program.graph.nodes if node.op == "call_function"}
     assert "torch._functorch.predispatch" not in targets
     called = program.module()
@@ -323,8 +322,7 @@ def test_a_recurrent_layer_of_a_dynamic_length_is_refused_and_a_scan_of_its_cell
     with pytest.raises(DimSpecialized) as caught:
         export_source(ModelSource.of(Steps(scans=False).eval(), (x,), dynamic_shapes=shapes), name="m")
     assert "a recurrent layer" in caught.value.remedy and "unrolls" in caught.value.remedy
-    pt2 = export_source(ModelSource.of(Steps(scans=True).eval(), (x,), dynamic_shapes=shapes), name="m").methods["forward"].pt2
-    called = torch.export.load(io.BytesIO(pt2)).module()  # type: ignore[arg-type]
+    called = export_called(ModelSource.of(Steps(scans=True).eval(), (x,), dynamic_shapes=shapes))
     for length in (2, 9):
         series = torch.rand(1, length, 3)
         torch.testing.assert_close(called(series), Steps(scans=True)(series))

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._higher_order_ops.scan import scan
 from torch.export import Dim
 
 from etfarm.client.export import ModelSource, export_source
 from etfarm.client.export.errors import DimSpecialized
+from tests.support.exports import Function, export_called
 
 ANY, MULTIPLE = Dim("n", min=8, max=19), 4 * Dim("k", min=2, max=4)
-
-
-class Function(nn.Module):
-    """A model that is one function of a tensor."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
 
 
 def loop(x: Tensor) -> Tensor:
@@ -62,8 +51,7 @@ def source(function: Callable[[Tensor], Tensor], dim: Any, size: int = 8) -> Mod
 
 
 def must_work(function: Callable[[Tensor], Tensor], dim: Any, size: int = 8) -> None:
-    pt2 = export_source(source(function, dim, size), name="m").methods["forward"].pt2
-    called = torch.export.load(io.BytesIO(pt2)).module()  # type: ignore[arg-type]
+    called = export_called(source(function, dim, size))
     for each in (8, 12, 16) if dim else (size,):
         x = torch.rand(each, 2)
         torch.testing.assert_close(called(x), function(x))

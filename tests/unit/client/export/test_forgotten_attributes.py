@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from etfarm.client.export import ModelSource, export_source
+from tests.support.exports import Body, read_program
 
 X = (torch.tensor([1.0, 2.0, 3.0]),)
 
@@ -32,20 +32,6 @@ class Slots:
 
     def __init__(self) -> None:
         self.h = torch.zeros(3)
-
-
-class Model(nn.Module):
-    """A call with one attribute."""
-
-    value: Any
-
-    def __init__(self, value: Any, body: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.value = value
-        self.body = body
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(self, x)
 
 
 def attribute(m: Any, x: Tensor) -> Tensor:
@@ -141,7 +127,7 @@ def is_unchanged(value: Any) -> bool:
 def test_state_in_attributes_is_named(
     make: Callable[[], Any], body: Callable[[Any, Tensor], Tensor], name: str, strict: bool
 ) -> None:
-    module, sentences = Model(make(), body).eval(), list[str]()
+    module, sentences = Body(body, make()).eval(), list[str]()
     value = module.value
     model = export_source(ModelSource.of(module, X), name="m", strict=strict, say=sentences.append)
     assert model.methods["forward"].forgotten == (name,)
@@ -150,7 +136,7 @@ def test_state_in_attributes_is_named(
 
 
 def test_a_buffer_that_is_none_at_first_is_named() -> None:
-    module = Model(None, lambda m, x: late(m, x)).eval()
+    module = Body(lambda m, x: late(m, x), None).eval()
     del module.value
     module.register_buffer("value", None)
     assert export_source(ModelSource.of(module, X), name="m").methods["forward"].forgotten == ("self.value",)
@@ -166,7 +152,7 @@ def masked(m: Any, x: Tensor) -> Tensor:
 
 
 def test_a_cache_that_only_saves_work_is_not_named() -> None:
-    module, sentences = Model(None, masked).eval(), list[str]()
+    module, sentences = Body(masked, None).eval(), list[str]()
     for _ in range(2):  # a cache with tensors of the first export would break the second
         model = export_source(ModelSource.of(module, X), name="m", say=sentences.append)
         assert model.methods["forward"].forgotten == () and sentences == []
@@ -177,8 +163,8 @@ def test_of_several_attributes_only_state_is_named() -> None:
     def body(m: Any, x: Tensor) -> Tensor:
         return masked(m, x) + attribute(m.inner, x)
 
-    module = Model(None, body).eval()
-    module.inner = Model(torch.zeros(3), attribute).eval()
+    module = Body(body, None).eval()
+    module.inner = Body(attribute, torch.zeros(3)).eval()
     assert export_source(ModelSource.of(module, X), name="m").methods["forward"].forgotten == ("self.inner.value",)
 
 
@@ -189,7 +175,7 @@ def test_what_another_method_reads_is_named() -> None:
         m.value.h = x
         return x * 1
 
-    methods: dict[str, nn.Module] = {"set": Model(state, write).eval(), "get": Model(state, lambda m, x: x + m.value.h).eval()}
+    methods: dict[str, nn.Module] = {"set": Body(write, state).eval(), "get": Body(lambda m, x: x + m.value.h, state).eval()}
     model = export_source(ModelSource(methods=methods, example_inputs={"set": X, "get": X}), name="m", say=sentences.append)
     assert {name: method.forgotten for name, method in model.methods.items()} == {"set": ("self.value.h",), "get": ()}
 
@@ -202,12 +188,12 @@ def test_a_buffer_instead_is_kept() -> None:
         m.n.add_(1)
         return m.h * m.n
 
-    module = Model(None, body).eval()
+    module = Body(body, None).eval()
     module.register_buffer("h", torch.zeros(3))
     module.register_buffer("n", torch.zeros(1))
     model = export_source(ModelSource.of(module, X), name="m")
     assert model.methods["forward"].forgotten == () and module.n.item() == 0
-    program = torch.export.load(io.BytesIO(model.methods["forward"].pt2)).module()  # type: ignore[arg-type]
+    program = read_program(model.methods["forward"].pt2).module()
     for _ in range(3):
         torch.testing.assert_close(program(*X), module(*X))
 

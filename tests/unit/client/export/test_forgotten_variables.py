@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import io
 import itertools
 import sys
 from collections import deque
@@ -15,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from etfarm.client.export import ModelSource, export_source
 from etfarm.client.export.forgetting import attributes_kept
+from tests.support.exports import Body, read_program
 
 X = (torch.tensor([1.0, 2.0, 3.0]),)
 
@@ -29,20 +29,6 @@ LAST: deque[Tensor] = deque([torch.zeros(3)], maxlen=2)
 STATE = SimpleNamespace(n=0)
 MASKS: dict[int, Tensor] = {}
 CALLS = 0
-
-
-class Model(nn.Module):
-    """A call with one attribute."""
-
-    value: Any
-
-    def __init__(self, body: Callable[[Any, Tensor], Tensor], value: Any = None) -> None:
-        super().__init__()
-        self.value = value
-        self.body = body
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(self, x)
 
 
 def array(m: Any, x: Tensor) -> Tensor:
@@ -144,11 +130,11 @@ def _variables_as_imported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def must_forget(body: Callable[[Any, Tensor], Tensor], value: Any, name: str, *, strict: bool) -> None:
     """Check that an export names a state, and that the model's and the program's first call are right afterwards."""
-    module, sentences = Model(body, value).eval(), list[str]()
+    module, sentences = Body(body, value).eval(), list[str]()
     model = export_source(ModelSource.of(module, X), name="m", strict=strict, say=sentences.append)
     assert model.methods["forward"].forgotten == (name,)
     assert sentences == [f"The program forgets what the model keeps in {name}: make that a buffer, and write to it with copy_()."]
-    program = torch.export.load(io.BytesIO(model.methods["forward"].pt2)).module()  # type: ignore[arg-type]
+    program = read_program(model.methods["forward"].pt2).module()
     torch.testing.assert_close(program(*X), X[0])
     torch.testing.assert_close(module(*X), X[0])
 
@@ -202,7 +188,7 @@ def test_positions_of_iterators_are_named(make: Callable[[], Any]) -> None:
 
 
 def test_iterators_that_cannot_be_copied_are_left() -> None:
-    module = Model(lambda m, x: x * (1 if m.value else 2), (number for number in range(9))).eval()
+    module = Body(lambda m, x: x * (1 if m.value else 2), (number for number in range(9))).eval()
     assert export_source(ModelSource.of(module, X), name="m").methods["forward"].forgotten == ()
     assert next(module.value) == 0
 
@@ -218,7 +204,7 @@ def cached(m: Any, x: Tensor) -> Tensor:
 
 
 def test_variables_that_only_save_work_are_not_named() -> None:
-    module, sentences = Model(cached, np.zeros(1)).eval(), list[str]()
+    module, sentences = Body(cached, np.zeros(1)).eval(), list[str]()
     for _ in range(2):  # a cache with tensors of the first export would break the second
         model = export_source(ModelSource.of(module, X), name="m", say=sentences.append)
         assert model.methods["forward"].forgotten == () and sentences == []
@@ -229,7 +215,7 @@ def test_of_several_variables_only_state_is_named_after_a_warm_up() -> None:
     def body(m: Any, x: Tensor) -> Tensor:
         return warm(m, cached(m.cache, x))
 
-    module = Model(body, 0).eval()
+    module = Body(body, 0).eval()
     module.cache = SimpleNamespace(value=np.zeros(1))
     assert export_source(ModelSource.of(module, X), name="m").methods["forward"].forgotten == ("self.value",)
     assert module.value == 0 and CALLS == 0
@@ -237,7 +223,7 @@ def test_of_several_variables_only_state_is_named_after_a_warm_up() -> None:
 
 @pytest.mark.parametrize(("body", "names"), [(number, ["NUM"]), (warm, [])])
 def test_after_a_limit_there_is_one_further_call(body: Callable[[Any, Tensor], Tensor], names: list[str]) -> None:
-    module = Model(body, 0).eval()
+    module = Body(body, 0).eval()
     with attributes_kept(module, is_called=False) as attributes:
         assert attributes.forgotten(X, {}, limit_s=0.0) == names
     assert NUM == 0 and module.value == 0
@@ -277,8 +263,8 @@ def test_objects_of_installed_packages_in_variables_are_left_alone(monkeypatch: 
         LOG.lines += 1
         return x * 1
 
-    assert export_source(ModelSource.of(Model(body).eval(), X), name="m").methods["forward"].forgotten == ()
+    assert export_source(ModelSource.of(Body(body).eval(), X), name="m").methods["forward"].forgotten == ()
     assert LOG.lines == 0
     monkeypatch.setattr(Log, "__module__", "pytest")
-    assert export_source(ModelSource.of(Model(body).eval(), X), name="m").methods["forward"].forgotten == ()
+    assert export_source(ModelSource.of(Body(body).eval(), X), name="m").methods["forward"].forgotten == ()
     assert LOG.lines > 0

@@ -17,6 +17,7 @@ from etfarm.client.export import errors as e
 from etfarm.client.export.spec import label_of
 from etfarm.client.submit.preparation import prepare
 from etfarm.wire.errors import EtfarmError
+from tests.support.exports import read_program
 from tests.support.golden import Golden
 from tests.support.refusals import refuses
 
@@ -307,7 +308,7 @@ def test_a_loaded_model_imports_its_own_modules_while_it_is_exported(folder: Pat
         (folder / side / "late.py").write_text(f"SCALE = {scale}\n")
     sources = [load_source(FileFactory(folder / side / "net.py", "make")) for side in ("base", "candidate")]
     models = [prepare(source) for source in sources]
-    programs = [torch.export.load(io.BytesIO(model.methods["forward"].pt2)) for model in models]
+    programs = [read_program(model.methods["forward"].pt2) for model in models]
     assert [program.module()(torch.ones(2)).tolist() for program in programs] == [[2, 2], [3, 3]]
     assert [[file.path for file in model.sources] for model in models] == [["late.py", "net.py"]] * 2
 

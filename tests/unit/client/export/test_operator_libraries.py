@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch.export import Dim
 
 from etfarm.client.export import ModelSource, export_source
 from etfarm.server.compile.screening import screen
+from tests.support.exports import read_program
 from tests.support.refusals import refuses
 
 
@@ -64,7 +64,7 @@ def exported(function: Callable[[Tensor], Tensor]) -> bytes:
 
 
 def loaded(pt2: bytes) -> torch.export.ExportedProgram:
-    return torch.export.load(io.BytesIO(pt2))  # type: ignore[arg-type]
+    return read_program(pt2)
 
 
 def targets(program: torch.export.ExportedProgram) -> list[str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from etfarm.client.export import ModelSource, export_source
 from etfarm.client.export.mutation import find_shared_buffers
+from tests.support.exports import read_program
 
 
 class Tied(nn.Module):
@@ -36,7 +35,7 @@ def test_a_buffer_with_two_names_is_exported_strictly_which_is_reported() -> Non
     exported = export_source(ModelSource.of(Tied().eval(), (torch.ones(3),)), name="m", say=lines.append)
     (line,) = lines
     assert "strict = true" in line and "state" in line and "alias" in line
-    program = torch.export.load(io.BytesIO(exported.methods["forward"].pt2))  # type: ignore[arg-type]
+    program = read_program(exported.methods["forward"].pt2)
     assert not find_shared_buffers(program)
     lowerable = program.run_decompositions()
     assert torch.equal(lowerable.module()(torch.ones(3)), torch.full((3,), 3.0))
@@ -72,7 +71,7 @@ def test_parts_of_one_tensor_are_several_buffers(dim: int) -> None:
     source = ModelSource.of(Parts(*cache.split(2, dim)).eval(), (torch.ones(cache.split(2, dim)[0].shape),))
     exported = export_source(source, name="m", say=lines.append)
     assert not lines
-    program = torch.export.load(io.BytesIO(exported.methods["forward"].pt2))  # type: ignore[arg-type]
+    program = read_program(exported.methods["forward"].pt2)
     (example,), _ = program.example_inputs
     assert torch.equal(program.run_decompositions().module()(example), torch.full(example.shape, 2.0))
 
@@ -113,7 +112,7 @@ def test_a_buffer_that_is_changed_by_way_of_an_object_is_exported_strictly() -> 
     exported = export_source(ModelSource.of(Hidden().eval(), (torch.ones(3),)), name="m", say=lines.append)
     (line,) = lines
     assert "strict = true" in line and "does not reach as buffers" in line
-    program = torch.export.load(io.BytesIO(exported.methods["forward"].pt2))  # type: ignore[arg-type]
+    program = read_program(exported.methods["forward"].pt2)
     assert list(program.run_decompositions().graph_signature.buffers_to_mutate.values()) == ["total"]
 
 

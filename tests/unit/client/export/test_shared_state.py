@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,12 +15,13 @@ from etfarm.client.submit.prepared import PreparedMethod
 from etfarm.wire import tensors
 from etfarm.wire.recipes import from_toml
 from etfarm.wire.shared_state import PREFIX, buffer_names
+from tests.support.exports import read_program
 from tests.support.refusals import refuses
 from tests.support.shared_state import Add, Get, Holder, counter
 
 
 def buffers(methods: Mapping[str, ExportedMethod | PreparedMethod]) -> dict[str, set[str]]:
-    programs = {name: torch.export.load(io.BytesIO(method.pt2)) for name, method in methods.items()}  # type: ignore[arg-type]
+    programs = {name: read_program(method.pt2) for name, method in methods.items()}
     for program in programs.values():
         program.module()(torch.ones(2))
     return {name: set(buffer_names(program).values()) for name, program in programs.items()}
@@ -150,7 +150,7 @@ def test_a_tensor_that_no_method_reaches_as_a_buffer_is_written_and_shared(holde
     model = export_source(two(Advance(holder), Reach(holder)), name="m")
     (shared,) = buffers(model.methods)["b"]
     assert shared.startswith(PREFIX) and buffers(model.methods)["a"] == {shared}
-    program = torch.export.load(io.BytesIO(model.methods["a"].pt2)).module()  # type: ignore[arg-type]
+    program = read_program(model.methods["a"].pt2).module()
     assert [program(torch.ones(2)).tolist() for _ in range(2)] == [[1, 1], [2, 2]]
 
 

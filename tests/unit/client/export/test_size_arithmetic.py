@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -11,30 +10,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.export import Dim
 
-from etfarm.client.export import ModelSource, export_source
+from etfarm.client.export import ModelSource
 from etfarm.client.export.errors import DimSpecialized
+from tests.support.exports import Function, export_called
 from tests.support.refusals import refuses
 
 Body = Callable[[Tensor], Any]
 EXAMPLE = 12
 
 
-class Model(nn.Module):
-    def __init__(self, body: Body) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, x: Tensor) -> Any:
-        return self.body(x)
-
-
 def exported(body: Body, dim: Any) -> Body:
-    source = ModelSource.of(Model(body).eval(), (torch.rand(EXAMPLE, 4),), dynamic_shapes={"x": {0: dim}})
-    pt2 = export_source(source, name="m").methods["forward"].pt2
-    called: Body = torch.export.load(io.BytesIO(pt2)).module()  # type: ignore[arg-type]
+    source = ModelSource.of(Function(body).eval(), (torch.rand(EXAMPLE, 4),), dynamic_shapes={"x": {0: dim}})
+    called: Body = export_called(source)
     return called
 
 
@@ -72,7 +62,7 @@ def test_functions_of_sizes_that_no_archive_has(
     with refuses("EXPORT_FAILED") as caught:
         exported(lambda x: x * factor(x.shape[0]), Dim("n", min=2, max=14))
     assert f"programs have {why}" in caught.value.message
-    assert "test_size_arithmetic.py:" in caught.value.message
+    assert "tests/support/exports.py:" in caught.value.message, "the line of the model that calls the function"
     assert words in caught.value.remedy
     must_equal(lambda x: x * mended(x.shape[0]), lambda x: x * factor(x.shape[0]), Dim("n", min=2, max=14), range(2, 15))
 

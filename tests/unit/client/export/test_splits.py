@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from etfarm.client.export import ModelSource, export_source
+from etfarm.client.export import ModelSource
 from etfarm.client.export.errors import DimSpecialized
+from tests.support.exports import export_called
 
 X = torch.rand(12, 4)
 
@@ -37,9 +37,7 @@ class Rows(nn.Module):
 
 
 def exported(module: nn.Module, dim: Any) -> Callable[[Tensor], Tensor]:
-    source = ModelSource.of(module.eval(), (X,), dynamic_shapes={"x": {0: dim}})
-    pt2 = export_source(source, name="m").methods["forward"].pt2
-    called: Callable[[Tensor], Tensor] = torch.export.load(io.BytesIO(pt2)).module()  # type: ignore[arg-type]
+    called: Callable[[Tensor], Tensor] = export_called(ModelSource.of(module.eval(), (X,), dynamic_shapes={"x": {0: dim}}))
     return called
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from enum import Enum
@@ -21,6 +20,7 @@ from etfarm.client.export.eager import archive_of
 from etfarm.server.compile.program import values
 from etfarm.server.compile.screening import screen
 from etfarm.wire.errors import EtfarmError
+from tests.support.exports import Function, read_program
 from tests.support.golden import Golden
 
 
@@ -74,15 +74,11 @@ def method(source: ModelSource) -> ExportedMethod:
     return export_source(source, name="m").methods["forward"]
 
 
-def loaded(pt2: Any) -> Any:
-    return torch.export.load(io.BytesIO(pt2))
-
-
 def test_an_output_of_a_librarys_class_is_a_dict_whose_keys_name_the_outputs() -> None:
     exported = method(ModelSource.of(Encoder().eval(), (torch.ones(3),)))
     names = ("logits", "hidden_states_0", "hidden_states_1_low", "hidden_states_1_high", "x")
     assert exported.output_names == names
-    program = loaded(exported.pt2)
+    program = read_program(exported.pt2)
     result = program.module()(torch.ones(3))
     assert type(result) is dict and list(result) == ["logits", "hidden_states", "x"]
     assert torch.equal(result["hidden_states"][1]["low"], torch.zeros(3))
@@ -101,7 +97,7 @@ def test_registered_containers_of_inputs_are_dicts_in_the_archive(tmp_path: Any)
     assert exported.output_names == ("left", "right") and len(exported.calibration) == 1
     (tmp_path / "m.pt2").write_bytes(exported.pt2)  # type: ignore[arg-type]
     screen.screen_pt2(tmp_path / "m.pt2")
-    program = loaded(exported.pt2)
+    program = read_program(exported.pt2)
     args, kwargs = program.example_inputs
     assert type(args[0]) is dict and type(kwargs["scale"]) is dict
     result = program.module()({"left": torch.ones(9, 3), "right": torch.ones(2)}, scale=dict(scale._asdict()))
@@ -111,7 +107,7 @@ def test_registered_containers_of_inputs_are_dicts_in_the_archive(tmp_path: Any)
 def test_guards_read_the_fields_of_dicts() -> None:
     dims = {"batch": [{0: Dim.DYNAMIC(max=64)}, {0: Dim.DYNAMIC(max=64)}]}
     exported = method(ModelSource.of(Sized().eval(), (Batch(torch.ones(8, 2), torch.ones(6)),), dynamic_shapes=dims))
-    program = loaded(exported.pt2)
+    program = read_program(exported.pt2)
     assert program._guards_code and not any(".left" in guard or ".right" in guard for guard in program._guards_code)
     module = program.module()
     assert module({"left": torch.ones(9, 2), "right": torch.ones(10)}).shape == (5, 2)
@@ -122,17 +118,8 @@ def test_guards_read_the_fields_of_dicts() -> None:
 def test_a_users_program_keeps_its_own_structures() -> None:
     program = torch.export.export(Encoder().eval(), (torch.ones(3),))
     spec, names = program.call_spec.out_spec, [node.name for node in program.graph.nodes]
-    assert loaded(archive_of(program)).call_spec.out_spec.type is dict
+    assert read_program(archive_of(program)).call_spec.out_spec.type is dict
     assert program.call_spec.out_spec == spec and [node.name for node in program.graph.nodes] == names
-
-
-class Returns(nn.Module):
-    def __init__(self, wrap: Any) -> None:
-        super().__init__()
-        self.wrap = wrap
-
-    def forward(self, x: Tensor) -> Any:
-        return self.wrap(x)
 
 
 class Label(Enum):
@@ -165,11 +152,11 @@ class Label(Enum):
     ],
 )
 def test_outputs_have_the_names_of_their_keys(wrap: Any, names: tuple[str, ...], tmp_path: Path) -> None:
-    exported = method(ModelSource.of(Returns(wrap).eval(), (torch.ones(3),)))
+    exported = method(ModelSource.of(Function(wrap).eval(), (torch.ones(3),)))
     assert exported.output_names == names
     (tmp_path / "m.pt2").write_bytes(exported.pt2)  # type: ignore[arg-type]
     screen.screen_pt2(tmp_path / "m.pt2")
-    program = loaded(exported.pt2)
+    program = read_program(exported.pt2)
     assert tuple(values.output_names(program)) == names
     plain, eager = pytree.tree_leaves(program.module()(torch.ones(3))), pytree.tree_leaves(wrap(torch.ones(3)))
     assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(plain, eager, strict=True))
@@ -192,7 +179,7 @@ def test_keys_of_inputs_that_a_guard_cannot_contain_are_replaced(key: Any, tmp_p
     exported = method(ModelSource.of(Reads(key).eval(), (batch,), dynamic_shapes=dims))
     (tmp_path / "m.pt2").write_bytes(exported.pt2)  # type: ignore[arg-type]
     screen.screen_pt2(tmp_path / "m.pt2")
-    program = loaded(exported.pt2)
+    program = read_program(exported.pt2)
     args, kwargs = pytree.tree_unflatten([torch.ones(10), torch.ones(1)], program.call_spec.in_spec)
     assert program.module()(*args, **kwargs).shape == (5,)
     args, kwargs = pytree.tree_unflatten([torch.ones(3), torch.ones(1)], program.call_spec.in_spec)
@@ -203,7 +190,7 @@ def test_keys_of_inputs_that_a_guard_cannot_contain_are_replaced(key: Any, tmp_p
 def test_keys_of_inputs_that_would_become_equal_stay_apart() -> None:
     batch = {"é": torch.ones(8), "plain": torch.ones(1), ":e9:": torch.zeros(8), None: torch.ones(2)}
     dims = {"batch": {"é": {0: Dim.DYNAMIC(min=4, max=64)}, "plain": None, ":e9:": None, None: None}}
-    program = loaded(method(ModelSource.of(Reads("é").eval(), (batch,), dynamic_shapes=dims)).pt2)
+    program = read_program(method(ModelSource.of(Reads("é").eval(), (batch,), dynamic_shapes=dims)).pt2)
     args, _ = pytree.tree_unflatten([torch.ones(10), *list(batch.values())[1:]], program.call_spec.in_spec)
     assert list(args[0]) == ["0", "plain", ":e9:", "None"]
     assert program.module()(*args).tolist() == [3] * 5
@@ -212,7 +199,7 @@ def test_keys_of_inputs_that_would_become_equal_stay_apart() -> None:
 @pytest.mark.parametrize("kind", [Unregistered, StaticKeysCache])
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_object_that_cannot_be_taken_apart_is_named(kind: type, strict: bool, golden: Golden) -> None:
-    source = ModelSource.of(Returns(lambda x: (x, kind())).eval(), (torch.ones(3),))
+    source = ModelSource.of(Function(lambda x: (x, kind())).eval(), (torch.ones(3),))
     with pytest.raises(EtfarmError) as caught:
         export_source(source, name="m", strict=strict)
     assert (caught.value.reason, caught.value.metadata["output_type"]) == ("UNSUPPORTED_OUTPUT", kind.__name__)

@@ -30,6 +30,7 @@ from etfarm.v1.common_pb2 import ACTOR_CLIENT
 from etfarm.wire import recipes
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.pt2 import ArchiveFacts, read_archive
+from tests.support.exports import read_program
 from tests.support.golden import Golden
 from tests.support.refusals import refuses
 
@@ -54,7 +55,7 @@ def export_of(model: Any, recipe: str, **more: Any) -> PreparedExport:
 def program_of(export: PreparedExport, method: str = "forward") -> Any:
     pt2 = export.methods[method].pt2
     assert isinstance(pt2, bytes)
-    return torch.export.load(io.BytesIO(pt2))
+    return read_program(pt2)
 
 
 def targets(program: Any) -> set[str]:
@@ -221,7 +222,7 @@ def test_constant_methods_are_kept() -> None:
 def test_exports_are_files_where_a_folder_is_given(tmp_path: Path) -> None:
     export = export_of(ModelSource.of(mlp(), X), "portable", folder=tmp_path)
     pt2 = export.methods["forward"].pt2
-    assert isinstance(pt2, Path) and pt2.parent == tmp_path and torch.export.load(io.BytesIO(pt2.read_bytes()))
+    assert isinstance(pt2, Path) and pt2.parent == tmp_path and read_program(pt2.read_bytes())
 
 
 @pytest.mark.parametrize(

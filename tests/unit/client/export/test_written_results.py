@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from etfarm.client.export import ModelSource, export_source
 from etfarm.server.compile.screening import screen
+from tests.support.exports import read_program
 
 
 class Local(nn.Module):
@@ -60,7 +60,7 @@ def test_results_that_are_written_to_a_tensor_are_computed(module: nn.Module, tm
     assert isinstance(archive, bytes)
     (tmp_path / "model.pt2").write_bytes(archive)
     screen.screen_pt2(tmp_path / "model.pt2")
-    program, eager = torch.export.load(io.BytesIO(archive)).module(), copy.deepcopy(module)
+    program, eager = read_program(archive).module(), copy.deepcopy(module)
     with torch.no_grad():
         for factor in (1, 2):
             torch.testing.assert_close(program(x * factor), eager(x * factor), rtol=0, atol=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from etfarm.client.export import ModelSource, export_source
 from etfarm.wire.shared_state import written_buffers
+from tests.support.exports import export_program, read_program
 from tests.support.refusals import refuses
 
 
@@ -124,7 +124,7 @@ BODIES = (
 def saved(model: nn.Module, x: Tensor) -> Any:
     method = export_source(ModelSource.of(copy.deepcopy(model), (x,)), name="m").methods["forward"]
     assert isinstance(method.pt2, bytes) and not method.differs
-    return torch.export.load(io.BytesIO(method.pt2))
+    return read_program(method.pt2)
 
 
 @pytest.mark.parametrize("table", [None, {}])
@@ -161,8 +161,7 @@ def test_writes_that_eager_mode_refuses_are_to_be_made_to_a_clone(body: Any) -> 
 def test_a_grid_of_dynamic_sizes_keeps_them() -> None:
     model, x = Model(to_the_tensor_of_a_grid_of_all).eval(), torch.randn(5, 4)
     source = ModelSource.of(model, (x,), dynamic_shapes={"x": {0: torch.export.Dim("n", min=2, max=9)}})
-    pt2 = export_source(source, name="m").methods["forward"].pt2
-    program = torch.export.load(io.BytesIO(pt2)).run_decompositions({}).module()  # type: ignore[arg-type]
+    program = export_program(source).run_decompositions({}).module()
     for size in (2, 9):
         x = torch.randn(size, 4)
         assert torch.allclose(model(x), program(x), atol=1e-6)

@@ -27,7 +27,7 @@ from etfarm.device_agents.native.toolchain import (
 )
 from etfarm.device_agents.runners.bundle import Bundle, open_folder, unpack
 from etfarm.wire.bundles import BundleManifest, NotABundle
-from tests.support.runner import runner_archive, runner_bundle  # noqa: F401 - a fixture
+from tests.support.runner import runner_archive
 
 
 def said_by(*arguments: str, **environment: str) -> tuple[int, str]:
@@ -53,7 +53,7 @@ def repacked(source: Path, target: Path, change: Callable[[str, bytes], tuple[st
     return target
 
 
-def test_the_bundle_says_what_it_can_run(runner_bundle: Bundle) -> None:  # noqa: F811
+def test_the_bundle_says_what_it_can_run(runner_bundle: Bundle) -> None:
     manifest = runner_bundle.manifest
     assert manifest.executorch == "1.5.1"
     assert manifest.backends == ("XnnpackBackend",)
@@ -63,7 +63,7 @@ def test_the_bundle_says_what_it_can_run(runner_bundle: Bundle) -> None:  # noqa
     assert BundleManifest.parse(json.dumps(manifest.to_json())) == manifest
 
 
-def test_the_bundle_needs_nothing_of_the_system(runner_bundle: Bundle) -> None:  # noqa: F811
+def test_the_bundle_needs_nothing_of_the_system(runner_bundle: Bundle) -> None:
     loader, *rest = runner_bundle.command()
     listed = subprocess.run([loader, "--list", *rest], capture_output=True, text=True, check=True).stdout
     paths = [line.split("=>")[1].split()[0] for line in listed.splitlines() if "=>" in line]
@@ -71,19 +71,19 @@ def test_the_bundle_needs_nothing_of_the_system(runner_bundle: Bundle) -> None: 
     assert {Path(path).parent for path in paths} == {runner_bundle.folder}
 
 
-def test_no_path_of_the_building_machine_is_in_the_runner(runner_bundle: Bundle) -> None:  # noqa: F811
+def test_no_path_of_the_building_machine_is_in_the_runner(runner_bundle: Bundle) -> None:
     binary = (runner_bundle.folder / build.ENTRY).read_bytes()
     assert str(build.SOURCES).encode() not in binary
     assert b"site-packages" not in binary
 
 
-def test_packing_twice_gives_the_same_bytes(runner_bundle: Bundle) -> None:  # noqa: F811
+def test_packing_twice_gives_the_same_bytes(runner_bundle: Bundle) -> None:
     folder, manifest = runner_bundle.folder, runner_bundle.manifest
     assert build.pack(folder, manifest) == build.pack(folder, replace(manifest, files=dict(reversed(manifest.files.items()))))
 
 
 @pytest.mark.slow(reason="builds the runner twice")
-def test_compiling_twice_gives_the_same_runner(runner_bundle: Bundle, tmp_path: Path) -> None:  # noqa: F811
+def test_compiling_twice_gives_the_same_runner(runner_bundle: Bundle, tmp_path: Path) -> None:
     compiler = Compiler.find(runner_bundle.manifest.arch)
     package = ExecutorchPackage.find(runner_bundle.manifest.arch, None, tmp_path)
     torch = stand_ins.compile_stand_ins(compiler, package.library(CUSTOM_OPERATORS), tmp_path / "stand-ins")
@@ -92,7 +92,7 @@ def test_compiling_twice_gives_the_same_runner(runner_bundle: Bundle, tmp_path: 
         assert file.read_bytes() == (runner_bundle.folder / file.name).read_bytes(), file.name
 
 
-def test_a_bundle_without_a_symbol_of_the_custom_operators_is_refused(runner_bundle: Bundle) -> None:  # noqa: F811
+def test_a_bundle_without_a_symbol_of_the_custom_operators_is_refused(runner_bundle: Bundle) -> None:
     operators = runner_bundle.folder / CUSTOM_OPERATORS
     libraries = [runner_bundle.folder / name for name in runner_bundle.manifest.files]
     stand_ins.require_symbols(operators, libraries)
@@ -118,7 +118,7 @@ def test_the_message_of_a_failed_compiler_is_the_line_with_the_reason(output: st
     assert why in error.message and "\n" not in error.message and error.metadata["output"] == output
 
 
-def test_functions_that_are_bound_when_they_are_called_are_not_required(runner_bundle: Bundle) -> None:  # noqa: F811
+def test_functions_that_are_bound_when_they_are_called_are_not_required(runner_bundle: Bundle) -> None:
     symbols = LibrarySymbols.read(runner_bundle.folder / CUSTOM_OPERATORS)
     assert "libtorch_cpu.so" in symbols.needed
     assert "sgemm_" not in symbols.required  # a function that another library of the bundle provides
@@ -154,7 +154,7 @@ def test_a_missing_compiler_is_one_sentence_with_its_package(arch: str, tmp_path
     assert not (tmp_path / "b.tar.gz").exists()
 
 
-def test_a_foreign_wheel_says_where_to_get_the_right_one(runner_bundle: Bundle, tmp_path: Path) -> None:  # noqa: F811
+def test_a_foreign_wheel_says_where_to_get_the_right_one(runner_bundle: Bundle, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "no.whl").write_bytes(b"PK no")
     for values in ("empty", "no.whl"):

@@ -35,7 +35,7 @@ from etfarm.wire.channel import Access
 from tests.support.emulation import ARCH, aarch64_archive, aarch64_wheel, need_compiler, need_emulator
 from tests.support.programs import program
 from tests.support.refusals import refuses
-from tests.support.runner import close, runner_bundle  # noqa: F401 - a fixture
+from tests.support.runner import close
 
 pytestmark = pytest.mark.slow(reason="builds the runner for Arm")
 
@@ -79,7 +79,7 @@ def test_a_processor_is_what_a_program_sees_of_it(cpu: str, part: str, features:
 @pytest.mark.parametrize("cpu", ["cortex-a53", "cortex-a76", "neoverse-n1", "a64fx", "max,sme=off"])
 async def test_a_bundle_alone_in_an_empty_root_gives_the_outputs_of_x86(
     arm_bundle: Bundle,
-    runner_bundle: Bundle,  # noqa: F811
+    runner_bundle: Bundle,
     tmp_path: Path,
     cpu: str,
 ) -> None:
@@ -216,7 +216,7 @@ def _compiled(source: str, folder: Path) -> bytes:
 
 
 async def test_a_runner_that_a_signal_ends_at_its_first_use_is_reported_with_the_signal(
-    runner_bundle: Bundle,  # noqa: F811
+    runner_bundle: Bundle,
     tmp_path: Path,
 ) -> None:
     killed = _compiled("#include <csignal>\nint main() { std::raise(SIGILL); }", tmp_path)
@@ -229,7 +229,7 @@ async def test_a_runner_that_a_signal_ends_at_its_first_use_is_reported_with_the
 
 
 async def test_a_runner_that_the_kernel_refuses_is_reported_with_its_errno(
-    runner_bundle: Bundle,  # noqa: F811
+    runner_bundle: Bundle,
     tmp_path: Path,
 ) -> None:
     bundle = _with(runner_bundle, tmp_path / "bundle", runner_bundle.manifest.arch, loader=b"\x7fELF nonsense")
@@ -237,7 +237,7 @@ async def test_a_runner_that_the_kernel_refuses_is_reported_with_its_errno(
         await try_out(bundle, "abc", machine(tmp_path, emulated=False), tmp_path)
 
 
-async def test_a_runner_that_works_is_tried_without_a_word(runner_bundle: Bundle, tmp_path: Path) -> None:  # noqa: F811
+async def test_a_runner_that_works_is_tried_without_a_word(runner_bundle: Bundle, tmp_path: Path) -> None:
     assert "XnnpackBackend" in await try_out(runner_bundle, "abc", machine(tmp_path, emulated=False), tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-# ruff: noqa: F811 - fixtures are imported by name
 from dataclasses import replace
 from typing import Any
 
@@ -14,15 +13,7 @@ from etfarm.device_agents.runners.remote import RemoteRunner
 from etfarm.wire import tensors
 from etfarm.wire.errors import EtfarmError
 from tests.support.programs import Program, program
-from tests.support.runner import (  # noqa: F401 - fixtures among them
-    Start,
-    arrays,
-    native_runner,
-    runner,
-    runner_bundle,
-    start,
-    start_native,
-)
+from tests.support.runner import arrays
 
 pytestmark = pytest.mark.slow(reason="starts a runner for each test, and the Python one loads torch")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-# ruff: noqa: F811 - fixtures are imported by name
 from dataclasses import replace
 from typing import Any
 
@@ -17,15 +16,7 @@ from etfarm.wire.errors import FarmError
 from etfarm.wire.tensors import Tensor
 from tests.support.programs import Program, program
 from tests.support.refusals import refuses
-from tests.support.runner import (  # noqa: F401 - fixtures among them
-    Start,
-    arrays,
-    native_runner,
-    runner,
-    runner_bundle,
-    start,
-    start_native,
-)
+from tests.support.runner import arrays
 
 pytestmark = pytest.mark.slow(reason="starts a runner for each test, and the Python one loads torch")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-# ruff: noqa: F811 - fixtures are imported by name
 import asyncio
 import json
 import os
@@ -24,18 +23,7 @@ from etfarm.wire.errors import Fault
 from tests.support.farm import wait_until
 from tests.support.programs import program
 from tests.support.refusals import refuses
-from tests.support.runner import (  # noqa: F401 - fixtures among them
-    ENDLESS,
-    QUICK,
-    Start,
-    arrays,
-    loaded,
-    native_runner,
-    runner,
-    runner_bundle,
-    start,
-    start_native,
-)
+from tests.support.runner import ENDLESS, QUICK, Start, arrays, loaded
 
 TRIES = 5
 """Of what has to be quick: the machine may stand still in one of them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-# ruff: noqa: F811 - fixtures are imported by name
 import asyncio
 import os
 import signal
@@ -19,18 +18,7 @@ from etfarm.device_agents.runners.protocol import MeasurePlan, Progress
 from etfarm.device_agents.runners.remote import RemoteRunner
 from tests.support.programs import program
 from tests.support.refusals import refuses
-from tests.support.runner import (  # noqa: F401 - fixtures among them
-    ENDLESS,
-    QUICK,
-    Start,
-    close,
-    loaded,
-    native_runner,
-    runner,
-    runner_bundle,
-    start,
-    start_native,
-)
+from tests.support.runner import ENDLESS, QUICK, Start, close, loaded
 
 pytestmark = pytest.mark.slow(reason="starts a runner for each test, and the Python one loads torch")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-# ruff: noqa: F811 - fixtures are imported by name
 import platform
 import shutil
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from etfarm.device_agents.runners.bundle import Bundle
 from etfarm.device_agents.runners.native import NativeRunner
 from tests.support.programs import program
-from tests.support.runner import QUICK, arrays, loaded, runner_bundle  # noqa: F401 - a fixture
+from tests.support.runner import QUICK, arrays, loaded
 
 pytestmark = [
     pytest.mark.numeric,

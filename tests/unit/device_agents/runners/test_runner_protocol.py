@@ -19,7 +19,6 @@ from etfarm.device_agents.runners.process import Limits
 from etfarm.device_agents.runners.python import PythonRunner
 from etfarm.wire.errors import UserError
 from tests.support.programs import program
-from tests.support.runner import runner_bundle  # noqa: F401 - a fixture
 
 COMMANDS = (
     "hello", "threads", "affinity", "load", "method", "load_method", "input", "default_inputs",
@@ -71,7 +70,7 @@ LINE = st.one_of(
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(lines=st.lists(LINE, max_size=12))
 def test_every_line_of_garbage_gets_one_reply_and_the_end_of_input_ends_it(
-    runner_bundle: Bundle,  # noqa: F811
+    runner_bundle: Bundle,
     lines: list[bytes],
 ) -> None:
     sent = [line for line in lines if not line.startswith(b"quit")]
@@ -82,7 +81,7 @@ def test_every_line_of_garbage_gets_one_reply_and_the_end_of_input_ends_it(
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.binary(max_size=2000))
-def test_a_stream_of_noise_ends_with_the_input(runner_bundle: Bundle, data: bytes) -> None:  # noqa: F811
+def test_a_stream_of_noise_ends_with_the_input(runner_bundle: Bundle, data: bytes) -> None:
     events, code = talk(runner_bundle, data)
     assert code == 0
     assert all(event["event"] in ("result", "error", "log") for event in events)
@@ -90,7 +89,7 @@ def test_a_stream_of_noise_ends_with_the_input(runner_bundle: Bundle, data: byte
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(lines=st.lists(LINE, min_size=1, max_size=6))
-def test_garbage_before_a_loaded_method_leaves_it_usable(runner_bundle: Bundle, lines: list[bytes]) -> None:  # noqa: F811
+def test_garbage_before_a_loaded_method_leaves_it_usable(runner_bundle: Bundle, lines: list[bytes]) -> None:
     head = f"load path={program('add').path}\nload_method name=forward\n".encode()
     # Only what cannot change the method's own state; a crash of the program is another test's matter.
     noise = [line for line in lines if not line.startswith((b"quit", b"load_method", b"measure", b"trace", b"select"))]
@@ -100,7 +99,7 @@ def test_garbage_before_a_loaded_method_leaves_it_usable(runner_bundle: Bundle, 
     assert [event["event"] for event in replies(events)[-3:]] == ["result"] * 3
 
 
-def test_a_payload_is_taken_whatever_the_command(runner_bundle: Bundle) -> None:  # noqa: F811
+def test_a_payload_is_taken_whatever_the_command(runner_bundle: Bundle) -> None:
     events, _ = talk(runner_bundle, b"nonsense bytes=6\nhello\ninput index=0 bytes=4\nrun\nmemory\n")
     assert [(event["event"], event["command"]) for event in events] == [
         ("error", "nonsense"),
@@ -109,12 +108,12 @@ def test_a_payload_is_taken_whatever_the_command(runner_bundle: Bundle) -> None:
     ]
 
 
-def test_a_payload_that_is_cut_off_ends_the_process(runner_bundle: Bundle) -> None:  # noqa: F811
+def test_a_payload_that_is_cut_off_ends_the_process(runner_bundle: Bundle) -> None:
     events, code = talk(runner_bundle, b"input index=0 bytes=1000000\nabc")
     assert (events, code) == ([], 0)
 
 
-def test_a_line_without_end_is_refused_and_skipped(runner_bundle: Bundle) -> None:  # noqa: F811
+def test_a_line_without_end_is_refused_and_skipped(runner_bundle: Bundle) -> None:
     events, _ = talk(runner_bundle, b"x" * (3 << 20) + b"\nmemory\n")
     assert [event["event"] for event in events] == ["error", "result"]
     assert "longer than" in events[0]["message"]
@@ -137,7 +136,7 @@ COMPLAINTS = {
 
 
 @pytest.mark.parametrize("kind", ["native", "python"])
-def test_a_bad_command_gets_the_reason(runner_bundle: Bundle, kind: str) -> None:  # noqa: F811
+def test_a_bad_command_gets_the_reason(runner_bundle: Bundle, kind: str) -> None:
     if kind == "python" and not PythonRunner.available():
         pytest.skip("needs torch and executorch")
     runner = runner_bundle if kind == "native" else PythonRunner.command()
@@ -174,12 +173,12 @@ def test_the_python_binding_answers_noise_and_ends_with_its_input() -> None:
     assert events[-1]["event"] == "result"
 
 
-def test_an_unknown_option_of_the_process_is_a_usage_error(runner_bundle: Bundle) -> None:  # noqa: F811
+def test_an_unknown_option_of_the_process_is_a_usage_error(runner_bundle: Bundle) -> None:
     assert talk(runner_bundle, b"", "--limit-data-bytes", "many") == ([], 2)
     assert talk(PythonRunner.command(), b"", "--limit-data-bytes", "many") == ([], 2)
 
 
-async def test_a_damaged_program_is_answered_or_dies_within_its_deadline(runner_bundle: Bundle, tmp_path: Path) -> None:  # noqa: F811
+async def test_a_damaged_program_is_answered_or_dies_within_its_deadline(runner_bundle: Bundle, tmp_path: Path) -> None:
     chance = random.Random(20)
     ended: Counter[str] = Counter()
     for name in ("conv", "add", "external", "scalars"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-# ruff: noqa: F811 - fixtures are imported by name
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,6 @@ from etfarm.device_agents.runners.score import Scored, ScoreRequest
 from etfarm.wire.errors import FarmError
 from tests.support.programs import Program, program
 from tests.support.refusals import refuses
-from tests.support.runner import native_runner, runner, runner_bundle, start, start_native  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.slow(reason="starts a runner for each test, and the Python one loads torch")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-# ruff: noqa: F811 - fixtures are imported by name
 import asyncio
 from array import array
 from dataclasses import replace
@@ -16,15 +15,7 @@ from etfarm.device_agents.runners.streaming import Streamed, StreamRequest, Toke
 from etfarm.wire.errors import FarmError
 from tests.support.farm import descendants, frozen
 from tests.support.programs import Program, program
-from tests.support.runner import (  # noqa: F401 - fixtures among them
-    Start,
-    arrays,
-    native_runner,
-    runner,
-    runner_bundle,
-    start,
-    start_native,
-)
+from tests.support.runner import arrays
 
 pytestmark = pytest.mark.slow(reason="starts a runner for each test, and the Python one loads torch")
 

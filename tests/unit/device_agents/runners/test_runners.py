@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-# ruff: noqa: F811 - fixtures are imported by name
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -17,18 +16,7 @@ from etfarm.wire import tensors
 from etfarm.wire.tensors import Scalar, Tensor
 from tests.support.programs import program
 from tests.support.refusals import refuses
-from tests.support.runner import (  # noqa: F401 - fixtures among them
-    QUICK,
-    Start,
-    arrays,
-    close,
-    loaded,
-    native_runner,
-    runner,
-    runner_bundle,
-    start,
-    start_native,
-)
+from tests.support.runner import QUICK, Start, arrays, close, loaded
 
 pytestmark = pytest.mark.slow(reason="starts a runner for each test, and the Python one loads torch")
 

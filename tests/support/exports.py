@@ -1,0 +1,52 @@
+"""Models of one function, and programs that are exported and read back."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from etfarm.client.export import ModelSource, export_source
+
+
+class Function(nn.Module):
+    """A model that is one function of its input."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
+class Body(nn.Module):
+    """A model whose function is also given the model, which has one attribute."""
+
+    value: Any
+
+    def __init__(self, body: Callable[[Any, Tensor], Tensor], value: Any = None) -> None:
+        super().__init__()
+        self.value = value
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+def read_program(pt2: Any) -> torch.export.ExportedProgram:
+    """Return the program of an archive."""
+    return torch.export.load(io.BytesIO(pt2))
+
+
+def export_program(source: ModelSource, method: str = "forward", **options: Any) -> torch.export.ExportedProgram:
+    """Return what a method's archive has."""
+    return read_program(export_source(source, name="m", **options).methods[method].pt2)
+
+
+def export_called(source: ModelSource, method: str = "forward", **options: Any) -> Any:
+    """Return the module that a method's archive calls."""
+    return export_program(source, method, **options).module()
