@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+import struct
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import grpc
 import pytest
+from google.protobuf.message import Message
 
 from etfarm.server.rpc.door.calls import MAX_UNREAD
 from etfarm.v1 import agent_pb2, job_pb2, job_pb2_grpc
 from etfarm.wire.channel import Access, open_channel
+from tests.support import http2
 from tests.support.databases import postgres_databases as postgres_databases
 from tests.support.door import Door
 from tests.support.door import new_door as new_door
 from tests.support.farm_calls import FarmCalls
+from tests.support.http2 import Http2
 from tests.support.programs import program
-from tests.support.silent_caller import SilentCaller
 from tests.support.simulated_agent import SELECTOR, Act, SimulatedAgent
 
 pytestmark = pytest.mark.slow(reason="hundreds of calls wait for a caller who does not read")
@@ -28,6 +31,44 @@ ROLES = {"ann": "user", "bob": "user", "sim": "agent"}
 MIB = 1 << 20
 LOG_LINES, LINE_CHARACTERS = 4_000, 8_000
 JOBS = 100
+WINDOW_BYTES = 4
+SETTING_OF_WINDOW = 4
+
+
+class SilentCaller(Http2):
+    """One connection with many calls, of whose responses it reads next to nothing: each may send four bytes."""
+
+    def __init__(self, address: str, token: str, *, timeout_s: float) -> None:
+        super().__init__(address, timeout_s=timeout_s)
+        self._headers: Mapping[str, str] = {"authorization": f"Bearer {token}"}
+        self._calls = 0
+        self.answered: set[int] = set()
+        """Streams of the calls whose responses have begun to arrive."""
+
+    def begin(self) -> None:
+        """Send the preface and settings, and take the server's."""
+        self.socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        self._send(http2.SETTINGS, 0, 0, struct.pack(">HI", SETTING_OF_WINDOW, WINDOW_BYTES))
+        while self._frame()[0] != http2.SETTINGS:
+            pass
+
+    def ask(self, rpc: str, request: Message) -> None:
+        """Begin a call with a small request, and do not wait for its response."""
+        stream, data = 2 * self._calls + 1, request.SerializeToString()
+        self._calls += 1
+        self._send(http2.HEADERS, http2.END_HEADERS, stream, http2.fields(f"/etfarm.v1.{rpc}", self._headers))
+        self._send(http2.DATA, http2.END_STREAM, stream, struct.pack(">BI", 0, len(data)) + data)
+
+    def until_answered(self, calls: int) -> None:
+        """Wait until so many calls have begun to be answered."""
+        while len(self.answered) < calls:
+            self._frame()
+
+    def _frame(self) -> tuple[int, int, int, bytes]:
+        kind, flags, stream, payload = super()._frame()
+        if kind == http2.DATA and payload:
+            self.answered.add(stream)
+        return kind, flags, stream, payload
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -26,8 +25,9 @@ import grpc
 import psutil
 
 from etfarm.client import AsyncFarm
-from etfarm.v1 import agent_pb2, agent_pb2_grpc, common_pb2, device_pb2, job_pb2
+from etfarm.v1 import agent_pb2, common_pb2, device_pb2, job_pb2
 from etfarm.wire.names import PROTOCOL_VERSION
+from tests.support.agent_stream import AgentStream
 from tests.support.farm import FarmProcess
 from tests.support.programs import program
 
@@ -107,7 +107,7 @@ class Agent:
     """An agent without a runner, whose devices have a problem, so that jobs wait for them."""
 
     def __init__(self) -> None:
-        self._outgoing: asyncio.Queue[agent_pb2.AgentMessage] = asyncio.Queue()
+        self._stream: AgentStream | None = None
         problem = common_pb2.Error(reason="SIMULATED", message="It runs nothing.", remedy="Wait.")
         self.devices = [
             device_pb2.Device(id=f"device-{index:04}", name=f"board-{index}", arch="x86_64", cores=2, problem=problem)
@@ -116,21 +116,12 @@ class Agent:
 
     async def serve(self, address: str, connected: asyncio.Event) -> None:
         """Keep the connection."""
-
-        async def messages() -> AsyncIterator[agent_pb2.AgentMessage]:
-            hello = agent_pb2.Hello(
-                agent_id=str(uuid.uuid4()), protocol_version=PROTOCOL_VERSION, agent_version="bench", devices=self.devices
-            )
-            yield agent_pb2.AgentMessage(hello=hello)
-            while True:
-                try:
-                    async with asyncio.timeout(4.0):
-                        yield await self._outgoing.get()
-                except TimeoutError:
-                    yield agent_pb2.AgentMessage(heartbeat=agent_pb2.Heartbeat())
-
+        hello = agent_pb2.Hello(
+            agent_id=str(uuid.uuid4()), protocol_version=PROTOCOL_VERSION, agent_version="bench", devices=self.devices
+        )
         async with grpc.aio.insecure_channel(address) as channel:
-            async for _ in agent_pb2_grpc.AgentServiceStub(channel).Connect(messages()):
+            self._stream = AgentStream(channel, hello)
+            async for _ in self._stream.stream:
                 connected.set()
 
     def change(self, number: int) -> float:
@@ -138,8 +129,9 @@ class Agent:
         device = self.devices[number % DEVICES]
         device.labels["change"] = str(number)
         update = agent_pb2.DeviceUpdate(device=device)
+        assert self._stream is not None
         sent = time.time()
-        self._outgoing.put_nowait(agent_pb2.AgentMessage(device_update=update))
+        self._stream.send(agent_pb2.AgentMessage(device_update=update))
         return sent
 
 

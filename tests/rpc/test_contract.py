@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
-from google.protobuf import message_factory, timestamp_pb2
+from google.protobuf import message_factory
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -23,14 +23,8 @@ from grpc_status import rpc_status
 from etfarm.server.rpc.door.roles import ROLES
 from etfarm.v1 import (
     agent_pb2,
-    artifact_pb2,
-    comparison_pb2,
-    compile_pb2,
     device_pb2,
-    farm_pb2,
     job_pb2,
-    report_pb2,
-    webhook_pb2,
 )
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.errors import EtfarmError
@@ -105,105 +99,82 @@ SPEC = job_pb2.JobSpec(candidates=[job_pb2.Candidate(name="net")])
 SPEC.candidates[0].program.pte.digest = ABSENT
 
 
+def notifying(urls: list[str]) -> job_pb2.SubmitJobRequest:
+    return submission(request_id="r", spec=job_pb2.JobSpec(candidates=SPEC.candidates, notify_urls=urls))
+
+
 @pytest.mark.parametrize(
-    ("rpc", "requests", "code", "reason", "says"),
+    ("rpc", "request_", "code", "reason", "says"),
     [
-        ("JobService.Get", [job_pb2.GetJobRequest(job_id="nothing")], "NOT_FOUND", "JOB_NOT_FOUND", "'nothing'"),
-        ("JobService.Watch", [job_pb2.WatchJobRequest(job_id="nothing")], "NOT_FOUND", "JOB_NOT_FOUND", "'nothing'"),
+        ("JobService.Get", {"job_id": "nothing"}, "NOT_FOUND", "JOB_NOT_FOUND", "'nothing'"),
+        ("JobService.Watch", {"job_id": "nothing"}, "NOT_FOUND", "JOB_NOT_FOUND", "'nothing'"),
+        ("DeviceService.Reserve", {"duration_s": 0.5}, "INVALID_ARGUMENT", "BAD_RESERVATION", "1 s to 86,400 s, got 0.5 s"),
+        ("DeviceService.Reserve", {"duration_s": 5, "count": -1}, "INVALID_ARGUMENT", "BAD_RESERVATION", "1 to 1,000, got -1"),
         (
-            "DeviceService.Reserve", [device_pb2.ReserveDeviceRequest(duration_s=0.5)],
-            "INVALID_ARGUMENT", "BAD_RESERVATION", "1 s to 86,400 s, got 0.5 s",
+            "DeviceService.Watch",
+            {"selector": "lable.rack=3"},
+            "INVALID_ARGUMENT",
+            "UNKNOWN_SELECTOR_KEY",
+            "'label.rack'",
         ),
+        ("DeviceService.Renew", {"reservation_id": "nothing"}, "NOT_FOUND", "RESERVATION_NOT_FOUND", "'nothing'"),
+        ("DeviceService.Release", {"reservation_id": "nothing"}, "NOT_FOUND", "RESERVATION_NOT_FOUND", "'nothing'"),
+        ("JobService.List", {"start_time": {"seconds": 1 << 60}}, "INVALID_ARGUMENT", "BAD_TIME_RANGE", "years 1 to 9999"),
+        ("JobService.Cancel", {"job_id": "nothing"}, "NOT_FOUND", "JOB_NOT_FOUND", "'nothing'"),
+        ("JobService.TailLog", {"job_id": "nothing"}, "NOT_FOUND", "JOB_NOT_FOUND", "'nothing'"),
+        ("ReportService.Get", {"job_id": "nothing"}, "NOT_FOUND", "JOB_NOT_FOUND", "'nothing'"),
+        ("ReportService.ListOperators", {"report_id": "r"}, "NOT_FOUND", "REPORT_NOT_FOUND", "'r'"),
+        ("ReportService.ListOperators", {"by": 99}, "INVALID_ARGUMENT", "LIMIT_EXCEEDED", "by"),
+        ("ReportService.ListOperators", {"sort": 99}, "INVALID_ARGUMENT", "LIMIT_EXCEEDED", "sort"),
+        ("ReportService.ListOperators", {"page_token": "x"}, "INVALID_ARGUMENT", "BAD_PAGE_TOKEN", "'x'"),
+        ("ReportService.Compare", {"base": "nothing"}, "NOT_FOUND", "JOB_NOT_FOUND", "'nothing'"),
+        ("ReportService.Tag", {"job_id": "nothing", "tag": "b"}, "NOT_FOUND", "JOB_NOT_FOUND", "'nothing'"),
+        ("ReportService.Tag", {"tag": "b", "remove": True}, "NOT_FOUND", "TAG_NOT_FOUND", "'b'"),
+        ("ReportService.ListHistory", {"model": "net"}, "NOT_FOUND", "NO_HISTORY", "'net'"),
+        ("ReportService.ListHistory", {"device": "core>=4"}, "INVALID_ARGUMENT", "UNKNOWN_SELECTOR_KEY", "cores"),
+        ("ReportService.ListHistory", {"page_token": "1"}, "INVALID_ARGUMENT", "BAD_PAGE_TOKEN", "'1'"),
+        ("ReportService.Analyze", {"job_id": "nothing"}, "NOT_FOUND", "JOB_NOT_FOUND", "'nothing'"),
+        ("JobService.List", {"page_token": "x"}, "INVALID_ARGUMENT", "BAD_PAGE_TOKEN", "'x'"),
+        ("JobService.List", {"page_token": "9" * 40}, "INVALID_ARGUMENT", "BAD_PAGE_TOKEN", "page token"),
+        ("JobService.List", {"page_size": -1}, "INVALID_ARGUMENT", "BAD_PAGE_TOKEN", "-1"),
+        ("JobService.Submit", {"request_id": "r", "spec": SPEC}, "FAILED_PRECONDITION", "CLIENT_TOO_OLD", "before 0.3.0"),
+        ("JobService.Submit", submission(spec=SPEC), "INVALID_ARGUMENT", "BAD_JOB", "request_id"),
+        ("JobService.Submit", submission(request_id="r"), "INVALID_ARGUMENT", "NO_CANDIDATE", "no candidate"),
+        ("JobService.Submit", submission(request_id="r", spec=SPEC), "FAILED_PRECONDITION", "ARTIFACT_MISSING", "aaaa"),
+        ("DeviceService.Get", {"device_id": "pi"}, "NOT_FOUND", "DEVICE_NOT_FOUND", "'pi'"),
+        ("DeviceService.List", {"selector": "core>=4"}, "INVALID_ARGUMENT", "UNKNOWN_SELECTOR_KEY", "cores"),
+        ("DeviceService.List", {"selector": "fast"}, "INVALID_ARGUMENT", "BAD_SELECTOR", "KEY OP VALUE"),
+        ("CompileService.GetCompilation", {"key": "k"}, "NOT_FOUND", "COMPILATION_NOT_FOUND", "k"),
+        ("ArtifactService.FindMissing", {"digests": ["x"]}, "INVALID_ARGUMENT", "DIGEST_MALFORMED", "'x'"),
+        ("ArtifactService.GetUploadStatus", {"digest": "x"}, "INVALID_ARGUMENT", "DIGEST_MALFORMED", "'x'"),
+        ("ArtifactService.Upload", {}, "INVALID_ARGUMENT", "NO_HEADER", "header"),
+        ("ArtifactService.Download", {"digest": ABSENT}, "NOT_FOUND", "ARTIFACT_NOT_FOUND", "aaaa"),
+        ("FarmService.AddBundle", {"digest": ABSENT}, "FAILED_PRECONDITION", "ARTIFACT_MISSING", "aaaa"),
+        ("AgentService.Connect", {}, "INVALID_ARGUMENT", "NO_HELLO", "Hello"),
+        ("AgentService.Connect", {"hello": {"protocol_version": 9}}, "FAILED_PRECONDITION", "PROTOCOL_UNSUPPORTED", "protocol 9"),
         (
-            "DeviceService.Reserve", [device_pb2.ReserveDeviceRequest(duration_s=5, count=-1)],
-            "INVALID_ARGUMENT", "BAD_RESERVATION", "1 to 1,000, got -1",
+            "AgentService.Connect",
+            {"hello": {"protocol_version": 2}},
+            "FAILED_PRECONDITION",
+            "PROTOCOL_UNSUPPORTED",
+            "server's version",
         ),
-        (
-            "DeviceService.Watch", [device_pb2.WatchDevicesRequest(selector="lable.rack=3")],
-            "INVALID_ARGUMENT", "UNKNOWN_SELECTOR_KEY", "Did you mean 'label.rack'",
-        ),
-        (
-            "DeviceService.Renew", [device_pb2.RenewReservationRequest(reservation_id="nothing")],
-            "NOT_FOUND", "RESERVATION_NOT_FOUND", "'nothing'",
-        ),
-        (
-            "DeviceService.Release", [device_pb2.ReleaseReservationRequest(reservation_id="nothing")],
-            "NOT_FOUND", "RESERVATION_NOT_FOUND", "'nothing'",
-        ),
-        (
-            "JobService.List", [job_pb2.ListJobsRequest(start_time=timestamp_pb2.Timestamp(seconds=1 << 60))],
-            "INVALID_ARGUMENT", "BAD_TIME_RANGE", "years 1 to 9999",
-        ),
-        ("JobService.Cancel", [job_pb2.CancelJobRequest(job_id="nothing")], "NOT_FOUND", "JOB_NOT_FOUND", "'nothing'"),
-        ("JobService.TailLog", [job_pb2.TailJobLogRequest(job_id="nothing")], "NOT_FOUND", "JOB_NOT_FOUND", "'nothing'"),
-        ("ReportService.Get", [report_pb2.GetReportsRequest(job_id="nothing")], "NOT_FOUND", "JOB_NOT_FOUND", "'nothing'"),
-        ("ReportService.ListOperators", [report_pb2.ListOperatorsRequest(report_id="r")], "NOT_FOUND", "REPORT_NOT_FOUND", "'r'"),
-        ("ReportService.ListOperators", [report_pb2.ListOperatorsRequest(by=99)], "INVALID_ARGUMENT", "LIMIT_EXCEEDED", "by"),
-        ("ReportService.ListOperators", [report_pb2.ListOperatorsRequest(sort=99)], "INVALID_ARGUMENT", "LIMIT_EXCEEDED", "sort"),
-        ("ReportService.ListOperators", [report_pb2.ListOperatorsRequest(page_token="x")], "INVALID_ARGUMENT", "BAD_PAGE_TOKEN",
-         "'x'"),
-        ("ReportService.Compare", [comparison_pb2.CompareRequest(base="nothing")], "NOT_FOUND", "JOB_NOT_FOUND", "'nothing'"),
-        ("ReportService.Tag", [report_pb2.TagJobRequest(job_id="nothing", tag="b")], "NOT_FOUND", "JOB_NOT_FOUND", "'nothing'"),
-        ("ReportService.Tag", [report_pb2.TagJobRequest(tag="b", remove=True)], "NOT_FOUND", "TAG_NOT_FOUND", "'b'"),
-        ("ReportService.ListHistory", [report_pb2.ListHistoryRequest(model="net")], "NOT_FOUND", "NO_HISTORY", "'net'"),
-        ("ReportService.ListHistory", [report_pb2.ListHistoryRequest(device="core>=4")], "INVALID_ARGUMENT",
-         "UNKNOWN_SELECTOR_KEY", "cores"),
-        ("ReportService.ListHistory", [report_pb2.ListHistoryRequest(page_token="1")], "INVALID_ARGUMENT", "BAD_PAGE_TOKEN",
-         "'1'"),
-        ("ReportService.Analyze", [report_pb2.AnalyzeJobRequest(job_id="nothing")], "NOT_FOUND", "JOB_NOT_FOUND", "'nothing'"),
-        ("JobService.List", [job_pb2.ListJobsRequest(page_token="x")], "INVALID_ARGUMENT", "BAD_PAGE_TOKEN", "'x'"),
-        ("JobService.List", [job_pb2.ListJobsRequest(page_token="9" * 40)], "INVALID_ARGUMENT", "BAD_PAGE_TOKEN",
-         "page token"),
-        ("JobService.List", [job_pb2.ListJobsRequest(page_size=-1)], "INVALID_ARGUMENT", "BAD_PAGE_TOKEN", "-1"),
-        ("JobService.Submit", [job_pb2.SubmitJobRequest(request_id="r", spec=SPEC)], "FAILED_PRECONDITION", "CLIENT_TOO_OLD",
-         "before 0.3.0"),
-        ("JobService.Submit", [submission(spec=SPEC)], "INVALID_ARGUMENT", "BAD_JOB", "request_id"),
-        ("JobService.Submit", [submission(request_id="r")], "INVALID_ARGUMENT", "NO_CANDIDATE", "no candidate"),
-        ("JobService.Submit", [submission(request_id="r", spec=SPEC)], "FAILED_PRECONDITION", "ARTIFACT_MISSING",
-         "aaaa"),
-        ("DeviceService.Get", [device_pb2.GetDeviceRequest(device_id="pi")], "NOT_FOUND", "DEVICE_NOT_FOUND", "'pi'"),
-        ("DeviceService.List", [device_pb2.ListDevicesRequest(selector="core>=4")], "INVALID_ARGUMENT",
-         "UNKNOWN_SELECTOR_KEY", "cores"),
-        ("DeviceService.List", [device_pb2.ListDevicesRequest(selector="fast")], "INVALID_ARGUMENT",
-         "BAD_SELECTOR", "KEY OP VALUE"),
-        ("CompileService.GetCompilation", [compile_pb2.GetCompilationRequest(key="k")], "NOT_FOUND",
-         "COMPILATION_NOT_FOUND", "k"),
-        ("ArtifactService.FindMissing", [artifact_pb2.FindMissingArtifactsRequest(digests=["x"])], "INVALID_ARGUMENT",
-         "DIGEST_MALFORMED", "'x'"),
-        ("ArtifactService.GetUploadStatus", [artifact_pb2.GetUploadStatusRequest(digest="x")], "INVALID_ARGUMENT",
-         "DIGEST_MALFORMED", "'x'"),
-        ("ArtifactService.Upload", [artifact_pb2.UploadArtifactRequest()], "INVALID_ARGUMENT", "NO_HEADER", "header"),
-        ("ArtifactService.Download", [artifact_pb2.DownloadArtifactRequest(digest=ABSENT)], "NOT_FOUND",
-         "ARTIFACT_NOT_FOUND", "aaaa"),
-        ("FarmService.AddBundle", [farm_pb2.AddBundleRequest(digest=ABSENT)], "FAILED_PRECONDITION", "ARTIFACT_MISSING", "aaaa"),
-        ("AgentService.Connect", [agent_pb2.AgentMessage()], "INVALID_ARGUMENT", "NO_HELLO", "Hello"),
-        ("AgentService.Connect", [agent_pb2.AgentMessage(hello=agent_pb2.Hello(protocol_version=9))], "FAILED_PRECONDITION",
-         "PROTOCOL_UNSUPPORTED", "protocol 9"),
-        ("AgentService.Connect", [agent_pb2.AgentMessage(hello=agent_pb2.Hello(protocol_version=2))], "FAILED_PRECONDITION",
-         "PROTOCOL_UNSUPPORTED", "Install the server's version on the device"),
-        ("AgentService.UpgradeAgent", [agent_pb2.UpgradeAgentRequest(digest=ABSENT)], "FAILED_PRECONDITION",
-         "ARTIFACT_MISSING", "aaaa"),
-        ("AgentService.UpgradeAgent", [agent_pb2.UpgradeAgentRequest(digest=ABSENT, time_limit_s=1)], "INVALID_ARGUMENT",
-         "BAD_UPGRADE", "5 to 3600"),
-        ("WebhookService.Create", [webhook_pb2.CreateWebhookRequest(url="ftp://a/")], "INVALID_ARGUMENT", "BAD_WEBHOOK", "https"),
-        ("WebhookService.Create", [webhook_pb2.CreateWebhookRequest(url="http://[::1]/")], "PERMISSION_DENIED",
-         "WEBHOOK_HOST_REFUSED", "not public"),
-        ("WebhookService.Delete", [webhook_pb2.DeleteWebhookRequest(id="w")], "NOT_FOUND", "WEBHOOK_NOT_FOUND", "'w'"),
-        ("WebhookService.ListDeliveries", [webhook_pb2.ListWebhookDeliveriesRequest(page_token="x")], "INVALID_ARGUMENT",
-         "BAD_PAGE_TOKEN", "'x'"),
-        ("WebhookService.ReportGate", [webhook_pb2.ReportGateRequest(job_id="nothing")], "NOT_FOUND", "JOB_NOT_FOUND",
-         "'nothing'"),
-        ("JobService.Submit", [submission(request_id="r", spec=job_pb2.JobSpec(
-            candidates=SPEC.candidates, notify_urls=["http://127.0.0.1/"]))], "PERMISSION_DENIED", "WEBHOOK_HOST_REFUSED",
-         "public"),
-        ("JobService.Submit", [submission(request_id="r", spec=job_pb2.JobSpec(
-            candidates=SPEC.candidates, notify_urls=["http://a.example/"] * 6))], "INVALID_ARGUMENT", "BAD_WEBHOOK", "at most 5"),
+        ("AgentService.UpgradeAgent", {"digest": ABSENT}, "FAILED_PRECONDITION", "ARTIFACT_MISSING", "aaaa"),
+        ("AgentService.UpgradeAgent", {"digest": ABSENT, "time_limit_s": 1}, "INVALID_ARGUMENT", "BAD_UPGRADE", "5 to 3600"),
+        ("WebhookService.Create", {"url": "ftp://a/"}, "INVALID_ARGUMENT", "BAD_WEBHOOK", "https"),
+        ("WebhookService.Create", {"url": "http://[::1]/"}, "PERMISSION_DENIED", "WEBHOOK_HOST_REFUSED", "not public"),
+        ("WebhookService.Delete", {"id": "w"}, "NOT_FOUND", "WEBHOOK_NOT_FOUND", "'w'"),
+        ("WebhookService.ListDeliveries", {"page_token": "x"}, "INVALID_ARGUMENT", "BAD_PAGE_TOKEN", "'x'"),
+        ("WebhookService.ReportGate", {"job_id": "nothing"}, "NOT_FOUND", "JOB_NOT_FOUND", "'nothing'"),
+        ("JobService.Submit", notifying(["http://127.0.0.1/"]), "PERMISSION_DENIED", "WEBHOOK_HOST_REFUSED", "public"),
+        ("JobService.Submit", notifying(["http://a.example/"] * 6), "INVALID_ARGUMENT", "BAD_WEBHOOK", "at most 5"),
     ],
-)  # fmt: skip
+)
 async def test_a_refusal_carries_its_code_reason_and_values(
-    channel: grpc.aio.Channel, rpc: str, requests: list[Message], code: str, reason: str, says: str
+    channel: grpc.aio.Channel, rpc: str, request_: Message | dict[str, Any], code: str, reason: str, says: str
 ) -> None:
-    error, raw = await refusal(channel, rpc, *requests)
+    """`request_`: a message, or its fields."""
+    error, raw = await refusal(channel, rpc, request_of(rpc, **request_) if isinstance(request_, dict) else request_)
     assert (raw.code().name, error.reason) == (code, reason)
     assert says in str(error)
     info = error_info(raw)
@@ -213,8 +184,8 @@ async def test_a_refusal_carries_its_code_reason_and_values(
     assert raw.details() == f"{error.message} {error.remedy}".strip()
 
 
-def page_request(rpc: str, **fields: Any) -> Message:
-    """Return the request for a list's page."""
+def request_of(rpc: str, **fields: Any) -> Message:
+    """Return the request of an rpc."""
     return message_factory.GetMessageClass(RPCS[rpc].input_type)(**fields)
 
 
@@ -227,7 +198,7 @@ def test_every_list_is_paged() -> None:
 
 @pytest.mark.parametrize("rpc", LISTS)
 async def test_a_page_that_does_not_exist_is_refused(channel: grpc.aio.Channel, rpc: str) -> None:
-    for request in (page_request(rpc, page_token="no such page"), page_request(rpc, page_size=-1)):
+    for request in (request_of(rpc, page_token="no such page"), request_of(rpc, page_size=-1)):
         error, raw = await refusal(channel, rpc, request)
         assert (raw.code().name, error.reason) == ("INVALID_ARGUMENT", "BAD_PAGE_TOKEN"), request
 
@@ -237,7 +208,7 @@ async def test_recipes_are_paged(channel: grpc.aio.Channel) -> None:
     (whole,) = await call(channel, rpc)
     names, token = [], ""
     while True:
-        (page,) = await call(channel, rpc, page_request(rpc, page_size=3, page_token=token))
+        (page,) = await call(channel, rpc, request_of(rpc, page_size=3, page_token=token))
         assert 0 < len(page.recipes) <= 3
         names += [recipe.name for recipe in page.recipes]
         if not (token := page.next_page_token):
