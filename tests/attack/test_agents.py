@@ -35,6 +35,7 @@ from etfarm.wire.chunks import artifact_of, upload
 from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 from tests.support.farm import private_file, serve
+from tests.support.farm_calls import open_channels
 from tests.support.programs import program
 from tests.support.runner import runner_archive
 from tests.support.session_ends import Agent, Caller
@@ -59,10 +60,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 async def channels(server: str) -> AsyncIterator[dict[str, grpc.aio.Channel]]:
-    opened = {name: open_channel(Access(server, token)) for name, token in TOKENS.items()}
-    yield opened
-    for channel in opened.values():
-        await channel.close()
+    async with open_channels(server, TOKENS) as opened:
+        yield opened
 
 
 async def refusal(agent: Agent) -> str:

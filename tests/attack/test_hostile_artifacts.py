@@ -15,10 +15,10 @@ from etfarm.v1.artifact_pb2 import Chunk, UploadArtifactRequest, UploadHeader
 from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
 from etfarm.v1.common_pb2 import Artifact
 from etfarm.wire import chunks, status
-from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import EtfarmError
 from tests.support.farm import FarmProcess
+from tests.support.farm_calls import open_channels
 
 WAIT_S = 60.0
 TOKENS = {name: f"{name}-token-of-24-characters" for name in ("root", "ann", "pi", "mole")}
@@ -82,12 +82,8 @@ async def refusal(work: object) -> EtfarmError:
 
 @pytest.fixture
 async def callers(served: FarmProcess) -> AsyncIterator[dict[str, Caller]]:
-    channels = {name: open_channel(Access(served.address, token=token)) for name, token in TOKENS.items()}
-    try:
+    async with open_channels(served.address, TOKENS) as channels:
         yield {name: Caller(ArtifactServiceStub(channel)) for name, channel in channels.items()}
-    finally:
-        for channel in channels.values():
-            await channel.close()
 
 
 async def test_a_digest_alone_grants_no_access(callers: dict[str, Caller]) -> None:

@@ -18,7 +18,7 @@ from tests.support import http2
 from tests.support.databases import postgres_databases as postgres_databases
 from tests.support.door import Door
 from tests.support.door import new_door as new_door
-from tests.support.farm_calls import FarmCalls
+from tests.support.farm_calls import FarmCalls, open_channels
 from tests.support.http2 import Http2
 from tests.support.programs import program
 from tests.support.simulated_agent import SELECTOR, Act, SimulatedAgent
@@ -81,14 +81,10 @@ def served(new_door: Callable[..., AbstractContextManager[Door]], tmp_path_facto
 
 @pytest.fixture
 async def channels(served: Door) -> AsyncIterator[dict[str, grpc.aio.Channel]]:
-    opened = {name: open_channel(Access(served.address, token=token)) for name, token in TOKENS.items()}
     async with SimulatedAgent(served.address, "sim", token=TOKENS["sim"]):
         pass  # jobs wait for devices that the farm has seen
-    try:
+    async with open_channels(served.address, TOKENS) as opened:
         yield opened
-    finally:
-        for channel in opened.values():
-            await channel.close()
 
 
 async def submit(calls: FarmCalls, labels: dict[str, str] | None = None) -> job_pb2.Job:

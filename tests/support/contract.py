@@ -3,43 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from importlib import import_module
 from typing import Any
 
 import grpc
 from google.protobuf import message_factory
 from google.protobuf.message import Message
 
-from etfarm.v1 import (
-    agent_pb2,
-    artifact_pb2,
-    audit_pb2,
-    compile_pb2,
-    device_pb2,
-    farm_pb2,
-    job_pb2,
-    project_pb2,
-    report_service_pb2,
-    session_pb2,
-    token_pb2,
-    webhook_pb2,
-)
 from tests.support.farm import Daemon
 
-MODULES = (
-    agent_pb2,
-    artifact_pb2,
-    audit_pb2,
-    compile_pb2,
-    device_pb2,
-    farm_pb2,
-    job_pb2,
-    project_pb2,
-    report_service_pb2,
-    session_pb2,
-    token_pb2,
-    webhook_pb2,
-)
-SERVICES = {service.name: service for module in MODULES for service in module.DESCRIPTOR.services_by_name.values()}
+_FILES = "agent artifact audit compile device farm job project report_service session token webhook"
+_MODULES = [import_module(f"etfarm.v1.{name}_pb2") for name in _FILES.split()]
+SERVICES = {service.name: service for module in _MODULES for service in module.DESCRIPTOR.services_by_name.values()}
 RPCS = {f"{service.name}.{method.name}": method for service in SERVICES.values() for method in service.methods}
 ENDLESS = ("DeviceService.Watch", "JobService.WatchAll")
 """Rpcs whose stream of responses ends only when the caller leaves."""

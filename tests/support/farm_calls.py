@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final
 
 import grpc
@@ -42,6 +42,13 @@ def is_away(error: grpc.aio.AioRpcError) -> bool:
     """Return whether a call failed because the server was away, not because of the call."""
     # grpc.aio's own words for a stream that broke while a message was in flight.
     return error.code() in _AWAY or "Internal error from Core" in (error.details() or "")
+
+
+@asynccontextmanager
+async def open_channels(address: str, tokens: Mapping[str, str]) -> AsyncIterator[dict[str, grpc.aio.Channel]]:
+    """Open a connection with each token; yield them by the tokens' names."""
+    async with AsyncExitStack() as stack:
+        yield {name: await stack.enter_async_context(open_channel(Access(address, token))) for name, token in tokens.items()}
 
 
 class FarmCalls:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 from urllib.parse import urlencode, urlsplit
 
 import psutil
@@ -73,6 +73,16 @@ def start_page(
     page = Daemon(arguments, log, environment, executes=executes)
     page.start()
     return page, page.expect("the page of").rpartition(" ")[2].rstrip("/")
+
+
+@contextmanager
+def running_page(server: str, log: Path, *options: str, **more: Any) -> Iterator[tuple[Daemon, str]]:
+    """Run a page for the time of a block; yield what `start_page` returns."""
+    page, url = start_page(server, log, *options, **more)
+    try:
+        yield page, url
+    finally:
+        assert page.stop() == 0
 
 
 def listening_port(pid: int) -> int:

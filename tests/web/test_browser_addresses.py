@@ -17,7 +17,7 @@ from etfarm.client.errors import EtfarmError
 from etfarm.wire.channel import CALL_METADATA
 from etfarm.wire.names import FORWARDED_KEY_METADATA, FORWARDED_PEER_METADATA
 from tests.support.farm import serve, wait_until
-from tests.support.web import Visit, WebFarm, audited_addresses, sign_in_and_reserve, start_page
+from tests.support.web import Visit, WebFarm, audited_addresses, running_page, sign_in_and_reserve
 
 pytestmark = pytest.mark.slow(reason="starts servers and pages")
 
@@ -70,11 +70,8 @@ def test_a_trusted_proxy_names_the_browsers_address(web: WebFarm, tmp_path: Path
 
 
 def test_a_page_of_its_own_and_other_clients_are_not_believed(web: WebFarm, served: Served, tmp_path: Path) -> None:
-    daemon, url = start_page(served.address, tmp_path / "web.log")
-    try:
+    with running_page(served.address, tmp_path / "web.log") as (_, url):
         sign_in_and_reserve(url, web.tokens["user"], OTHER)
-    finally:
-        daemon.stop()
 
     async def claim() -> None:
         CALL_METADATA.set(((FORWARDED_PEER_METADATA, f"ipv4:{ELSEWHERE}:1"), (FORWARDED_KEY_METADATA, "guessed")))

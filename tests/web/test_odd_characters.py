@@ -12,7 +12,7 @@ import pytest
 from starlette.routing import Route
 
 from etfarm.client.web import pages
-from tests.support.web import Visit, WebFarm, csrf_of, start_page
+from tests.support.web import Visit, WebFarm, csrf_of, running_page
 
 pytestmark = pytest.mark.slow(reason="starts a server, an agent and the page")
 
@@ -43,11 +43,10 @@ def fill(route: Route, value: str) -> str:
 
 @pytest.fixture(scope="module")
 def admin(web: WebFarm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Visit, Path]]:
-    page, url = start_page(web.process.address, tmp_path_factory.mktemp("odd") / "web.log")
-    visit = Visit(url)
-    assert visit.sign_in(web.tokens["admin"]).status == 303
-    yield visit, page.log
-    page.stop()
+    with running_page(web.process.address, tmp_path_factory.mktemp("odd") / "web.log") as (page, url):
+        visit = Visit(url)
+        assert visit.sign_in(web.tokens["admin"]).status == 303
+        yield visit, page.log
 
 
 def require_sentence(status: int, log: Path, what: object) -> None:

@@ -23,7 +23,7 @@ import trustme
 from etfarm.client.admin import artifacts
 from etfarm.client.aio import AsyncFarm
 from tests.support.farm import Daemon, wait_until
-from tests.support.web import Visit, WebFarm, listening_port, start_page
+from tests.support.web import Visit, WebFarm, listening_port, running_page
 
 pytestmark = pytest.mark.slow(reason="starts a server, an agent and the page")
 
@@ -40,11 +40,8 @@ SOON_S: Final = 10.0
 @pytest.fixture
 def page(web: WebFarm, tmp_path: Path) -> Iterator[tuple[Daemon, str]]:
     """A page of its own."""
-    daemon, url = start_page(web.process.address, tmp_path / "web.log", executes=True)
-    try:
+    with running_page(web.process.address, tmp_path / "web.log", executes=True) as (daemon, url):
         yield daemon, url
-    finally:
-        daemon.stop()
 
 
 def cookies_of(visit: Visit) -> str:
@@ -109,13 +106,10 @@ def test_idle_connections_keep_nobody_out(web: WebFarm, page: tuple[Daemon, str]
 
 
 def test_a_crowd_behind_an_unknown_proxy_keeps_nobody_out(web: WebFarm, tmp_path: Path) -> None:
-    daemon, _ = start_page(web.process.address, tmp_path / "web.log", "--public-url", "http://127.0.0.1")
-    url = f"http://127.0.0.1:{listening_port(daemon.pid)}"
-    try:
+    with running_page(web.process.address, tmp_path / "web.log", "--public-url", "http://127.0.0.1") as (daemon, _):
+        url = f"http://127.0.0.1:{listening_port(daemon.pid)}"
         with crowd(url, IDLE, ["127.0.0.1"]):
             assert sign_in_s(url, web.tokens["user"], "127.0.0.1") < SOON_S
-    finally:
-        daemon.stop()
 
 
 def test_connections_without_a_handshake_keep_nobody_out(web: WebFarm, tmp_path: Path) -> None:
@@ -125,16 +119,13 @@ def test_connections_without_a_handshake_keep_nobody_out(web: WebFarm, tmp_path:
     context = ssl.create_default_context()
     authority.configure_trust(context)
     both = str(tmp_path / "both.pem")
-    daemon, url = start_page(web.process.address, tmp_path / "web.log", "--tls-cert", both, "--tls-key", both)
-    try:
+    with running_page(web.process.address, tmp_path / "web.log", "--tls-cert", both, "--tls-key", both) as (_, url):
         with crowd(url, IDLE, MANY_ADDRESSES):
             for source in ("127.0.0.3", MANY_ADDRESSES[0]):
                 began_s = time.monotonic()
                 visit = Visit(url, context=context, source=source)
                 assert visit.sign_in(web.tokens["user"]).status == 303
                 assert time.monotonic() - began_s < SOON_S
-    finally:
-        daemon.stop()
 
 
 def flood(url: str, source: str, sent: bytes, until_s: float, takes: bool) -> None:

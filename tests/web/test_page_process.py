@@ -22,7 +22,7 @@ from etfarm.client.web.pages.devices import DEVICES
 from etfarm.client.web.visitors import Visitors
 from tests.support.farm import Daemon, etfarm, serve
 from tests.support.refusals import refuses
-from tests.support.web import Visit, WebFarm, csrf_of, start_page
+from tests.support.web import Visit, WebFarm, csrf_of, running_page
 
 pytestmark = pytest.mark.slow(reason="starts servers and pages")
 
@@ -199,8 +199,7 @@ def test_a_farm_with_tls_has_a_page_by_https(web: WebFarm, tmp_path: Path) -> No
     with serve(tmp_path, "--web", "127.0.0.1:0", *tls, "--tokens", str(web.folder / "tokens")) as server:
         visit = Visit(server.expect("web page at").rpartition(" ")[2].rstrip("/"))
         assert visit.sign_in(web.tokens["viewer"]).status == 303, "the page trusts the server's own certificate"
-    page, url = start_page(web.process.address, tmp_path / "web.log", *tls)
-    try:
+    with running_page(web.process.address, tmp_path / "web.log", *tls) as (_, url):
         context = ssl.create_default_context()
         authority.configure_trust(context)
         secure = Visit(url, context=context)
@@ -208,5 +207,3 @@ def test_a_farm_with_tls_has_a_page_by_https(web: WebFarm, tmp_path: Path) -> No
         cookie = secure.sign_in(web.tokens["viewer"]).headers["set-cookie"]
         assert cookie.startswith("__Secure-") and "Secure" in cookie
         assert "max-age" in secure.get("/devices").headers["strict-transport-security"]
-    finally:
-        assert page.stop() == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from etfarm.client.web.security import CONTENT_SECURITY_POLICY
-from tests.support.web import Visit, WebFarm, csrf_of, listening_port, start_page
+from tests.support.web import Visit, WebFarm, csrf_of, listening_port, running_page
 
 pytestmark = pytest.mark.slow(reason="starts a server, an agent and the page")
 
@@ -110,8 +110,8 @@ def test_only_static_files_are_served(visit: Visit, path: str) -> None:
 
 
 def test_the_link_signs_in_once(web: WebFarm, tmp_path: Path) -> None:
-    page, url = start_page(web.process.address, tmp_path / "web.log", "--link", environment={"ETFARM_TOKEN": web.tokens["user"]})
-    try:
+    own = {"ETFARM_TOKEN": web.tokens["user"]}
+    with running_page(web.process.address, tmp_path / "web.log", "--link", environment=own) as (page, url):
         path = page.expect("sign in once").rpartition(" ")[2].removeprefix(url)
         first, second = Visit(url), Visit(url)
         forms = [visit.get(path).text for visit in (first, second)]
@@ -122,14 +122,12 @@ def test_the_link_signs_in_once(web: WebFarm, tmp_path: Path) -> None:
         assert late.status == 401
         assert "used before" in late.text
         assert Visit(url).get("/devices").status == 303, "the command's own token is for the link alone"
-    finally:
-        assert page.stop() == 0
 
 
 def test_the_page_is_served_under_a_path_behind_a_proxy(web: WebFarm, tmp_path: Path) -> None:
-    page, url = start_page(web.process.address, tmp_path / "web.log", "--public-url", "https://farm.example/etfarm")
-    try:
-        assert url == "https://farm.example/etfarm"
+    public = "https://farm.example/etfarm"
+    with running_page(web.process.address, tmp_path / "web.log", "--public-url", public) as (page, url):
+        assert url == public
         local = f"http://127.0.0.1:{listening_port(page.pid)}"
         visit = Visit(local)
         proxied = {"host": "farm.example", "origin": "https://farm.example"}
@@ -147,5 +145,3 @@ def test_the_page_is_served_under_a_path_behind_a_proxy(web: WebFarm, tmp_path: 
             assert 'href="/server"' not in shown.text
             script = shown.text.partition('src="')[2].partition('"')[0]
             assert visit.get(script.removeprefix("/etfarm") if not prefix else script, host="farm.example").status == 200
-    finally:
-        assert page.stop() == 0
