@@ -15,7 +15,6 @@ import pytest
 import trustme
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from etfarm.server.cluster import forwarding
 from etfarm.server.cluster.leadership import Leader, Leadership
 from etfarm.server.cluster.links import WAIT_S
 from etfarm.server.cluster.standby import standing_by
@@ -281,11 +280,10 @@ async def token_leader(tokens: Path) -> AsyncIterator[tuple[str, list[tuple[str,
         await server.stop(None)
 
 
-async def test_only_the_leaders_word_admits_an_unknown_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_the_leaders_word_admits_an_unknown_caller(tmp_path: Path) -> None:
     """A leader whose door is not etfarm's answers every call, without the word."""
-    monkeypatch.setattr(forwarding, "_QUESTION_S", 0.2)
     tokens = write_tokens(tmp_path / "tokens")
-    async with serving(Faulty()) as address, standby_of(address, tmp_path, tokens=tokens) as (channel, _, _):
+    async with serving(Faulty()) as address, standby_of(address, tmp_path, 0.2, tokens) as (channel, _, _):
         for token in ("", "guess-0123456789"):
             call = channel.unary_unary(UPLOAD)(b"", metadata=(*headers(token), (QUESTION, "1"), (ACCEPTED, "1")), timeout=60)
             assert await refusal_of(call) == "DEADLINE_EXCEEDED"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -164,12 +165,12 @@ def interrupted_at(what: str = "", part: float = 0.0) -> OnProgress:
     Args:
         what: the step; the first one by default.
     """
-    interruptions = iter([KeyboardInterrupt()])
+    interruptions = iter([signal.SIGINT])
 
     def interrupt(happening: str, done: int, total: int) -> None:
         if what in ("", happening) and done >= total * part:
-            for each in interruptions:  # more of them end the wait for threads that still copy
-                raise each
+            for each in interruptions:  # a second one would end the wait for threads that still copy
+                signal.raise_signal(each)
 
     return interrupt
 

@@ -40,7 +40,6 @@ _QUESTIONS_AT_ONCE: Final = 8
 _QUESTIONS_OF_AN_ADDRESS: Final = 64
 _MOST_QUESTIONS: Final = 1024
 """Numbers of calls by unknown callers about which the leader is asked at a time, and which wait for that."""
-_QUESTION_S: Final = 5.0
 
 _Call = grpc.aio.StreamStreamCall[bytes, bytes]
 _Metadata = tuple[tuple[str, str | bytes], ...]
@@ -139,7 +138,7 @@ class Forwarding:
     async def _require_accepted(self, refusal: EtfarmError, method: str, context: _Context) -> None:
         async with self._take(context) as (link, leader):
             metadata = (*self._metadata(context, leader), (QUESTION, "1"))
-            call: _Call = link.channel.stream_stream(method)(metadata=metadata, timeout=_QUESTION_S)
+            call: _Call = link.channel.stream_stream(method)(metadata=metadata, timeout=self._links.wait_s)
             try:
                 await call.done_writing()
                 await call.read()

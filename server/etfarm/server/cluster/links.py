@@ -49,13 +49,13 @@ class Links:
     Args:
         leadership: says who leads.
         identity: this server's certificate chain and key, with which it connects; None without TLS.
-        wait_s: time for which a call waits for a leader.
+        wait_s: time for which a call waits for a leader, and one of an unknown caller for its answer.
     """
 
     def __init__(self, leadership: Leadership, identity: tuple[bytes, bytes] | None, wait_s: float = WAIT_S) -> None:
         self._leadership = leadership
         self._identity = identity
-        self._wait_s = wait_s
+        self.wait_s = wait_s
         self._links: list[Link] = []
         self._leader: Leader | None = None
         self._calls = 0
@@ -91,7 +91,7 @@ class Links:
 
     async def _ready(self) -> tuple[Link, Leader]:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._wait_s):
+            async with asyncio.timeout(self.wait_s):
                 while not self._ended.is_set():
                     leader = self._leadership.leader
                     self._follow(leader)
