@@ -90,6 +90,13 @@ class Histogram(nn.Module):
         return torch.histc(x, 4, -1.0, 1.0)
 
 
+class Histograms(nn.Module):
+    """Two operators without a kernel, one of them twice."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.histc(x, 4, -1.0, 1.0), torch.polygamma(1, x), torch.histc(x, 8, -1.0, 1.0)
+
+
 class Unknown(nn.Module):
     """An operator without an ExecuTorch kernel."""
 
@@ -156,6 +163,10 @@ def unknown() -> Any:
 
 def histogram() -> Any:
     return _exported(Histogram(), (torch.randn(4),))
+
+
+def histograms() -> Any:
+    return _exported(Histograms(), (torch.rand(4),))
 
 
 def table() -> Any:

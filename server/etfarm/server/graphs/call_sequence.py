@@ -58,7 +58,7 @@ def find_wrong_call(
         if listed:
             # The last seven before it.
             sequence = ", ".join((*(("...",) if index > 7 else ()), *methods[max(0, index - 7) : index + 1]))
-            model = "is far from the model before quantization" if quantized else "differs from eager PyTorch"
+            model = "is far from the model" if quantized else "differs from eager PyTorch"
             return index, f"in the calls {sequence}, the last one {model}: {listed}."
     return None
 

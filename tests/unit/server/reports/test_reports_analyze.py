@@ -336,7 +336,7 @@ def test_only_whole_outputs_of_the_samples_are_compared(tmp_path: Path, values: 
         (
             0.5,
             True,
-            "On the device, in the calls set, add, get, the last one is far from the model before quantization: y has",
+            "On the device, in the calls set, add, get, the last one is far from the model: y has",
         ),
         (0.95, True, ""),
     ],

@@ -417,19 +417,25 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[bytes], None], s
 
     if unquantized:
         save_etrecord()
+    # Lowering fixes sizes that a map takes in the programs themselves, which then could not be tried with others.
+    fixed = {
+        method: request.models[method] for method, before in exact.items() if signature.of_exported(programs[method]) != before
+    }  # fmt: skip
     # Loaded late, so that their weights are not in memory while programs are lowered.
-    originals = programs | _load(unquantized, folder, request.operators)[0]
+    originals = programs | _load(unquantized | fixed, folder, request.operators)[0]
     shared_state.rename_ambiguous(originals.values())
+    shrunk = set()
     for method, original in originals.items():
         facts_before = exact.get(method) or signature.of_exported(original)
         if lost := signature.add_exported(compilation.facts.methods[method], facts_before):
             _warn(compilation, "DYNAMIC_DIM_LOST", signature.describe_lost(method, original, lost))
+            shrunk.add(method)
     compilation.sizes.CopyFrom(sizes.of_program(described, data))
     backends = {method: compilation.facts.methods[method].backends for method in originals}
     checked = checks.check_program(
         smoke, originals=originals, pte=folder / "model.pte", data=data, folder=folder, quantized=bool(quantized),
         backends=backends, delegation=compilation.delegation, located=compilation.located_operators,
-        lowered={method: programs[method] for method in quantized}, meanwhile=save_etrecord,
+        lowered={method: programs[method] for method in quantized}, shrunk=shrunk, meanwhile=save_etrecord,
     )  # fmt: skip
     calls = list(request.calls) or [(method, None) for method in sorted(originals) if shared]
     if not calls:  # a second call shows whether a program keeps its state

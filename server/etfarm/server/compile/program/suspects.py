@@ -14,13 +14,14 @@ from etfarm.server.compile.program.descriptions import (
     describe,
     describe_node,
     describe_operators,
+    list_first,
     schema_name,
 )
 from etfarm.server.compile.program.integer_ranges import IntegerRanges
 from etfarm.server.compile.program.places import all_nodes, places
 from etfarm.v1.compile_pb2 import OperatorDelegation
 
-_NO_KERNEL = re.compile(r"kernel '(\w+)::(\w+)(?:\.\w+)?' not found")
+_KERNEL = re.compile(r"'(\w+)::(\w+)(?:\.\w+)?'")
 _SUSPECTS: Final = {
     "control": "Compute both branches and choose with torch.where, and unroll loops of a fixed length.",
     "remainder": (
@@ -36,21 +37,25 @@ SYMBOL = re.compile(r"\bu\d+\b")
 """Names of sizes that depend on values."""
 
 
-def missing_kernel(why: str, program: Any, operators: Iterable[OperatorDelegation]) -> str:
-    """Return the operator whose kernel the runtime lacks, with its source line; empty if `why` names no kernel.
+def missing_kernels(why: str, program: Any, operators: Iterable[OperatorDelegation]) -> str:
+    """Return the operators whose kernels the runtime lacks, with their source lines; empty if `why` names no kernel.
 
     Args:
-        why: the runtime's reason, like "... kernel 'aten::histc.out' not found".
+        why: the runtime's reason, like "... kernels 'aten::histc.out', 'aten::polygamma.out' not found".
         program: the exported method, for operators that keep their names.
         operators: the method's delegation table, which has the operators after decomposition.
     """
-    match = _NO_KERNEL.search(why)
-    if match is None:
+    if not why.endswith("not found"):
         return ""
-    name, start = f"{match[1]}::{match[2]}", f"{match[1]}_{match[2]}_"
+    rows = [row for row in operators if row.places]
+    return list_first(_describe_missing(*names, program, rows) for names in _KERNEL.findall(why))
+
+
+def _describe_missing(namespace: str, operator: str, program: Any, rows: Sequence[OperatorDelegation]) -> str:
+    name, start = f"{namespace}::{operator}", f"{namespace}_{operator}_"
     # Names in the table end in the overload. The shortest match is the operator: aten_max_default, not aten_max_pool2d_default.
-    rows = sorted((row for row in operators if row.op.startswith(start) and row.places), key=lambda row: len(row.op))
-    shown = describe(name, rows[0].places) if rows else name
+    row = min((row for row in rows if row.op.startswith(start)), key=lambda row: len(row.op), default=None)
+    shown = describe(name, row.places) if row is not None else name
     return describe_operators([name], {"": program}) if shown == name else shown
 
 

@@ -30,10 +30,10 @@ from etfarm.server.compile.errors import program_cannot_run
 from etfarm.server.compile.inputs import SizesDoNotFit
 from etfarm.server.compile.program import suspects, values
 from etfarm.server.compile.program.descriptions import first_line
-from etfarm.server.compile.program.suspects import missing_kernel
+from etfarm.server.compile.program.suspects import missing_kernels
 from etfarm.server.compile.verify import parts, reference, trials
 from etfarm.server.compile.verify.reference import ReferenceFailed
-from etfarm.server.compile.verify.refusals import Refusal, find_refusal
+from etfarm.server.compile.verify.refusals import Refusal, find_refusal, find_refused_map
 from etfarm.server.compile.verify.smoke import HOST_BACKENDS, MAX_DATA_FILES, Run, SmokeRunner
 from etfarm.server.compile.verify.trials import TooLarge, Trial
 from etfarm.server.graphs import call_sequence, differences, lost_columns, quantized_outputs, rounding
@@ -80,6 +80,7 @@ class _Program:
     lowered: Mapping[str, Any]
     sources: Collection[str]
     """The methods that the user has quantized."""
+    shrunk: Collection[str]
 
     @property
     def inputs(self) -> Path:
@@ -115,6 +116,7 @@ def check_program(
     delegation: Mapping[str, Delegation] | None = None,
     located: Mapping[str, LocatedOperators] | None = None,
     lowered: Mapping[str, Any] | None = None,
+    shrunk: Collection[str] = (),
     meanwhile: Callable[[], None] | None = None,
 ) -> Checked:
     """Run each method at its example inputs, and at its smallest and largest inputs if it has dynamic dims.
@@ -130,6 +132,7 @@ def check_program(
         located: operators by method, which the runtime's messages refer to by number.
         lowered: exported programs as they were lowered, by method. Those with quantized activations are also compared with
             these at the example inputs, since backends may compute something else than a quantized graph says.
+        shrunk: the methods that lost a part of their sizes, whose largest inputs are not tried.
         meanwhile: other work, called while the first method runs, or at the end if no method runs.
 
     Raises:
@@ -139,7 +142,7 @@ def check_program(
     with tempfile.TemporaryDirectory(dir=folder, prefix="checks-") as temporary:
         tables = (delegation or {}, located or {}, lowered or {})
         sources = {method for method, each in tables[2].items() if originals.get(method) is each}
-        program = _Program(smoke, pte, data, Path(temporary), quantized, backends, *tables, sources)
+        program = _Program(smoke, pte, data, Path(temporary), quantized, backends, *tables, sources, shrunk)
         for method, original in sorted(originals.items()):
             trial = trials.example(original)
             why = _not_on_host(backends.get(method, ()), data, trial)
@@ -253,7 +256,8 @@ def _check_method(
     _compare_with_lowered(program, method, example, outputs, () if isinstance(expected, _Refused) else expected, checked)
     if trials.is_dynamic(original):
         _check_extreme(program, method, original, example, "MIN", checked)
-        _check_extreme(program, method, original, example, "MAX", checked)
+        if method not in program.shrunk:
+            _check_extreme(program, method, original, example, "MAX", checked)
 
 
 @contextmanager
@@ -337,13 +341,13 @@ def _finish(program: _Program, method: str, original: Any, trial: Trial) -> list
     if outcome.timed_out or outcome.out_of_memory:
         return outcome.why if outcome.timed_out else f"there is not enough memory ({outcome.why})"
     table = program.delegation.get(method)
-    operator = missing_kernel(outcome.why, original, table.operators if table else ())
+    operator = missing_kernels(outcome.why, original, table.operators if table else ())
     if not operator:
         operator = find_operator(outcome.log, program.located.get(method, LocatedOperators()))
     why = outcome.why
     if not operator and "Failed to define tensor" in why and (operator := suspects.find_many_dims(original)):
         why = f"{why}, as XNNPACK takes at most 6 dims"
-    if (refusal := _find_refusal(program, method, why)) is not None:
+    if (refusal := find_refused_map(original, why) or _find_refusal(program, method, why)) is not None:
         operator = refusal.operator
     crash = suspects.find_only_kernel(original) if outcome.crashed and not operator else ""
     formats = suspects.find_channels_last(original)
@@ -416,7 +420,7 @@ def _compare(
     if program.quantized:
         checked.warn(
             "LOW_ACCURACY",
-            f"{method} is far from the model before quantization{_where(trial)}: {listed}. {_advise_accuracy(program, method)}",
+            f"{method} is far from the model{_where(trial)}: {listed}. {_advise_accuracy(program, method)}",
         )
     else:
         checked.warn(

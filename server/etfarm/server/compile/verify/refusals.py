@@ -1,7 +1,7 @@
-"""What in a quantized graph makes XNNPACK refuse a program that it accepted when it was lowered, with the line and what helps.
+"""What in a graph makes the runtime refuse a program that was lowered, with the line and what helps.
 
-Each cause is a fault of ExecuTorch 1.5's XNNPACK backend. The runtime's message names none of them, and often blames another
-operator.
+Each cause is a fault of ExecuTorch 1.5, mostly of its XNNPACK backend with quantized graphs. The runtime's message names none of
+them, and often blames another operator.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from etfarm.server.compile.program.descriptions import describe_node
+from etfarm.server.compile.program.descriptions import describe_control_flow, describe_node
+from etfarm.server.compile.program.places import all_nodes
 from etfarm.server.graphs.sources import source_of
 from etfarm.server.graphs.views import name_of
 
 _RESIZED: Final = re.compile(r"resize a static tensor\. Expected shape \(([\d, ]+)\), but received \(([\d, ]+)\)")
-_SHAPES: Final = "Propagating input shapes failed"
 _PAD: Final = "Failed to create StaticConstantPad"
 
-_BINARY: Final = frozenset({"add", "sub", "mul", "div", "maximum", "minimum"})
+_MAPPED: Final = re.compile(r"resize a static tensor|copy_to and copy_from")
 _CONVOLUTIONS: Final = frozenset({"conv1d", "conv2d", "convolution", "conv_transpose1d", "conv_transpose2d"})
 _MAX_HOPS: Final = 16
 
@@ -45,10 +45,32 @@ def find_refusal(program: Any, why: str) -> Refusal | None:
         expected, received = (tuple(map(int, re.findall(r"\d+", shape))) for shape in match.groups())
         if sorted(expected) == sorted(received) and len(expected) == 4:
             return _returned_channels_last(program, expected)
-    if _SHAPES in why:
-        return _number_before_convolution(program)
     if _PAD in why:
         return _pad_of_quantized(program)
+    return None
+
+
+def find_refused_map(program: Any, why: str) -> Refusal | None:
+    """Return the map over dynamic sizes that explains the runtime's reason; None if there is none.
+
+    Args:
+        program: the exported program, of any recipe.
+        why: the runtime's reason.
+    """
+    for node in all_nodes(program) if _MAPPED.search(why) else ():
+        shapes = [_shape(value) for value in node.args[1]] if "map_impl" in str(node.target) else []
+        if any(not isinstance(size, int) for shape in shapes for size in shape[1:]):
+            advice = (
+                "ExecuTorch's map takes rows of fixed sizes only: export their dims as static, or apply the function to all rows "
+                "at once, without map."
+            )
+            return Refusal(describe_control_flow([node]), advice)
+        if any(not isinstance(shape[0], int) for shape in shapes):
+            advice = (
+                "ExecuTorch fixes the number of steps of map at that of the example inputs: write the loop as a scan, whose "
+                "number of steps stays dynamic, or export that dim as static."
+            )
+            return Refusal(describe_control_flow([node]), advice)
     return None
 
 
@@ -62,22 +84,6 @@ def _returned_channels_last(program: Any, shape: tuple[int, ...]) -> Refusal | N
                 "XNNPACK gives this output in the memory layout of channels last, as it is returned and an operator that is not "
                 "quantized uses it too. Return a copy, y * 1.0 for y, or use an int8 recipe with dynamic scales.",
             )
-    return None
-
-
-def _number_before_convolution(program: Any) -> Refusal | None:
-    for node in program.graph.nodes:
-        if not str(node.target).startswith("quantized_decomposed.choose_qparams") or not _feeds_convolution(node.args[0]):
-            continue
-        for source in _upwards(node.args[0]):
-            if name_of(source) in _BINARY and _has_operand_of_fewer_dims(source):
-                ones = ", ".join("1" for _ in source.meta["val"].shape)
-                return Refusal(
-                    describe_node(source),
-                    "Before a convolution with dynamic scales, XNNPACK refuses numbers and tensors of fewer dims as operands. "
-                    f"Give it a buffer with as many dims as the other operand: torch.full(({ones}), 2.0) for 2.0. Or keep the "
-                    "convolution in fp32 with skip_modules in a recipe file.",
-                )
     return None
 
 
@@ -111,18 +117,6 @@ def _upwards(value: Any) -> Iterator[Any]:
         if value.op != "call_function" or len(inputs) != 1 or name_of(value) in _CONVOLUTIONS:
             return
         value = inputs[0]
-
-
-def _feeds_convolution(value: Any) -> bool:
-    """Return whether a convolution takes a value that is quantized for it."""
-    quantized = [user for user in value.users if str(user.target).startswith("quantized_decomposed.quantize")]
-    dequantized = [user for each in quantized for user in each.users]
-    return any(name_of(user) in _CONVOLUTIONS for each in dequantized for user in each.users)
-
-
-def _has_operand_of_fewer_dims(node: Any) -> bool:
-    rank = len(_shape(node))
-    return any(not hasattr(operand, "meta") or len(_shape(operand)) < rank for operand in node.args[:2])
 
 
 def _is_dequantized(value: Any) -> bool:

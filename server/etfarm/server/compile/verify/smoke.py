@@ -42,6 +42,7 @@ _CODES = {
 """Descriptions of executorch::runtime::Error. Source: executorch/runtime/core/error.h."""
 
 _CODE = re.compile(r"[Ee]rror:?\s*(?:code\s*)?0x:?([0-9a-fA-F]+)")
+_NO_KERNEL = re.compile(r"kernel '([\w:.]+)' not found")
 _LOG_LINE = re.compile(r"^(?:[IEWF] )?(?:[\d:.]+ )?(?:executorch:)?(?:[\w.\-]+:\d+\]|\[[\w.\-]+:\d+\])\s*(.+)$")
 
 
@@ -178,10 +179,16 @@ class SmokeRunner:
 
 
 def explain(error: str, log: str) -> str:
-    """Return the runtime's reason in one line: the description of its error code and the first reason in its log."""
+    """Return the runtime's reason in one line: the description of its error code and the first reason in its log.
+
+    Of kernels that it lacks, which are all in the log, these are all of them.
+    """
     match = _CODE.search(error)
     code = int(match[1], 16) if match else 0
     words = f"{_CODES[code]} (0x{code:x})" if code in _CODES else (error.strip().splitlines() or ["no reason"])[0][:200]
+    if kernels := list(dict.fromkeys(_NO_KERNEL.findall(log))):
+        named = ", ".join(f"'{kernel}'" for kernel in kernels)
+        return f"{words}: kernel{'s' if len(kernels) > 1 else ''} {named} not found"
     for line in log.splitlines():
         logged = _LOG_LINE.match(line.strip())
         if logged and "cpuinfo" not in line and not logged[1].startswith(("Failed to execute", "KernelCall failed")):

@@ -15,6 +15,7 @@ pytest.importorskip("executorch")
 import torch.nn.functional as F  # noqa: E402
 from functorch.experimental.control_flow import map as mapped  # noqa: E402
 from torch import nn  # noqa: E402
+from torch._higher_order_ops.scan import scan  # noqa: E402
 from torch._higher_order_ops.while_loop import while_loop  # noqa: E402
 from torch.export import Dim  # noqa: E402
 from torchao.core.config import AOBaseConfig  # noqa: E402
@@ -101,6 +102,21 @@ class Exits(nn.Module):
         return torch.cond(x.sum() > 0, lambda v: self.early(v), lambda v: v * 2, [self.exit(x)])
 
 
+class Chosen(nn.Module):
+    """Computes a layer that torchao has quantized within a branch, or outside of it."""
+
+    def __init__(self, config: AOBaseConfig, *, is_outside: bool = False) -> None:
+        super().__init__()
+        self.a, self.is_outside = nn.Linear(64, 64), is_outside
+        quantize_(self, config)
+        unwrap_tensor_subclass(self)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.is_outside:
+            return torch.where(x.sum() > 0, self.a(x), x * 2)
+        return torch.cond(x.sum() > 0, lambda v: self.a(v), lambda v: v * 2, [x])
+
+
 class Viewed(nn.Module):
     """Changes a buffer, of which another is a part, or takes that part."""
 
@@ -160,6 +176,7 @@ NORM: Final = nn.BatchNorm1d(3).eval()
 NORM_2D: Final = nn.BatchNorm2d(2).eval()
 ROWS: Final = torch.rand(4, 3)
 WIDE: Final = torch.rand(2, 64)
+FOUR_BITS: Final = dynamic(torch.int4, PerGroup(32), MappingType.SYMMETRIC)
 X: Final = torch.tensor([[0.5, -1.0, 2.0], [3.0, -0.25, 1.0]])
 SIX: Final = torch.rand(2, 1, 2, 1, 3, 4)
 GRAY: Final = torch.rand(1, 1, 7, 5)
@@ -253,6 +270,17 @@ CASES: Final[dict[str, tuple[nn.Module, tuple[Any, ...], nn.Module, tuple[Any, .
         weights(Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32))), (WIDE,),
         None, ["UNSUPPORTED_QUANTIZED_OP", "torchao::", "with int4 weights in groups of a multiple of 32"],
     ),
+    **{
+        f"quantized activations within a branch, {recipe}": (
+            Chosen(FOUR_BITS), (WIDE,), mended, (WIDE,),
+            None,
+            ["UNSUPPORTED_QUANTIZED_OP", "torchao::", "test_remedies.py:", "torch.where(c, self.a(x), y)", "Int8WeightOnly"],
+        )
+        for recipe, mended in (
+            ("xnnpack", Chosen(FOUR_BITS, is_outside=True)), ("weights, xnnpack", Chosen(Int8WeightOnlyConfig())),
+            ("weights, portable", Chosen(Int8WeightOnlyConfig())),
+        )
+    },
     "weights of 8 bits in groups, xnnpack": (
         weights(Int8DynamicActivationIntxWeightConfig(weight_granularity=PerGroup(32))), (WIDE,),
         weights(Int8DynamicActivationIntxWeightConfig(weight_granularity=PerAxis(0))), (WIDE,),
@@ -287,6 +315,17 @@ CASES: Final[dict[str, tuple[nn.Module, tuple[Any, ...], nn.Module, tuple[Any, .
     "rows of a loop": (
         Function(lambda x: mapped(lambda row: row.sin(), x)), (X,), Function(lambda x: mapped(lambda row: row.sin(), x)), (ROWS,),
         ({0: Dim("n", min=2, max=4)},), ["DYNAMIC_DIM_LOST", "dim 0 of 'x_0' (2..4, at most 2", "inputs of the largest sizes"],
+    ),
+    "rows of a loop whose results are added": (
+        Function(lambda x: mapped(lambda row: row.sin(), x) + x), (ROWS,),
+        Function(lambda x: scan(lambda carry, row: (carry.clone(), row.sin()), torch.zeros(1), x)[1] + x), (ROWS,),
+        ({0: Dim("n", min=2, max=4)},),
+        ["PROGRAM_CANNOT_RUN", "at its smallest inputs", "of map at ", "test_remedies.py:", "write the loop as a scan"],
+    ),
+    "rows of dynamic sizes": (
+        Function(lambda x: mapped(lambda row: row.sin() + 1, x)), (X,), Function(lambda x: x.sin() + 1), (X,),
+        ({1: Dim("n", min=2, max=4)},),
+        ["PROGRAM_CANNOT_RUN", "of map at ", "test_remedies.py:", "fixed sizes only", "to all rows at once"],
     ),
     "a 3-D convolution": (
         Function(lambda x: F.conv3d(x, CUBE)), (VOLUME,), Function(by_depth), (VOLUME,),

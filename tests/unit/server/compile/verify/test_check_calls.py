@@ -58,7 +58,7 @@ class Answers:
         (([1.0, 2.0], [2.1, 4.0]), True, "", ""),
         (
             ([1.0, 2.0], [1.0, 2.0]), True, "LOW_ACCURACY",
-            "the last one is far from the model before quantization: 0 has 6.0 dB, less than the 10 dB that quantization should "
+            "the last one is far from the model: 0 has 6.0 dB, less than the 10 dB that quantization should "
             "keep. Calibrate with inputs like successive calls",
         ),
     ],

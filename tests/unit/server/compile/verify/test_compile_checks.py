@@ -103,6 +103,12 @@ async def test_a_lost_initial_value_is_found(workers: Workers) -> None:
             "kernel 'aten::histc.out' not found, of aten::histc at ",
             "with the bins' ends for torch.histc, whose last bin has its upper end too: ExecuTorch has no kernel",
         ),
+        (
+            "histograms",
+            "kernels 'aten::histc.out', 'aten::polygamma.out' not found, of aten::histc at ",
+            "whose last bin has its upper end too: ExecuTorch has no kernel",
+        ),
+        ("histograms", "; aten::polygamma at ", "ExecuTorch has no kernel"),
         ("unknown", "an operator has no kernel (0x14): kernel 'aten::_linalg_svd.U' not found", "outside of the model"),
         ("unplanned", "out of planned memory (0x21)", "narrower or static dims"),
     ],

@@ -131,6 +131,10 @@ def test_an_invalid_program_is_reported(tmp_path: Path) -> None:
     [
         ("Failed to load method forward, error: 0x:14", "[method.cpp:7] kernel 'aten::x.out' not found.",
          "an operator has no kernel (0x14): kernel 'aten::x.out' not found"),
+        ("Failed to load method forward, error: 0x:14",
+         "[a.cpp:7] kernel 'a::x.out' not found.\n[a.cpp:8] dtype: 6\n[a.cpp:7] kernel 'a::y' not found.\n"
+         "[a.cpp:7] kernel 'a::x.out' not found.",
+         "an operator has no kernel (0x14): kernels 'a::x.out', 'a::y' not found"),
         ("Failed to execute method forward, error: 0x12", "[cpuinfo_utils.cpp:1] Reading file x\nplain text",
          "an operator refused its arguments (0x12)"),
         ("something else", "", "something else"),

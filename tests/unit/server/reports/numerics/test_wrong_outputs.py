@@ -12,7 +12,7 @@ from etfarm.wire import tensors
 from etfarm.wire.tensors import Value
 
 NAN = float("nan")
-LOW = "forward is far from the model before quantization: {}. Give calibration inputs like the real ones."
+LOW = "forward is far from the model: {}. Give calibration inputs like the real ones."
 
 
 def floats(*values: float) -> Value:
