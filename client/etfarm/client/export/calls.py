@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 _TOLERANCE: Final = {"float64": 1e-6, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 """Maximum difference by dtype, relative to the largest value."""
+_NAMED: Final = 8
+"""Maximum number of outputs in a sentence."""
 _SEED: Final = 20_261_129
 """Not one that users or a factory's process take: an export that kept a random number is to differ."""
 
@@ -100,22 +102,33 @@ def _equal_random_numbers() -> Iterator[None]:
             np.random.set_state(numpy)
 
 
-def difference_of(actual: list[Any], expected: list[Any]) -> str:
-    """Return how outputs differ beyond rounding, as the end of a sentence about `actual`; empty if they do not."""
-    import torch
+def difference_of(actual: list[Any], expected: list[Any], names: Sequence[str] = ()) -> str:
+    """Return which outputs differ beyond rounding, as the end of a sentence about `actual`; empty if none does.
 
+    Args:
+        names: the outputs' names; their positions by default.
+    """
     if len(actual) != len(expected):
         return f"has {len(actual)} outputs in place of {len(expected)}"
-    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
-        which = f"output {index}" if len(actual) > 1 else "the output"
-        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-            if not is_same(one, other):
-                return f"{which} is {one!r} in place of {other!r}"
-        elif one.shape != other.shape or one.dtype != other.dtype:
-            return f"{which} is {one.dtype} {list(one.shape)} in place of {other.dtype} {list(other.shape)}"
-        elif not _is_close(one, other):
-            return f"{which} has other values"
-    return ""
+    places = [str(place) for place in range(len(actual))]
+    known = list(names) if len(names) == len(actual) else places
+    differing = [
+        f"{'the output' if known == ['0'] else f'output {name}'} {difference}"
+        for name, one, other in zip(known, actual, expected, strict=True)
+        if (difference := _difference_of_one(one, other))
+    ]
+    more = f", and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
+    return ", ".join(differing[:_NAMED]) + more
+
+
+def _difference_of_one(actual: Any, expected: Any) -> str:
+    import torch
+
+    if not isinstance(actual, torch.Tensor) or not isinstance(expected, torch.Tensor):
+        return "" if is_same(actual, expected) else f"is {actual!r} in place of {expected!r}"
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return f"is {actual.dtype} {list(actual.shape)} in place of {expected.dtype} {list(expected.shape)}"
+    return "" if _is_close(actual, expected) else "has other values"
 
 
 def _is_close(one: Tensor, other: Tensor) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from etfarm.client.export.attributes import Snapshot
 from etfarm.client.export.calls import difference_of, outputs_of, tensors_kept
 from etfarm.client.export.mutation import written_parameters
+from etfarm.wire.output_names import names_of_structure
 
 if TYPE_CHECKING:
     from torch import nn
@@ -122,4 +123,15 @@ def _difference(module: nn.Module, program: ExportedProgram, called: Callable[..
     expected, actual = results
     if isinstance(expected, str):
         return ""  # the program does not check what the model refuses
-    return f"only the program raises {actual}" if isinstance(actual, str) else difference_of(actual, expected)
+    return (
+        f"only the program raises {actual}"
+        if isinstance(actual, str)
+        else difference_of(actual, expected, _output_names(program))
+    )
+
+
+def _output_names(program: ExportedProgram) -> tuple[str, ...]:
+    from torch.utils import _pytree as pytree
+
+    structure = program.call_spec.out_spec
+    return () if structure is None else names_of_structure(pytree.treespec_dumps(structure))

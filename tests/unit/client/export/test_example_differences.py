@@ -177,6 +177,17 @@ def test_a_program_that_differs_for_the_example_inputs_is_named(name: str, monke
     assert all(map(torch.equal, inputs, before))
 
 
+def test_all_outputs_that_differ_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ETFARM_TESTED_CALLS", "0")
+
+    def body(_: Any, x: Tensor) -> dict[str, Tensor]:
+        factor = 2 if torch.compiler.is_exporting() else 3
+        return {"boxes": x * factor, "same": x + 1, "scores": x * factor + 1}
+
+    (text,) = sentences(Body(body).eval(), (X,))
+    assert "with the example inputs: output boxes has other values, output scores has other values." in text
+
+
 @pytest.mark.parametrize("name", EQUAL)
 def test_a_program_that_is_equal_is_not(name: str) -> None:
     body, inputs = EQUAL[name]
