@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from etfarm.client.cli.terminal.capabilities import tell
-from etfarm.wire.durations import read_period_s
+from etfarm.wire.durations import read_period_s, read_size
 from etfarm.wire.errors import error_for
 from etfarm.wire.names import SERVER_WAIT_VARIABLE
 from etfarm.wire.options import Option, built, options_of
@@ -34,8 +34,6 @@ _SHARE = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,9})?)\s*(%)?", re.ASCII)
 _DURATION = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?) ?(ns|us|µs|ms|s)", re.ASCII)
 _CENTURY_S = 100 * 366 * 86_400.0
 _UNITS_NS = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
-
-_SIZE = re.compile(r"([0-9]{1,6}) ?(MiB|GiB|TiB)", re.ASCII)
 
 Server = Annotated[
     str | None,
@@ -381,9 +379,9 @@ def size_of(option: str, text: str) -> int:
     Raises:
         USAGE: the text is not a size.
     """
-    if (match := _SIZE.fullmatch(text)) is None:
+    if (size := read_size(text)) is None:
         raise error_for("USAGE", f"{option} must be a size, got {text!r}.", "Write 500MiB, 200GiB or 2TiB; 0MiB keeps nothing.")
-    return int(match[1]) << {"MiB": 20, "GiB": 30, "TiB": 40}[match[2]]
+    return size
 
 
 def share_of(option: str, text: str | None) -> float | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Final
 
+from etfarm.wire.durations import SIZE_SHIFTS, read_size
 from etfarm.wire.errors import error_for
 
 DAY_S: Final = 24 * 3600.0
@@ -15,9 +16,7 @@ MIN_AUDIT_DAYS: Final = 30
 
 FOREVER: Final = "forever"
 _AGE: Final = re.compile(r"(\d{1,6})([hdw])\Z", re.ASCII)
-_SIZE: Final = re.compile(r"(\d{1,6})(MiB|GiB|TiB)\Z", re.ASCII)
 _SECONDS: Final[Mapping[str, float]] = {"w": 7 * DAY_S, "d": DAY_S, "h": 3600.0}
-_SHIFTS: Final[Mapping[str, int]] = {"TiB": 40, "GiB": 30, "MiB": 20}
 _MAX_AGE_S: Final = 36_500 * DAY_S
 
 
@@ -36,8 +35,8 @@ class Limit:
             unit, seconds = next((unit, each) for unit, each in _SECONDS.items() if self.age_s % each == 0)
             parts.append(f"{self.age_s / seconds:.0f}{unit}")
         if self.size_bytes is not None:
-            unit = next(unit for unit, shift in _SHIFTS.items() if self.size_bytes % (1 << shift) == 0)
-            parts.append(f"{self.size_bytes >> _SHIFTS[unit]}{unit}")
+            unit = next(unit for unit, shift in SIZE_SHIFTS.items() if self.size_bytes % (1 << shift) == 0)
+            parts.append(f"{self.size_bytes >> SIZE_SHIFTS[unit]}{unit}")
         return ",".join(parts) or FOREVER
 
 
@@ -99,8 +98,8 @@ def _limit(name: str, text: str) -> Limit:
     for part in text.split(","):
         if age_s is None and (age := _AGE.match(part)):
             age_s = int(age[1]) * _SECONDS[age[2]]
-        elif size_bytes is None and (size := _SIZE.match(part)):
-            size_bytes = int(size[1]) << _SHIFTS[size[2]]
+        elif size_bytes is None and (size := read_size(part)) is not None:
+            size_bytes = size
         else:
             raise error_for(
                 "BAD_RETENTION",
