@@ -50,30 +50,27 @@ _limit = partial(option, read=_number, group=MEASUREMENTS)
 class GateLimits:
     """Thresholds of the gates, and limits on how long they are awaited."""
 
+    # fmt: off
     # A Raspberry Pi slows down from 80 on, other boards and phones from about there; a start 20 below leaves room to warm up in
     # a run, and boards without a fan idle below 60. Phones need a lower limit: users wait for 37.
     cool_below_c: float = _limit(
-        "--cool-below", "temperature of the hottest sensor, in degrees Celsius; default: %(default)g", default=60.0, metavar="C"
-    )
+        "--cool-below", "temperature of the hottest sensor, in degrees Celsius; default: %(default)g", default=60.0, metavar="C")
     # The wait also ends when it has no effect: see COOLING_WINDOW_S.
     cool_wait_s: float = _limit(
         "--cool-wait", "the longest wait for it, shorter if it does not get cooler; 0: none; default: %(default)g",
-        default=60.0, metavar="S",
-    )  # fmt: skip
+        default=60.0, metavar="S")
     # The sensors lag by about that.
     cool_down_s: float = _limit(
         "--cool-down", "least pause between two measurements on a machine with temperature sensors; default: %(default)g",
-        default=1.0, metavar="S",
-    )  # fmt: skip
+        default=1.0, metavar="S")
     # On two cpus one busy process is 0.5, and an idle system with this farm on it below 0.05. The load average is unsuitable: it
     # covers a minute, and so includes the preceding compilation.
     idle_below: float = _limit(
-        "--idle-below", "tasks per cpu that run while nothing is measured yet; default: %(default)g", default=0.15, metavar="N"
-    )
+        "--idle-below", "tasks per cpu that run while nothing is measured yet; default: %(default)g", default=0.15, metavar="N")
     # A longer load is not brief housekeeping, and the verdict names it.
     idle_wait_s: float = _limit(
-        "--idle-wait", "the longest wait for it; 0: none; default: %(default)g", default=10.0, metavar="S"
-    )
+        "--idle-wait", "the longest wait for it; 0: none; default: %(default)g", default=10.0, metavar="S")
+    # fmt: on
 
 
 COOLING_WINDOW_S: Final = 10.0

@@ -206,26 +206,10 @@ def bench(
     from etfarm.client.submit.bench_options import BenchOptions
 
     chosen = BenchOptions(
-        recipes,
-        device or [""],
-        all_devices=all_devices,
-        calibration=samples,
-        batched=batched,
-        data=data or (),
-        inputs=inputs,
-        methods=methods,
-        threads=counts,
-        generate=generated,
-        name=name,
-        labels=labels,
-        timeout_s=timeout,
-        reservation=reservation,
-        deadline=due,
-        max_wait_s=longest_wait_s,
-        no_cache=no_cache,
-        notify=notify or (),
-        **vars(measurement),
-    )
+        recipes, device or [""], all_devices=all_devices, calibration=samples, batched=batched, data=data or (), inputs=inputs,
+        methods=methods, threads=counts, generate=generated, name=name, labels=labels, timeout_s=timeout, reservation=reservation,
+        deadline=due, max_wait_s=longest_wait_s, no_cache=no_cache, notify=notify or (), **vars(measurement),
+    )  # fmt: skip
 
     async def submit(farm: AsyncFarm, display: Display) -> AsyncJob:
         return await farm.submit_bench(sources, replace(chosen, on_upload=display.moved, on_status=display.status))

@@ -221,35 +221,18 @@ def _device_choice(device: Device, chosen: Sequence[str]) -> Choice:
 def _option_fields(fields: Fields) -> Mapping[str, Field]:
     """Return the fields beside recipes and devices, with what the visitor has sent."""
     declared = (
-        Field(
-            "more_recipes",
-            "Recipes with arguments",
-            flag="--recipe",
-            kind="lines",
-            hint="One in each line, as `xnnpack_fp32+portable` or `NAME:key=value`.",
-        ),
-        Field(
-            "selectors",
-            "Selectors",
-            flag="--device",
-            kind="lines",
-            hint="One in each line: a cell on one device that matches, as `arch=aarch64,memory>=2GiB`.",
-        ),
+        Field("more_recipes", "Recipes with arguments", flag="--recipe", kind="lines",
+              hint="One in each line, as `xnnpack_fp32+portable` or `NAME:key=value`."),
+        Field("selectors", "Selectors", flag="--device", kind="lines",
+              hint="One in each line: a cell on one device that matches, as `arch=aarch64,memory>=2GiB`."),
         Field("all_devices", "On each device that matches", flag="--all-devices", kind="checkbox"),
         *(_field_of(name, option) for name, option in FIELDS.items() if option.label),
         Field("threads", "Threads", flag="--threads", hint="As `1,2,4`: a cell for each."),
-        Field(
-            "deadline",
-            "Needed within",
-            flag="--deadline",
-            unit="m",
-            kind="number",
-            minimum=1,
-            hint="Minutes; what has not started by then fails.",
-        ),
+        Field("deadline", "Needed within", flag="--deadline", unit="m", kind="number", minimum=1,
+              hint="Minutes; what has not started by then fails."),
         Field("name", "Name", flag="--name"),
         Field("labels", "Labels", flag="--label", kind="lines", hint="One `key=value` in each line."),
-    )
+    )  # fmt: skip
     return {field.name: _filled(field, fields) for field in declared}
 
 
