@@ -30,7 +30,7 @@ NAMES: Final = {
     "AccuracyChange": "AccuracyComparison", "Artifact": "ProgramFile", "CircumstanceChange": "Difference",
     "ComparedJob": "JobFacts", "ComparedPair": "Pair", "ComparedReport": "ReportName", "CountChange": "NumberChange",
     "DelegatedNodes": "NodeCounts", "DelegationChange": "DelegationComparison", "Error": "ErrorFacts",
-    "GenerationAccuracyChange": "LogitsComparison", "GenerationChange": "GenerationComparison",
+    "GateFinding": "Finding", "GenerationAccuracyChange": "LogitsComparison", "GenerationChange": "GenerationComparison",
     "GenerationPartChange": "GenerationPartComparison", "GenerationPointChange": "GenerationPointComparison",
     "GenerationPointReport": "GenerationPoint", "HostCheckInputs": "CheckInputs", "LatencyChange": "LatencyComparison",
     "LatencyOutcome": "Outcome", "MeasureChange": "NumberChange", "MemoryChange": "MemoryComparison",
@@ -80,12 +80,7 @@ METHODS: Final = {"Comparison", "Error", "Report", "SourceLine"}
 """Messages whose classes have methods, which `etfarm.client.reports.methods` defines."""
 
 ADDED: Final[dict[str, dict[str, tuple[str, str]]]] = {
-    "Comparison": {
-        "": ('schema: str = "etfarm.comparison/1"', "The schema of the document."),
-        "notes": ("gate: GateResult | None = None", "None if no gate was set."),
-        "gate": ("error: ErrorFacts | None = None", ""),
-    },
-    "ComparedSide": {"job": ("file: str | None = None", "Path of the report file.")},
+    "Comparison": {"": ('schema: str = "etfarm.comparison/1"', "The schema of the document.")},
 }
 """Attributes of documents that are no fields of a message, by the one before."""
 
@@ -107,7 +102,6 @@ from etfarm.client.reports.samples import Samples
 """
 COMPARISONS: Final = """from etfarm.client.reports.documents import {documents}
 from etfarm.client.reports.enums import {enums}
-from etfarm.client.reports.gate_result import GateResult
 from etfarm.client.reports.methods import ComparisonMethods
 """
 

@@ -35,8 +35,6 @@ from typing import Any, Final
 import torch
 
 from etfarm.client import Farm
-from etfarm.wire import comparison
-from etfarm.wire.comparison import Gate
 from tests.bench.paired import Chain
 from tests.support.farm import FarmProcess
 
@@ -119,14 +117,14 @@ def measure(farm: Farm, folder: Path, trials: list[Trial], chance: random.Random
 
 def judged(farm: Farm, trial: Trial) -> dict[str, Any]:
     """Return what the comparison says of a pair, and what gates of 0 % and 3 % do."""
-    document = farm.compare(trial.jobs["base"], trial.jobs["candidate"]).json()
-    (pair,) = document["pairs"]
-    latency = pair["latency"]
-    spreads = [latency[f"{side}_spread"] or {} for side in ("base", "candidate")]
-    gates = {
-        text: comparison.judge(document, Gate(Gate.parse([text]).limits, strict))
+    compared = {
+        text: farm.compare(trial.jobs["base"], trial.jobs["candidate"], text, strict=strict).json()
         for text, strict in (("0%", True), ("3%", False))
     }
+    (pair,) = compared["0%"]["pairs"]
+    latency = pair["latency"]
+    spreads = [latency[f"{side}_spread"] or {} for side in ("base", "candidate")]
+    gates = {text: document["gate"] for text, document in compared.items()}
     return {
         "kind": trial.kind, "repeat": trial.repeat, "loaded": trial.loaded, "same_program": latency["same_program"],
         "ratio": latency["ratio"], "ci95": latency["ratio_ci95"], "outcome": latency["outcome"],

@@ -135,9 +135,11 @@ def test_job_ids_files_and_results_compare_equally(
         at_hand = client.compare(f"{file}#0", alone)
         handle = client.compare(f"{in_turns.job.id}#0", client.job("compared"), "1000%", accept_invalid=True)
     assert handle.json() == on_farm.json()
-    here = comparison.compare(
-        Side(in_turns.json()["reports"], in_turns.json()["job"], None, "0"), Side(alone.json()["reports"], alone.json()["job"])
+    sides = (
+        Side(in_turns.json()["reports"], in_turns.json()["job"], None, "0"),
+        Side(alone.json()["reports"], alone.json()["job"]),
     )
+    here = comparison.document(comparison.compare(*sides))
     assert isinstance(on_farm, Comparison) and on_farm.gate.limits[0].limit == 1000
     assert not on_farm.passed and on_farm.gate.outcome == mixed.gate.outcome == "inconclusive"
     assert on_farm.json()["pairs"] == mixed.json()["pairs"] == at_hand.json()["pairs"] == here["pairs"]

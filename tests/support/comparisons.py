@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from etfarm.wire.comparison import Gate, Side, compare
+from etfarm.wire.comparison import Gate, Side, compare, document
 from tests.support.documents import completed
 
 
@@ -57,9 +57,9 @@ def repeated(cell: str, medians_ns: Sequence[float], **changes: Any) -> dict[str
 
 def against(base: Any, candidate: Any, *gates: str, **options: bool) -> dict[str, Any]:
     sides = [one if isinstance(one, list) else [one] for one in (base, candidate)]
-    document = compare(Side(sides[0]), Side(sides[1]), Gate.parse(gates, **options))
-    json.dumps(document, allow_nan=False)
-    return document
+    compared = document(compare(Side(sides[0]), Side(sides[1])), Gate.parse(gates, **options))
+    json.dumps(compared, allow_nan=False)
+    return compared
 
 
 NUMBERS = st.floats(0, 1e12, allow_subnormal=False)

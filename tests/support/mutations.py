@@ -65,7 +65,7 @@ def read_everywhere(text: str, good: dict[str, Any]) -> str | None:
     console.print(render.reports(result["reports"], width=100, job=""))
     sides = [Side(one["reports"], one["job"], None, None) for one in (good, result)]
     try:
-        answer = comparison.compare(*sides, GATE)
+        answer = comparison.document(comparison.compare(*sides), GATE)
     except EtfarmError as refused:
         return str(refused)
     assert compared_markdown.write(answer)

@@ -244,10 +244,34 @@ OPERATOR_OUTCOME_INCONCLUSIVE: OperatorOutcome.ValueType  # 5
 """The interval does not contain 0, but a traced pass is not VALID, or how separate runs vary was not observed."""
 Global___OperatorOutcome: _TypeAlias = OperatorOutcome  # noqa: Y015
 
+class _GateOutcome:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _GateOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GateOutcome.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    GATE_OUTCOME_UNSPECIFIED: _GateOutcome.ValueType  # 0
+    GATE_OUTCOME_PASSED: _GateOutcome.ValueType  # 1
+    GATE_OUTCOME_FAILED: _GateOutcome.ValueType  # 2
+    """Something is worse than allowed, or missing."""
+    GATE_OUTCOME_INCONCLUSIVE: _GateOutcome.ValueType  # 3
+    """Nothing is shown to be worse, but the latencies do not decide: measuring again, or better, may."""
+
+class GateOutcome(_GateOutcome, metaclass=_GateOutcomeEnumTypeWrapper):
+    """The result of a gate."""
+
+GATE_OUTCOME_UNSPECIFIED: GateOutcome.ValueType  # 0
+GATE_OUTCOME_PASSED: GateOutcome.ValueType  # 1
+GATE_OUTCOME_FAILED: GateOutcome.ValueType  # 2
+"""Something is worse than allowed, or missing."""
+GATE_OUTCOME_INCONCLUSIVE: GateOutcome.ValueType  # 3
+"""Nothing is shown to be worse, but the latencies do not decide: measuring again, or better, may."""
+Global___GateOutcome: _TypeAlias = GateOutcome  # noqa: Y015
+
 @_typing.final
 class CompareRequest(_message.Message):
-    """The comparison of two jobs of a farm. `etfarm.wire.comparison` computes it and writes it as the JSON document
-    etfarm.comparison/1, whose keys are these fields. A field that is absent here is null there.
+    """The comparison of two sides: of two jobs of a farm, or of report files. `etfarm.wire.comparison` computes it, and writes it as the
+    JSON document etfarm.comparison/1, whose keys are these fields. A field that is absent here is null there.
 
     Invariant: every change is `candidate - base` and every ratio `candidate / base`, so that a ratio above 1 of a time or of
     a size is a deterioration.
@@ -307,6 +331,8 @@ class Comparison(_message.Message):
     PAIRS_FIELD_NUMBER: _builtins.int
     UNPAIRED_FIELD_NUMBER: _builtins.int
     NOTES_FIELD_NUMBER: _builtins.int
+    GATE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def base(self) -> Global___ComparedSide: ...
     @_builtins.property
@@ -323,6 +349,14 @@ class Comparison(_message.Message):
     def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Sentences that are needed to interpret the rest."""
 
+    @_builtins.property
+    def gate(self) -> Global___GateResult:
+        """Absent if no gate was set. A gate is judged where the document is written: a farm's answer has none."""
+
+    @_builtins.property
+    def error(self) -> _common_pb2.Error:
+        """Absent unless the sides could not be compared; a farm's answer has none."""
+
     def __init__(
         self,
         *,
@@ -331,10 +365,12 @@ class Comparison(_message.Message):
         pairs: _abc.Iterable[Global___ComparedPair] | None = ...,
         unpaired: _abc.Iterable[Global___UnpairedReport] | None = ...,
         notes: _abc.Iterable[_builtins.str] | None = ...,
+        gate: Global___GateResult | None = ...,
+        error: _common_pb2.Error | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "candidate", b"candidate"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "candidate", b"candidate", "error", b"error", "gate", b"gate"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "candidate", b"candidate", "notes", b"notes", "pairs", b"pairs", "unpaired", b"unpaired"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "candidate", b"candidate", "error", b"error", "gate", b"gate", "notes", b"notes", "pairs", b"pairs", "unpaired", b"unpaired"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -347,8 +383,11 @@ class ComparedSide(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     REPORTS_FIELD_NUMBER: _builtins.int
+    file: _builtins.str
+    """Path of the report file; absent for a job of a farm."""
     choice: _builtins.str
     """The text after `#` in the request; absent if all reports of the job are compared."""
     reports: _builtins.int
@@ -359,16 +398,22 @@ class ComparedSide(_message.Message):
         self,
         *,
         job: Global___ComparedJob | None = ...,
+        file: _builtins.str | None = ...,
         choice: _builtins.str | None = ...,
         reports: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_choice", b"_choice", "choice", b"choice", "job", b"job"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_choice", b"_choice", "_file", b"_file", "choice", b"choice", "file", b"file", "job", b"job"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice", b"_choice", "choice", b"choice", "job", b"job", "reports", b"reports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice", b"_choice", "_file", b"_file", "choice", b"choice", "file", b"file", "job", b"job", "reports", b"reports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__choice: _TypeAlias = _typing.Literal["choice"]  # noqa: Y015
     _WhichOneofArgType__choice: _TypeAlias = _typing.Literal["_choice", b"_choice"]  # noqa: Y015
+    _WhichOneofReturnType__file: _TypeAlias = _typing.Literal["file"]  # noqa: Y015
+    _WhichOneofArgType__file: _TypeAlias = _typing.Literal["_file", b"_file"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__choice) -> _WhichOneofReturnType__choice | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__file) -> _WhichOneofReturnType__file | None: ...
 
 Global___ComparedSide: _TypeAlias = ComparedSide  # noqa: Y015
 
@@ -1794,3 +1839,119 @@ class CircumstanceChange(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CircumstanceChange: _TypeAlias = CircumstanceChange  # noqa: Y015
+
+@_typing.final
+class GateResult(_message.Message):
+    """The result of a gate."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMITS_FIELD_NUMBER: _builtins.int
+    STRICT_FIELD_NUMBER: _builtins.int
+    ACCEPT_INVALID_FIELD_NUMBER: _builtins.int
+    PASSED_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    REASONS_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
+    strict: _builtins.bool
+    """Whether a latency whose interval crosses the limit does not pass, but is inconclusive."""
+    accept_invalid: _builtins.bool
+    """Whether latencies whose verdict is not VALID are accepted, and those of devices of different kinds."""
+    passed: _builtins.bool
+    """Whether the outcome is PASSED."""
+    outcome: Global___GateOutcome.ValueType
+    @_builtins.property
+    def limits(self) -> _containers.RepeatedCompositeFieldContainer[Global___GateLimit]: ...
+    @_builtins.property
+    def reasons(self) -> _containers.RepeatedCompositeFieldContainer[Global___GateFinding]:
+        """Why it did not pass."""
+
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedCompositeFieldContainer[Global___GateFinding]: ...
+    def __init__(
+        self,
+        *,
+        limits: _abc.Iterable[Global___GateLimit] | None = ...,
+        strict: _builtins.bool = ...,
+        accept_invalid: _builtins.bool = ...,
+        passed: _builtins.bool = ...,
+        outcome: Global___GateOutcome.ValueType = ...,
+        reasons: _abc.Iterable[Global___GateFinding] | None = ...,
+        notes: _abc.Iterable[Global___GateFinding] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accept_invalid", b"accept_invalid", "limits", b"limits", "notes", b"notes", "outcome", b"outcome", "passed", b"passed", "reasons", b"reasons", "strict", b"strict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GateResult: _TypeAlias = GateResult  # noqa: Y015
+
+@_typing.final
+class GateLimit(_message.Message):
+    """The maximum deterioration of a metric."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METRIC_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    UNIT_FIELD_NUMBER: _builtins.int
+    metric: _builtins.str
+    """latency, size, memory, accuracy or top1; of language models also ttft, prefill, decode or perplexity."""
+    limit: _builtins.float
+    """The limit, in `unit`."""
+    unit: _builtins.str
+    """% or dB."""
+    def __init__(
+        self,
+        *,
+        metric: _builtins.str = ...,
+        limit: _builtins.float = ...,
+        unit: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "metric", b"metric", "unit", b"unit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GateLimit: _TypeAlias = GateLimit  # noqa: Y015
+
+@_typing.final
+class GateFinding(_message.Message):
+    """Why a gate did not pass, or a note."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAIR_FIELD_NUMBER: _builtins.int
+    METRIC_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    pair: _builtins.int
+    """Index in `Comparison.pairs`; absent for the whole comparison."""
+    metric: _builtins.str
+    code: _builtins.str
+    """Word that programs may rely on."""
+    message: _builtins.str
+    def __init__(
+        self,
+        *,
+        pair: _builtins.int | None = ...,
+        metric: _builtins.str | None = ...,
+        code: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_metric", b"_metric", "_pair", b"_pair", "metric", b"metric", "pair", b"pair"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_metric", b"_metric", "_pair", b"_pair", "code", b"code", "message", b"message", "metric", b"metric", "pair", b"pair"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__metric: _TypeAlias = _typing.Literal["metric"]  # noqa: Y015
+    _WhichOneofArgType__metric: _TypeAlias = _typing.Literal["_metric", b"_metric"]  # noqa: Y015
+    _WhichOneofReturnType__pair: _TypeAlias = _typing.Literal["pair"]  # noqa: Y015
+    _WhichOneofArgType__pair: _TypeAlias = _typing.Literal["_pair", b"_pair"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__metric) -> _WhichOneofReturnType__metric | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pair) -> _WhichOneofReturnType__pair | None: ...
+
+Global___GateFinding: _TypeAlias = GateFinding  # noqa: Y015

@@ -1,4 +1,4 @@
-"""Messages that are filled from JSON objects: the reverse of the projection in `etfarm.wire.report`.
+"""Messages that are filled from JSON objects: the reverse of the projection in `etfarm.wire.report_keys`.
 
 An object's keys are the fields of its message, except for `KEYS`. Enums have the words of `etfarm.wire.words`.
 """
@@ -30,18 +30,12 @@ M = TypeVar("M", bound=Message)
 def fill(message: M, values: Mapping[str, Any]) -> M:
     """Set the fields of a message from an object, and return it.
 
-    Null leaves a field unset, as does an integer beyond 64 bits, which no message can hold. Sets of keys and types are those of
-    the projection: this is for objects that etfarm has built itself, not for those of users.
-
-    Raises:
-        ValueError, TypeError, AttributeError: a key has no field, or a value does not fit its field.
+    Null leaves a field unset, as does a word that this version does not know. Keys without a field are left out: the message may
+    have a part of the object only.
     """
-    writers = _writers(message.DESCRIPTOR)
-    for key, value in values.items():
-        if key not in writers:
-            raise ValueError(f"{message.DESCRIPTOR.full_name} has no field for the key {key!r}")
-        if value is not None:
-            writers[key](message, value)
+    for key, write in _writers(message.DESCRIPTOR).items():
+        if (value := values.get(key)) is not None:
+            write(message, value)
     return message
 
 
@@ -89,8 +83,6 @@ def _writer(field: Any) -> _Writer:
         return lambda message, value: _fill_inner(getattr(message, name), value)
     if enum is not None:
         return lambda message, word: setattr(message, name, _number(enum, word))
-    if field.type == field.TYPE_INT64:
-        return lambda message, value: setattr(message, name, value) if value in _INT64 else None
     return lambda message, value: setattr(message, name, value)
 
 
@@ -118,7 +110,4 @@ def _fill_inner(target: Message, value: Any) -> None:
 
 
 def _number(enum: EnumDescriptor, word: str) -> int:
-    number = number_of(enum, word)
-    if number is None:
-        raise ValueError(f"{enum.full_name} has no value {word!r}")
-    return number
+    return number_of(enum, word) or 0

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from google.protobuf import message_factory
-from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from etfarm.v1 import common_pb2, job_pb2, report_pb2
@@ -24,6 +24,9 @@ SCHEMA: Final = "etfarm.report/1"
 
 _BEYOND: Final = 1e300
 """Limit of numbers, far above any measured one; it prevents overflow to infinity, which JSON cannot represent."""
+
+_BEYONDS: Final[Mapping[int, int]] = {FieldDescriptor.TYPE_INT32: 1 << 31, FieldDescriptor.TYPE_INT64: 1 << 63}
+"""Limits of whole numbers, which fit into their field of the message."""
 
 _JOB: Final = ("id", "name", "labels", "state", "submitted_at", "finished_at", "server_version")
 
@@ -240,7 +243,7 @@ def _validate_value(key: Key, item: Any, at: str) -> None:
     """Validate the type and range of a value."""
     allowed = _TYPES[key.type]
     has_type = isinstance(item, allowed) and isinstance(item, bool) == (allowed == (bool,))
-    if not has_type or (int in allowed and not abs(item) < _BEYOND):
+    if not has_type or (int in allowed and not abs(item) < _BEYONDS.get(key.field.type, _BEYOND)):
         raise BadDocument(f"{at} is {json.dumps(item)[:40]}, not {key.type.value}.", _REMEDY, where=at)
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 Value = TypeVar("Value", bound=int)
 
 _WORDS: Final[dict[str, dict[str, str]]] = {
+    "etfarm.v1.GateOutcome": {"PASSED": "passed", "FAILED": "failed", "INCONCLUSIVE": "inconclusive"},
     "etfarm.v1.LatencyOutcome": {
         "FASTER": "faster", "SLOWER": "slower", "NO_DIFFERENCE": "no_difference", "TOO_FEW": "too_few",
         "INCONCLUSIVE": "inconclusive",
@@ -56,9 +57,9 @@ def number_of(enum: EnumDescriptor | FieldDescriptor, word: str) -> int | None:
     return _tables(enum)[1].get(word)
 
 
-def value_of(enum: EnumTypeWrapper[Value], word: str) -> Value:
-    """Return the value of an enum for a word; UNSPECIFIED for an unknown word."""
-    return enum.Value(enum.Name(number_of(enum.DESCRIPTOR, word) or 0))  # type: ignore[arg-type]
+def value_of(enum: EnumTypeWrapper[Value], word: str | None) -> Value:
+    """Return the value of an enum for a word; UNSPECIFIED for none and for an unknown word."""
+    return enum.Value(enum.Name((number_of(enum.DESCRIPTOR, word) if word else None) or 0))  # type: ignore[arg-type]
 
 
 @cache

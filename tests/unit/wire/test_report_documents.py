@@ -75,3 +75,15 @@ def test_anything_else_is_refused_in_one_sentence(text: str | bytes, expected: s
     with pytest.raises(report.BadDocument, match=expected) as caught:
         report.loads(text)
     assert "--json" in caught.value.remedy
+
+
+@pytest.mark.parametrize(("key", "first_beyond"), [("threads", 1 << 31), ("memory", 1 << 63)])
+def test_a_whole_number_fits_into_its_field(key: str, first_beyond: int) -> None:
+    for value in (first_beyond - 1, 1 - first_beyond, first_beyond, -first_beyond):
+        (one,) = (document := written())["reports"]
+        one[key] = {"peak_rss_bytes": value} if key == "memory" else value
+        if abs(value) < first_beyond:
+            assert report.loads(json.dumps(document))
+        else:
+            with pytest.raises(report.BadDocument, match=f"is {value}, not a whole number"):
+                report.loads(json.dumps(document))

@@ -64,21 +64,15 @@ async def compare(stubs: Stubs | None, base: Compared, candidate: Compared, gate
     """
     base, candidate = (side if isinstance(side, str | Path | reports.JobResult) else side.id for side in (base, candidate))
     if stubs is not None and isinstance(base, str) and isinstance(candidate, str) and needs_farm(base) and needs_farm(candidate):
-        return reports.Comparison.from_dict(await _on_farm(stubs, base, candidate, gate))
-    base_report, candidate_report = await _side(stubs, base), await _side(stubs, candidate)
-    return reports.Comparison.from_dict(await asyncio.to_thread(comparison.compare, base_report, candidate_report, gate))
+        from etfarm.v1 import comparison_pb2
 
-
-async def _on_farm(stubs: Stubs, base: str, candidate: str, gate: Gate | None) -> dict[str, object]:
-    """Compare two jobs on the server: reports contain all samples, a comparison only a few numbers."""
-    from etfarm.v1 import comparison_pb2
-
-    request = comparison_pb2.CompareRequest(base=base, candidate=candidate)
-    answer = await stubs.reports.Compare(request)
-    document: dict[str, object] = comparison.from_message(answer.comparison)
-    if gate is not None:
-        document["gate"] = comparison.judge(document, gate)
-    return document
+        # Compared on the server: reports contain all samples, a comparison only a few numbers.
+        answer = await stubs.reports.Compare(comparison_pb2.CompareRequest(base=base, candidate=candidate))
+        compared = answer.comparison
+    else:
+        sides = await _side(stubs, base), await _side(stubs, candidate)
+        compared = await asyncio.to_thread(comparison.compare, *sides)
+    return reports.Comparison.from_dict(await asyncio.to_thread(comparison.document, compared, gate))
 
 
 async def _side(stubs: Stubs | None, what: Compared) -> Side:

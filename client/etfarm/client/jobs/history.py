@@ -16,12 +16,13 @@ from etfarm.client.formats.answers import REFERENCES
 from etfarm.client.reports.enums import VerdictStatus
 from etfarm.client.transport.paging import iterate_pages
 from etfarm.client.transport.stubs import Stubs
-from etfarm.v1 import report_pb2
+from etfarm.v1 import comparison_pb2, report_pb2
 from etfarm.wire import changes, selectors
 from etfarm.wire.changes import Change
 from etfarm.wire.comparison import generation, latency
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.report import error_json, report_json
+from etfarm.wire.words import word_of
 
 if TYPE_CHECKING:
     from etfarm.client.reports import GenerationPoint, GenerationReference, Report
@@ -273,9 +274,11 @@ def _outcome(base: dict[str, Any], candidate: dict[str, Any]) -> str | None:
     """Return the outcome of the comparison of two separate measurements of the same setting."""
     if candidate["latency"]:
         change = latency.separate(base, candidate)
-        return latency.outcome(change, same_program=latency.is_same_program(base, candidate)) if change else None
-    compared = generation.generation(base, candidate)
-    return next((point["decode"]["outcome"] for point in compared["points"] if point["decode"]), None) if compared else None
+        outcome = latency.outcome(change, same_program=latency.is_same_program(base, candidate)) if change else 0
+    else:
+        compared = generation.generation(base, candidate)
+        outcome = next((point.decode.outcome for point in compared.points if point.HasField("decode")), 0) if compared else 0
+    return word_of(comparison_pb2.LatencyOutcome.DESCRIPTOR, outcome)
 
 
 def _timed(report: Report) -> tuple[float, tuple[float, float] | None] | None:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
         DelegatedOperator,
         DelegationComparison,
         Difference,
+        Finding,
+        GateLimit,
+        GateResult,
         GenerationComparison,
         GenerationPartComparison,
         GenerationPointComparison,
@@ -114,6 +117,7 @@ if TYPE_CHECKING:
         CheckInputs,
         Execution,
         Gate,
+        GateOutcome,
         JobState,
         Method,
         NumericReference,
@@ -125,12 +129,6 @@ if TYPE_CHECKING:
         RunSpreadSource,
         StopReason,
         VerdictStatus,
-    )
-    from etfarm.client.reports.gate_result import (
-        Finding,
-        GateLimit,
-        GateOutcome,
-        GateResult,
     )
     from etfarm.client.reports.json_object import (
         JsonObject,
@@ -261,7 +259,7 @@ __all__ = [
     "VerdictStatus",
 ]
 
-_MODULES: Final = ("enums", "samples", "json_object", "documents", "gate_result", "result", "comparisons")
+_MODULES: Final = ("enums", "samples", "json_object", "documents", "result", "comparisons")
 """The modules with the classes, those that others import first."""
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from etfarm.client.reports.documents import ErrorFacts, JobFacts, RunSpread, SourceLine
-from etfarm.client.reports.enums import CellState, Method, OperatorKind, OperatorOutcome, Outcome, VerdictStatus
-from etfarm.client.reports.gate_result import GateResult
+from etfarm.client.reports.enums import CellState, GateOutcome, Method, OperatorKind, OperatorOutcome, Outcome, VerdictStatus
 from etfarm.client.reports.json_object import JsonObject
 from etfarm.client.reports.methods import ComparisonMethods
 
@@ -19,7 +18,7 @@ class ComparedSide(JsonObject):
 
     job: JobFacts | None = None
     file: str | None = None
-    """Path of the report file."""
+    """Path of the report file; None for a job of a farm."""
     choice: str | None = None
     """The text after `#` in the request; None if all reports of the job are compared."""
     reports: int = 0
@@ -417,6 +416,47 @@ class Unpaired(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class GateLimit(JsonObject):
+    """The maximum deterioration of a metric."""
+
+    metric: str = ""
+    """latency, size, memory, accuracy or top1; of language models also ttft, prefill, decode or perplexity."""
+    limit: float = 0.0
+    """The limit, in `unit`."""
+    unit: str = ""
+    """% or dB."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Finding(JsonObject):
+    """Why a gate did not pass, or a note."""
+
+    pair: int | None = None
+    """Index in `Comparison.pairs`; None for the whole comparison."""
+    metric: str | None = None
+    code: str = ""
+    """Word that programs may rely on."""
+    message: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class GateResult(JsonObject):
+    """The result of a gate."""
+
+    limits: tuple[GateLimit, ...] = ()
+    strict: bool = False
+    """Whether a latency whose interval crosses the limit does not pass, but is inconclusive."""
+    accept_invalid: bool = False
+    """Whether latencies whose verdict is not VALID are accepted, and those of devices of different kinds."""
+    passed: bool = False
+    """Whether the outcome is PASSED."""
+    outcome: GateOutcome | None = None
+    reasons: tuple[Finding, ...] = ()
+    """Why it did not pass."""
+    notes: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Comparison(ComparisonMethods):
     """A candidate compared with a base: the document etfarm.comparison/1."""
 
@@ -431,5 +471,6 @@ class Comparison(ComparisonMethods):
     notes: tuple[str, ...] = ()
     """Sentences that are needed to interpret the rest."""
     gate: GateResult | None = None
-    """None if no gate was set."""
+    """None if no gate was set. A gate is judged where the document is written: a farm's answer has none."""
     error: ErrorFacts | None = None
+    """None unless the sides could not be compared; a farm's answer has none."""

@@ -199,3 +199,13 @@ class OperatorOutcome(OpenEnum):
     """There are too few iterations for an interval."""
     INCONCLUSIVE = "inconclusive"
     """The interval does not contain 0, but a traced pass is not VALID, or how separate runs vary was not observed."""
+
+
+class GateOutcome(OpenEnum):
+    """The result of a gate."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    """Something is worse than allowed, or missing."""
+    INCONCLUSIVE = "inconclusive"
+    """Nothing is shown to be worse, but the latencies do not decide: measuring again, or better, may."""

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from etfarm.client.reports.enums import CellState
-    from etfarm.client.reports.gate_result import GateResult
 
 
 class SourceLineMethods(JsonObject):
@@ -118,7 +117,7 @@ class ComparisonMethods(JsonObject):
 
     if TYPE_CHECKING:
         pairs: tuple[Any, ...]
-        gate: GateResult | None
+        gate: Any
 
     def __repr__(self) -> str:
         return f"Comparison({len(self.pairs)} pairs, passed={self.passed})"
@@ -126,4 +125,4 @@ class ComparisonMethods(JsonObject):
     @property
     def passed(self) -> bool:
         """Whether the gate passed; True if no gate was set."""
-        return self.gate is None or self.gate.passed
+        return self.gate is None or bool(self.gate.passed)

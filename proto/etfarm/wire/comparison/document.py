@@ -1,24 +1,27 @@
-"""The whole document of a comparison."""
+"""The whole comparison of two sides, and its document."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from etfarm.v1 import comparison_pb2
 from etfarm.wire import changes
 from etfarm.wire.comparison import generation, latency, operators, program
-from etfarm.wire.comparison.gate import Gate, judge
-from etfarm.wire.comparison.pairing import differs, pair
-from etfarm.wire.comparison.remedy import SIDES, how_to_decide, how_to_decide_rates
+from etfarm.wire.comparison.gate import Gate, judge, unobserved_sides
+from etfarm.wire.comparison.pairing import Pairing, differs, pair
+from etfarm.wire.comparison.remedy import how_to_decide, how_to_decide_rates
 from etfarm.wire.comparison.sides import NothingToCompare, Side, is_live, name
 from etfarm.wire.errors import EtfarmError
+from etfarm.wire.messages import to_scalar
 from etfarm.wire.report import Json, error_json
+from etfarm.wire.report_keys import project
 
 SCHEMA: Final = "etfarm.comparison/1"
 
 
-def compare(base: Side, candidate: Side, gate: Gate | None = None) -> Json:
-    """Return the document etfarm.comparison/1 of two sides.
+def compare(base: Side, candidate: Side) -> comparison_pb2.Comparison:
+    """Return the comparison of two sides, without a gate.
 
     Raises:
         REPORT_NOT_FOUND: a side's choice matches none of its reports.
@@ -43,73 +46,68 @@ def compare(base: Side, candidate: Side, gate: Gate | None = None) -> Json:
             candidate=candidate.name,
         )
     pairs = [_pair(*both) for both in pairing.pairs]
-    document: Json = {
-        "schema": SCHEMA,
-        "base": base.about(),
-        "candidate": candidate.about(),
-        "pairs": pairs,
-        "unpaired": [
-            {"side": side, "report": name(report)}
-            for side, reports in (("BASE", pairing.base_only), ("CANDIDATE", pairing.candidate_only))
-            for report in reports
-        ],
-        "notes": list(_notes(pairing.pairs, pairs, base, candidate)),
-        "gate": None,
-        "error": None,
-    }
+    return comparison_pb2.Comparison(
+        base=base.about(),
+        candidate=candidate.about(),
+        pairs=pairs,
+        unpaired=_unpaired(pairing),
+        notes=_notes(pairing.pairs, pairs, base, candidate),
+    )
+
+
+def document(comparison: comparison_pb2.Comparison, gate: Gate | None = None) -> Json:
+    """Return the document etfarm.comparison/1 of a comparison, with what a gate says of it."""
+    written: Json = {"schema": SCHEMA, **project(comparison)}
     if gate is not None:
-        document["gate"] = judge(document, gate)
-    return document
+        written["gate"] = project(judge(written, gate))
+    return written
 
 
 def failed(error: EtfarmError | None) -> Json:
     """Return a document, with every key, for sides that could not be compared."""
-    nothing: Json = {"job": None, "file": None, "choice": None, "reports": 0}
-    return {
-        "schema": SCHEMA,
-        "base": nothing,
-        "candidate": dict(nothing),
-        "pairs": [],
-        "unpaired": [],
-        "notes": [],
-        "gate": None,
-        "error": None if error is None else error_json(error),
-    }
+    nothing = comparison_pb2.ComparedSide()
+    written = document(comparison_pb2.Comparison(base=nothing, candidate=nothing))
+    return {**written, "error": None if error is None else error_json(error)}
 
 
-def _pair(base: Json, candidate: Json) -> Json:
-    return {
-        "base": name(base),
-        "candidate": name(candidate),
-        "differs": differs(base, candidate),
-        "latency": latency.latency(base, candidate),
-        "operators": operators.operators(base, candidate),
-        "size": program.size(base, candidate),
-        "memory": program.memory(base, candidate),
-        "accuracy": program.accuracy(base, candidate),
-        "delegation": program.delegation(base, candidate),
-        "changes": [dict(change) for change in changes.changes(base, candidate)],
-        "generation": generation.generation(base, candidate),
-    }
+def _pair(base: Json, candidate: Json) -> comparison_pb2.ComparedPair:
+    return comparison_pb2.ComparedPair(
+        base=name(base),
+        candidate=name(candidate),
+        differs=differs(base, candidate),
+        latency=latency.latency(base, candidate),
+        operators=operators.operators(base, candidate),
+        size=program.size(base, candidate),
+        memory=program.memory(base, candidate),
+        accuracy=program.accuracy(base, candidate),
+        delegation=program.delegation(base, candidate),
+        changes=[
+            comparison_pb2.CircumstanceChange(
+                what=change["what"], base=to_scalar(change["base"]), candidate=to_scalar(change["candidate"])
+            )
+            for change in changes.changes(base, candidate)
+        ],
+        generation=generation.generation(base, candidate),
+    )
 
 
-def _find_unobserved(reports: tuple[Json, Json], pair: Json) -> tuple[str, ...]:
+def _unpaired(pairing: Pairing) -> Iterator[comparison_pb2.UnpairedReport]:
+    for report in pairing.base_only:
+        yield comparison_pb2.UnpairedReport(side=comparison_pb2.COMPARISON_SIDE_BASE, report=name(report))
+    for report in pairing.candidate_only:
+        yield comparison_pb2.UnpairedReport(side=comparison_pb2.COMPARISON_SIDE_CANDIDATE, report=name(report))
+
+
+def _find_unobserved(pair: comparison_pb2.ComparedPair) -> Sequence[str]:
     """Return the sides of a pair that were measured separately, and whose runs vary by an unknown amount."""
-    if (ratio := latency.compared(*reports)) is not None:
-        return ratio.unobserved
-    points = pair["generation"]["points"] if pair["generation"] else []
-    rates = [point["decode"] or point["ttft"] for point in points]
-    return SIDES if any(rate and not rate["spread_observed"] for rate in rates) else ()
-
-
-def _has_other_lengths(pair: Json, reports: tuple[Json, Json]) -> bool:
-    return pair["generation"] is not None and not generation.has_equal_lengths(*reports)
-
-
-def _dropped(pair: Json) -> Json | None:
-    """Return the LOGITS of a PAIR whose top-1 agreement dropped; None if it did not."""
-    accuracy: Json | None = (pair["generation"] or {}).get("accuracy")
-    return accuracy if accuracy and accuracy["top1_dropped"] else None
+    if pair.latency.HasField("ratio"):
+        return unobserved_sides(project(pair.latency))
+    rates = [
+        point.decode if point.HasField("decode") else point.ttft
+        for point in pair.generation.points
+        if point.HasField("decode") or point.HasField("ttft")
+    ]
+    return () if all(rate.spread_observed for rate in rates) else ("base", "candidate")
 
 
 def _remedy(pair: Json, unobserved: Sequence[str]) -> str:
@@ -120,12 +118,14 @@ def _remedy(pair: Json, unobserved: Sequence[str]) -> str:
     return how_to_decide(pair, unobserved, other_program=other)
 
 
-def _notes(reports: Sequence[tuple[Json, Json]], pairs: Sequence[Json], base: Side, candidate: Side) -> Iterator[str]:
+def _notes(
+    reports: Sequence[tuple[Json, Json]], pairs: Sequence[comparison_pb2.ComparedPair], base: Side, candidate: Side
+) -> Iterator[str]:
     """Yield notes that are needed to interpret the rest correctly.
 
     Args:
         reports: those of each pair.
-        pairs: each PAIR.
+        pairs: the pairs.
         base: the base.
         candidate: the candidate.
     """
@@ -138,21 +138,18 @@ def _notes(reports: Sequence[tuple[Json, Json]], pairs: Sequence[Json], base: Si
             f"{note} To compare two reports of one job give JOB#0 JOB#1: it has {base.listed}." if len(base.reports) > 1 else note
         )
         return
-    lengths = next((both for pair, both in zip(pairs, reports, strict=True) if _has_other_lengths(pair, both)), None)
-    if lengths is not None:
-        old, new = (report["generation"]["generated_tokens"] for report in lengths)
-        lacks = f"Decode is not compared: the base generated {old:,} tokens, the candidate {new:,}"
+    generated = [both for pair, both in zip(pairs, reports, strict=True) if pair.HasField("generation")]
+    if (lengths := next((both for both in generated if not generation.has_equal_lengths(*both)), None)) is not None:
+        tokens, others = (report["generation"]["generated_tokens"] for report in lengths)
+        lacks = f"Decode is not compared: the base generated {tokens:,} tokens, the candidate {others:,}"
         yield f"{lacks}. Measure both with the same number."
-    dropped = next((accuracy for pair in pairs if (accuracy := _dropped(pair)) is not None), None)
-    if dropped is not None:
-        old, new = (dropped[side]["top1_agreement"] for side in SIDES)
-        tokens, tolerance = dropped["base"]["tokens"], dropped["top1_tolerance"]
-        agrees = f"The candidate's most likely token is the reference's after {new * 100:.1f} % of {tokens:,} tokens"
-        yield f"{agrees}, the base's after {old * 100:.1f} %: less by more than the tolerance of {tolerance * 100:.1f} points."
-    compared = [(pair, _find_unobserved(both, pair)) for pair, both in zip(pairs, reports, strict=True)]
-    unclear = [(pair, unobserved) for pair, unobserved in compared if unobserved]
-    if unclear:
-        pair, unobserved = unclear[0]
+    if (dropped := next((pair.generation.accuracy for pair in pairs if pair.generation.accuracy.top1_dropped), None)) is not None:
+        agrees = f"after {dropped.candidate.top1_agreement * 100:.1f} % of {dropped.base.tokens:,} tokens"
+        others_agree = f"the base's after {dropped.base.top1_agreement * 100:.1f} %"
+        tolerance = f"less by more than the tolerance of {dropped.top1_tolerance * 100:.1f} points"
+        yield f"The candidate's most likely token is the reference's {agrees}, {others_agree}: {tolerance}."
+    if (unclear := next((pair for pair in pairs if _find_unobserved(pair)), None)) is not None:
+        unobserved = _find_unobserved(unclear)
         which = "both sides" if len(unobserved) > 1 else f"the {unobserved[0]}"
         known = f"it is not known how much runs of {which} vary: the interval may be too narrow"
-        yield f"Measured in separate runs, and {known}. {_remedy(pair, unobserved)}."
+        yield f"Measured in separate runs, and {known}. {_remedy(project(unclear), unobserved)}."

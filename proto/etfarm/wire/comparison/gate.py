@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from etfarm.v1 import comparison_pb2
 from etfarm.wire.changes import is_other_program
 from etfarm.wire.comparison import accuracy_gate, uncertainty
 from etfarm.wire.comparison.finding import Finding, percent
@@ -34,9 +35,6 @@ _LIMIT = re.compile(
     r"(?:(?P<metric>[a-z][a-z0-9]{0,19})\s*=)?\s*(?P<limit>\d{1,6}(?:\.\d{1,6})?)\s*(?P<unit>%|db)", re.ASCII | re.IGNORECASE
 )
 _SUCCEEDED: Final = "SUCCEEDED"
-
-PASSED, FAILED, INCONCLUSIVE = "passed", "failed", "inconclusive"
-"""Outcomes of a gate."""
 
 SHARP_PERCENT: Final = 5.0
 """How far an interval may reach above its ratio so that a gate passes although the interval spans its limit.
@@ -115,8 +113,8 @@ class Gate:
         return cls(limits, strict, accept_invalid) if limits else None
 
 
-def judge(document: Json, gate: Gate) -> Json:
-    """Return the GATE of a comparison.
+def judge(document: Json, gate: Gate) -> comparison_pb2.GateResult:
+    """Return the result of a gate for the document of a comparison.
 
     It fails if a metric is shown to be worse than allowed, or a measurement other than a latency is missing:
       latency   the whole 95 % interval of the ratio is above 1 + limit; for separate runs of an unknown spread, the ratio is
@@ -138,8 +136,8 @@ def judge(document: Json, gate: Gate) -> Json:
       - the interval spans the limit, if the gate is strict; or if the interval reaches further above the ratio than SHARP_PERCENT
         and than the limit; or if the candidate is found to be slower, by a ratio above the limit; else it passes with a note
     """
-    reasons: list[Json] = list(_of_the_whole(document))
-    notes: list[Json] = []
+    reasons = list(_of_the_whole(document))
+    notes: list[comparison_pb2.GateFinding] = []
     several = len(document["pairs"]) > 1
     for place, pair in enumerate(document["pairs"]):
         name = f"{label(pair['candidate'])}: " if several else ""
@@ -150,29 +148,25 @@ def judge(document: Json, gate: Gate) -> Json:
             for finding in _JUDGES[limit.metric](pair, limit.limit, gate):
                 (reasons if finding.is_reason else notes).append(_finding(finding, name, place, limit.metric))
     # What failed comes first.
-    reasons.sort(key=lambda reason: reason["code"] in UNDECIDED)
-    return {
-        "limits": [{"metric": limit.metric, "limit": limit.limit, "unit": limit.unit} for limit in gate.limits],
-        "strict": gate.strict,
-        "accept_invalid": gate.accept_invalid,
-        "passed": not reasons,
-        "outcome": _outcome(reasons),
-        "reasons": reasons,
-        "notes": notes,
-    }
+    reasons.sort(key=lambda reason: reason.code in UNDECIDED)
+    is_undecided = all(reason.code in UNDECIDED for reason in reasons)
+    unmet = comparison_pb2.GATE_OUTCOME_INCONCLUSIVE if is_undecided else comparison_pb2.GATE_OUTCOME_FAILED
+    return comparison_pb2.GateResult(
+        limits=[comparison_pb2.GateLimit(metric=limit.metric, limit=limit.limit, unit=limit.unit) for limit in gate.limits],
+        strict=gate.strict,
+        accept_invalid=gate.accept_invalid,
+        passed=not reasons,
+        outcome=unmet if reasons else comparison_pb2.GATE_OUTCOME_PASSED,
+        reasons=reasons,
+        notes=notes,
+    )
 
 
-def _outcome(reasons: Sequence[Json]) -> str:
-    if not reasons:
-        return PASSED
-    return INCONCLUSIVE if all(reason["code"] in UNDECIDED for reason in reasons) else FAILED
+def _finding(finding: Finding, name: str, place: int | None, metric: str | None) -> comparison_pb2.GateFinding:
+    return comparison_pb2.GateFinding(pair=place, metric=metric, code=finding.code, message=f"{name}{finding.message}")
 
 
-def _finding(finding: Finding, name: str, place: int | None, metric: str | None) -> Json:
-    return {"pair": place, "metric": metric, "code": finding.code, "message": f"{name}{finding.message}"}
-
-
-def _of_the_whole(document: Json) -> Iterator[Json]:
+def _of_the_whole(document: Json) -> Iterator[comparison_pb2.GateFinding]:
     for side in SIDES:
         job = document[side]["job"]
         if is_live(job):
@@ -212,7 +206,7 @@ def _latency(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
         yield Finding("NO_VALID_EVIDENCE", "no valid evidence: a latency of 0 ns has no ratio")
         return
     times = ratio_text(ratio, ends) + ("" if ends else " of the base's latency")
-    unobserved = [side for side in SIDES if not _is_observed(latency, side)]
+    unobserved = unobserved_sides(latency)
     if latency["same_program"]:
         if ratio > allowed:
             message = f"same program, {times}: a difference between runs or their circumstances, not between programs"
@@ -327,10 +321,11 @@ def _sides(names: Sequence[str]) -> str:
     return f"the {names[0]}" if len(names) == 1 else "both sides"
 
 
-def _is_observed(latency: Json, side: str) -> bool:
-    """Return whether a latency's interval covers the variation between runs of a side."""
-    spread = latency[f"{side}_spread"]
-    return latency["method"] == "paired" or (spread is not None and uncertainty.is_observed(spread))
+def unobserved_sides(latency: Json) -> list[str]:
+    """Return the sides whose variation between runs the interval of a PAIR's latency does not cover."""
+    if latency["method"] == "paired":
+        return []
+    return [side for side in SIDES if not uncertainty.is_observed(latency[f"{side}_spread"] or {})]
 
 
 def _size(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterator
 from typing import Final
 
+from etfarm.v1 import comparison_pb2, report_pb2
 from etfarm.wire import timings
 from etfarm.wire.changes import encoder_inputs
 from etfarm.wire.comparison import latency, uncertainty
 from etfarm.wire.comparison.logits import logits
-from etfarm.wire.comparison.numbers import finite, number
+from etfarm.wire.comparison.numbers import finite, measure
 from etfarm.wire.generation import METRICS
 from etfarm.wire.report import Json
+from etfarm.wire.words import value_of
 
 KEYS: Final = {"ttft": "ttft_ns", "prefill": "prefill_tokens_per_s", "decode": "decode_tokens_per_s"}
 """Keys of a changed point, each with the key of REPORT.generation.points that it compares."""
@@ -21,8 +24,8 @@ _TIMES: Final = {"ttft_ns"}
 """Metrics that are times; the others are rates."""
 
 
-def generation(base: Json, candidate: Json) -> Json | None:
-    """Return the generation part of a PAIR; None without a common prompt length and depth and without an accuracy.
+def generation(base: Json, candidate: Json) -> comparison_pb2.GenerationChange | None:
+    """Return the change of the generated text; None without a common prompt length and depth and without an accuracy.
 
     Decode is compared for equal numbers of tokens only: it slows down as the context grows.
     """
@@ -34,34 +37,29 @@ def generation(base: Json, candidate: Json) -> Json | None:
     )
     keys = {key: metric for key, metric in KEYS.items() if key != _DECODE or has_equal_lengths(base, candidate)}
     points = [
-        {
-            "prompt_tokens": prompt_tokens,
-            "depth": depth,
-            "base_verdict": _status(old[prompt_tokens, depth]),
-            "candidate_verdict": _status(point),
-            **dict.fromkeys(KEYS),
-            **{key: _change(old[prompt_tokens, depth], point, metric, same_program) for key, metric in keys.items()},
-            "parts": _parts(old[prompt_tokens, depth], point),
-        }
-        for (prompt_tokens, depth), point in new.items()
-        if (prompt_tokens, depth) in old
+        comparison_pb2.GenerationPointChange(
+            prompt_tokens=place[0],
+            depth=place[1],
+            base_verdict=_status(old[place]),
+            candidate_verdict=_status(point),
+            parts=_parts(old[place], point),
+            **{key: _change(old[place], point, metric, same_program) for key, metric in keys.items()},
+        )
+        for place, point in new.items()
+        if place in old
     ]
     accuracy = logits(base, candidate) if base["generation"] and candidate["generation"] else None
-    if not points and not (accuracy and accuracy["base"] and accuracy["candidate"]):
+    if not points and not (accuracy and accuracy.HasField("base") and accuracy.HasField("candidate")):
         return None
-    return {"points": points, "same_program": same_program, "accuracy": accuracy}
+    return comparison_pb2.GenerationChange(points=points, same_program=same_program, accuracy=accuracy)
 
 
-def _parts(base: Json, candidate: Json) -> list[Json]:
-    """Return what each method of a point takes on both sides, in the candidate's order."""
+def _parts(base: Json, candidate: Json) -> Iterator[comparison_pb2.GenerationPartChange]:
+    """Yield what each method of a point takes on both sides, in the candidate's order."""
     sides = [{part["method"]: part for part in point["parts"]} for point in (base, candidate)]
-    return [
-        {
-            "method": method,
-            **{key: number(*((side.get(method) or {}).get(key) for side in sides)) for key in ("prefill_ns", "decode_ns")},
-        }
-        for method in dict.fromkeys([*sides[1], *sides[0]])
-    ]
+    for method in dict.fromkeys([*sides[1], *sides[0]]):
+        prefill, decode = (measure(*((side.get(method) or {}).get(key) for side in sides)) for key in ("prefill_ns", "decode_ns"))
+        yield comparison_pb2.GenerationPartChange(method=method, prefill_ns=prefill, decode_ns=decode)
 
 
 def has_equal_lengths(base: Json, candidate: Json) -> bool:
@@ -80,11 +78,11 @@ def _prefill_method(report: Json) -> str | None:
     return model["prefill_method"] if model else None
 
 
-def _status(point: Json) -> str | None:
-    return point["verdict"]["status"] if point["verdict"] else None
+def _status(point: Json) -> report_pb2.VerdictStatus.ValueType:
+    return value_of(report_pb2.VerdictStatus, (point["verdict"] or {}).get("status"))
 
 
-def _change(base: Json, candidate: Json, metric: str, same_program: bool) -> Json | None:
+def _change(base: Json, candidate: Json, metric: str, same_program: bool) -> comparison_pb2.RateChange | None:
     """Return how a number changed; None if neither side has it.
 
     Its interval covers the variation between processes as far as it was observed, by the rules for latencies: a rate is compared
@@ -92,19 +90,18 @@ def _change(base: Json, candidate: Json, metric: str, same_program: bool) -> Jso
     """
     if base[metric] is None and candidate[metric] is None:
         return None
-    times = latency.separate(_timed(base, metric), _timed(candidate, metric))
-    ratio, ends = (times.ratio, times.ci95) if times else (None, None)
-    if ratio is not None and metric not in _TIMES:
-        ratio = finite(1 / ratio)
-        ends = (1 / ends[1], 1 / ends[0]) if ends else None
-    return {
-        "base": base[metric],
-        "candidate": candidate[metric],
-        "ratio": ratio,
-        "ratio_ci95": list(ends) if ends and all(map(math.isfinite, ends)) else None,
-        "outcome": latency.outcome(times, same_program=same_program) if times else None,
-        "spread_observed": bool(times and not times.unobserved),
-    }
+    change = comparison_pb2.RateChange(base=base[metric], candidate=candidate[metric])
+    if (times := latency.separate(_timed(base, metric), _timed(candidate, metric))) is None:
+        return change
+    ratio, ends = finite(times.ratio if metric in _TIMES else 1 / times.ratio), times.ci95
+    if ends and metric not in _TIMES:
+        ends = (1 / ends[1], 1 / ends[0])
+    if ratio is not None:
+        change.ratio = ratio
+    change.ratio_ci95.extend(ends if ends and all(map(math.isfinite, ends)) else ())
+    change.outcome = latency.outcome(times, same_program=same_program)
+    change.spread_observed = times.is_observed
+    return change
 
 
 def _timed(point: Json, metric: str) -> Json:

@@ -6,9 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Any, Final
 
+from etfarm.v1 import comparison_pb2
 from etfarm.wire.comparison import uncertainty
-from etfarm.wire.comparison.numbers import finite, number, ratio
+from etfarm.wire.comparison.numbers import count, finite, measure, ratio
 from etfarm.wire.comparison.uncertainty import Interval
+from etfarm.wire.messages import fill
 from etfarm.wire.report import Json
 
 OBVIOUS: Final = 2.5
@@ -36,38 +38,46 @@ class Ratio:
 
     ratio: float
     ci95: Interval | None
-    method: str
-    """How the ratio was measured: paired or separate."""
-    unobserved: tuple[str, ...] = ()
-    """Those of base and candidate whose variation between runs was not observed, so that the interval may be too narrow."""
+    is_paired: bool
+    """Whether it is a ratio of rounds, not one of separate runs."""
+    is_observed: bool = True
+    """Whether the variation between runs was observed on both sides; else the interval may be too narrow."""
     is_doubtful: bool = False
     """Whether runs are not steady, and their 99 % interval includes 1."""
-    rounds: int | None = None
-    process_pairs: int | None = None
+    rounds: int = 0
+    process_pairs: int = 0
 
 
-def latency(base: Json, candidate: Json) -> Json | None:
-    """Return the latency part of a PAIR; None if neither side measured a latency."""
+def latency(base: Json, candidate: Json) -> comparison_pb2.LatencyChange | None:
+    """Return the change of the latency; None if neither side measured one."""
     if not (base["latency"] or candidate["latency"]):
         return None
-    comparison, same_program = compared(base, candidate), is_same_program(base, candidate)
-    times = {key: number(_of(base, "latency", key), _of(candidate, "latency", key)) for key in ("p50_ns", "p90_ns", "p99_ns")}
-    loads = ("load_ns", "load_method_ns", "first_run_ns")
-    return {
-        "ratio": comparison.ratio if comparison else None,
-        "ratio_ci95": list(comparison.ci95) if comparison and comparison.ci95 else None,
-        "method": comparison.method if comparison else None,
-        "outcome": outcome(comparison, same_program=same_program) if comparison else None,
-        "rounds": comparison.rounds if comparison else None,
-        "process_pairs": comparison.process_pairs if comparison else None,
-        **times,
-        **{key: number(_of(base, "load", key), _of(candidate, "load", key)) for key in loads},
-        "same_program": same_program,
-        **{
-            f"{side}_spread": report["run_spread"] if comparison and comparison.method == "separate" else None
-            for side, report in (("base", base), ("candidate", candidate))
-        },
-    }
+    times = [[_of(report, "latency", key) for report in (base, candidate)] for key in ("p50_ns", "p90_ns", "p99_ns")]
+    loads = [[_of(report, "load", key) for report in (base, candidate)] for key in ("load_ns", "load_method_ns", "first_run_ns")]
+    same_program = is_same_program(base, candidate)
+    change = comparison_pb2.LatencyChange(
+        p50_ns=measure(*times[0]),
+        p90_ns=measure(*times[1]),
+        p99_ns=measure(*times[2]),
+        load_ns=count(*loads[0]),
+        load_method_ns=count(*loads[1]),
+        first_run_ns=count(*loads[2]),
+        same_program=same_program,
+    )
+    if (compared := paired(base, candidate) or separate(base, candidate)) is None:
+        return change
+    change.ratio = compared.ratio
+    change.ratio_ci95.extend(compared.ci95 or ())
+    change.outcome = outcome(compared, same_program=same_program)
+    if compared.is_paired:
+        change.method = comparison_pb2.RATIO_METHOD_PAIRED
+        change.rounds, change.process_pairs = compared.rounds, compared.process_pairs
+        return change
+    change.method = comparison_pb2.RATIO_METHOD_SEPARATE
+    for spread, report in ((change.base_spread, base), (change.candidate_spread, candidate)):
+        if report["run_spread"]:
+            fill(spread, report["run_spread"])
+    return change
 
 
 def is_same_program(base: Json, candidate: Json) -> bool:
@@ -88,23 +98,18 @@ def _execution(report: Json) -> tuple[Any, ...] | None:
     return program["digest"], _of(report, "inputs", "digest"), report["method"], report["threads"], runner
 
 
-def outcome(change: Ratio, *, same_program: bool = False) -> str:
-    """Return the outcome of a ratio: too_few, no_difference, faster, slower or inconclusive.
+def outcome(change: Ratio, *, same_program: bool = False) -> comparison_pb2.LatencyOutcome.ValueType:
+    """Return the outcome of a ratio.
 
     A program is neither faster nor slower than itself: a difference that runs do not explain comes from their circumstances.
     """
     if change.ci95 is None:
-        return "too_few"
+        return comparison_pb2.LATENCY_OUTCOME_TOO_FEW
     if change.ci95[0] <= 1 <= change.ci95[1]:
-        return "no_difference"
-    if same_program or change.is_doubtful or (change.unobserved and 1 / OBVIOUS < change.ratio < OBVIOUS):
-        return "inconclusive"
-    return "faster" if change.ratio < 1 else "slower"
-
-
-def compared(base: Json, candidate: Json) -> Ratio | None:
-    """Return the ratio of the medians, by rounds if the two took turns in one attempt; None if a side has no median."""
-    return paired(base, candidate) or separate(base, candidate)
+        return comparison_pb2.LATENCY_OUTCOME_NO_DIFFERENCE
+    if same_program or change.is_doubtful or (not change.is_observed and 1 / OBVIOUS < change.ratio < OBVIOUS):
+        return comparison_pb2.LATENCY_OUTCOME_INCONCLUSIVE
+    return comparison_pb2.LATENCY_OUTCOME_FASTER if change.ratio < 1 else comparison_pb2.LATENCY_OUTCOME_SLOWER
 
 
 def separate(base: Json, candidate: Json) -> Ratio | None:
@@ -119,12 +124,11 @@ def separate(base: Json, candidate: Json) -> Ratio | None:
     if not value:
         return None
     ends = uncertainty.interval(of_base, of_candidate)
-    sides = (("base", of_base), ("candidate", of_candidate))
-    unobserved = tuple(side for side, estimate in sides if not estimate.is_observed)
+    is_observed = of_base.is_observed and of_candidate.is_observed
     is_steady = max(of_base.spread, of_candidate.spread) <= STEADY
     wide = None if is_steady else uncertainty.interval(of_base, of_candidate, _QUANTILE_99)
     is_doubtful = wide is not None and wide[0] <= 0 <= wide[1]
-    return Ratio(value, _exponentials(ends), "separate", unobserved, is_doubtful)
+    return Ratio(value, _exponentials(ends), False, is_observed, is_doubtful)
 
 
 def paired(base: Json, candidate: Json) -> Ratio | None:
@@ -153,10 +157,10 @@ def _through_first(of_base: Json, of_candidate: Json) -> Ratio | None:
         return None
     rounds, pairs = (min(of_base[key], of_candidate[key]) for key in ("rounds", "process_pairs"))
     if not (uncertainty.is_usable(of_base["ratio_ci95"]) and uncertainty.is_usable(of_candidate["ratio_ci95"])):
-        return Ratio(value, None, "paired", rounds=rounds, process_pairs=pairs)
+        return Ratio(value, None, True, rounds=rounds, process_pairs=pairs)
     low, high = (math.hypot(_distance(of_candidate, end), _distance(of_base, opposite)) for end, opposite in ((0, 1), (1, 0)))
     middle = math.log(value)
-    return Ratio(value, _exponentials((middle - low, middle + high)), "paired", rounds=rounds, process_pairs=pairs)
+    return Ratio(value, _exponentials((middle - low, middle + high)), True, rounds=rounds, process_pairs=pairs)
 
 
 def _distance(interleaved: Json, end: int) -> float:
@@ -170,7 +174,7 @@ def _from_interleaved(value: float | None, ends: list[float] | None, interleaved
     if value is None or ratio(1.0, value) is None:
         return None
     ci95 = (ends[0], ends[1]) if ends and uncertainty.is_usable(ends) and all(map(math.isfinite, ends)) else None
-    return Ratio(value, ci95, "paired", rounds=interleaved["rounds"], process_pairs=interleaved["process_pairs"])
+    return Ratio(value, ci95, True, rounds=interleaved["rounds"], process_pairs=interleaved["process_pairs"])
 
 
 def _exponentials(ends: Interval | None) -> Interval | None:

@@ -6,7 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from etfarm.wire.comparison.numbers import number
+from etfarm.v1 import comparison_pb2
+from etfarm.wire.comparison.numbers import measure
+from etfarm.wire.messages import fill
 from etfarm.wire.report import Json
 
 TOP1_TOLERANCE: Final = 0.02
@@ -14,13 +16,11 @@ TOP1_TOLERANCE: Final = 0.02
 _STANDARD_ERRORS: Final = 2.0
 """Number of standard errors of the difference of two agreements within which a drop counts as none."""
 
-_ERRORS: Final = ("reference", "tokens", "sqnr_db", "top1_agreement", "kl_divergence", "max_abs_error")
-_CHANGES: Final = ("sqnr_change_db", "top1_change", "top1_tolerance", "top1_dropped")
 _NOTHING: Final[Json] = {"references": (), "is_text": False, "tokens": 0, "perplexity": None, "perplexity_tokens": 0}
 
 
-def logits(base: Json, candidate: Json) -> Json | None:
-    """Return the LOGITS of two REPORTs; None unless a side has the accuracy of generation.
+def logits(base: Json, candidate: Json) -> comparison_pb2.GenerationAccuracyChange | None:
+    """Return the change of the logits of two REPORTs; None unless a side has the accuracy of generation.
 
     Both sides are compared with the first common reference. A change is known if both were, after equally many tokens of the same
     kind: the farm draws the same tokens for each program.
@@ -30,14 +30,11 @@ def logits(base: Json, candidate: Json) -> Json | None:
         return None
     both = [side or _NOTHING for side in sides]
     references = _references(both)
-    errors = [None if reference is None else _errors(side, reference) for side, reference in zip(both, references, strict=True)]
-    old, new = errors
-    is_comparable = bool(
-        old and new and old["reference"] == new["reference"] and old["tokens"] == new["tokens"]
-        and both[0]["is_text"] == both[1]["is_text"]
-    )  # fmt: skip
-    changes = _changes(old, new) if is_comparable and old and new else dict.fromkeys(_CHANGES)
-    return {"base": old, "candidate": new, **changes, "perplexity": _perplexity(*both)}
+    old, new = (_errors(side, reference) if reference else None for side, reference in zip(both, references, strict=True))
+    change = comparison_pb2.GenerationAccuracyChange(base=old, candidate=new, perplexity=_perplexity(*both))
+    if old and new and both[0]["is_text"] == both[1]["is_text"] and (old.reference, old.tokens) == (new.reference, new.tokens):
+        _add_changes(change)
+    return change
 
 
 def top1_tolerance(base: float, candidate: float, tokens: int) -> float:
@@ -50,15 +47,15 @@ def top1_tolerance(base: float, candidate: float, tokens: int) -> float:
     return max(TOP1_TOLERANCE, _STANDARD_ERRORS * math.sqrt(max(0.0, variance)))
 
 
-def _changes(old: Json, new: Json) -> Json:
-    """Return the changes of two LOGIT_ERRORS against one reference, after equally many tokens."""
-    sqnr, agreement = (number(old[key], new[key]) for key in ("sqnr_db", "top1_agreement"))
-    change = agreement["change"] if agreement else None
-    changes = {**dict.fromkeys(_CHANGES), "sqnr_change_db": sqnr["change"] if sqnr else None, "top1_change": change}
-    if change is None:
-        return changes
-    tolerance = top1_tolerance(old["top1_agreement"], new["top1_agreement"], old["tokens"])
-    return {**changes, "top1_tolerance": tolerance, "top1_dropped": -change > tolerance}
+def _add_changes(change: comparison_pb2.GenerationAccuracyChange) -> None:
+    """Set the changes of both sides' errors, which are against one reference, after equally many tokens."""
+    old, new = change.base, change.candidate
+    if old.HasField("sqnr_db") and new.HasField("sqnr_db"):
+        change.sqnr_change_db = new.sqnr_db - old.sqnr_db
+    if old.HasField("top1_agreement") and new.HasField("top1_agreement"):
+        change.top1_change = new.top1_agreement - old.top1_agreement
+        change.top1_tolerance = top1_tolerance(old.top1_agreement, new.top1_agreement, old.tokens)
+        change.top1_dropped = -change.top1_change > change.top1_tolerance
 
 
 def _accuracy(report: Json) -> Json | None:
@@ -77,20 +74,14 @@ def _references(sides: Sequence[Json]) -> tuple[Json | None, Json | None]:
     return first, second
 
 
-def _errors(side: Json, reference: Json) -> Json:
-    """Return the LOGIT_ERRORS of a side against a reference."""
-    first = reference["first_difference"]
-    return {
-        **{key: reference[key] for key in _ERRORS},
-        "perplexity": side["perplexity"],
-        "perplexity_ratio": reference["perplexity_ratio"],
-        "generated_tokens": reference["generated_tokens"],
-        "first_difference": first["index"] if first else None,
-    }
+def _errors(side: Json, reference: Json) -> comparison_pb2.LogitErrors:
+    """Return the errors of a side against a reference."""
+    first = (reference["first_difference"] or {}).get("index")
+    return fill(comparison_pb2.LogitErrors(), {**reference, "perplexity": side["perplexity"], "first_difference": first})
 
 
-def _perplexity(base: Json, candidate: Json) -> Json | None:
+def _perplexity(base: Json, candidate: Json) -> comparison_pb2.MeasureChange | None:
     """Return how the perplexity changed; None unless both sides scored equally many tokens of a text."""
     if not (base["is_text"] and candidate["is_text"]) or base["perplexity_tokens"] != candidate["perplexity_tokens"]:
         return None
-    return number(base["perplexity"], candidate["perplexity"])
+    return measure(base["perplexity"], candidate["perplexity"])

@@ -11,14 +11,9 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from etfarm.v1 import comparison_pb2
 from etfarm.wire import views
 from etfarm.wire.report import Json
-
-INDEX, GRAPH, NAME = "INDEX", "GRAPH", "NAME"
-"""What rows were matched by: their index in one program, the model's graph, or the names of kernels in their order."""
-
-OPERATOR, MODULE = "OPERATOR", "MODULE"
-"""What a row of the comparison stands for."""
 
 _REST: Final = "REST"
 
@@ -31,7 +26,7 @@ class Matched:
 
     base: Sequence[Json]
     candidate: Sequence[Json]
-    kind: str = OPERATOR
+    kind: comparison_pb2.OperatorChangeKind.ValueType = comparison_pb2.OPERATOR_CHANGE_KIND_OPERATOR
     """OPERATOR; UNATTRIBUTED for kernels that compute no operator of the model, or REST."""
 
 
@@ -40,8 +35,8 @@ class Matches:
     """All rows of two traced passes; each row is in one match."""
 
     rows: Sequence[Matched]
-    matched_by: str
-    by: str = OPERATOR
+    matched_by: comparison_pb2.OperatorMatching.ValueType
+    by: comparison_pb2.ChangedRows.ValueType = comparison_pb2.CHANGED_ROWS_OPERATOR
 
 
 def match(base: Json, candidate: Json) -> Matches:
@@ -59,9 +54,9 @@ def match(base: Json, candidate: Json) -> Matches:
     """
     traced = base["operators"], candidate["operators"]
     if _is_same_program(base, candidate) and _has_same_rows(*traced):
-        return Matches(_by_index(*traced), INDEX)
+        return Matches(_by_index(*traced), comparison_pb2.OPERATOR_MATCHING_INDEX)
     if not all(any(map(_is_known, _measured(rows))) for rows in traced):
-        return Matches(_by_name(*traced), NAME)
+        return Matches(_by_name(*traced), comparison_pb2.OPERATOR_MATCHING_NAME)
     whole = any(row["aligned"] is False for rows in traced for row in rows)
     sides = [_leaves(rows, () if whole else None) for rows in traced]
     known = [[row for row in _measured(rows) if _is_known(row)] for rows in sides]
@@ -72,9 +67,9 @@ def match(base: Json, candidate: Json) -> Matches:
     else:
         rows = _by_graph(known[0], known[1], share_handles=_is_same_export(base, candidate))
     return Matches(
-        [*rows, *_present(Matched(others[0], others[1], "UNATTRIBUTED")), *_rest(*sides)],
-        GRAPH,
-        MODULE if by_module else OPERATOR,
+        [*rows, *_present(Matched(others[0], others[1], comparison_pb2.OPERATOR_CHANGE_KIND_UNATTRIBUTED)), *_rest(*sides)],
+        comparison_pb2.OPERATOR_MATCHING_GRAPH,
+        comparison_pb2.CHANGED_ROWS_MODULE if by_module else comparison_pb2.CHANGED_ROWS_OPERATOR,
     )
 
 
@@ -85,7 +80,8 @@ def _by_index(base: Sequence[Json], candidate: Sequence[Json]) -> list[Matched]:
     rows = []
     for row, other in zip(*measured, strict=True):
         is_inserted = has_graph and row["kind"] == "KERNEL" and not (_is_known(row) or _is_known(other))
-        rows.append(Matched([row], [other], "UNATTRIBUTED" if is_inserted else OPERATOR))
+        kind = comparison_pb2.OPERATOR_CHANGE_KIND_UNATTRIBUTED if is_inserted else comparison_pb2.OPERATOR_CHANGE_KIND_OPERATOR
+        rows.append(Matched([row], [other], kind))
     return [*rows, *_rest(*sides)]
 
 
@@ -154,7 +150,7 @@ def _grouped(base: Sequence[Json], candidate: Sequence[Json], key: _Key) -> list
 
 def _rest(base: Sequence[Json], candidate: Sequence[Json]) -> list[Matched]:
     rests = [[row for row in rows if row["kind"] == _REST] for rows in (base, candidate)]
-    return _present(Matched(rests[0], rests[1], _REST))
+    return _present(Matched(rests[0], rests[1], comparison_pb2.OPERATOR_CHANGE_KIND_REST))
 
 
 def _present(matched: Matched) -> list[Matched]:

@@ -6,22 +6,27 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from etfarm.wire.report import Json
+from etfarm.v1 import comparison_pb2
 
 _MAX_DECIMALS: Final = 12
+_INT64: Final = range(-(1 << 63), 1 << 63)
 
 
-def number(base: float | None, candidate: float | None) -> Json | None:
-    """Return a NUMBER; None if both are None. `ratio` is None if one is None or not above 0."""
+def measure(base: float | None, candidate: float | None) -> comparison_pb2.MeasureChange | None:
+    """Return two measured numbers with their change; None if neither is known."""
     if base is None and candidate is None:
         return None
-    both = base is not None and candidate is not None
-    return {
-        "base": base,
-        "candidate": candidate,
-        "change": finite(candidate - base) if both else None,  # type: ignore[operator]
-        "ratio": ratio(base, candidate),
-    }
+    change = None if base is None or candidate is None else finite(candidate - base)
+    return comparison_pb2.MeasureChange(base=base, candidate=candidate, change=change, ratio=ratio(base, candidate))
+
+
+def count(base: int | None, candidate: int | None) -> comparison_pb2.CountChange | None:
+    """Return two whole numbers with their change; None if neither is known. A sum beyond 64 bits is left out."""
+    if base is None and candidate is None:
+        return None
+    change = None if base is None or candidate is None else candidate - base
+    held = [each if each is not None and each in _INT64 else None for each in (base, candidate, change)]
+    return comparison_pb2.CountChange(base=held[0], candidate=held[1], change=held[2], ratio=ratio(base, candidate))
 
 
 def ratio(base: float | None, candidate: float | None) -> float | None:

@@ -11,9 +11,11 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+from etfarm.v1 import comparison_pb2, compile_pb2
 from etfarm.wire import timings, views
 from etfarm.wire.comparison import matching, uncertainty
 from etfarm.wire.comparison.matching import Matched
+from etfarm.wire.messages import fill
 from etfarm.wire.report import Json
 
 _EVEN: Final = 1 / math.sqrt(3)
@@ -24,18 +26,19 @@ _COARSE_NS: Final = 1000.0
 """Resolution of clocks whose rounding matters."""
 
 
-def operators(base: Json, candidate: Json) -> Json | None:
-    """Return the operators part of a PAIR; None if a side was not traced."""
+def operators(base: Json, candidate: Json) -> comparison_pb2.OperatorChanges | None:
+    """Return the changes of operators; None if a side was not traced."""
     if not (base["operators"] and candidate["operators"]):
         return None
     matches = matching.match(base, candidate)
     rows = [_row(each, base, candidate) for each in matches.rows]
-    rows.sort(key=lambda row: -abs(row["change_ns"] or 0.0))
-    return {"by": matches.by, "rows": rows, "matched_by": matches.matched_by}
+    rows.sort(key=lambda row: -abs(row.change_ns))
+    return comparison_pb2.OperatorChanges(by=matches.by, rows=rows, matched_by=matches.matched_by)
 
 
-def _row(matched: Matched, base: Json, candidate: Json) -> Json:
+def _row(matched: Matched, base: Json, candidate: Json) -> comparison_pb2.OperatorChange:
     kind, all_rows = matched.kind, [*matched.base, *matched.candidate]
+    is_operator = kind == comparison_pb2.OPERATOR_CHANGE_KIND_OPERATOR
     # A side may lack the graph. Fields that all rows share describe the group.
     types = list(dict.fromkeys(name for row in all_rows for name in row["op_types"]))
     lines = {(row["source"]["file"], row["source"]["line"]) for row in all_rows if row["source"]}
@@ -43,26 +46,26 @@ def _row(matched: Matched, base: Json, candidate: Json) -> Json:
     one_line = newest if len(lines) == 1 or (len(matched.base) <= 1 and len(matched.candidate) <= 1) else None
     module = next((row["module"] for row in all_rows if row["module"] is not None), None)
     times = _time(matched.base, base), _time(matched.candidate, candidate)
-    change = _change(*times)
-    if kind == "OPERATOR" and all_rows[0]["kind"] == "DELEGATE":
-        kind = "DELEGATE"
+    change = _difference(*map(_known_time, times))
+    if is_operator and all_rows[0]["kind"] == "DELEGATE":
+        kind, is_operator = comparison_pb2.OPERATOR_CHANGE_KIND_DELEGATE, False
     ends, outcome = _judge(change, matched, base, candidate)
-    return {
-        "kind": kind,
-        "module": module if kind == "OPERATOR" else None,
-        "op_types": types,
-        "source": one_line if kind == "OPERATOR" else None,
-        "base": times[0],
-        "candidate": times[1],
-        "change_ns": change,
-        "change_share": _difference(times[0], times[1], "share"),
-        "change_ci95_ns": ends,
-        "outcome": outcome,
-    }
+    return comparison_pb2.OperatorChange(
+        kind=kind,
+        module=module if is_operator else None,
+        op_types=types,
+        source=fill(compile_pb2.SourceLine(), one_line) if is_operator and one_line else None,
+        base=times[0],
+        candidate=times[1],
+        change_ns=change,
+        change_share=_difference(*map(_known_share, times)),
+        change_ci95_ns=ends,
+        outcome=outcome,
+    )
 
 
-def _time(rows: Sequence[Json], report: Json) -> Json | None:
-    """Return a TIME: the total time of the rows in a typical traced execution."""
+def _time(rows: Sequence[Json], report: Json) -> comparison_pb2.OperatorTime | None:
+    """Return the total time of the rows in a typical traced execution; None without rows."""
     if not rows:
         return None
     names, shares = {views.operator_name(row) for row in rows}, [row["share"] for row in rows]
@@ -79,31 +82,32 @@ def _time(rows: Sequence[Json], report: Json) -> Json | None:
     if not time_ns and all(row["mean_ns"] is None and row["resolution_ns"] for row in rows):
         # Nothing is known but that each takes less than a step of the clock.
         time_ns, ends = None, (0.0, sum(row["resolution_ns"] for row in rows))
-    return {
-        "name": rows[0]["name"] if len(rows) == 1 else names.pop() if len(names) == 1 else None,
-        "indexes": [row["index"] for row in rows],
-        "time_ns": time_ns,
-        "share": share,
-        "time_ci95_ns": None if ends is None else list(ends),
-    }
+    return comparison_pb2.OperatorTime(
+        name=rows[0]["name"] if len(rows) == 1 else names.pop() if len(names) == 1 else None,
+        indexes=[row["index"] for row in rows],
+        time_ns=time_ns,
+        share=share,
+        time_ci95_ns=ends,
+    )
 
 
-def _judge(change: float | None, matched: Matched, base: Json, candidate: Json) -> tuple[list[float] | None, str | None]:
-    """Return the 95 % interval of a change and its outcome; None for operators that one side lacks."""
+def _judge(
+    change: float | None, matched: Matched, base: Json, candidate: Json
+) -> tuple[tuple[float, float] | None, comparison_pb2.OperatorOutcome.ValueType]:
+    """Return the 95 % interval of a change and its outcome; neither for operators that one side lacks."""
     if change is None or not (matched.base and matched.candidate):
-        return None, None
+        return None, comparison_pb2.OPERATOR_OUTCOME_UNSPECIFIED
     base_errors, candidate_errors = _errors(matched.base, base), _errors(matched.candidate, candidate)
     if base_errors is None or candidate_errors is None:
-        return None, "too_few"
+        return None, comparison_pb2.OPERATOR_OUTCOME_TOO_FEW
     half_ns = uncertainty.half_width(base_errors + candidate_errors)
-    ends = [change - half_ns, change + half_ns]
+    ends = (change - half_ns, change + half_ns)
     if ends[0] <= 0 <= ends[1]:
-        return ends, "no_difference"
-    if not (_is_reliable(base) and _is_reliable(candidate)) or _lacks_half_steps(matched.base) != _lacks_half_steps(
-        matched.candidate
-    ):
-        return ends, "inconclusive"
-    return ends, "slower" if change > 0 else "faster"
+        return ends, comparison_pb2.OPERATOR_OUTCOME_NO_DIFFERENCE
+    is_alike = _lacks_half_steps(matched.base) == _lacks_half_steps(matched.candidate)
+    if not (_is_reliable(base) and _is_reliable(candidate) and is_alike):
+        return ends, comparison_pb2.OPERATOR_OUTCOME_INCONCLUSIVE
+    return ends, comparison_pb2.OPERATOR_OUTCOME_SLOWER if change > 0 else comparison_pb2.OPERATOR_OUTCOME_FASTER
 
 
 def _errors(rows: Sequence[Json], report: Json) -> list[tuple[float, float]] | None:
@@ -145,21 +149,19 @@ def _is_reliable(report: Json) -> bool:
     return verdict.get("status") == "VALID" and uncertainty.is_observed(report["run_spread"] or {})
 
 
-def _change(base: Json | None, candidate: Json | None) -> float | None:
-    """Return candidate - base, ns: rows below a clock's step count with the middle, those that a side lacks with 0."""
-
-    def known(side: Json | None) -> float | None:
-        if side is None:
-            return 0.0
-        ends = side["time_ci95_ns"]
-        time_ns: float | None = side["time_ns"]
-        return sum(ends) / 2 if time_ns is None and ends else time_ns
-
-    values = known(base), known(candidate)
-    return None if values[0] is None or values[1] is None else values[1] - values[0]
+def _known_time(side: comparison_pb2.OperatorTime | None) -> float | None:
+    """Return a side's time, ns: the middle of rows below a clock's step, and 0 of those that it lacks."""
+    if side is None:
+        return 0.0
+    if side.HasField("time_ns"):
+        return side.time_ns
+    return sum(side.time_ci95_ns) / 2 if side.time_ci95_ns else None
 
 
-def _difference(base: Json | None, candidate: Json | None, key: str) -> float | None:
-    """Return candidate - base; rows that a side lacks entirely took 0 ns there."""
-    values = [0.0 if side is None else side[key] for side in (base, candidate)]
-    return None if None in values else values[1] - values[0]
+def _known_share(side: comparison_pb2.OperatorTime | None) -> float | None:
+    """Return a side's share; rows that it lacks entirely took nothing there."""
+    return 0.0 if side is None else side.share if side.HasField("share") else None
+
+
+def _difference(base: float | None, candidate: float | None) -> float | None:
+    return None if base is None or candidate is None else candidate - base

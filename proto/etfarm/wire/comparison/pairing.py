@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
+from etfarm.v1 import comparison_pb2
 from etfarm.wire.report import Json
 
 
@@ -38,18 +40,14 @@ def pair(base: Sequence[Json], candidate: Sequence[Json]) -> Pairing:
     )
 
 
-def differs(base: Json, candidate: Json) -> list[str]:
+def differs(base: Json, candidate: Json) -> list[comparison_pb2.Trait.ValueType]:
     """Return those of model, recipe, method, threads and device (its kind, if both have one) in which two reports differ."""
-    names = [
-        name
-        for name, of in (("model", _model), ("recipe", _recipe), ("method", _method), ("threads", _threads))
-        if of(base) != of(candidate)
-    ]
+    traits = [trait for trait, of in _TRAITS if of(base) != of(candidate)]
     if base["device"] and candidate["device"]:
         same = base["device"]["id"] == candidate["device"]["id"] or _kind(base) == _kind(candidate)
     else:
         same = base["device"] == candidate["device"]
-    return names if same else [*names, "device"]
+    return traits if same else [*traits, comparison_pb2.TRAIT_DEVICE]
 
 
 def _match(
@@ -116,3 +114,11 @@ def _threads(report: Json) -> Hashable:
 def _kind(report: Json) -> Hashable:
     device = report["device"]
     return (device["arch"], device["soc"]) if device else None
+
+
+_TRAITS: Final = (
+    (comparison_pb2.TRAIT_MODEL, _model),
+    (comparison_pb2.TRAIT_RECIPE, _recipe),
+    (comparison_pb2.TRAIT_METHOD, _method),
+    (comparison_pb2.TRAIT_THREADS, _threads),
+)

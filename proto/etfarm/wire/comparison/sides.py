@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from etfarm.v1 import common_pb2, comparison_pb2, report_pb2
 from etfarm.wire.changes import encoder_inputs
 from etfarm.wire.errors import Kind, UserError, error_for
+from etfarm.wire.messages import fill
 from etfarm.wire.report import Json
+from etfarm.wire.report_keys import project
+from etfarm.wire.words import value_of
 
 CHOICE = "#"
 """The separator between a job or file and the choice of its reports: `latest#2`."""
@@ -73,13 +77,14 @@ class Side:
     @property
     def listed(self) -> str:
         """Its reports by number, for a sentence: `0 resnet8 · portable, 1 resnet8 · xnnpack_fp32`."""
-        names = [f"{place} {label(name(report))}" for place, report in enumerate(self.reports)]
+        names = [f"{place} {label(project(name(report)))}" for place, report in enumerate(self.reports)]
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         return ", ".join(names[:8]) + more if names else "none"
 
-    def about(self) -> Json:
-        """Return a SIDE."""
-        return {"job": self.job, "file": self.file, "choice": self.choice, "reports": len(self.chosen)}
+    def about(self) -> comparison_pb2.ComparedSide:
+        """Return the side without its reports."""
+        job = fill(comparison_pb2.ComparedJob(), self.job) if self.job else None
+        return comparison_pb2.ComparedSide(job=job, file=self.file, choice=self.choice, reports=len(self.chosen))
 
     def _begin(self) -> str:
         return self.name[0].upper() + self.name[1:] if self.file is None else self.name
@@ -96,25 +101,29 @@ def split_choice(text: str) -> tuple[str, str | None]:
     return (what, choice) if mark and what and choice else (text, None)
 
 
-def name(report: Json) -> Json:
-    """Return a REPORT_NAME."""
-    device, verdict, error, inputs = report["device"], report["verdict"], report["error"], report["inputs"] or {}
+def name(report: Json) -> comparison_pb2.ComparedReport:
+    """Return the identity of a REPORT, and what else a comparison says of it."""
+    device, error, inputs = report["device"], report["error"], report["inputs"] or {}
     image = next(filter(None, encoder_inputs(report).values()), None)
-    return {
-        **{key: report[key] for key in ("id", "cell", "attempt")},
-        "model": _model(report),
-        **{key: report[key] for key in ("recipe", "method", "threads")},
-        "device": {key: device[key] for key in ("id", "name", "arch", "soc")} if device else None,
-        "state": report["state"],
-        "error": error["reason"] if error else None,
-        "verdict": {"status": verdict["status"], "codes": _codes(verdict)} if verdict else None,
-        "cores": (report["runner"] or {}).get("cores"),
-        "inputs": image or inputs.get("digest"),
-        "inputs_from_job": image is not None or inputs.get("from_job"),
-        "warmup": _prescribed_warmup(report),
-        "timed_ns": report["measurement"]["duration_ns"] if report["measurement"] else None,
-        "runs": len(report["runs"]) or None,
-    }
+    return comparison_pb2.ComparedReport(
+        id=report["id"],
+        cell=report["cell"],
+        attempt=report["attempt"],
+        model=_model(report),
+        recipe=report["recipe"],
+        method=report["method"],
+        threads=report["threads"],
+        device=fill(comparison_pb2.ComparedDevice(), device) if device else None,
+        state=value_of(common_pb2.CellState, report["state"]),
+        error=error["reason"] if error else None,
+        verdict=_verdict(report["verdict"]) if report["verdict"] else None,
+        cores=(report["runner"] or {}).get("cores"),
+        inputs=image or inputs.get("digest"),
+        inputs_from_job=image is not None or inputs.get("from_job"),
+        warmup=_prescribed_warmup(report),
+        timed_ns=report["measurement"]["duration_ns"] if report["measurement"] else None,
+        runs=len(report["runs"]) or None,
+    )
 
 
 def _prescribed_warmup(report: Json) -> int | None:
@@ -123,9 +132,10 @@ def _prescribed_warmup(report: Json) -> int | None:
     return None if run is None or run["steady"] is not None else run["warmup"]
 
 
-def _codes(verdict: Json) -> list[str]:
-    """Return the codes of a verdict's reasons; a damaged document may lack one."""
-    return [reason["code"] for reason in verdict["reasons"] if reason["code"]]
+def _verdict(verdict: Json) -> comparison_pb2.ComparedVerdict:
+    """Return the status of a VERDICT and the codes of its reasons, of which a damaged document may lack one."""
+    codes = [reason["code"] for reason in verdict["reasons"] if reason["code"]]
+    return comparison_pb2.ComparedVerdict(status=value_of(report_pb2.VerdictStatus, verdict["status"]), codes=codes)
 
 
 def label(named: Json) -> str:

@@ -133,7 +133,7 @@ def test_a_comparisons_markdown_has_neither_links_nor_control_characters() -> No
 
     created = _hostile()
     side = Side(created["reports"], created["job"], None, None)  # type: ignore[arg-type]
-    text = compared_markdown.write(comparison.compare(side, side))
+    text = compared_markdown.write(comparison.document(comparison.compare(side, side)))
     assert not {"link_open", "image", "heading_open"} & set(_structure(text)), text
     assert "\x1b" not in text and "<img" not in text
     assert b"\x1b" not in html.write(created)  # type: ignore[arg-type]

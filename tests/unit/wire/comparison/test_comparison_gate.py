@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from etfarm.wire import comparison
 from etfarm.wire.comparison import Gate, Limit, Side, compare
 from tests.support.comparisons import against, observed, repeated, report, timed
 from tests.support.golden import Golden
@@ -58,7 +59,7 @@ def test_a_metric_has_one_gate_and_options_of_gates_want_one(golden: Golden) -> 
         Gate.parse([], accept_invalid=True)
     golden.check(refused.value)
     assert Gate.parse([]) is None
-    assert compare(Side([report()]), Side([report()]))["gate"] is None
+    assert comparison.document(compare(Side([report()]), Side([report()])))["gate"] is None
 
 
 @pytest.mark.parametrize(
@@ -348,7 +349,7 @@ def test_why_a_gate_is_shut_is_a_sentence_that_stays_true() -> None:
 @pytest.mark.parametrize("status", ["INVALID", "NOT_BENCHMARKABLE"])
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_latency_that_cannot_be_trusted_is_no_evidence_unless_it_is_accepted(status: str, side: int) -> None:
-    verdict = {"status": f"VERDICT_STATUS_{status}", "reasons": [{"code": "CPU_STARVED", "message": "So."}]}
+    verdict = {"status": status, "reasons": [{"code": "CPU_STARVED", "message": "So."}]}
     pair = [report("b"), report("k")]
     pair[side] = report("bk"[side], verdict=verdict)
     document = against(*pair, "3%", "size=1%", "accuracy=1dB", "memory=1%")
@@ -496,10 +497,10 @@ def test_a_failed_cell_that_only_the_candidate_has_shuts_every_gate() -> None:
 
 def test_a_job_that_is_not_done_shuts_every_gate() -> None:
     live = {"id": "j1", "state": "RUNNING"}
-    document = compare(Side([report("b")]), Side([report("k")], live), Gate.parse(["size=1%"]))
-    assert codes(document) == ["JOB_LIVE"]
-    assert "job j1, the candidate, is still RUNNING" in document["gate"]["reasons"][0]["message"]
-    assert document["notes"][0] == "Job j1 is not done: cells that are still live are left out."
+    compared = comparison.document(compare(Side([report("b")]), Side([report("k")], live)), Gate.parse(["size=1%"]))
+    assert codes(compared) == ["JOB_LIVE"]
+    assert "job j1, the candidate, is still RUNNING" in compared["gate"]["reasons"][0]["message"]
+    assert compared["notes"][0] == "Job j1 is not done: cells that are still live are left out."
 
 
 def test_reasons_name_their_report_where_there_are_several() -> None:

@@ -11,10 +11,13 @@ from rich.console import Console, Group
 from etfarm.client.cli.commands import compare
 from etfarm.client.formats import compared, compared_markdown, html
 from etfarm.client.reports import Comparison
+from etfarm.v1 import comparison_pb2
+from etfarm.wire import comparison
 from etfarm.wire.changes import sentence
-from etfarm.wire.comparison import from_message, to_message
 from etfarm.wire.comparison.remedy import how_to_decide_rates
 from etfarm.wire.comparison.sides import name
+from etfarm.wire.messages import fill
+from etfarm.wire.report_keys import project
 from tests.support.comparisons import against
 from tests.support.generated import accuracy_of_logits as accuracy
 from tests.support.generated import flow_point, generated_report, point
@@ -114,7 +117,7 @@ def test_a_program_is_not_slower_than_itself() -> None:
 
 def test_the_farm_sends_the_same_document() -> None:
     document = against(BASE, generated_report("k", point(120.0, 120.0, 121.0, 119.0)))
-    assert from_message(to_message(document)) == document
+    assert comparison.document(fill(comparison_pb2.Comparison(), document)) == document
     typed = Comparison.from_dict(document)
     assert typed.pairs[0].generation is not None and typed.pairs[0].generation.points[0].decode is not None
     assert typed.to_dict() == document
@@ -145,7 +148,7 @@ def test_the_accuracy_of_logits_is_compared_with_the_first_common_reference() ->
     ):
         assert "top-1 agreement" in text and "-7.0 points" in text and "after 90.0 % of 1,000 tokens" in text
     assert "| 20.0 dB (-10.0 dB) |" in compared_markdown.write(document)
-    assert from_message(to_message(document)) == document
+    assert comparison.document(fill(comparison_pb2.Comparison(), document)) == document
     typed = Comparison.from_dict(document)
     assert typed.to_dict() == document and typed.pairs[0].generation is not None
     assert typed.pairs[0].generation.accuracy is not None and typed.pairs[0].generation.accuracy.top1_dropped
@@ -251,6 +254,6 @@ def test_another_image_is_a_circumstance_of_its_own() -> None:
 def test_the_command_that_decides_asks_for_the_image() -> None:
     pair = {"latency": None, "size": None, "generation": {"points": [{"prompt_tokens": 8, "depth": 0}]}}
     report = with_image("b", flow_point(100.0), digest="8" * 64)
-    assert "--inputs FILE.npz" in how_to_decide_rates({**pair, "base": name(report), "candidate": name(report)})
+    assert "--inputs FILE.npz" in how_to_decide_rates({**pair, "base": project(name(report)), "candidate": project(name(report))})
     report = with_image("b", flow_point(100.0), digest=None)
-    assert "--inputs" not in how_to_decide_rates({**pair, "base": name(report), "candidate": name(report)})
+    assert "--inputs" not in how_to_decide_rates({**pair, "base": project(name(report)), "candidate": project(name(report))})

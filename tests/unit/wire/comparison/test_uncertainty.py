@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from etfarm.v1 import comparison_pb2
 from etfarm.wire import timings
 from etfarm.wire.comparison import latency, uncertainty
+from etfarm.wire.words import word_of
 from tests.support.comparisons import timed
 
 TRIALS = 2000
@@ -117,7 +119,7 @@ def outcomes(draw: Draw, truth: float, *, max_spread: float = math.inf) -> list[
         if all(side["run_spread"]["relative_stddev"] <= max_spread for side in sides):
             ratio = latency.separate(*sides)
             assert ratio is not None
-            results.append(latency.outcome(ratio))
+            results.append(word_of(comparison_pb2.LatencyOutcome.DESCRIPTOR, latency.outcome(ratio)) or "")
     return results
 
 

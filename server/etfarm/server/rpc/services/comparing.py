@@ -57,7 +57,7 @@ async def _reports(journal: Journal, job_id: str) -> Sequence[report_pb2.Report]
 
 
 def _answer(base: Selected, candidate: Selected) -> comparison_pb2.CompareResponse:
-    message = comparison.to_message(comparison.compare(_side(*base), _side(*candidate)))
+    message = comparison.compare(_side(*base), _side(*candidate))
     if (size := message.ByteSize()) > _MAX_BYTES:
         raise error_for(
             "COMPARISON_TOO_LARGE",
