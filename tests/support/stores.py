@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.artifacts.store import Store
 from etfarm.server.state.engine import Database
+from etfarm.v1.artifact_pb2 import Chunk
 
 KINDS = ("files", "s3")
 
@@ -75,6 +77,22 @@ class Stores:
     def close(self) -> None:
         for store in self._created:
             store.close()
+
+
+class HeldUpload:
+    """An upload that halts in the middle until a test lets it go on."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.halts = asyncio.Event()
+        self.may_go_on = asyncio.Event()
+
+    async def chunks(self) -> AsyncIterator[Chunk]:
+        """Yield the first 100 bytes, and later the rest."""
+        yield Chunk(offset=0, data=self._data[:100])
+        self.halts.set()
+        await self.may_go_on.wait()
+        yield Chunk(offset=100, data=self._data[100:])
 
 
 def damage(path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -47,6 +47,15 @@ class Farm:
 
     async def identity(self) -> Identity:
         return await self.database.read(identity.read)
+
+
+def named(farm_id: str) -> Callable[[], Awaitable[Identity]]:
+    """Return what asks a farm for its identity."""
+
+    async def ask() -> Identity:
+        return Identity(farm_id, NOW)
+
+    return ask
 
 
 @pytest.fixture
@@ -120,18 +129,11 @@ async def test_a_folder_whose_claim_was_deleted_is_the_next_farms(
 
 
 async def test_the_claim_stands_while_the_server_is_away(location: BucketLocation) -> None:
-    async def mine() -> Identity:
-        return Identity("mine", NOW)
-
-    held, away = (
-        Claim(Bucket(location), mine),
-        Claim(Bucket(replace(location, endpoint="http://127.0.0.1:9"), patience_s=0.1), mine),
-    )
-    await held.renew()
-    with pytest.raises(BlobsUnavailable):
-        await away.require()
-    with pytest.raises(BlobsUnavailable):
-        await away.require()
+    away = Claim(Bucket(replace(location, endpoint="http://127.0.0.1:9"), patience_s=0.1), named("mine"))
+    await Claim(Bucket(location), named("mine")).renew()
+    for _ in range(2):
+        with pytest.raises(BlobsUnavailable):
+            await away.require()
     assert await owner_of(Bucket(location)) == Identity("mine", NOW)
 
 
@@ -147,12 +149,6 @@ async def test_of_two_farms_that_claim_a_folder_at_one_moment_one_holds_it(
 ) -> None:
     quick, slow, goes_on = Bucket(location), Bucket(location), asyncio.Event()
 
-    async def first() -> Identity:
-        return Identity("first", NOW)
-
-    async def second() -> Identity:
-        return Identity("second", NOW)
-
     create = slow.create
 
     async def create_late(key: str, data: bytes) -> None:
@@ -160,7 +156,7 @@ async def test_of_two_farms_that_claim_a_folder_at_one_moment_one_holds_it(
         await create(key, data)
 
     monkeypatch.setattr(slow, "create", create_late)
-    holder, late = Claim(quick, first), Claim(slow, second)
+    holder, late = Claim(quick, named("first")), Claim(slow, named("second"))
     coming = asyncio.create_task(late.require())
     await asyncio.sleep(0.3)  # it has seen that nobody has the folder
     await holder.require()

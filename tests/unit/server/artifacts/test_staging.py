@@ -18,7 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from sqlalchemy import Connection, text, update
 
-from etfarm.server.artifacts.errors import ArtifactDamaged, quota_exceeded
+from etfarm.server.artifacts.errors import ArtifactDamaged
 from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.room import Room
 from etfarm.server.artifacts.store import DiskFull, Store
@@ -28,11 +28,10 @@ from etfarm.server.state.sqlite import SqliteDatabase
 from etfarm.v1.artifact_pb2 import Chunk
 from etfarm.v1.common_pb2 import Artifact
 from etfarm.wire.chunks import artifact_of
-from etfarm.wire.errors import EtfarmError
 from tests.support.databases import new_database
 from tests.support.golden import Golden
 from tests.support.refusals import refuses
-from tests.support.stores import Stores, damage
+from tests.support.stores import HeldUpload, Stores, damage
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -91,6 +90,10 @@ async def send(store: Store, data: bytes, holder: str = "vision", announced: Art
     return (await store.receive(announced or artifact_of(data), chunked(data), holder, "ann")).complete
 
 
+def rot(folder: Path, digest: str = DIGEST) -> None:
+    damage(folder / "artifacts" / "blobs" / digest[:2] / digest)
+
+
 def parts(folder: Path) -> list[Path]:
     return sorted((folder / "artifacts" / "uploads").iterdir())
 
@@ -112,20 +115,13 @@ class TestParts:
     ) -> None:
         async with opened(tmp_path, StoreLimits(part_age_s=0.0)) as store:
             await send(store, DATA[:100], "vision", artifact_of(DATA))
-            reached, going_on = asyncio.Event(), asyncio.Event()
-
-            async def halting() -> AsyncIterator[Chunk]:
-                yield Chunk(offset=0, data=DATA[:100])
-                reached.set()
-                await going_on.wait()
-                yield Chunk(offset=100, data=DATA[100:])
-
-            upload = asyncio.create_task(store.receive(artifact_of(DATA), halting(), "audio", "bob"))
+            held = HeldUpload(DATA)
+            upload = asyncio.create_task(store.receive(artifact_of(DATA), held.chunks(), "audio", "bob"))
             async with asyncio.timeout(WAIT_S):
-                await reached.wait()
+                await held.halts.wait()
                 await store.expire()
                 assert len(parts(tmp_path)) == 1
-                going_on.set()
+                held.may_go_on.set()
                 assert (await upload).complete
 
     async def test_a_holder_keeps_so_many_parts_the_oldest_go(self, tmp_path: Path, opened: Opened) -> None:
@@ -339,7 +335,7 @@ class TestIntegrity:
         async with opened_files(tmp_path) as store:
             await send(store, DATA)
             await store.require_whole([DIGEST, "a" * 64])
-        damage(tmp_path / "artifacts" / "blobs" / DIGEST[:2] / DIGEST)
+        rot(tmp_path)
         async with opened_files(tmp_path) as store:
             with golden.refuses("ARTIFACT_DAMAGED"):
                 await store.require_whole([DIGEST])
@@ -360,7 +356,7 @@ class TestIntegrity:
     async def test_damage_is_detected_for_any_first_caller(self, tmp_path: Path, how: str) -> None:
         async with opened_files(tmp_path) as store:
             await send(store, DATA)
-        damage(tmp_path / "artifacts" / "blobs" / DIGEST[:2] / DIGEST)
+        rot(tmp_path)
         result: list[tuple[str, int]] = []
         async with opened_files(tmp_path) as store:
             store.integrity.on_damaged = lambda digest, size: result.append((digest, size))
@@ -385,7 +381,7 @@ class TestIntegrity:
     async def test_what_the_server_makes_again_heals_too(self, tmp_path: Path) -> None:
         async with opened_files(tmp_path) as store:
             await store.put(DATA, "ann")
-        damage(tmp_path / "artifacts" / "blobs" / DIGEST[:2] / DIGEST)
+        rot(tmp_path)
         async with opened_files(tmp_path) as store:
             assert await store.absent([DIGEST]) == [DIGEST]
             await store.put(DATA, "ann")
@@ -407,7 +403,7 @@ class TestIntegrity:
     async def test_many_files_are_looked_at_together(self, tmp_path: Path) -> None:
         async with opened_files(tmp_path) as store:
             created = [await store.put(os.urandom(8), "ann") for _ in range(250)]
-        damage(tmp_path / "artifacts" / "blobs" / created[17].digest[:2] / created[17].digest)
+        rot(tmp_path, created[17].digest)
         async with opened_files(tmp_path) as store:
             assert await store.absent([artifact.digest for artifact in created]) == [created[17].digest]
 
@@ -439,25 +435,6 @@ class TestThreads:
                 await asyncio.gather(*busy)
 
 
-async def test_one_holder_s_two_streams_of_an_upload_still_wait_for_each_other(tmp_path: Path, opened: Opened) -> None:
-    async with opened(tmp_path) as store:
-        reached, going_on = asyncio.Event(), asyncio.Event()
-
-        async def halting() -> AsyncIterator[Chunk]:
-            yield Chunk(offset=0, data=DATA[:10])
-            reached.set()
-            await going_on.wait()
-
-        first = asyncio.create_task(store.receive(artifact_of(DATA), halting(), "vision", "ann"))
-        async with asyncio.timeout(WAIT_S):
-            await reached.wait()
-            with refuses("UPLOAD_IN_PROGRESS"):
-                await send(store, DATA)
-            assert await send(store, DATA, "audio")
-            going_on.set()
-            assert not (await first).complete
-
-
 async def test_holdings_outlive_the_server(tmp_path: Path, opened: Opened) -> None:
     async with opened(tmp_path) as store:
         await send(store, DATA)
@@ -466,10 +443,3 @@ async def test_holdings_outlive_the_server(tmp_path: Path, opened: Opened) -> No
         assert await store.holdings.used_bytes("vision") == len(DATA)
         rows = await store.holdings._database.read(lambda c: c.execute(text("SELECT holder FROM holdings")).scalars().all())
         assert rows == ["vision"]
-
-
-@pytest.mark.parametrize(
-    "error", [ArtifactDamaged("a" * 64), quota_exceeded("vision", 10, 20, 5), quota_exceeded("agent:pi", 1, 2)]
-)
-def test_errors_name_the_remedy(error: EtfarmError) -> None:
-    assert error.remedy and error.message.endswith(".")

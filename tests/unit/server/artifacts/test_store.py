@@ -10,17 +10,12 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from sqlalchemy import select
 
 from etfarm.server.artifacts.limits import StoreLimits
-from etfarm.server.artifacts.store import (
-    ArtifactDamaged,
-    DiskFull,
-    Store,
-)  # fmt: skip
+from etfarm.server.artifacts.store import ArtifactDamaged, DiskFull, Store
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.v1.artifact_pb2 import Chunk, UploadStatus
@@ -29,7 +24,7 @@ from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import EtfarmError, Fault, Kind
 from tests.support.golden import Golden
 from tests.support.refusals import refuses
-from tests.support.stores import Stores
+from tests.support.stores import HeldUpload, Stores
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -149,37 +144,26 @@ async def test_nothing_is_an_artifact_too(store: Store) -> None:
     assert await read(store, artifact_of(b"").digest) == b""
 
 
-class Gate(NamedTuple):
-    reached: asyncio.Event
-    opened: asyncio.Event
-
-    async def chunks(self) -> AsyncIterator[Chunk]:
-        """All of DATA, the last half once the gate is open."""
-        yield Chunk(offset=0, data=DATA[:100])
-        self.reached.set()
-        await self.opened.wait()
-        yield Chunk(offset=100, data=DATA[100:])
-
-
 @pytest.mark.remedy("UPLOAD_IN_PROGRESS")
 async def test_two_streams_of_one_upload_do_not_mix(store: Store) -> None:
-    gate = Gate(asyncio.Event(), asyncio.Event())
-    first = asyncio.create_task(store.receive(artifact_of(DATA), gate.chunks(), "vision", "ann"))
+    held = HeldUpload(DATA)
+    first = asyncio.create_task(store.receive(artifact_of(DATA), held.chunks(), "vision", "ann"))
     async with asyncio.timeout(WAIT_S):
-        await gate.reached.wait()
+        await held.halts.wait()
         with refuses("UPLOAD_IN_PROGRESS") as refused:
             await send(store)
         assert refused.value.kind is Kind.ABORTED
-        gate.opened.set()
+        assert (await store.receive(artifact_of(DATA), chunked(DATA, []), "audio", "bob")).complete, "another holder's"
+        held.may_go_on.set()
         assert (await first).complete
         assert (await send(store, b"")).complete, "what is stored needs no bytes"
 
 
 async def test_a_stream_that_is_cancelled_lets_the_next_go_on(store: Store) -> None:
-    gate = Gate(asyncio.Event(), asyncio.Event())
-    first = asyncio.create_task(store.receive(artifact_of(DATA), gate.chunks(), "vision", "ann"))
+    held = HeldUpload(DATA)
+    first = asyncio.create_task(store.receive(artifact_of(DATA), held.chunks(), "vision", "ann"))
     async with asyncio.timeout(WAIT_S):
-        await gate.reached.wait()
+        await held.halts.wait()
     first.cancel()
     await asyncio.wait([first])
     assert (await send(store, DATA[100:], offset=100)).complete

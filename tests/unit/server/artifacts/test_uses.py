@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
 from sqlalchemy import select
@@ -11,7 +10,6 @@ from sqlalchemy import select
 from etfarm.server.artifacts.uses import GRANULARITY_S, Uses
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
-from tests.support.databases import new_database
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -28,9 +26,8 @@ async def test_a_use_by_a_clock_that_is_behind_does_not_replace_a_later_one(data
     assert [at.timestamp() - USED.timestamp() for at in stored] == [0, 0, 3600]
 
 
-async def test_marks_are_kept_until_the_table_has_them_and_for_those_who_read_it_before(tmp_path: Path) -> None:
-    database, clock_s = new_database(tmp_path / "farm.sqlite"), 1e9
-    await database.open()
+async def test_marks_are_kept_until_the_table_has_them_and_for_those_who_read_it_before(database: Database) -> None:
+    clock_s = 1e9
     uses = Uses(database, lambda: clock_s)
     once, again = "a" * 64, "b" * 64
     uses.mark(once)
@@ -47,4 +44,3 @@ async def test_marks_are_kept_until_the_table_has_them_and_for_those_who_read_it
     assert uses.marked_at_s(again) == 0.0, "it was the last use, which the table has now"
     used = select(schema.uses.c.used_at).where(schema.uses.c.id == again)
     assert await database.read(lambda c: c.execute(used).scalar_one().timestamp()) == clock_s - GRANULARITY_S - 1.0
-    database.close()

@@ -44,8 +44,6 @@ from tests.support.databases import Refusal
 from tests.support.golden import Golden
 from tests.support.registries import RegistryWorld, board
 
-pytestmark = pytest.mark.usefixtures("each_database")
-
 IDLE, BUSY, OFFLINE = DeviceState.DEVICE_STATE_IDLE, DeviceState.DEVICE_STATE_BUSY, DeviceState.DEVICE_STATE_OFFLINE
 UNUSABLE = DeviceState.DEVICE_STATE_UNUSABLE
 
@@ -140,6 +138,7 @@ async def test_listeners_are_notified_of_connections_and_disconnections(world: R
     assert received == [{"pi": IDLE}, {"pi": IDLE, "xl": IDLE}, {"pi": OFFLINE, "xl": IDLE}, {"pi": OFFLINE, "xl": OFFLINE}]
 
 
+@pytest.mark.usefixtures("each_database")
 async def test_a_known_device_stays_known_after_a_restart_as_offline(world: RegistryWorld) -> None:
     await world.connect("pi")
     (device,) = (await world.restart()).devices()
@@ -434,6 +433,7 @@ async def test_a_restricted_device_does_not_exist_for_other_projects(world: Regi
     assert world.registry.get("pi", AUDIO).id == "pi"
 
 
+@pytest.mark.usefixtures("each_database")
 async def test_a_restriction_outlives_the_server_and_the_agents_word(world: RegistryWorld) -> None:
     await make_projects(world)
     session = await world.connect("pi")
@@ -491,6 +491,7 @@ async def test_large_descriptions_of_one_token_have_a_limit_together(
     assert {device.id for device in farm.devices()} == {"x", "y", "small", "z", "pi"}
 
 
+@pytest.mark.usefixtures("each_database")
 async def test_a_new_device_is_restricted_as_all_others_of_its_token_are(world: RegistryWorld) -> None:
     await make_projects(world)
     session = await world.connect("pi", "xl", principal="rack")

@@ -13,7 +13,9 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -32,6 +34,7 @@ from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
 from etfarm.wire.errors import EtfarmError, FarmError, Fault
 from tests.support.farm import descendants, wait_until
+from tests.support.worker_pools import worker_pool
 
 ROOT = Path(__file__).resolve().parents[4]
 TASKS = "tests.support.worker_tasks"
@@ -46,12 +49,20 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ETFARM_TOKEN", "s3cret")
 
 
+started = partial(worker_pool, preload=[TASKS], limits=LIMITS)
+"""Starts a pool whose children know the tasks."""
+
+
 @pytest.fixture
 async def workers(tmp_path: Path) -> AsyncIterator[Workers]:
-    pool = Workers(preload=[TASKS], limits=LIMITS, folder=tmp_path / "jobs", concurrency=3)
-    pool.start()
-    yield pool
-    await pool.stop()
+    async with started(tmp_path, concurrency=3) as pool:
+        yield pool
+
+
+async def works(pool: Workers, **options: Any) -> bool:
+    """Return whether a child does a task."""
+    async with await pool.run(f"{TASKS}:echo", 1, deadline_s=60, **options) as finished:
+        return finished.result == b"1"
 
 
 def folders(tmp_path: Path) -> list[str]:
@@ -150,8 +161,7 @@ async def test_more_memory_than_the_budget_is_a_clear_error_and_the_next_child_i
     assert caught.value.fault is Fault.USER
     assert caught.value.stage == "QUANTIZE"
     assert "256 MiB" in caught.value.message
-    async with await workers.run(f"{TASKS}:echo", 1, deadline_s=60) as finished:
-        assert finished.result == b"1"
+    assert await works(workers)
 
 
 async def test_the_deadline_ends_a_child(workers: Workers, tmp_path: Path) -> None:
@@ -186,11 +196,9 @@ async def test_the_whole_deadline_holds_however_many_stages_there_are(workers: W
 
 
 async def test_cpu_time_ends_a_child(tmp_path: Path) -> None:
-    pool = Workers(preload=[TASKS], limits=Limits(cpu_s=1), folder=tmp_path / "jobs", concurrency=1)
-    pool.start()
-    with pytest.raises(ChildTimedOut, match="CPU"):
-        await pool.run(f"{TASKS}:spin", None, deadline_s=60)
-    await pool.stop()
+    async with started(tmp_path, limits=Limits(cpu_s=1)) as pool:
+        with pytest.raises(ChildTimedOut, match="CPU"):
+            await pool.run(f"{TASKS}:spin", None, deadline_s=60)
 
 
 async def test_a_model_that_takes_too_long_to_load_ends_its_child_within_native_code(workers: Workers, tmp_path: Path) -> None:
@@ -243,21 +251,17 @@ async def test_what_a_finished_child_left_running_is_ended(workers: Workers) -> 
 
 
 async def test_cancelling_while_the_forkserver_warms_up_leaves_nothing(tmp_path: Path) -> None:
-    pool = Workers(preload=[TASKS], limits=LIMITS, folder=tmp_path / "jobs", concurrency=1)
-    pool.start()
-    run = asyncio.create_task(pool.run(f"{TASKS}:echo", None, deadline_s=60))
-    await asyncio.sleep(0)
-    run.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await run
-    assert not folders(tmp_path)
-    await pool.stop()
+    async with started(tmp_path) as pool:
+        run = asyncio.create_task(pool.run(f"{TASKS}:echo", None, deadline_s=60))
+        await asyncio.sleep(0)
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        assert not folders(tmp_path)
 
 
 async def test_a_task_says_when_it_waits_for_its_turn_and_when_it_has_it(tmp_path: Path) -> None:
-    pool = Workers(preload=[TASKS], limits=LIMITS, folder=tmp_path / "jobs", concurrency=1)
-    pool.start()
-    try:
+    async with started(tmp_path) as pool:
         lingers, turns, granted = asyncio.Event(), list[bool](), asyncio.Event()
         first = asyncio.create_task(pool.run(f"{TASKS}:linger", None, deadline_s=60, on_event=lambda _: lingers.set()))
         await asyncio.wait_for(lingers.wait(), 60)
@@ -273,8 +277,6 @@ async def test_a_task_says_when_it_waits_for_its_turn_and_when_it_has_it(tmp_pat
         async with await second as finished:
             assert finished.result == b"1"
         assert turns == [False, True]
-    finally:
-        await pool.stop()
 
 
 async def test_output_of_python_c_and_subprocesses_is_captured(workers: Workers) -> None:
@@ -303,8 +305,7 @@ async def test_a_killed_forkserver_is_replaced(workers: Workers) -> None:
     assert first is not None
     os.kill(first, signal.SIGKILL)
     await gone([first], 60)
-    async with await workers.run(f"{TASKS}:echo", 1, deadline_s=60) as finished:
-        assert finished.result == b"1"
+    assert await works(workers)
     assert workers.forkserver_pid != first
 
 
@@ -322,17 +323,13 @@ if not first.exists():
 """
     (tmp_path / "hangs_once.py").write_text(preload)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
-    pool = Workers(preload=["hangs_once"], limits=LIMITS, folder=tmp_path / "jobs", concurrency=1)
-    pool.start()
-    try:
+    async with started(tmp_path, preload=["hangs_once"]) as pool:
         run = asyncio.create_task(pool.run(f"{TASKS}:echo", 1, deadline_s=60))
         assert await asyncio.to_thread(wait_until, first.exists)
         assert pool.forkserver_pid is not None
         os.kill(pool.forkserver_pid, signal.SIGKILL)
         async with await run as finished:
             assert finished.result == b"1"
-    finally:
-        await pool.stop()
 
 
 async def test_a_task_whose_supervisors_are_killed_again_and_again_fails(workers: Workers) -> None:
@@ -356,17 +353,11 @@ async def test_without_prewarm_the_first_task_starts_the_forkserver_and_warms_it
         forkservers.append(pool.forkserver_pid)
         yield
 
-    pool = Workers(preload=[TASKS], limits=LIMITS, folder=tmp_path / "jobs", concurrency=1, prewarm=False, gate=gate)
-    pool.start()
-    try:
+    async with started(tmp_path, prewarm=False, gate=gate) as pool:
         assert pool.forkserver_pid is None
-        async with await pool.run(f"{TASKS}:echo", 1, deadline_s=60) as first:
-            assert first.result == b"1"
+        assert await works(pool)
         warm = pool.forkserver_pid
-        async with await pool.run(f"{TASKS}:echo", 2, deadline_s=60) as second:
-            assert second.result == b"2"
-    finally:
-        await pool.stop()
+        assert await works(pool)
     assert warm is not None
     assert forkservers == [None, warm, warm], "the warm-up, then the two tasks"
     assert pool.forkserver_pid is None
@@ -375,50 +366,29 @@ async def test_without_prewarm_the_first_task_starts_the_forkserver_and_warms_it
 async def test_a_light_task_does_not_wait_for_the_preload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_preload.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
-    pool = Workers(
-        preload=["slow_preload"], light_preload=[TASKS], limits=LIMITS, folder=tmp_path / "jobs", concurrency=1
-    )  # fmt: skip
-    pool.start()
-    warming = pool.forkserver_pid
-    try:
-        async with await pool.run(f"{TASKS}:echo", 1, deadline_s=60, light=True) as finished:
-            assert finished.result == b"1"
+    async with started(tmp_path, preload=["slow_preload"], light_preload=[TASKS]) as pool:
+        warming = pool.forkserver_pid
+        assert await works(pool, light=True)
         assert warming is not None and pool.forkserver_pid == warming and psutil.pid_exists(warming)
-    finally:
-        await pool.stop()
     assert not psutil.pid_exists(warming)
 
 
 async def test_a_light_task_takes_the_warm_forkserver_where_there_is_one(tmp_path: Path) -> None:
-    pool = Workers(
-        preload=[TASKS], light_preload=["no_such_module"], limits=LIMITS, folder=tmp_path / "jobs", concurrency=1
-    )  # fmt: skip
-    pool.start()
-    try:
+    async with started(tmp_path, light_preload=["no_such_module"]) as pool:
         await pool.ready()
-        async with await pool.run(f"{TASKS}:echo", 1, deadline_s=60, light=True) as finished:
-            assert finished.result == b"1"
-    finally:
-        await pool.stop()
+        assert await works(pool, light=True)
 
 
 async def test_without_a_light_preload_a_light_task_runs_as_all_others(tmp_path: Path) -> None:
-    pool = Workers(preload=[TASKS], limits=LIMITS, folder=tmp_path / "jobs", concurrency=1, prewarm=False)
-    pool.start()
-    try:
-        async with await pool.run(f"{TASKS}:echo", 1, deadline_s=60, light=True) as finished:
-            assert finished.result == b"1"
+    async with started(tmp_path, prewarm=False) as pool:
+        assert await works(pool, light=True)
         assert pool.forkserver_pid is not None
-    finally:
-        await pool.stop()
 
 
 async def test_a_preload_that_fails_says_which_and_why(tmp_path: Path) -> None:
-    pool = Workers(preload=["no_such_module"], limits=LIMITS, folder=tmp_path / "jobs", concurrency=1)
-    pool.start()
-    with pytest.raises(WorkersDown, match="no_such_module"):
-        await pool.ready()
-    await pool.stop()
+    async with started(tmp_path, preload=["no_such_module"]) as pool:
+        with pytest.raises(WorkersDown, match="no_such_module"):
+            await pool.ready()
 
 
 @pytest.mark.parametrize("state", ["warm", "warming"])

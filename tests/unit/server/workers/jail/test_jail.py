@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from etfarm.server.workers.jail import isolation
-from etfarm.server.workers.limits import Limits
-from etfarm.server.workers.pool import Workers
 from etfarm.wire.sandbox import namespaces
 from tests.support.refusals import refuses
+from tests.support.worker_pools import worker_pool
 
 ROOT = Path(__file__).resolve().parents[5]
 
@@ -65,14 +64,12 @@ async def test_a_child_whose_network_stays_loads_nothing(tmp_path: Path, monkeyp
         "from etfarm.server.workers.jail import isolation\nisolation._remove_network = lambda: None\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
-    pool = Workers(preload=["no_unshare"], limits=Limits(), folder=tmp_path / "jobs", concurrency=1)
-    pool.start()
     events: list[bytes] = []
-    with pytest.raises(Exception, match="network") as caught:
-        await pool.run("tests.support.worker_tasks:echo", None, deadline_s=60, on_event=events.append)
-    assert getattr(caught.value, "reason", "") == "NETWORK_NOT_REMOVED"
-    assert not events
-    await asyncio.wait_for(pool.stop(), 60)
+    async with asyncio.timeout(120), worker_pool(tmp_path, preload=["no_unshare"]) as pool:
+        with pytest.raises(Exception, match="network") as caught:
+            await pool.run("tests.support.worker_tasks:echo", None, deadline_s=60, on_event=events.append)
+        assert getattr(caught.value, "reason", "") == "NETWORK_NOT_REMOVED"
+        assert not events
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user to try it as one")
@@ -90,13 +87,9 @@ async def test_code_that_only_root_reads_costs_the_user_and_not_the_compilation(
     site.mkdir(mode=0o700)
     (site / "mine_alone.py").write_text("def task(request, folder, emit):\n    return b'imported'\n")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{site}")
-    pool = Workers(preload=[], limits=Limits(), folder=tmp_path / "jobs", concurrency=1)
-    pool.start()
-    try:
+    async with asyncio.timeout(120), worker_pool(tmp_path) as pool:
         async with await pool.run("mine_alone:task", None, deadline_s=60) as finished:
             assert finished.result == b"imported"
         (missing,) = (await pool.describe_jail()).missing
         assert missing.name == "user"
         assert str(site) in missing.detail
-    finally:
-        await asyncio.wait_for(pool.stop(), 60)
