@@ -19,7 +19,7 @@ log = structlog.get_logger()
 
 _BATCH = 100
 
-_MOST_VERIFIED: Final = 2_000
+MOST_VERIFIED: Final = 2_000
 """Number of files, for 0.4 MB, after which those that were not read since the last such time are forgotten: they are verified
 again on their next read."""
 
@@ -168,7 +168,7 @@ class Integrity:
         return hash((digest, status.st_ino, status.st_mtime_ns, status.st_size))
 
     def _remember(self, stamp: _Stamp) -> None:
-        if len(self._verified) >= _MOST_VERIFIED:
+        if len(self._verified) >= MOST_VERIFIED:
             self._verified_before, self._verified = self._verified, set()
         self._verified.add(stamp)
 

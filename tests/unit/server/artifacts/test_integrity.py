@@ -28,7 +28,7 @@ def stored(folder: Path, number: int) -> str:
 async def test_files_that_are_not_read_are_verified_again(
     tmp_path: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("etfarm.server.artifacts.integrity._MOST_VERIFIED", 20)
+    monkeypatch.setattr("etfarm.server.artifacts.integrity.MOST_VERIFIED", 20)
     integrity = Integrity(tmp_path / "quarantine", tmp_path.joinpath, pool)
     read, unread = stored(tmp_path, -1), stored(tmp_path, -2)
     integrity.settled(read)
