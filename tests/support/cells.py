@@ -137,11 +137,15 @@ class Agent:
         return message.start_run
 
     async def finish(self, error: common_pb2.Error | None = None, **more: Any) -> agent_pb2.StartRun:
-        """Answer the next run, which the server acknowledges; return it."""
+        """Settle the next run; return it."""
         run = await self.started()
+        await self.settle(run, error, **more)
+        return run
+
+    async def settle(self, run: agent_pb2.StartRun, error: common_pb2.Error | None = None, **more: Any) -> None:
+        """Answer a run, which the server acknowledges."""
         assert self.answer(run, error, **more)
         await self.expect_message("ack", run.attempt_id)
-        return run
 
     async def expect_message(self, kind: str, attempt: str) -> None:
         message = await self.next_message()

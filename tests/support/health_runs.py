@@ -50,9 +50,14 @@ def answer(agent: Agent, start: agent_pb2.StartRun, p50_ns: int = 33_000, *, wro
 async def lead(agent: Agent, p50_ns: int = 33_000, *, wrong: bool = False) -> agent_pb2.StartRun:
     """Lead the next health run of an agent's device to its end; return what the agent was sent."""
     start = await agent.started()
+    await settle(agent, start, p50_ns, wrong=wrong)
+    return start
+
+
+async def settle(agent: Agent, start: agent_pb2.StartRun, p50_ns: int = 33_000, *, wrong: bool = False) -> None:
+    """Answer a health run, which the server acknowledges."""
     answer(agent, start, p50_ns, wrong=wrong)
     await agent.expect_message("ack", start.attempt_id)
-    return start
 
 
 def deliver(agent: Agent, start: agent_pb2.StartRun, result: agent_pb2.RunResult) -> None:

@@ -27,8 +27,7 @@ async def test_a_cell_goes_its_way_and_its_agent_may_forget_it_once_the_result_i
     assert (run.device_id, run.deadline_s, run.candidates[0].method) == ("pi", 600.0, "forward")
     assert run.candidates[0].program == compiled().program, "its data files too"
     assert world.conductor.live == 1
-    assert agent.answer(run, threads=4)
-    await agent.expect_message("ack", run.attempt_id)
+    await agent.settle(run, threads=4)
     states, (report,) = await world.end(job)
     assert states == STATES_TO_SUCCESS
     assert (report.state, report.attempt, report.threads, report.latency.p50_ns) == (
@@ -352,8 +351,7 @@ async def test_a_new_server_waits_for_what_runs_before_any_agent_can_come_back(w
     assert again.runs.knows(run.attempt_id), "else the server would stop the agent's run"
     back = await Agent(again, "pi").connect(run.attempt_id)
     assert again.registry.get("pi").attempt_id == run.attempt_id
-    back.answer(run, threads=3)
-    await back.expect_message("ack", run.attempt_id)
+    await back.settle(run, threads=3)
     states, (report,) = await again.end(job)
     assert states == STATES_TO_SUCCESS
     assert (report.attempt, report.threads) == (run.attempt_id, 3)

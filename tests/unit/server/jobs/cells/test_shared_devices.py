@@ -27,15 +27,12 @@ async def test_unmeasured_runs_are_sent_beside_each_other_and_a_measurement_alon
     assert sorted(shown.attempt_ids) == sorted([first.attempt_id, second.attempt_id])
     assert shown.state == DeviceState.DEVICE_STATE_BUSY
     late = await world.submit()
-    agent.answer(first)
-    await agent.expect_message("ack", first.attempt_id)
+    await agent.settle(first)
     assert world.runs.exclusive_on("pi") == [False], "the measurement keeps the device for itself"
-    agent.answer(second)
-    await agent.expect_message("ack", second.attempt_id)
+    await agent.settle(second)
     third = await agent.started()
     assert third.HasField("measurement") and world.runs.exclusive_on("pi") == [True]
-    agent.answer(third)
-    await agent.expect_message("ack", third.attempt_id)
+    await agent.settle(third)
     fourth = await agent.started()
     agent.answer(fourth)
     for job in (*jobs, late):

@@ -34,6 +34,7 @@ from tests.support.health_runs import (
     events,
     lead,
     probed,
+    settle,
     state,
 )
 from tests.support.refusals import refuses
@@ -51,8 +52,7 @@ async def test_a_new_device_is_checked_alone_and_measured(world: World) -> None:
             assert await world.runs.is_permitted(wanted.digest, lambda device_id: device_id == "pi")
         assert world.registry.get("pi").attempt_id == start.attempt_id
         assert world.registry.get("pi", Scope(frozenset({"default"}))).attempt_id == "", "the farm's own attempt"
-        answer(agent, start)
-        await agent.expect_message("ack", start.attempt_id)
+        await settle(agent, start)
     assert state(world) == GOOD
     (event,) = await events(world)
     assert (event.kind, event.run.trigger, event.run.passed, event.run.program) == (RUN, ENROLMENT, True, "xnnpack")
@@ -116,8 +116,7 @@ async def test_wrong_outputs_quarantine_a_device_and_good_runs_readmit_it(world:
             start = await agent.started()
             assert not start.HasField("measurement"), "only the outputs count"
             assert state(world) == QUARANTINED, good
-            answer(agent, start)
-            await agent.expect_message("ack", start.attempt_id)
+            await settle(agent, start)
         assert state(world) == GOOD
         users = await agent.started()
         assert users.candidates[0].cell_id.startswith(job.id), "the job that waited"
@@ -167,8 +166,7 @@ async def test_a_program_that_the_server_lost_costs_its_device_nothing(world: Wo
         await agent.expect_message("ack", start.attempt_id)
         again = await agent.started()
         assert world.store.path(lost).exists(), "it is stored again"
-        answer(agent, again)
-        await agent.expect_message("ack", again.attempt_id)
+        await settle(agent, again)
     assert state(world) == GOOD
     assert [(event.kind, event.run.passed) for event in await events(world)] == [(RUN, True)]
 
@@ -193,8 +191,7 @@ async def test_a_users_job_goes_first_and_interrupts_a_health_run_that_can_wait(
         await agent.expect_message("cancel_run", start.attempt_id)
         users = await agent.started()
         assert users.candidates[0].cell_id.startswith(job.id)
-        assert agent.answer(users)
-        await agent.expect_message("ack", users.attempt_id)
+        await agent.settle(users)
         await lead(agent)
         await world.end(job)
     assert state(world) == GOOD
@@ -213,8 +210,7 @@ async def test_after_a_device_fault_the_health_run_precedes_the_next_attempt(wor
         assert health.candidates[0].cell_id == health.attempt_id, "not the job's next attempt"
         assert not health.HasField("measurement")
         assert state(world) == SUSPECT
-        answer(agent, health)
-        await agent.expect_message("ack", health.attempt_id)
+        await settle(agent, health)
         retried = await agent.started()
         assert agent.answer(retried)
         states, _ = await world.end(job)
@@ -310,8 +306,7 @@ async def test_an_emulated_device_is_never_measured(world: World) -> None:
     async with probed(world):
         start = await agent.started()
         assert not start.HasField("measurement")
-        answer(agent, start)
-        await agent.expect_message("ack", start.attempt_id)
+        await settle(agent, start)
     assert state(world) == GOOD
 
 

@@ -32,8 +32,7 @@ async def test_a_requested_run_waits_for_the_device_and_precedes_other_jobs(worl
         assert world.registry.get("pi").attempt_id == users.attempt_id
         with refuses("HEALTH_RUN_IMPOSSIBLE", match="in a health run already"):
             await health.check(world.registry.get("pi"), caller="ann", is_admin=True)
-        assert agent.answer(users)
-        await agent.expect_message("ack", users.attempt_id)
+        await agent.settle(users)
         start = await agent.started()
         assert start.attempt_id == start.candidates[0].cell_id
         answer(agent, start)
@@ -65,8 +64,7 @@ async def test_requested_runs_count_for_the_baseline_only_on_an_idle_device_and_
         users = await agent.started()
         asked = asyncio.create_task(health.check(world.registry.get("pi"), caller="ann", is_admin=False))
         await asyncio.sleep(0)
-        assert agent.answer(users)
-        await agent.expect_message("ack", users.attempt_id)
+        await agent.settle(users)
         start = await agent.started()
         answer(agent, start, 99_000)
         assert list((await asked).run.doubts) == ["DEVICE_NOT_IDLE"]
