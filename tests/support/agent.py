@@ -15,15 +15,14 @@ import grpc
 import psutil
 import pytest
 
-from etfarm.v1 import agent_pb2, agent_pb2_grpc, artifact_pb2, compile_pb2, job_pb2
-from etfarm.wire import digest, status, tensors
+from etfarm.v1 import agent_pb2, agent_pb2_grpc, artifact_pb2, job_pb2
+from etfarm.wire import status
 from etfarm.wire.channel import SERVER_OPTIONS
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.names import TLS_CA_VARIABLE
 from tests.support.attempts import Blobs
 from tests.support.fake_servers import add_services
-from tests.support.programs import program
-from tests.support.runner import know_own_runners, runner_archive
+from tests.support.runner import know_own_runners
 
 WAIT_S = 90.0
 """For what must come, on a busy machine."""
@@ -131,15 +130,6 @@ class Server(agent_pb2_grpc.AgentServiceServicer, Blobs):
             self.turned_away.set()
             await context.abort(grpc.StatusCode.UNAVAILABLE, "away")
         return await super().FindMissing(request, context)
-
-    def candidate(self, name: str, cell: str = "cell", **more: Any) -> agent_pb2.RunCandidate:
-        """Return a candidate of one of the tests' programs, its artifacts stored."""
-        created = program(name)
-        pte = self.put(created.bytes)
-        values = compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
-        bundle = agent_pb2.RunnerBundle(artifact=self.put(runner_archive().read_bytes()))
-        more.setdefault("inputs", self.put(tensors.encode(created.inputs)))
-        return agent_pb2.RunCandidate(cell_id=cell, program=values, bundle=bundle, **more)
 
 
 class AgentProcess:

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from etfarm.v1 import artifact_pb2, artifact_pb2_grpc, common_pb2
+from etfarm.device_agents.attempts.attempt import Attempt
+from etfarm.device_agents.attempts.cache import Cache
+from etfarm.device_agents.conditions.gates import GateLimits
+from etfarm.device_agents.config import AgentConfig
+from etfarm.device_agents.device import inventory
+from etfarm.device_agents.targets.local import Machine
+from etfarm.v1 import agent_pb2, artifact_pb2, artifact_pb2_grpc, common_pb2, compile_pb2
+from etfarm.wire import digest, tensors
+from etfarm.wire.channel import Access
 from etfarm.wire.chunks import artifact_of
 from tests.support.fake_servers import serving
 from tests.support.farm import wait_until
+from tests.support.programs import program
+from tests.support.runner import runner_archive
 
 
 class Blobs(artifact_pb2_grpc.ArtifactServiceServicer):
@@ -26,6 +37,20 @@ class Blobs(artifact_pb2_grpc.ArtifactServiceServicer):
     def put(self, data: bytes) -> common_pb2.Artifact:
         self.blobs[artifact_of(data).digest] = data
         return artifact_of(data)
+
+    def program(self, data: bytes) -> compile_pb2.Program:
+        """Return a stored program of one file."""
+        pte = self.put(data)
+        return compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
+
+    def candidate(self, name: str, cell: str = "cell", **more: Any) -> agent_pb2.RunCandidate:
+        """Return a candidate of one of the tests' programs with its inputs and this machine's runner, all stored."""
+        created = program(name)
+        if "inputs" not in more:
+            more["inputs"] = self.put(tensors.encode(created.inputs))
+        if "bundle" not in more:
+            more["bundle"] = agent_pb2.RunnerBundle(artifact=self.put(runner_archive().read_bytes()))
+        return agent_pb2.RunCandidate(cell_id=cell, program=self.program(created.bytes), **more)
 
     async def Download(self, request: artifact_pb2.DownloadArtifactRequest, context: Any) -> AsyncIterator[artifact_pb2.Chunk]:
         self.downloads.append(request.digest)
@@ -50,6 +75,22 @@ class Blobs(artifact_pb2_grpc.ArtifactServiceServicer):
             data += request.chunk.data
         assert self.put(bytes(data)).digest == digest
         return artifact_pb2.UploadStatus(digest=digest, committed_bytes=len(data), complete=True)
+
+
+def new_attempt(
+    address: str,
+    folder: Path,
+    start: agent_pb2.StartRun,
+    on_progress: Callable[[agent_pb2.RunProgress], None] = lambda _: None,
+    *,
+    kind: type[Attempt] = Attempt,
+    target: type[Machine] = Machine,
+    **config: Any,
+) -> Attempt:
+    """Return an attempt on this machine, which need not be idle; `config` are values of `AgentConfig`."""
+    own = AgentConfig(Access(address), "board", folder, **{"gates": GateLimits(idle_wait_s=0, cool_wait_s=0), **config})
+    machine = target(own, inventory.parse(inventory.collect()))
+    return kind(own, machine, Cache(folder / "cache", 1 << 30), folder / "run", start, on_progress)
 
 
 async def no_runner_is_left() -> bool:

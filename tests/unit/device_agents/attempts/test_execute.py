@@ -9,41 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etfarm.device_agents.attempts.attempt import Attempt
-from etfarm.device_agents.attempts.cache import Cache
 from etfarm.device_agents.attempts.passes import plan_of, traced_iterations
 from etfarm.device_agents.conditions.gates import GateLimits
-from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.daemon.data_folder import DataFolder
 from etfarm.device_agents.daemon.result_outbox import ResultOutbox
-from etfarm.device_agents.device import inventory
 from etfarm.device_agents.device.identity import device_id
 from etfarm.device_agents.errors import FolderInUse
 from etfarm.device_agents.runners.python import PythonRunner
-from etfarm.device_agents.targets.local import Machine
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
-from etfarm.wire import digest, tensors
-from etfarm.wire.channel import Access
-from tests.support.attempts import Blobs
-from tests.support.programs import program
-from tests.support.runner import runner_archive
+from etfarm.wire import digest
+from tests.support.attempts import Blobs, new_attempt
 
 
 async def test_a_program_that_needs_too_much_memory_is_the_users_fault(blobs: Blobs, address: str, tmp_path: Path) -> None:
     share = (100 << 20) / psutil.virtual_memory().available
-    config = AgentConfig(Access(address), "board", tmp_path, memory_share=share)
-    created = program("large")
-    pte = blobs.put(created.bytes)
-    candidate = agent_pb2.RunCandidate(
-        cell_id="cell",
-        program=compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {})),
-        inputs=blobs.put(tensors.encode(created.inputs)),
-        bundle=agent_pb2.RunnerBundle(artifact=blobs.put(runner_archive().read_bytes())),
-    )
-    start = agent_pb2.StartRun(attempt_id="a", device_id="d", candidates=[candidate], deadline_s=60)
-    machine = Machine(config, inventory.parse(inventory.collect()))
-    cache = Cache(tmp_path / "cache", 1 << 30)
-    result = await Attempt(config, machine, cache, tmp_path / "run", start, lambda progress: None).run()
+    start = agent_pb2.StartRun(attempt_id="a", device_id="d", candidates=[blobs.candidate("large")], deadline_s=60)
+    result = await new_attempt(address, tmp_path, start, memory_share=share).run()
     error = result.candidates[0].error
     assert (error.fault, error.reason) == (common_pb2.FAULT_USER, "PROGRAM_OUT_OF_MEMORY")
     assert error.metadata["self_test"] == "passed"
@@ -51,24 +32,11 @@ async def test_a_program_that_needs_too_much_memory_is_the_users_fault(blobs: Bl
 
 
 async def test_a_device_that_never_idles_leaves_the_program_its_time(blobs: Blobs, address: str, tmp_path: Path) -> None:
-    # A device that is never idle enough.
-    config = AgentConfig(Access(address), "board", tmp_path, gates=GateLimits(idle_below=0, idle_wait_s=1000))
-    pte = blobs.put(program("add").bytes)
-    candidate = agent_pb2.RunCandidate(
-        cell_id="cell",
-        program=compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {})),
-        bundle=agent_pb2.RunnerBundle(artifact=blobs.put(runner_archive().read_bytes())),
-    )
-    start = agent_pb2.StartRun(
-        attempt_id="a",
-        candidates=[candidate],
-        deadline_s=18,
-        measurement=job_pb2.Measurement(warmup=0, iterations=1, min_time_s=0),
-    )
-    cache = Cache(tmp_path / "cache", 1 << 30)
-    machine = Machine(config, inventory.parse(inventory.collect()))
+    measurement = job_pb2.Measurement(warmup=0, iterations=1, min_time_s=0)
+    start = agent_pb2.StartRun(attempt_id="a", candidates=[blobs.candidate("add")], deadline_s=18, measurement=measurement)
     reported: list[agent_pb2.RunProgress] = []
-    result = await Attempt(config, machine, cache, tmp_path / "run", start, reported.append).run()
+    never = GateLimits(idle_below=0, idle_wait_s=1000)
+    result = await new_attempt(address, tmp_path, start, reported.append, gates=never).run()
     (candidate_result,) = result.candidates
     (wait,) = candidate_result.telemetry.waits
     assert (candidate_result.error.reason, wait.gate, wait.passed) == ("", report_pb2.GATE_IDLE, False)
@@ -81,19 +49,9 @@ async def test_without_a_bundle_the_python_binding_runs_it_where_it_is_installed
 ) -> None:
     if not PythonRunner.available():
         pytest.skip("needs torch and executorch")
-    created = program("conv")
-    pte = blobs.put(created.bytes)
-    candidate = agent_pb2.RunCandidate(
-        cell_id="cell",
-        program=compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {})),
-        inputs=blobs.put(tensors.encode(created.inputs)),
-        threads=1,
-    )
+    candidate = blobs.candidate("conv", bundle=None, threads=1)
     start = agent_pb2.StartRun(attempt_id="a", device_id="d", candidates=[candidate], deadline_s=120)
-    cache = Cache(tmp_path / "cache", 1 << 30)
-    config = AgentConfig(Access(address), "board", tmp_path)
-    machine = Machine(config, inventory.parse(inventory.collect()))
-    (result,) = (await Attempt(config, machine, cache, tmp_path / "run", start, lambda progress: None).run()).candidates
+    (result,) = (await new_attempt(address, tmp_path, start).run()).candidates
     assert not result.HasField("error"), result.error
     assert (result.runner.kind, result.runner.bundle_digest, result.threads) == (common_pb2.RUNNER_KIND_PYTHON, "", 1)
     assert result.load.first_run_ns > 0
@@ -104,23 +62,14 @@ async def test_a_missing_runner_is_reported_to_the_server(
     blobs: Blobs, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PythonRunner, "available", lambda: False)  # as on a board that has the agent alone
-    pte = blobs.put(program("conv").bytes)
-    given_program = compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
-    start = agent_pb2.StartRun(attempt_id="a", candidates=[agent_pb2.RunCandidate(cell_id="c", program=given_program)])
-    cache = Cache(tmp_path / "cache", 1 << 30)
-    config = AgentConfig(Access(address), "board", tmp_path)
-    machine = Machine(config, inventory.parse(inventory.collect()))
-    attempt = Attempt(config, machine, cache, tmp_path / "run", start, lambda text: None)
-    assert (await attempt.run()).candidates[0].error.reason == "NO_RUNNER"
+    start = agent_pb2.StartRun(attempt_id="a", candidates=[blobs.candidate("conv", bundle=None)])
+    assert (await new_attempt(address, tmp_path, start).run()).candidates[0].error.reason == "NO_RUNNER"
 
 
 async def test_a_program_of_other_files_is_not_run(blobs: Blobs, address: str, tmp_path: Path) -> None:
     given_program = compile_pb2.Program(pte=blobs.put(b"no program"), digest=digest.of_program("0" * 64, {}))
     start = agent_pb2.StartRun(attempt_id="a", candidates=[agent_pb2.RunCandidate(cell_id="c", program=given_program)])
-    config = AgentConfig(Access(address), "board", tmp_path)
-    cache = Cache(tmp_path / "cache", 1 << 30)
-    machine = Machine(config, inventory.parse(inventory.collect()))
-    result = await Attempt(config, machine, cache, tmp_path / "run", start, lambda progress: None).run()
+    result = await new_attempt(address, tmp_path, start).run()
     assert result.candidates[0].error.reason == "DIGEST_MISMATCH"
     assert list((tmp_path / "cache" / "blobs").iterdir()) == []
 

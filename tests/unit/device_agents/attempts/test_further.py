@@ -14,19 +14,12 @@ import pytest
 
 from etfarm.device_agents.attempts import further
 from etfarm.device_agents.attempts.attempt import Attempt
-from etfarm.device_agents.attempts.cache import Cache
 from etfarm.device_agents.attempts.interleaved import InterleavedAttempt
-from etfarm.device_agents.conditions.gates import GateLimits
-from etfarm.device_agents.config import AgentConfig
-from etfarm.device_agents.device import inventory
-from etfarm.device_agents.targets.local import Machine
-from etfarm.v1 import agent_pb2, compile_pb2, job_pb2
-from etfarm.wire import digest, tensors
-from etfarm.wire.channel import Access
+from etfarm.v1 import agent_pb2, job_pb2
+from etfarm.wire import tensors
 from etfarm.wire.samples import MAX_OUTPUTS_BYTES
-from tests.support.attempts import Blobs
+from tests.support.attempts import Blobs, new_attempt
 from tests.support.programs import program
-from tests.support.runner import runner_archive
 
 QUICK: dict[str, Any] = {"warmup": 1, "iterations": 2, "min_time_s": 0.0}
 
@@ -45,21 +38,15 @@ async def attempt(
         attempt_id="a", device_id="d", deadline_s=120, measurement=job_pb2.Measurement(**QUICK, interleave=interleave)
     )
     for name, values in samples.items():
-        pte = blobs.put(program(name).bytes)
         files = [tensors.encode([tensors.from_array(each.name, value) for each in program(name).inputs]) for value in values]
         numbers = [tensors.encode([tensors.from_array("x", np.array([number], "<f4"))]) for _, number in calls]
-        start.candidates.add(
-            cell_id=name, program=compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {})), threads=1,
-            inputs=blobs.put(tensors.encode(program(name).inputs)), samples=[blobs.put(file) for file in files],
-            method=calls[0][0] if calls else "",
-            calls=[
-                agent_pb2.RunCall(method=method, inputs=blobs.put(file)) for (method, _), file in zip(calls, numbers, strict=True)
-            ],
-        ).bundle.artifact.CopyFrom(blobs.put(runner_archive().read_bytes()))  # fmt: skip
-    config = AgentConfig(Access(address), "board", folder, gates=GateLimits(idle_wait_s=0, cool_wait_s=0))
-    machine, cache = Machine(config, inventory.parse(inventory.collect())), Cache(folder / "cache", 1 << 30)
+        run_calls = [
+            agent_pb2.RunCall(method=name, inputs=blobs.put(file)) for (name, _), file in zip(calls, numbers, strict=True)
+        ]
+        stored, method = [blobs.put(file) for file in files], calls[0][0] if calls else ""
+        start.candidates.append(blobs.candidate(name, cell=name, threads=1, samples=stored, method=method, calls=run_calls))
     kind = InterleavedAttempt if interleave else Attempt
-    return list((await kind(config, machine, cache, folder / "run", start, lambda progress: None).run()).candidates)
+    return list((await new_attempt(address, folder, start, kind=kind).run()).candidates)
 
 
 def outputs_of(blobs: Blobs, result: agent_pb2.FurtherOutputs) -> list[list[float]]:

@@ -10,22 +10,17 @@ from typing import Any
 
 import pytest
 
-from etfarm.device_agents.attempts.cache import Cache
 from etfarm.device_agents.attempts.generation import GenerationAttempt
 from etfarm.device_agents.attempts.generation_passes import validate_plan
-from etfarm.device_agents.conditions.gates import GateLimits
-from etfarm.device_agents.config import AgentConfig
-from etfarm.device_agents.device import inventory
 from etfarm.device_agents.runners.bundle import Bundle
 from etfarm.device_agents.runners.errors import InputMismatch
 from etfarm.device_agents.runners.native import NativeRunner
 from etfarm.device_agents.runners.process import OnLog
 from etfarm.device_agents.runners.remote import RemoteRunner
 from etfarm.device_agents.targets.local import Machine
-from etfarm.v1 import agent_pb2, compile_pb2, generation_pb2, job_pb2
-from etfarm.wire import digest, tensors
-from etfarm.wire.channel import Access
-from tests.support.attempts import Blobs
+from etfarm.v1 import agent_pb2, generation_pb2, job_pb2
+from etfarm.wire import tensors
+from tests.support.attempts import Blobs, new_attempt
 from tests.support.programs import Program, program
 from tests.support.runner import arrays, runner_archive
 
@@ -61,21 +56,14 @@ async def result_of(
     target: type[Machine] = Machine,
 ) -> tuple[agent_pb2.CandidateResult, list[agent_pb2.RunProgress]]:
     """Return the result of an attempt with one candidate, and its progress."""
-    pte = blobs.put(model.bytes)
+    bundle = agent_pb2.RunnerBundle(artifact=blobs.put(runner_archive().read_bytes()))
     candidate = agent_pb2.RunCandidate(
-        cell_id="cell",
-        program=compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {})),
-        bundle=agent_pb2.RunnerBundle(artifact=blobs.put(runner_archive().read_bytes())),
-        generation=plan,
-        threads=1,
+        cell_id="cell", program=blobs.program(model.bytes), bundle=bundle, generation=plan, threads=1
     )
     measurement = job_pb2.Measurement(repeat=repeat, generation=generation_pb2.GenerationOptions(tokens=GENERATED))
     start = agent_pb2.StartRun(attempt_id="a", candidates=[candidate], deadline_s=60, measurement=measurement)
-    # A device that need not be idle.
-    config = AgentConfig(Access(address), "board", folder, gates=GateLimits(idle_below=1e9))
-    machine = target(config, inventory.parse(inventory.collect()))
     progress: list[agent_pb2.RunProgress] = []
-    attempt = GenerationAttempt(config, machine, Cache(folder / "cache", 1 << 30), folder / "run", start, progress.append)
+    attempt = new_attempt(address, folder, start, progress.append, kind=GenerationAttempt, target=target)
     (result,) = (await attempt.run()).candidates
     return result, progress
 

@@ -17,20 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etfarm.device_agents.attempts import interleaved
-from etfarm.device_agents.attempts.cache import Cache
 from etfarm.device_agents.attempts.interleaved import ROUNDS, STARTS, InterleavedAttempt, Turns, layout
-from etfarm.device_agents.conditions.gates import GateLimits
-from etfarm.device_agents.config import AgentConfig
-from etfarm.device_agents.device import inventory
 from etfarm.device_agents.runners.protocol import Measured, MeasurePlan
-from etfarm.device_agents.targets.local import Machine
-from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
-from etfarm.wire import digest, tensors
-from etfarm.wire.channel import Access
-from tests.support.attempts import Blobs, no_runner_is_left
+from etfarm.v1 import agent_pb2, common_pb2, job_pb2, report_pb2
+from tests.support.attempts import Blobs, new_attempt, no_runner_is_left
 from tests.support.farm import wait_until
-from tests.support.programs import program
-from tests.support.runner import runner_archive
 
 QUICK = job_pb2.Measurement(interleave=True, warmup=1, iterations=STARTS * ROUNDS, min_time_s=0)
 
@@ -49,17 +40,9 @@ async def attempt(
     start = agent_pb2.StartRun(attempt_id="a", device_id="d", deadline_s=200, measurement=QUICK)
     start.MergeFrom(agent_pb2.StartRun(**more))
     for index, name in enumerate(names):
-        pte = blobs.put(program(name).bytes)
-        start.candidates.add(
-            cell_id=f"cell-{index}", threads=1, inputs=blobs.put(tensors.encode(program(name).inputs)),
-            program=compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {})),
-            bundle=agent_pb2.RunnerBundle(artifact=blobs.put(runner_archive().read_bytes())),
-        )  # fmt: skip
-    gates = GateLimits(idle_wait_s=0, cool_wait_s=0)
-    config = AgentConfig(Access(address), "board", folder, gates=gates, memory_share=memory_share)
-    machine = Machine(config, inventory.parse(inventory.collect()))
+        start.candidates.append(blobs.candidate(name, cell=f"cell-{index}", threads=1))
     receive = on_progress or ((lambda _: None) if progress is None else progress.append)
-    result = await InterleavedAttempt(config, machine, Cache(folder / "cache", 1 << 30), folder / "run", start, receive).run()
+    result = await new_attempt(address, folder, start, receive, kind=InterleavedAttempt, memory_share=memory_share).run()
     assert not (folder / "run").exists()
     assert await no_runner_is_left()
     return result

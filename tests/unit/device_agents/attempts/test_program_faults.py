@@ -58,14 +58,13 @@ class Struck:
         """Called once the runner has begun, and before it ends."""
         self.freed_s = 0.0
         """From the timed pass's begin on."""
-        pte = blobs.put(faulty_program(fault))
         start = agent_pb2.StartRun(
             attempt_id="a", device_id="d", deadline_s=deadline_s,
             measurement=job_pb2.Measurement(warmup=1, iterations=100, min_time_s=0),
         )  # fmt: skip
         start.candidates.add(
             cell_id="cell", threads=1, inputs=blobs.put(tensors.encode(program("add").inputs)),
-            program=compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {})),
+            program=blobs.program(faulty_program(fault)),
             bundle=agent_pb2.RunnerBundle(artifact=blobs.put(faulty_archive().read_bytes())),
         )  # fmt: skip
         config = AgentConfig(

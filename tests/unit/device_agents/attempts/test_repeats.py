@@ -16,20 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etfarm.device_agents.attempts.attempt import Attempt, Execution
-from etfarm.device_agents.attempts.cache import Cache
 from etfarm.device_agents.attempts.passes import Passes, plan_of, planned_s
 from etfarm.device_agents.attempts.repeats import MAX_POINTS, add_run, join_series, run_of
 from etfarm.device_agents.conditions.gates import GateLimits
-from etfarm.device_agents.config import AgentConfig
-from etfarm.device_agents.device import inventory
 from etfarm.device_agents.runners.remote import RemoteRunner
-from etfarm.device_agents.targets.local import Machine
-from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
-from etfarm.wire import digest, tensors
-from etfarm.wire.channel import Access
-from tests.support.attempts import Blobs, no_runner_is_left
-from tests.support.programs import program
-from tests.support.runner import runner_archive
+from etfarm.v1 import agent_pb2, common_pb2, job_pb2, report_pb2
+from tests.support.attempts import Blobs, new_attempt, no_runner_is_left
 
 QUICK = job_pb2.Measurement(repeat=3, warmup=1, iterations=20, min_time_s=0)
 NO_WAIT = GateLimits(idle_wait_s=0, cool_wait_s=0)
@@ -43,16 +35,9 @@ def prepare(
     name: str = "add",
     gates: GateLimits = NO_WAIT,
 ) -> Attempt:
-    start = agent_pb2.StartRun(attempt_id="a", device_id="d", deadline_s=200, measurement=QUICK)
-    pte = blobs.put(program(name).bytes)
-    start.candidates.add(
-        cell_id="cell", threads=1, inputs=blobs.put(tensors.encode(program(name).inputs)),
-        program=compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {})),
-        bundle=agent_pb2.RunnerBundle(artifact=blobs.put(runner_archive().read_bytes())),
-    )  # fmt: skip
-    config = AgentConfig(Access(address), "board", folder, gates=gates)
-    machine = Machine(config, inventory.parse(inventory.collect()))
-    return Attempt(config, machine, Cache(folder / "cache", 1 << 30), folder / "run", start, on_progress)
+    candidates = [blobs.candidate(name, threads=1)]
+    start = agent_pb2.StartRun(attempt_id="a", device_id="d", deadline_s=200, measurement=QUICK, candidates=candidates)
+    return new_attempt(address, folder, start, on_progress, gates=gates)
 
 
 async def test_each_run_is_a_process_of_its_own_and_their_samples_are_one_series(
