@@ -57,6 +57,12 @@ class Served:
         arguments = ["--listen", listen, "--tokens", str(tokens), "--web", web, *options]
         self.daemon = serve(folder, *arguments, environment=SECRETS, within=within, executes=True)
 
+    def __enter__(self) -> Served:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.daemon.stop()
+
     def start(self) -> Served:
         self.daemon.start()
         self.url = self.daemon.expect("web page at").rpartition(" ")[2].rstrip("/")
@@ -76,11 +82,8 @@ class Served:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
-    created = Served(tmp_path)
-    try:
-        yield created.start()
-    finally:
-        created.daemon.stop()
+    with Served(tmp_path) as created:
+        yield created
 
 
 def send_file(visit: Visit, csrf: str, name: str, content: bytes) -> tuple[int, dict[str, str]]:
@@ -201,9 +204,7 @@ def test_a_killed_page_comes_back_at_its_address_and_leaves_no_file(served: Serv
 
 
 def test_a_killed_server_leaves_no_page_and_the_next_one_removes_its_files(tmp_path: Path) -> None:
-    served = Served(tmp_path)
-    served.start()
-    try:
+    with Served(tmp_path) as served:
         page = served.page()
         folder = Path(f"/proc/{page.pid}/cwd").resolve()
         served.daemon.kill9()
@@ -212,8 +213,6 @@ def test_a_killed_server_leaves_no_page_and_the_next_one_removes_its_files(tmp_p
         served.start()
         assert not folder.exists()
         assert served.visit().get("/devices").status == 200
-    finally:
-        served.daemon.stop()
 
 
 @pytest.mark.parametrize("within", [[], UNPRIVILEGED], ids=["root", "user"])
@@ -237,9 +236,7 @@ def test_a_page_by_https_serves_a_renewed_certificate_without_a_key_it_could_ope
 
     first = issue()
     # An address that etfarm does not know to be this machine's own, so that the page serves TLS.
-    served = Served(tmp_path, "--tls-cert", str(cert), "--tls-key", str(key), web="127.1:0", within=within)
-    served.start()
-    try:
+    with Served(tmp_path, "--tls-cert", str(cert), "--tls-key", str(key), web="127.1:0", within=within) as served:
         port = urlsplit(served.url).port
         assert port is not None and served.url.startswith("https://")
         assert shown(port) == first
@@ -253,19 +250,13 @@ def test_a_page_by_https_serves_a_renewed_certificate_without_a_key_it_could_ope
         assert wait_until(lambda: shown(port) == second)
         visit = Visit(f"https://127.0.0.1:{port}", context=context)
         assert visit.sign_in(served.token).status == 303
-    finally:
-        served.daemon.stop()
 
 
 def test_a_page_reaches_a_server_on_a_unix_socket(tmp_path: Path) -> None:
     path = tmp_path / "socket"
-    served = Served(tmp_path, listen=f"unix:{path}")
-    served.start()
-    try:
+    with Served(tmp_path, listen=f"unix:{path}") as served:
         assert served.visit().get("/devices").status == 200
         assert path.stat().st_mode & 0o007 == 0, "still closed to all other users"
-    finally:
-        served.daemon.stop()
 
 
 def test_the_check_names_what_the_host_does_not_allow(tmp_path: Path) -> None:

@@ -266,8 +266,8 @@ def test_a_program_with_excessive_memory_is_a_user_error_and_the_next_program_ru
 def test_a_model_larger_than_the_compilers_memory_is_refused_with_the_limit(breakable: FarmProcess, tmp_path: Path) -> None:
     """And what fits is compiled afterwards."""
     (tmp_path / "large.py").write_text(LARGE)
-    limited = FarmProcess(breakable.folder, bundle=False, serve=("--memory-gib", "1")).start(agents=0)
-    try:
+    with FarmProcess(breakable.folder, bundle=False, serve=("--memory-gib", "1")) as limited:
+        limited.start(agents=0)
         arguments = ("-o", "x.pte", "--server", limited.address, "--json", "r.json")
         done = etfarm("compile", "large.py:large", *arguments, cwd=tmp_path)
         assert done.returncode == 1, done.stderr
@@ -275,8 +275,6 @@ def test_a_model_larger_than_the_compilers_memory_is_refused_with_the_limit(brea
         error = json.loads((tmp_path / "r.json").read_text())["reports"][0]["error"]
         assert (error["fault"], error["reason"]) == ("USER", "CHILD_OUT_OF_MEMORY"), error
         assert etfarm("compile", f"{FACTORIES}:small", *arguments, cwd=tmp_path).returncode == 0
-    finally:
-        limited.stop()
 
 
 def test_an_unreachable_server_is_exit_code_4(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -21,28 +22,21 @@ pytestmark = pytest.mark.slow(reason="starts a server for each damage")
 ACTS_AS = ADMIN
 
 
-def overwrite_artifacts(path: Path) -> None:
-    """Overwrite a table's pages with zeros."""
+def damage_artifacts(path: Path, change: Callable[[bytes], bytes] = lambda page: bytes(len(page))) -> None:
+    """Change the root page of a table, to zeros if not in another manner."""
     connection = sqlite3.connect(path)
     root = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'artifacts'").fetchone()[0]
     size = connection.execute("PRAGMA page_size").fetchone()[0]
     connection.close()
     with path.open("r+b") as file:
         file.seek((root - 1) * size)
-        file.write(bytes(size))
+        page = file.read(size)
+        file.seek((root - 1) * size)
+        file.write(change(page))
 
 
-def flip_artifacts(path: Path) -> None:
-    """Flip the bits of a few bytes of a table's root page."""
-    connection = sqlite3.connect(path)
-    root = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'artifacts'").fetchone()[0]
-    size = connection.execute("PRAGMA page_size").fetchone()[0]
-    connection.close()
-    with path.open("r+b") as file:
-        file.seek((root - 1) * size)
-        header = bytes(byte ^ 0xFF for byte in file.read(12))
-        file.seek((root - 1) * size)
-        file.write(header)
+def flip_header(page: bytes) -> bytes:
+    return bytes(byte ^ 0xFF for byte in page[:12]) + page[12:]
 
 
 @pytest.mark.parametrize("damage", ["zeroed", "flipped", "garbage", "directory"])
@@ -57,7 +51,7 @@ def test_a_server_does_not_start_over_a_damaged_database(tmp_path: Path, damage:
     else:
         farm.restart()
         farm.stop()
-        (flip_artifacts if damage == "flipped" else overwrite_artifacts)(path)
+        damage_artifacts(path, *([flip_header] if damage == "flipped" else []))
     done = etfarm(
         "serve", "--listen", "127.0.0.1:0", "--data", str(path.parent), "--no-bundle", "--exit-with-stdin", cwd=tmp_path
     )
@@ -120,7 +114,7 @@ def test_a_server_reports_a_damaged_database_and_exits(tmp_path: Path) -> None:
         connection.commit()
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         connection.close()
-        overwrite_artifacts(path)
+        damage_artifacts(path)
 
         async def ask() -> grpc.aio.AioRpcError:
             async with open_channel(Access.of(farm.address)) as channel:

@@ -17,7 +17,7 @@ from etfarm.client import Farm, Generate, Session
 from etfarm.client.models import DeviceState
 from etfarm.wire import tensors
 from etfarm.wire.errors import EtfarmError
-from tests.support.farm import PROMPTLY_S, FarmProcess, runners, wait_until
+from tests.support.farm import PROMPTLY_S, FarmProcess, lives, runners, wait_until
 from tests.support.programs import program
 
 pytestmark = pytest.mark.slow(reason="kills runners, agents and servers in the middle of texts")
@@ -40,14 +40,6 @@ def prompt() -> list[int]:
     (value,) = program("decoder_long").inputs
     assert isinstance(value, tensors.Tensor)
     return list(tensors.to_array(value).tolist())
-
-
-def lives(pid: int) -> bool:
-    """Return whether a process runs; one that was killed may wait to be reaped by a slow init."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def is_idle(farm: FarmProcess) -> bool:

@@ -89,8 +89,7 @@ async def assert_all_succeed_once(calls: FarmCalls, ids: list[str], count: int) 
 
 
 async def test_jobs_outlive_restarts_of_the_database(postgres: PostgresServer, tmp_path: Path) -> None:
-    farm = farm_on(tmp_path, postgres.url("farm"))
-    try:
+    with farm_on(tmp_path, postgres.url("farm")) as farm:
         farm.start(agents=0)
         pid = farm.server.pid if farm.server else 0
         async with working(farm) as calls, asyncio.timeout(WAIT_S):
@@ -106,13 +105,10 @@ async def test_jobs_outlive_restarts_of_the_database(postgres: PostgresServer, t
         assert farm.server is not None and farm.server.pid == pid and farm.server.process is not None
         assert farm.server.process.poll() is None, "the same server"
         assert "Traceback" not in (tmp_path / "serve.log").read_text()
-    finally:
-        farm.stop()
 
 
 async def test_jobs_outlive_a_database_that_hangs(postgres: PostgresServer, tmp_path: Path) -> None:
-    farm = farm_on(tmp_path, postgres.url("farm"), "--database-wait", "2")
-    try:
+    with farm_on(tmp_path, postgres.url("farm"), "--database-wait", "2") as farm:
         farm.start(agents=0)
         async with working(farm) as calls, asyncio.timeout(WAIT_S):
             candidate = await calls.program(program("add").bytes, "add")
@@ -139,8 +135,6 @@ async def test_jobs_outlive_a_database_that_hangs(postgres: PostgresServer, tmp_
             await assert_all_succeed_once(calls, await submitting, JOBS)
         assert farm.server is not None and farm.server.process is not None and farm.server.process.poll() is None
         assert "Traceback" not in (tmp_path / "serve.log").read_text()
-    finally:
-        farm.stop()
 
 
 @contextmanager
@@ -169,8 +163,7 @@ async def test_jobs_outlive_a_database_without_free_connections(tmp_path: Path) 
         postgres.execute("CREATE ROLE {} LOGIN", "farm")
         postgres.execute("CREATE DATABASE {} OWNER {}", "farm", "farm")
         url = postgres.url("farm").replace("postgres@", "farm@")
-        farm = farm_on(tmp_path, url, "--database-wait", "2")
-        try:
+        with farm_on(tmp_path, url, "--database-wait", "2") as farm:
             farm.start(agents=0)
             async with working(farm) as calls, asyncio.timeout(WAIT_S):
                 progress = asyncio.Event()
@@ -190,8 +183,6 @@ async def test_jobs_outlive_a_database_without_free_connections(tmp_path: Path) 
                 await assert_all_succeed_once(calls, await submitting, JOBS)
             assert farm.server is not None and farm.server.process is not None and farm.server.process.poll() is None
             assert "Traceback" not in (tmp_path / "serve.log").read_text()
-        finally:
-            farm.stop()
 
 
 async def test_a_commit_that_a_database_does_not_answer_is_done_once(postgres: PostgresServer) -> None:
@@ -243,8 +234,7 @@ async def test_a_server_ends_while_its_database_hangs(postgres: PostgresServer, 
 
 
 async def test_a_server_ends_while_its_jobs_wait_for_a_database_that_is_gone(postgres: PostgresServer, tmp_path: Path) -> None:
-    farm = farm_on(tmp_path, postgres.url("farm"))
-    try:
+    with farm_on(tmp_path, postgres.url("farm")) as farm:
         farm.start(agents=0)
         async with working(farm) as calls:
             progress = asyncio.Event()
@@ -257,8 +247,6 @@ async def test_a_server_ends_while_its_jobs_wait_for_a_database_that_is_gone(pos
             began_s = time.monotonic()
             await asyncio.to_thread(farm.stop)
             assert time.monotonic() - began_s < 2 * SILENT_S
-    finally:
-        farm.stop()
 
 
 async def test_jobs_outlive_a_failover_to_a_standby(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from etfarm.wire.chunks import artifact_of, upload
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import from_rpc_error
 from tests.support.credentials import ADMIN, Credentials
-from tests.support.farm import PROMPTLY_S, Daemon, FarmProcess, descendants, wait_until
+from tests.support.farm import PROMPTLY_S, Daemon, FarmProcess, descendants, lives, wait_until
 from tests.support.farm import runners as runners_of
 from tests.support.programs import cache_folder, program
 from tests.support.proxy import link_to
@@ -70,14 +70,6 @@ def holder(farm: FarmProcess) -> Iterator[subprocess.Popen[str]]:
 def runners(agent: Daemon) -> set[int]:
     """Return the process ids of the agent's runners."""
     return runners_of(agent.pid)
-
-
-def lives(pid: int) -> bool:
-    """Return whether a process runs; one that was killed may wait to be reaped by a slow init."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def state(farm: FarmProcess) -> DeviceState:

@@ -7,11 +7,9 @@ import json
 import re
 import signal
 import socket
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ from etfarm.wire.status import from_rpc_error
 from tests.support.contract import call
 from tests.support.farm import FarmProcess, serve, wait_until
 from tests.support.programs import program
+from tests.support.receivers import Receiver, receiver, status
 from tests.support.runner import runner_archive
 from tests.support.session_ends import Agent, Caller
 
@@ -42,36 +41,19 @@ LONG = {"iterations": 100, "min_time_s": 2.0}
 class Collector:
     """An OpenTelemetry collector on loopback."""
 
-    def __init__(self) -> None:
-        requests = self.requests = list[ExportTraceServiceRequest]()
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                requests.append(ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["Content-Length"]))))
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, format: str, *args: Any) -> None:
-                """Print nothing."""
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/v1/traces"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+    def __init__(self, running: Receiver) -> None:
+        self._running = running
+        self.url = running.url("/v1/traces")
 
     def spans(self) -> list[Any]:
-        return [
-            span for request in self.requests for of in request.resource_spans for each in of.scope_spans for span in each.spans
-        ]
+        requests = [ExportTraceServiceRequest.FromString(received.body) for received in self._running.requests.queue]
+        return [span for request in requests for of in request.resource_spans for each in of.scope_spans for span in each.spans]
 
 
 @pytest.fixture(scope="module")
 def collector() -> Iterator[Collector]:
-    created = Collector()
-    try:
-        yield created
-    finally:
-        created.server.shutdown()
-        created.server.server_close()
+    with receiver(status(200, "")) as running:
+        yield Collector(running)
 
 
 @pytest.fixture(scope="module")

@@ -71,6 +71,18 @@ async def wanted(channel: grpc.aio.Channel, agent: Agent) -> session_pb2.OpenSes
     return session_pb2.OpenSessionRequest(selector=f"id={agent.devices[0].id}", program=created)
 
 
+@pytest.fixture
+async def ready(
+    channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
+) -> AsyncIterator[tuple[Caller, Serving]]:
+    """The two ends of a session that takes calls: its owner's and its device's."""
+    caller = Caller(channel, wanted)
+    serving = agent.serve(await agent.started())
+    await caller.event("ready")
+    yield caller, serving
+    caller.events.cancel()
+
+
 async def refusal(awaited: object) -> str:
     """Return the reason for which a call or a stream's first message is refused."""
     with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -125,12 +137,8 @@ async def test_an_invalid_call_is_refused_by_name(
     caller.events.cancel()
 
 
-async def test_calls_beyond_a_sessions_queue_are_refused_and_the_others_answered(
-    channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
-) -> None:
-    caller = Caller(channel, wanted)
-    serving = agent.serve(await agent.started())
-    await caller.event("ready")
+async def test_calls_beyond_a_sessions_queue_are_refused_and_the_others_answered(ready: tuple[Caller, Serving]) -> None:
+    caller, serving = ready
     calls = [caller.call(str(number)) for number in range(MAX_CALLS + 1)]
     done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED, timeout=WAIT_S)
     (refused,) = done
@@ -138,22 +146,16 @@ async def test_calls_beyond_a_sessions_queue_are_refused_and_the_others_answered
     for number in range(MAX_CALLS):
         serving.answer((await serving.call()).call_id, number)
     assert sorted([(await call).answer.run_ns for call in waiting]) == list(range(MAX_CALLS))
-    caller.events.cancel()
 
 
-async def test_an_answer_with_too_much_inline_does_not_reach_the_owner(
-    channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
-) -> None:
-    caller = Caller(channel, wanted)
-    serving = agent.serve(await agent.started())
-    await caller.event("ready")
+async def test_an_answer_with_too_much_inline_does_not_reach_the_owner(ready: tuple[Caller, Serving]) -> None:
+    caller, serving = ready
     for size, reason in (((1 << 20) + 1, "BAD_ANSWER"), (1 << 20, "")):
         under_way = caller.call("x")
         await serving.call()
         serving.answer("x", 1, session_pb2.SessionTensors(inline=b"\0" * size))
         answer = (await under_way).answer
         assert (answer.error.reason, len(answer.outputs.inline)) == (reason, 0 if reason else size)
-    caller.events.cancel()
 
 
 async def test_an_impossible_session_is_refused_before_its_first_event(
@@ -216,12 +218,8 @@ async def test_a_waiting_call_gets_the_reason_of_a_device_that_stops_serving(
     assert (await caller.event("ended")).ended.reason == "PROGRAM_OUT_OF_MEMORY"
 
 
-async def test_a_stream_that_ends_without_a_reason_loses_the_session(
-    channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
-) -> None:
-    caller = Caller(channel, wanted)
-    serving = agent.serve(await agent.started())
-    await caller.event("ready")
+async def test_a_stream_that_ends_without_a_reason_loses_the_session(ready: tuple[Caller, Serving]) -> None:
+    caller, serving = ready
     serving.stream.cancel()
     ended = (await caller.event("ended")).ended
     assert (ended.fault, ended.reason) == (common_pb2.FAULT_DEVICE, "SESSION_LOST")
@@ -268,12 +266,8 @@ async def test_a_loop_waits_until_the_servers_machine_is_idle(
     caller.events.cancel()
 
 
-async def test_a_generation_streams_in_its_turn_and_its_caller_s_leaving_stops_it(
-    channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
-) -> None:
-    caller = Caller(channel, wanted)
-    serving = agent.serve(await agent.started())
-    await caller.event("ready")
+async def test_a_generation_streams_in_its_turn_and_its_caller_s_leaving_stops_it(ready: tuple[Caller, Serving]) -> None:
+    caller, serving = ready
     text = caller.generate("text", 3)
     sent = await serving.call()
     assert (list(sent.task.generation.prompt_tokens), sent.task.timeout_s, sent.cancel) == ([1], 7.0, False)
@@ -302,15 +296,10 @@ async def test_a_generation_streams_in_its_turn_and_its_caller_s_leaving_stops_i
     assert [token for part in parts for token in part.tokens.tokens] == [7, 8]
     assert [part.HasField("answer") for part in parts][-1] and sum(part.HasField("answer") for part in parts) == 1
     assert await refusal(caller.call("x", generation=session_pb2.SessionGeneration(tokens=1))) == "BAD_CALL"
-    caller.events.cancel()
 
 
-async def test_tokens_that_were_not_requested_end_the_session(
-    channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
-) -> None:
-    caller = Caller(channel, wanted)
-    serving = agent.serve(await agent.started())
-    await caller.event("ready")
+async def test_tokens_that_were_not_requested_end_the_session(ready: tuple[Caller, Serving]) -> None:
+    caller, serving = ready
     text = caller.generate("text", 2)
     await serving.call()
     serving.tokens("nobody's", 1, 2, 3)

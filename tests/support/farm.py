@@ -14,6 +14,8 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import Any, ClassVar, Self
 
+import psutil
+
 from etfarm.client import Farm
 from etfarm.device_agents.daemon.own_runners import REMEMBERED
 from tests.support.credentials import ADMIN, Credentials
@@ -331,6 +333,14 @@ def runners(agent_pid: int) -> set[int]:
 def launchers(agent_pid: int) -> set[int]:
     """Return the processes below an agent that wait to become runners."""
     return {pid for pid in descendants(agent_pid) if _is_launcher(pid)}
+
+
+def lives(pid: int) -> bool:
+    """Return whether a process runs; one that was killed may wait to be reaped by a slow init."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @contextmanager

@@ -6,12 +6,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Final
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 from etfarm.server.artifacts.s3.location import BucketLocation, Credentials
+from tests.support.receivers import serving_http
 
 _CREDENTIALS: Final = Credentials("farm", "secret-of-the-farm")
 _BUCKET: Final = "etfarm-tests"
@@ -55,36 +56,12 @@ class HostileS3:
     @contextmanager
     def running(self) -> Iterator[HostileS3]:
         """Serve until the end of the block."""
-        s3 = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, format: str, *arguments: object) -> None:
-                pass  # pytest's output is not its log
-
-            def do_GET(self) -> None:
-                s3._serve(self)
-
-            do_PUT = do_HEAD = do_DELETE = do_POST = do_GET
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-
-            def handle_error(self, request: object, client_address: object) -> None:
-                pass  # a client that hangs up
-
-        server = Server(("127.0.0.1", 0), Handler)
-        self.address = f"127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield self
-        finally:
-            self.stopped.set()
-            server.shutdown()
-            server.server_close()
-            thread.join()
+        with serving_http(self._serve) as port:
+            self.address = f"127.0.0.1:{port}"
+            try:
+                yield self
+            finally:
+                self.stopped.set()
 
     def _serve(self, request: BaseHTTPRequestHandler) -> None:
         method, parts = request.command, urlsplit(request.path)

@@ -71,17 +71,16 @@ def statuses(*codes: int) -> Answer:
 
 
 @contextmanager
-def receiver(answer: Answer | None = None, identity: ssl.SSLContext | None = None) -> Iterator[Receiver]:
-    """Serve requests; those that arrive are put into `requests` before they are answered."""
-    respond = answer or status(200)
+def serving_http(handle: Answer, identity: ssl.SSLContext | None = None, protocol: str = "HTTP/1.1") -> Iterator[int]:
+    """Let a function answer requests of every method, whose bodies it reads, in threads; yield the port."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
-            running.requests.put(Received(self.path, dict(self.headers.items()), body))
-            respond(self)
+        protocol_version = protocol
 
-        do_GET = do_POST
+        def do_GET(self) -> None:
+            handle(self)
+
+        do_PUT = do_HEAD = do_DELETE = do_POST = do_GET
 
         def log_message(self, format: str, *arguments: Any) -> None:
             pass  # pytest's output is not its log
@@ -93,15 +92,28 @@ def receiver(answer: Answer | None = None, identity: ssl.SSLContext | None = Non
     server = Server(("127.0.0.1", 0), Handler)
     if identity is not None:
         server.socket = identity.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
-    running = Receiver(server.server_address[1], "http" if identity is None else "https")
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": STEP_S}, daemon=True)
     thread.start()
     try:
-        yield running
+        yield server.server_port
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def receiver(answer: Answer | None = None, identity: ssl.SSLContext | None = None) -> Iterator[Receiver]:
+    """Serve requests; those that arrive are put into `requests` before they are answered."""
+    respond, requests = answer or status(200), Queue[Received]()
+
+    def take(request: BaseHTTPRequestHandler) -> None:
+        body = request.rfile.read(int(request.headers.get("Content-Length", "0")))
+        requests.put(Received(request.path, dict(request.headers.items()), body))
+        respond(request)
+
+    with serving_http(take, identity, "HTTP/1.0") as port:
+        yield Receiver(port, "http" if identity is None else "https", requests)
 
 
 @contextmanager

@@ -6,8 +6,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPResponse
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Final
+
+from tests.support.receivers import serving_http
 
 _CHUNK: Final = 64 << 10
 _NOT_FORWARDED: Final = frozenset({"connection", "transfer-encoding", "keep-alive"})
@@ -85,31 +87,12 @@ class S3Proxy:
     @contextmanager
     def running(self) -> Iterator[S3Proxy]:
         """Forward requests until the end of the block."""
-        proxy = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-            def do_GET(self) -> None:
-                proxy._handle(self)
-
-            do_PUT = do_HEAD = do_DELETE = do_POST = do_GET
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        server.daemon_threads = True
-        self.address = f"127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield self
-        finally:
-            self.heal()
-            server.shutdown()
-            thread.join()
-            server.server_close()
+        with serving_http(self._handle) as port:
+            self.address = f"127.0.0.1:{port}"
+            try:
+                yield self
+            finally:
+                self.heal()
 
     def _handle(self, request: BaseHTTPRequestHandler) -> None:
         method, length = request.command, int(request.headers.get("content-length", 0))
