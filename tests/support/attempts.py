@@ -85,12 +85,13 @@ def new_attempt(
     *,
     kind: type[Attempt] = Attempt,
     target: type[Machine] = Machine,
+    cache: Cache | None = None,
     **config: Any,
 ) -> Attempt:
     """Return an attempt on this machine, which need not be idle; `config` are values of `AgentConfig`."""
     own = AgentConfig(Access(address), "board", folder, **{"gates": GateLimits(idle_wait_s=0, cool_wait_s=0), **config})
     machine = target(own, inventory.parse(inventory.collect()))
-    return kind(own, machine, Cache(folder / "cache", 1 << 30), folder / "run", start, on_progress)
+    return kind(own, machine, cache or Cache(folder / "cache", 1 << 30), folder / "run", start, on_progress)
 
 
 async def no_runner_is_left() -> bool:

@@ -165,6 +165,15 @@ async def loaded(runner: RemoteRunner, program: Program, **options: bool) -> Pro
     return program
 
 
+async def load_methods(runner: RemoteRunner, program: Program, prefill: str, decode: str) -> None:
+    """Load the methods with which a language model reads a text and goes on."""
+    await runner.threads(1)
+    await runner.load(program.path)
+    await runner.load_method(prefill)
+    if decode != prefill:
+        await runner.load_method(decode, keep=True)
+
+
 def arrays(values: Sequence[Value]) -> list[np.ndarray]:
     """Those that are tensors."""
     return [tensors.to_array(value) for value in values if isinstance(value, Tensor)]

@@ -5,22 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
-from etfarm.device_agents.attempts.attempt import Attempt
 from etfarm.device_agents.attempts.cache import Cache
-from etfarm.device_agents.conditions.gates import GateLimits
-from etfarm.device_agents.config import AgentConfig
-from etfarm.device_agents.device import inventory
 from etfarm.device_agents.runners import child
-from etfarm.device_agents.targets.local import Machine
-from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
-from etfarm.wire import digest, tensors
-from etfarm.wire.channel import Access
-from tests.support.attempts import Blobs
+from etfarm.v1 import agent_pb2, common_pb2, job_pb2, report_pb2
+from tests.support.attempts import Blobs, new_attempt
 from tests.support.farm import descendants, wait_until
 from tests.support.faults import faulty_archive, faulty_program
 from tests.support.programs import program
@@ -42,15 +36,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
 class Struck:
     """An attempt over a program whose kernel misbehaves in the timed pass."""
 
-    def __init__(
-        self,
-        blobs: Blobs,
-        address: str,
-        cache: Cache,
-        folder: Path,
-        fault: str,
-        deadline_s: float,
-    ) -> None:
+    def __init__(self, blobs: Blobs, address: str, cache: Cache, folder: Path, fault: str, deadline_s: float = 60.0) -> None:
         self.folder = folder / "run"
         self.progress: list[agent_pb2.RunProgress] = []
         self.timed = asyncio.Event()
@@ -58,21 +44,16 @@ class Struck:
         """Called once the runner has begun, and before it ends."""
         self.freed_s = 0.0
         """From the timed pass's begin on."""
+        candidate = blobs.candidate(
+            "add", threads=1, bundle=agent_pb2.RunnerBundle(artifact=blobs.put(faulty_archive().read_bytes()))
+        )
+        candidate.program.CopyFrom(blobs.program(faulty_program(fault)))
+        measurement = job_pb2.Measurement(warmup=1, iterations=100, min_time_s=0)
         start = agent_pb2.StartRun(
-            attempt_id="a", device_id="d", deadline_s=deadline_s,
-            measurement=job_pb2.Measurement(warmup=1, iterations=100, min_time_s=0),
-        )  # fmt: skip
-        start.candidates.add(
-            cell_id="cell", threads=1, inputs=blobs.put(tensors.encode(program("add").inputs)),
-            program=blobs.program(faulty_program(fault)),
-            bundle=agent_pb2.RunnerBundle(artifact=blobs.put(faulty_archive().read_bytes())),
-        )  # fmt: skip
-        config = AgentConfig(
-            Access(address), "board", folder, gates=GateLimits(idle_wait_s=0, cool_wait_s=0),
-            memory_share=BUDGET_BYTES / psutil.virtual_memory().available,
-        )  # fmt: skip
-        machine = Machine(config, inventory.parse(inventory.collect()))
-        self._attempt = Attempt(config, machine, cache, self.folder, start, self._on_progress)
+            attempt_id="a", device_id="d", deadline_s=deadline_s, measurement=measurement, candidates=[candidate]
+        )
+        share = BUDGET_BYTES / psutil.virtual_memory().available
+        self._attempt = new_attempt(address, folder, start, self._on_progress, cache=cache, memory_share=share)
 
     def _on_progress(self, text: agent_pb2.RunProgress) -> None:
         self.progress.append(text)
@@ -96,6 +77,15 @@ class Struck:
         return result
 
 
+Strike = Callable[..., Struck]
+
+
+@pytest.fixture
+def strike(blobs: Blobs, address: str, cache: Cache, tmp_path: Path) -> Strike:
+    """Makes attempts over a program with a fault."""
+    return partial(Struck, blobs, address, cache, tmp_path)
+
+
 async def freed(strike: Callable[[], Struck], within_s: float = FREE_S) -> agent_pb2.CandidateResult:
     """Return what came of it, and that the device was free so soon after the timed pass began."""
     took_s: list[float] = []
@@ -116,15 +106,9 @@ async def freed(strike: Callable[[], Struck], within_s: float = FREE_S) -> agent
     ("mem", "PROGRAM_OUT_OF_MEMORY", {}),
 ])  # fmt: skip
 async def test_what_ends_the_runner_is_named_as_what_it_was(
-    blobs: Blobs,
-    address: str,
-    cache: Cache,
-    tmp_path: Path,
-    fault: str,
-    reason: str,
-    ended: dict[str, str],
+    strike: Strike, fault: str, reason: str, ended: dict[str, str]
 ) -> None:
-    error = (await freed(lambda: Struck(blobs, address, cache, tmp_path, fault, deadline_s=60))).error
+    error = (await freed(lambda: strike(fault))).error
     assert (error.fault, error.reason, error.stage) == (common_pb2.FAULT_USER, reason, "TIMED")
     assert error.metadata["self_test"] == "passed"
     assert {key: error.metadata[key] for key in ended} == ended
@@ -140,20 +124,12 @@ async def test_what_ends_the_runner_is_named_as_what_it_was(
     ],
 )
 async def test_a_killed_child_lacked_memory_if_the_kernel_reports_it(
-    blobs: Blobs,
-    address: str,
-    cache: Cache,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    before: str,
-    after: str,
-    reason: str,
-    says: str,
+    strike: Strike, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: str, reason: str, says: str
 ) -> None:
     vmstat = tmp_path / "vmstat"
     monkeypatch.setattr(child, "VMSTAT", vmstat)
     vmstat.write_text(f"pgfault 7\n{before}\n")
-    struck = Struck(blobs, address, cache, tmp_path, "kil", deadline_s=60)
+    struck = strike("kil")
     struck.on_loading = lambda: vmstat.write_text(f"pgfault 8\n{after}\n")
     error = (await struck.result()).error
     assert (error.reason, error.metadata["signal"], error.metadata["self_test"]) == (reason, "SIGKILL", "passed")
@@ -166,26 +142,16 @@ def test_this_kernel_reports_how_often_memory_ran_out() -> None:
 
 
 @pytest.mark.slow(reason="waits for the deadline of a program that hangs")
-async def test_a_kernel_that_never_returns_ends_with_the_attempts_time(
-    blobs: Blobs,
-    address: str,
-    cache: Cache,
-    tmp_path: Path,
-) -> None:
+async def test_a_kernel_that_never_returns_ends_with_the_attempts_time(strike: Strike) -> None:
     deadline_s = 6.0
-    error = (await freed(lambda: Struck(blobs, address, cache, tmp_path, "hng", deadline_s), deadline_s + FREE_S)).error
+    error = (await freed(lambda: strike("hng", deadline_s), deadline_s + FREE_S)).error
     assert (error.fault, error.reason, error.stage) == (common_pb2.FAULT_USER, "PROGRAM_TIMED_OUT", "TIMED")
     assert error.metadata["self_test"] == "passed"
     assert "--timeout (timeout_s=)" in error.remedy
 
 
-async def test_garbage_on_stdout_is_no_answer_and_changes_none(
-    blobs: Blobs,
-    address: str,
-    cache: Cache,
-    tmp_path: Path,
-) -> None:
-    struck = Struck(blobs, address, cache, tmp_path, "prt", deadline_s=60)
+async def test_garbage_on_stdout_is_no_answer_and_changes_none(strike: Strike) -> None:
+    struck = strike("prt")
     result = await struck.result()
     assert not result.HasField("error"), result.error
     assert (result.iterations, result.stop_reason, result.repeatability.outcome) == (
@@ -197,18 +163,12 @@ async def test_garbage_on_stdout_is_no_answer_and_changes_none(
     assert any(line.startswith("garbage") for line in lines), "it is in the log, where people look for it"
 
 
-async def test_a_crash_frees_the_device_for_the_next_run(
-    blobs: Blobs,
-    address: str,
-    cache: Cache,
-    tmp_path: Path,
-) -> None:
-    struck = Struck(blobs, address, cache, tmp_path, "abt", deadline_s=60)
+async def test_a_crash_frees_the_device_for_the_next_run(strike: Strike, blobs: Blobs) -> None:
+    struck = strike("abt")
     start = struck._attempt.start
-    pte = blobs.put(program("add").bytes)
     start.candidates.add().CopyFrom(start.candidates[0])
     start.candidates[1].cell_id = "second"
-    start.candidates[1].program.CopyFrom(compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {})))
+    start.candidates[1].program.CopyFrom(blobs.program(program("add").bytes))
     crashed, fine = (await struck._attempt.run()).candidates
     assert crashed.error.metadata["signal"] == "SIGABRT"
     assert not fine.HasField("error") and fine.iterations == 100

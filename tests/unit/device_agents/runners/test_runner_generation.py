@@ -16,7 +16,7 @@ from etfarm.wire.errors import FarmError
 from etfarm.wire.tensors import Tensor
 from tests.support.programs import Program, program
 from tests.support.refusals import refuses
-from tests.support.runner import arrays
+from tests.support.runner import arrays, load_methods
 
 pytestmark = pytest.mark.slow(reason="starts a runner for each test, and the Python one loads torch")
 
@@ -40,11 +40,7 @@ def expected(model: Program) -> list[int]:
 async def generated(runner: RemoteRunner, model: Program, **changes: Any) -> Generated:
     """Return the model loaded, and the result of a request."""
     wanted = request_of(model, **changes)
-    await runner.threads(1)
-    await runner.load(model.path)
-    await runner.load_method(wanted.prefill_method)
-    if wanted.decode_method != wanted.prefill_method:
-        await runner.load_method(wanted.decode_method, keep=True)
+    await load_methods(runner, model, wanted.prefill_method, wanted.decode_method)
     return await runner.generate(wanted, 60)
 
 

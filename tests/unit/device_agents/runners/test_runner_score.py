@@ -15,6 +15,7 @@ from etfarm.device_agents.runners.score import Scored, ScoreRequest
 from etfarm.wire.errors import FarmError
 from tests.support.programs import Program, program
 from tests.support.refusals import refuses
+from tests.support.runner import load_methods
 
 pytestmark = pytest.mark.slow(reason="starts a runner for each test, and the Python one loads torch")
 
@@ -26,11 +27,7 @@ REQUEST = ScoreRequest("forward", "forward", TEXT, 64, (0, 4, 9), 10**12)
 async def scored(runner: RemoteRunner, model: Program, **changes: Any) -> Scored:
     """The model loaded, and the result of a request."""
     wanted = replace(REQUEST, **changes)
-    await runner.threads(1)
-    await runner.load(model.path)
-    await runner.load_method(wanted.prefill_method)
-    if wanted.decode_method != wanted.prefill_method:
-        await runner.load_method(wanted.decode_method, keep=True)
+    await load_methods(runner, model, wanted.prefill_method, wanted.decode_method)
     return await runner.score(wanted, VOCABULARY, 60)
 
 
