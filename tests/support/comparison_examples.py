@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from etfarm.wire.comparison import Side, compare
+from etfarm.wire.comparison import Side, compare, document
 from tests.support.comparisons import against, observed, operator, repeated, report, timed
 from tests.support.generated import accuracy_of_logits, flow_point, generated_report, point
 
@@ -62,7 +62,7 @@ EXAMPLES: Final[dict[str, dict[str, Any]]] = {
     "by_operator": against(traced("b", 0.5), traced("k", 0.4)),
     "by_module": against(traced("b", 0.5), traced("k", 0.4, **OTHER_RECIPE)),
     "by_name": against(*(traced(cell, 0.5, recipe=None, recipe_digest=None) for cell in "bk")),
-    "by_choice": compare(Side([circumstanced("b")]), Side([report("k1"), circumstanced("k2")], choice="1")),
+    "by_choice": document(compare(Side([circumstanced("b")]), Side([report("k1"), circumstanced("k2")], choice="1"))),
     "generation_of_one_program": against(generated_report("b", point(100.0)), generated_report("b", point(80.0))),
     "generation": against(generated("b", 100.0, 0.97), generated("k", 120.0, 0.87)),
 }
