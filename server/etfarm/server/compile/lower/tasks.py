@@ -418,11 +418,11 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[bytes], None], s
     if unquantized:
         save_etrecord()
     # Lowering fixes sizes that a map takes in the programs themselves, which then could not be tried with others.
-    fixed = {
+    narrowed = {
         method: request.models[method] for method, before in exact.items() if signature.of_exported(programs[method]) != before
     }  # fmt: skip
     # Loaded late, so that their weights are not in memory while programs are lowered.
-    originals = programs | _load(unquantized | fixed, folder, request.operators)[0]
+    originals = programs | _load(unquantized | narrowed, folder, request.operators)[0]
     shared_state.rename_ambiguous(originals.values())
     shrunk = set()
     for method, original in originals.items():

@@ -48,7 +48,7 @@ def missing_kernels(why: str, program: Any, operators: Iterable[OperatorDelegati
     if not why.endswith("not found"):
         return ""
     rows = [row for row in operators if row.places]
-    return list_first(_describe_missing(*names, program, rows) for names in _KERNEL.findall(why))
+    return list_first(_describe_missing(space, name, program, rows) for space, name in _KERNEL.findall(why))
 
 
 def _describe_missing(namespace: str, operator: str, program: Any, rows: Sequence[OperatorDelegation]) -> str:
