@@ -43,7 +43,7 @@ class _Case:
     names: frozenset[str]
     kernels: tuple[str, ...]
     """What the delegation calls the operators that XNNPACK computes them with."""
-    given: _Value | None
+    leading: _Value | None
     """The value that a constant of the model leads to, if it is one that models have."""
     tested: _Value | None
     """The value of the result that the model tests and XNNPACK does not give."""
@@ -96,7 +96,7 @@ def describe(program: Any, operators: Iterable[OperatorDelegation]) -> str:
             node for node in all_nodes(program)
             if name_of(node).rstrip("_") in case.names
             and (
-                any(case.given in values.get(each, ()) for each in node.all_input_nodes)
+                any(case.leading in values.get(each, ()) for each in node.all_input_nodes)
                 or any(_tests(user, case.tested) for user in node.users)
             )
         ]  # fmt: skip
@@ -110,17 +110,17 @@ def _find_values(program: Any) -> dict[Any, frozenset[_Value]]:
     owned, constants = owned_names(program), {**program.constants, **dict(program.named_buffers())}
     values: dict[Any, frozenset[_Value]] = {}
     for node in program.graph.nodes:
-        found: set[_Value] = set()
+        reached: set[_Value] = set()
         name = name_of(node).rstrip("_")
         if node.op == "placeholder":
-            found.update(_values_of(constants.get(owned.get(node.name, ""))))
+            reached.update(_values_of(constants.get(owned.get(node.name, ""))))
         elif name in PASSING or name in _FILLING:
             # Nothing divided by a huge number is huge.
             numbers = [] if name == "div" else [each for each in (*node.args, *node.kwargs.values()) if isinstance(each, float)]
-            found.update(value for value in map(_value_of, numbers) if value is not None)
-            found.update(value for each in node.all_input_nodes for value in values.get(each, ()))
-        if found:
-            values[node] = frozenset(found)
+            reached.update(value for value in map(_value_of, numbers) if value is not None)
+            reached.update(value for each in node.all_input_nodes for value in values.get(each, ()))
+        if reached:
+            values[node] = frozenset(reached)
     return values
 
 

@@ -17,7 +17,6 @@ from etfarm.server.compile.program.descriptions import (
     list_first,
     schema_name,
 )
-from etfarm.server.compile.program.integer_ranges import IntegerRanges
 from etfarm.server.compile.program.places import all_nodes, places
 from etfarm.v1.compile_pb2 import OperatorDelegation
 
@@ -48,7 +47,7 @@ def missing_kernels(why: str, program: Any, operators: Iterable[OperatorDelegati
     if not why.endswith("not found"):
         return ""
     rows = [row for row in operators if row.places]
-    return list_first(_describe_missing(space, name, program, rows) for space, name in _KERNEL.findall(why))
+    return list_first(_describe_missing(match[1], match[2], program, rows) for match in _KERNEL.finditer(why))
 
 
 def _describe_missing(namespace: str, operator: str, program: Any, rows: Sequence[OperatorDelegation]) -> str:
@@ -80,11 +79,8 @@ def find_suspects(program: Any) -> str:
 
 
 def find_remainders(program: Any) -> str:
-    """Return the remainders of integers that may be negative in an exported program, with what works; empty without any."""
+    """Return the remainders of integers in an exported program, with what works for negative numbers; empty without any."""
     nodes = [node for node in all_nodes(program) if _is_remainder(node)]
-    if nodes:
-        ranges = IntegerRanges(program)
-        nodes = [node for node in nodes if not (ranges.of(node.args[0])[0] >= 0 and ranges.of(node.args[1])[0] >= 1)]
     shown = "; ".join(dict.fromkeys(map(describe_node, nodes[:NAMED])))
     return f"{shown}. {_SUSPECTS['remainder']}" if nodes else ""
 
