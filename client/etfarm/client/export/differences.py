@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from etfarm.client.export.attributes import Snapshot
 from etfarm.client.export.calls import difference_of, outputs_of, tensors_kept
 from etfarm.client.export.mutation import written_parameters
+from etfarm.client.export.structures import plain_spec
 from etfarm.wire.output_names import names_of_structure
 
 if TYPE_CHECKING:
@@ -134,4 +135,4 @@ def _output_names(program: ExportedProgram) -> tuple[str, ...]:
     from torch.utils import _pytree as pytree
 
     structure = program.call_spec.out_spec
-    return () if structure is None else names_of_structure(pytree.treespec_dumps(structure))
+    return () if structure is None else names_of_structure(pytree.treespec_dumps(plain_spec(structure)))
