@@ -33,6 +33,11 @@ def decibels(value_db: float) -> str:
     return f"{value_db:.1f} dB" if abs(value_db) >= 0.05 else "0.0 dB"
 
 
+def level(value_db: float) -> str:
+    """Return an SQNR, `exact` for an exact match."""
+    return "exact" if value_db >= EXACT_DB else decibels(value_db)
+
+
 def ratio_db(power: float, noise: float) -> float:
     """Return 10 log10(power / noise) in dB, at most EXACT_DB, which no noise has."""
     return EXACT_DB if noise == 0 else min(EXACT_DB, 10 * math.log10(power / noise))

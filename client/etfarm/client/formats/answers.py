@@ -130,7 +130,7 @@ def _generation_accuracy(report: Json) -> Answer:
         return Answer("")
     first, level_db, agreement = references[0], references[0]["sqnr_db"], references[0]["top1_agreement"]
     mood = "fair" if level_db is None else "good" if level_db >= FINE_DB else "bad" if level_db < POOR_DB else "fair"
-    top1 = f", top-1 agrees {units.percent(agreement).replace('.0 %', ' %')}" if agreement is not None else ""
+    top1 = f", {sentences.top1(agreement)}" if agreement is not None else ""
     others = [f"{generation.logits(each)} to the {each['reference']}" for each in references[1:]]
     perplexity = [f"perplexity {measured['perplexity']:,.4g}"] if measured["perplexity"] is not None else []
     detail = "; ".join([f"logits to the {first['reference']}{top1}", *others, *perplexity])
@@ -153,7 +153,7 @@ def _accuracy(reference: str, outputs: Sequence[Json]) -> Answer:
     worst = min(known, key=lambda output: output["sqnr_db"])
     samples = sentences.samples(worst)
     agreements = [output["top1_agreement"] for output in outputs if output["top1_agreement"] is not None]
-    top1 = f", top-1 agrees {units.percent(min(agreements)).replace('.0 %', ' %')}" if agreements else ""
+    top1 = f", {sentences.top1(min(agreements))}" if agreements else ""
     level_db = worst["sqnr_db"]
     mood = "good" if level_db >= FINE_DB else "bad" if level_db < POOR_DB else "fair"
     return Answer(decibels(level_db), f"{against}{samples and f', {samples}'}{top1}", mood)
@@ -204,9 +204,11 @@ def slowest_rows(report: Json, count: int) -> list[Json]:
 
 def backend(row: Json) -> str:
     """Return the common name of a row's backend: XNNPACK, portable."""
-    if row["kind"] == "REST":
-        return ""
-    name = str(row["backend"] or "portable")
+    return "" if row["kind"] == "REST" else backend_name(str(row["backend"] or "portable"))
+
+
+def backend_name(name: str) -> str:
+    """Return the common name of a backend, where it differs from its class's: XNNPACK."""
     known = {"XnnpackBackend": "XNNPACK", "CoreMLBackend": "Core ML", "QnnBackend": "QNN", "EthosUBackend": "Ethos-U"}
     return known.get(name, name.removesuffix("Backend"))
 

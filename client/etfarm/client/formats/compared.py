@@ -84,8 +84,9 @@ def describe_change(latency: Json) -> str:
 
 def status(pair: Json) -> str | None:
     """Return VALID if both sides are, else the first other status; None without a verdict."""
-    statuses = [pair[side]["verdict"]["status"] or "?" for side in ("base", "candidate") if pair[side]["verdict"]]
-    return next((value for value in statuses if value != "VALID"), "VALID" if statuses else None)
+    return sentences.worst_status(
+        pair[side]["verdict"]["status"] or "?" for side in ("base", "candidate") if pair[side]["verdict"]
+    )
 
 
 def heading(pair: Json) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from etfarm.client.formats import units
+from etfarm.client.formats import sentences, units
 from etfarm.wire.sqnr import EXACT_DB, decibels
 
 Json = Mapping[str, Any]
@@ -139,9 +139,7 @@ def logits(reference: Json) -> str:
 
 def _agreement(reference: Json) -> str:
     share = reference["top1_agreement"]
-    agrees = (
-        "" if share is None else f"top-1 agrees {units.percent(share).replace('.0 %', ' %')} of {reference['tokens']:,} tokens"
-    )
+    agrees = "" if share is None else f"{sentences.top1(share)} of {reference['tokens']:,} tokens"
     divergence = reference["kl_divergence"]
     return agrees if divergence is None else f"{agrees}, KL {divergence:.2g} nats"
 

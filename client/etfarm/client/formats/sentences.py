@@ -264,6 +264,17 @@ def samples(output: Json) -> str:
     return f"{decibels(output['sqnr_db_min'])} to {decibels(output['sqnr_db_max'])} in {count} samples"
 
 
+def worst_status(statuses: Iterable[str]) -> str | None:
+    """Return VALID if all statuses of verdicts are, else the first other one; None without any."""
+    known = list(statuses)
+    return next((status for status in known if status != "VALID"), known[0] if known else None)
+
+
+def top1(share: float) -> str:
+    """Return how often the largest value is the reference's: `top-1 agrees 98.5 %`."""
+    return f"top-1 agrees {units.percent(share).replace('.0 %', ' %')}"
+
+
 def ratio(value: float, interval: Sequence[float] | None) -> str:
     """Return the meaning of a ratio of latencies: `9 % faster`, `no difference found`, `too few rounds to tell`."""
     if not interval:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from etfarm.client.formats import units
 from etfarm.client.models import Cell
-from etfarm.wire.sqnr import EXACT_DB, decibels
+from etfarm.wire.sqnr import level
 
 Json = Mapping[str, Any]
 
@@ -30,10 +30,6 @@ class Metric:
     """Whether its round values are multiples of KiB, MiB and so on."""
 
 
-def _decibels(value: float) -> str:
-    return "exact" if value >= EXACT_DB else decibels(value)
-
-
 METRICS: Final[Mapping[str, Metric]] = {
     metric.key: metric
     for metric in (
@@ -41,7 +37,7 @@ METRICS: Final[Mapping[str, Metric]] = {
         Metric("tokens", "Decode", False, lambda value: f"{units.significant(value)} tokens/s"),
         Metric("size", "Program size", True, lambda value: units.size(int(value)), is_binary=True),
         Metric("memory", "Peak memory", True, lambda value: units.size(int(value)), is_binary=True),
-        Metric("accuracy", "Accuracy (SQNR)", False, _decibels, is_logarithmic=False),
+        Metric("accuracy", "Accuracy (SQNR)", False, level, is_logarithmic=False),
     )
 }
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 from etfarm.client.formats import answers, units
 from etfarm.client.jobs.history import Point, Series, describe_change, describe_doubts
 from etfarm.wire.changes import sentence
-from etfarm.wire.sqnr import EXACT_DB, decibels
+from etfarm.wire.sqnr import level
 
 COMMIT_LABELS: Final = ("commit", "git_commit", "git-commit", "sha", "revision")
 """Labels of a job that name the commit which it measured, in this order."""
@@ -81,7 +81,7 @@ def _row(point: Point, labels: Mapping[str, str], name: str) -> Row:
         describe_doubts(point),
         tuple(sentence(item) for item in point.changes),
         units.size(point.size_bytes),
-        "" if point.sqnr_db is None else "exact" if point.sqnr_db >= EXACT_DB else decibels(point.sqnr_db),
+        "" if point.sqnr_db is None else level(point.sqnr_db),
     )
 
 

@@ -29,7 +29,6 @@ _SIDE = "A job (id, its start, a tag, a name, latest) or a report file (x.json);
 
 _STYLES = {"faster": "green", "slower": "red", "too_few": "yellow", "inconclusive": "yellow"}
 _GATE_STYLES = {"passed": "bold green", "failed": "bold red", "inconclusive": "bold yellow"}
-_STATUS_STYLES = {"VALID": "green", "INVALID": "bold red", "NOT_BENCHMARKABLE": "yellow"}
 
 
 def main(argv: list[str]) -> int:
@@ -223,6 +222,7 @@ def _headline(pair: Json, width: int) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
+    from etfarm.client.cli.terminal.output import VERDICT_STYLES
     from etfarm.client.formats import compared, units
 
     latency = pair["latency"]
@@ -234,7 +234,7 @@ def _headline(pair: Json, width: int) -> RenderableType:
     if latency and latency["method"] == "paired":
         text.append(f"  {units.count(latency['rounds'], 'round')}", "not bold dim")
     if (status := compared.status(pair)) is not None:
-        text.append("  ").append(status.replace("_", " "), f"not bold {_STATUS_STYLES.get(status, '')}".strip())
+        text.append("  ").append(status.replace("_", " "), f"not bold {VERDICT_STYLES.get(status, '')}".strip())
     heading = Text(compared.heading(pair), style="dim")
     if text.cell_len + 3 + heading.cell_len <= width:
         return text.append("   ").append_text(heading)

@@ -194,7 +194,7 @@ def _row(point: Point) -> tuple[Text, ...]:
     from rich.text import Text
 
     from etfarm.client.formats import answers, units
-    from etfarm.wire.sqnr import EXACT_DB, decibels
+    from etfarm.wire.sqnr import level
 
     report = point.entry.report
     latency = answers.latency(report)
@@ -210,7 +210,7 @@ def _row(point: Point) -> tuple[Text, ...]:
         Text(*change(point)),
         Text(point.verdict.replace("_", " "), style=_VERDICT_STYLES.get(point.verdict, "")),
         Text("" if size is None else units.size(size)),
-        Text("" if sqnr is None else "exact" if sqnr >= EXACT_DB else decibels(sqnr)),
+        Text("" if sqnr is None else level(sqnr)),
         Text("" if point.top1_agreement is None else units.percent(point.top1_agreement)),
         Text("" if point.perplexity is None else f"{point.perplexity:,.4g}"),
     )

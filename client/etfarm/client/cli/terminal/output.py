@@ -25,6 +25,9 @@ LEAST_WIDTH = 8
 LEAST_WRAPPED_WIDTH = 20
 """Minimum width of a column that wraps: narrower sentences take too many lines."""
 
+VERDICT_STYLES = {"VALID": "green", "INVALID": "bold red", "NOT_BENCHMARKABLE": "yellow"}
+"""Styles of a verdict's status."""
+
 
 class PlainConsole(Console):
     """A console on which only rich itself controls the terminal.

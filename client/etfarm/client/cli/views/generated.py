@@ -9,11 +9,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from etfarm.client.cli.terminal.output import VERDICT_STYLES
 from etfarm.client.formats import generation, units
 
 Json = Mapping[str, Any]
-
-_STYLES = {"VALID": "green", "INVALID": "bold red", "NOT BENCHMARKABLE": "yellow"}
 
 
 def points(document: Json) -> RenderableType:
@@ -24,7 +23,7 @@ def points(document: Json) -> RenderableType:
     table.add_row(*(Text(name, style="dim") for name in generation.COLUMNS))
     for row in generation.rows(document):
         *cells, verdict = row
-        table.add_row(*cells, Text(verdict, style=_STYLES.get(verdict, "red")))
+        table.add_row(*cells, Text(verdict, style=VERDICT_STYLES.get(verdict.replace(" ", "_"), "red")))
     return table
 
 

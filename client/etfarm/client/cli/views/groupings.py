@@ -158,7 +158,7 @@ def _name(group: views.Group, by: str) -> str:
     if by == "type":
         return " + ".join(answers.short_type(name) for name in group.key.split(" + "))
     if by == "backend" and group.key not in (views.NOT_DELEGATED, views.NOT_EXPLAINED):
-        return render.backend_name(group.key)
+        return answers.backend_name(group.key)
     return group.key
 
 

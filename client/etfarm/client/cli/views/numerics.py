@@ -12,9 +12,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from etfarm.client.formats import gaps, sentences, units
+from etfarm.client.formats import answers, gaps, sentences, units
 from etfarm.client.formats.gaps import Operator
-from etfarm.wire.sqnr import EXACT_DB, decibels
+from etfarm.wire.sqnr import decibels, level
 
 Json = Mapping[str, Any]
 
@@ -22,7 +22,6 @@ WORST: Final = 5
 """Default number of shown operators, beside the first bad one."""
 
 _QUANTIZATION: Final = ("quantize", "dequantize", "choose_qparams")
-_REFERENCES: Final = {"QUANTIZED": "quantized program", "EAGER": "program before quantization"}
 _LEAST_CODE: Final = 12
 """Minimum number of characters of a shown line of code; fewer are not useful."""
 
@@ -49,7 +48,7 @@ def accuracy(output: Json) -> str:
     if output["cosine"] is not None:
         parts.append(f"cosine {output['cosine']:.6f}")
     if output["top1_agreement"] is not None:
-        parts.append(f"top-1 agrees {units.percent(output['top1_agreement']).replace('.0 %', ' %')}")
+        parts.append(sentences.top1(output["top1_agreement"]))
     return f"{name}: {', '.join(parts) or 'not comparable'}, against the {output['reference']}{remark}"
 
 
@@ -80,7 +79,7 @@ def gap(document: Json, *, width: int, top: int, job: str = "") -> RenderableTyp
 
 def _answer(operators: Sequence[Operator], numerics: Json) -> Text:
     text = Text("numerics  ", style="bold")
-    against = _REFERENCES["QUANTIZED" if any("QUANTIZED" in operator.rows for operator in operators) else "EAGER"]
+    against = answers.REFERENCES["QUANTIZED" if any("QUANTIZED" in operator.rows for operator in operators) else "EAGER"]
     threshold = f"{numerics['threshold_db']:g} dB" if numerics["threshold_db"] is not None else "the threshold"
     bad = next((operator for operator in operators if operator.judged["first_bad"]), None)
     if bad is None:
@@ -148,7 +147,7 @@ def _snr(row: Json | None) -> str:
         return ""
     if row["snr_db"] is None:
         return "-"
-    return "exact" if row["snr_db"] >= EXACT_DB else decibels(row["snr_db"])
+    return level(row["snr_db"])
 
 
 def _number(value: float | None) -> str:

@@ -7,12 +7,11 @@ from typing import Any
 
 from rich.text import Text
 
+from etfarm.client.cli.terminal.output import VERDICT_STYLES
 from etfarm.client.formats import sentences, units
 from etfarm.wire.comparison.numbers import ratio_text
 
 Json = Mapping[str, Any]
-
-_STYLES = {"VALID": "green", "INVALID": "bold red", "NOT BENCHMARKABLE": "yellow"}
 
 
 def comparisons(documents: Iterable[Json]) -> dict[str, Text]:
@@ -35,8 +34,11 @@ def comparisons(documents: Iterable[Json]) -> dict[str, Text]:
         text.append("  ").append(meaning, style)
         rounds, pairs = units.count(paired["rounds"], "round"), units.count(paired["process_pairs"], "process pair")
         text.append(f"  {rounds}, {pairs}", "not bold dim")
-        if (status := _status([document, *([base] if base else [])])) is not None:
-            text.append("  (", "not bold").append(status, _STYLES.get(status, "")).append(")", "not bold")
+        verdicts = (each["verdict"] for each in (document, base) if each is not None and each["verdict"])
+        if (status := sentences.worst_status(verdict["status"] for verdict in verdicts if verdict["status"])) is not None:
+            text.append("  (", "not bold").append(status.replace("_", " "), VERDICT_STYLES.get(status, "")).append(
+                ")", "not bold"
+            )
         texts[cell] = text
     return texts
 
@@ -65,10 +67,3 @@ def _names(document: Json, base: Json | None, cells: Sequence[str]) -> tuple[str
 
 def _model(document: Json) -> str:
     return str(document["model"]["name"]) if document["model"] else "?"
-
-
-def _status(documents: Sequence[Json]) -> str | None:
-    """Return VALID if all are, else the first other status; None without a verdict."""
-    known = [str(each["verdict"]["status"]) for each in documents if each["verdict"] and each["verdict"]["status"]]
-    worst = next((status for status in known if status != "VALID"), "VALID" if known else None)
-    return None if worst is None else worst.replace("_", " ")

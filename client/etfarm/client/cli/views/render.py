@@ -14,9 +14,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from etfarm.client.cli.terminal.output import VERDICT_STYLES
 from etfarm.client.cli.views import compiled as compiling
 from etfarm.client.cli.views import generated, measured, numerics, paired
 from etfarm.client.formats import answers, generation, sentences, units
+from etfarm.wire import comparison
 
 TOP = 10
 """Default number of shown operators."""
@@ -40,10 +42,6 @@ _UNRESOLVED = "UNRESOLVED"
 """The kind of the row for kernels that are too short to measure."""
 
 Json = Mapping[str, Any]
-
-_STATE_STYLES = {"VALID": "green", "INVALID": "bold red", "NOT_BENCHMARKABLE": "yellow"}
-_BACKENDS = {"XnnpackBackend": "XNNPACK", "CoreMLBackend": "Core ML", "QnnBackend": "QNN", "EthosUBackend": "Ethos-U"}
-"""Common names of backends, where they differ from their classes' names."""
 
 
 def reports(
@@ -123,16 +121,7 @@ def report(
 
 def label(document: Json) -> str:
     """Return a label of the measurement: `resnet8 · xnnpack_fp32 · pi5-a (Cortex-A76, 4 threads)`."""
-    model = document["model"]["name"] if document["model"] else "?"
-    device = document["device"]
-    # A job without devices covers all methods, whatever its cell's method name.
-    method = document["method"] if document["method"] not in (None, "forward") and device else None
-    place = None
-    if device:
-        chip = device["soc"] or device["arch"]
-        threads = f", {units.count(document['threads'], 'thread')}" if document["threads"] else ""
-        place = f"{device['name'] or device['id'][:12]} ({chip}{threads})"
-    return " · ".join(part for part in (model, document["recipe"], method, place) if part)
+    return comparison.label({**document, "model": document["model"] and document["model"]["name"]})
 
 
 def headline(document: Json, width: int) -> RenderableType:
@@ -168,7 +157,7 @@ def headline(document: Json, width: int) -> RenderableType:
 
 def _append_verdict(text: Text, document: Json) -> None:
     if (verdict := document["verdict"]) and verdict["status"]:
-        text.append("  ").append(verdict["status"].replace("_", " "), _STATE_STYLES.get(verdict["status"], ""))
+        text.append("  ").append(verdict["status"].replace("_", " "), VERDICT_STYLES.get(verdict["status"], ""))
 
 
 def operators(rows: Sequence[Json], *, width: int, top: int = TOP) -> RenderableType:
@@ -232,11 +221,6 @@ def _times(rows: Sequence[Json]) -> list[str]:
         for time, row in zip(units.column([answers.time_ns(row) for row in rows]), rows, strict=True)
     ]
     return [f"{time} {precision:>{width}}" if width else time for time, precision in zip(times, precisions, strict=True)]
-
-
-def backend_name(backend: str) -> str:
-    """Return the common name of a backend: `XNNPACK`."""
-    return _BACKENDS.get(backend, backend.removesuffix("Backend"))
 
 
 def error_text(error: Json) -> Text:
@@ -320,7 +304,7 @@ def _name(row: Json) -> str:
 def _backend(row: Json) -> str:
     if row["kind"] in ("REST", "KERNEL", _UNRESOLVED):
         return ""  # the same as that of its delegate, right above
-    return backend_name(str(row["backend"] or "portable"))
+    return answers.backend(row)
 
 
 def _place(row: Json) -> str:
