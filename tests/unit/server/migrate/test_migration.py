@@ -272,8 +272,8 @@ def test_a_farm_of_a_newer_etfarm_is_refused(farm: FarmDatabase, database: Datab
         move(farm, LOCAL, Place(database, None))
 
 
-def trying_to_lead(database: DatabaseUrl, led: list[bool]) -> OnProgress:
-    """Return a callback that tries once to lead the farm, which takes seconds, and records whether it does."""
+def leading_once(database: DatabaseUrl, led: list[bool]) -> OnProgress:
+    """Let a server try to lead at the first progress of a move."""
 
     def lead(happening: str, done: int, total: int) -> None:
         if not led:
@@ -290,13 +290,13 @@ def test_a_farm_with_a_server_is_not_moved_and_none_leads_meanwhile(farm: FarmDa
         move(farm, scaled, LOCAL)
     end_in_order(database, token)
     led = list[bool]()
-    move(farm, scaled, LOCAL, trying_to_lead(database, led))
+    move(farm, scaled, LOCAL, leading_once(database, led))
     assert led == [False] and contents(farm) == before
 
 
 def test_none_leads_an_unused_database_while_a_farm_is_moved_to_it(farm: FarmDatabase, database: DatabaseUrl) -> None:
     led = list[bool]()
-    move(farm, LOCAL, Place(database, None), trying_to_lead(database, led))
+    move(farm, LOCAL, Place(database, None), leading_once(database, led))
     assert led == [False] and try_to_lead(database)
 
 
