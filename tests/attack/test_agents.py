@@ -113,6 +113,7 @@ async def test_a_silent_agents_identity_and_devices_cannot_be_taken_with_another
     await leave(again)
 
 
+@pytest.mark.remedy("DEVICE_CONNECTED")
 async def test_an_admin_moves_an_identity_and_forgets_devices(channels: dict[str, grpc.aio.Channel]) -> None:
     admin = agent_pb2_grpc.AgentServiceStub(channels["root"])
     old = Agent(channels["rack"], "moved")
@@ -285,6 +286,7 @@ async def downloads(channel: grpc.aio.Channel, wanted: str) -> str:
     return ""
 
 
+@pytest.mark.remedy("ARTIFACT_NOT_OF_ATTEMPT")
 async def test_an_agent_can_only_download_its_attempts_artifacts(channels: dict[str, grpc.aio.Channel]) -> None:
     artifacts = artifact_pb2_grpc.ArtifactServiceStub(channels["ann"])
     data, private = program("conv").path.read_bytes(), b"a model of ann's that no device has asked for"

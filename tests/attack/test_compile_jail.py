@@ -88,9 +88,12 @@ async def nothing_is_left(workers: Workers) -> None:
     assert (await workers.describe_jail()).measures
 
 
+@pytest.mark.remedy("CHILD_TOO_MANY_PROCESSES")
 async def test_a_fork_bomb_ends_as_an_error_of_its_job(limited: Workers) -> None:
     with refuses("CHILD_TOO_MANY_PROCESSES", match="64 processes"):
         await limited.run(f"{TASKS}:fork_a_lot", None, deadline_s=120)
+    async with await limited.run(f"{TASKS}:fork_a_lot", 2, deadline_s=120) as finished:  # with fewer threads
+        assert finished.result == b"2 forks"
     await nothing_is_left(limited)
 
 

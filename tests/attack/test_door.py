@@ -396,6 +396,7 @@ async def test_only_its_owner_and_an_admin_rotate_a_token(door: Door, admin: grp
         assert error.reason == "TOKEN_NOT_FOUND"
 
 
+@pytest.mark.remedy("BAD_TOKEN_REQUEST")
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
@@ -414,6 +415,7 @@ async def test_an_invalid_token_definition_is_refused(admin: grpc.aio.Channel, v
     request = token_pb2.CreateTokenRequest(**{"role": common_pb2.ROLE_USER, **values})
     error = await refusal(token_pb2_grpc.TokenServiceStub(admin).Create(request))
     assert error.reason == reason
+    assert (await create(admin, "eve")).secret
 
 
 async def test_secrets_are_not_in_the_database_and_tokens_outlive_the_server(new_door: NewDoor, tmp_path: Path) -> None:
@@ -427,6 +429,7 @@ async def test_secrets_are_not_in_the_database_and_tokens_outlive_the_server(new
             assert (await farm_info(channel)).principal.name == "eve"
 
 
+@pytest.mark.remedy("NOT_AN_ENROLMENT_TOKEN")
 async def test_an_enrolment_token_enrolls_a_single_agent(door: Door, admin: grpc.aio.Channel) -> None:
     created = await create(admin, "board-7", common_pb2.ROLE_AGENT, enrolment=True)
     assert created.secret.startswith("etfe_")
@@ -466,6 +469,7 @@ async def test_an_enrolment_token_enrolls_a_single_agent(door: Door, admin: grpc
         assert (await refusal(farm_info(channel))).reason == "UNAUTHENTICATED"
 
 
+@pytest.mark.remedy("AGENT_BOUND")
 async def test_an_enrolment_token_cannot_take_a_known_agents_identity(door: Door, admin: grpc.aio.Channel) -> None:
     stream = agent_pb2_grpc.AgentServiceStub(admin).Connect()
     device = device_pb2.Device(id="door-pi", name="door-pi", arch="aarch64")
@@ -479,6 +483,14 @@ async def test_an_enrolment_token_cannot_take_a_known_agents_identity(door: Door
             agent_pb2.EnrollAgentRequest(protocol_version=PROTOCOL_VERSION, agent_id="old-agent")
         )
         assert (await refusal(enroll)).reason == "AGENT_BOUND"
+        bound = await agent_pb2_grpc.AgentServiceStub(admin).BindAgent(
+            agent_pb2.BindAgentRequest(agent_id="old-agent", principal="thief")
+        )
+        assert bound.principal == "thief"
+        enroll = agent_pb2_grpc.AgentServiceStub(channel).Enroll(
+            agent_pb2.EnrollAgentRequest(protocol_version=PROTOCOL_VERSION, agent_id="old-agent")
+        )
+        assert (await enroll).token
 
 
 # The audit log

@@ -252,11 +252,15 @@ async def test_a_node_that_lies_is_refused_and_its_task_is_done_elsewhere(tmp_pa
     assert list(tmp_path.iterdir()) == [tmp_path / "jobs"]
 
 
+@pytest.mark.remedy("COMPILE_NODE_LOST")
 async def test_a_farm_of_liars_is_the_farms_fault(tmp_path: Path) -> None:
     async with running(tmp_path, *(Actor(**LIES["one name twice"]) for _ in range(3))) as pool:
         with pytest.raises(EtfarmError) as raised:
             await pool.run("m:f", None, deadline_s=30)
     assert (raised.value.fault, raised.value.reason) == (Fault.FARM, "COMPILE_NODE_LOST")
+    (again := tmp_path / "again").mkdir()
+    async with running(again, Actor()) as pool, await pool.run("m:f", None, deadline_s=30) as finished:
+        assert finished.result == b"done", "it is tried again once there are other nodes"
 
 
 CHANNELS: dict[str, list[tuple[bytes, bytes]]] = {

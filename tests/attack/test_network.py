@@ -87,6 +87,7 @@ async def test_a_stolen_token_does_not_reveal_its_replacement(door: Door, admin:
         await call(channel, "FarmService.GetServerInfo")
 
 
+@pytest.mark.remedy("PROJECTS_CHANGED")
 async def test_an_open_stream_ends_when_its_caller_leaves_the_project(door: Door, admin: grpc.aio.Channel) -> None:
     projects = project_pb2_grpc.ProjectServiceStub(admin)
     for name in ("alpha", "beta"):

@@ -63,6 +63,7 @@ def test_a_server_does_not_start_without_the_mandatory_measure(tmp_path: Path) -
     assert "problem: " in checked.stdout
 
 
+@pytest.mark.remedy("JAIL_INCOMPLETE")
 def test_an_incomplete_required_jail_is_fatal(tmp_path: Path) -> None:
     arguments = ["--require-jail", "--listen", "127.0.0.1:0", "--data", str(tmp_path / "data")]
     ended = serve("mount", "--no-bundle", "--exit-with-stdin", *arguments)
@@ -70,6 +71,8 @@ def test_an_incomplete_required_jail_is_fatal(tmp_path: Path) -> None:
     assert "mounts" in ended.stderr
     assert "--no-require-jail" in ended.stderr
     assert "listening" not in ended.stdout
+    started = serve("bpf", "--no-bundle", "--exit-with-stdin", *arguments)  # a host with all measures
+    assert started.returncode == 0 and "listening on 127.0.0.1:" in started.stdout
 
 
 @pytest.mark.parametrize("arguments", [["--require-jail"], ["--insecure", "--listen", "0.0.0.0:0"]])

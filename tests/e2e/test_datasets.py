@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -339,6 +340,7 @@ def test_a_folder_of_inputs_yields_outputs_of_the_same_names(pair: FarmProcess, 
     assert 0 < dataset["busy_share"] < 1
 
 
+@pytest.mark.remedy("SAMPLES_FAILED")
 def test_an_invalid_file_is_named_and_earlier_outputs_are_kept(pair: FarmProcess, tmp_path: Path) -> None:
     write(tmp_path / "in", wrong=3)
     (tmp_path / "in" / "4.npz").write_bytes(b"PK nothing")
@@ -355,6 +357,9 @@ def test_an_invalid_file_is_named_and_earlier_outputs_are_kept(pair: FarmProcess
     assert document["error"]["reason"] == "SAMPLES_FAILED"
     failed = [(one["index"], one["name"], one["error"]["reason"]) for one in document["dataset"]["failed"]]
     assert failed == [(3, "3.npz", "INPUT_MISMATCH"), (4, "4.npz", "INPUT_FILE_UNREADABLE")]
+    for name in ("3.npz", "4.npz"):  # the samples are corrected
+        shutil.copy(tmp_path / "in" / "2.npz", tmp_path / "in" / name)
+    assert etfarm(*command, "--keep-going", cwd=tmp_path).returncode == 0
 
 
 def test_ctrl_c_keeps_finished_outputs_and_releases_the_devices(pair: FarmProcess, tmp_path: Path) -> None:

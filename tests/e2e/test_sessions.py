@@ -26,6 +26,7 @@ from etfarm.wire.sessions import INLINE_BYTES
 from tests.support import models
 from tests.support.farm import PROMPTLY_S, FarmProcess, etfarm, runners, wait_until
 from tests.support.programs import Program, program
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.slow(reason="sessions of two farms call programs on real runners")
 
@@ -243,12 +244,13 @@ def test_a_loop_of_no_or_too_many_iterations_is_refused(open_session: Open, iter
         assert refused.value.reason == "BAD_CALL"
 
 
+@pytest.mark.remedy("SESSION_CLOSED")
 def test_a_call_of_a_closed_session_is_refused(open_session: Open) -> None:
-    session = open_session(program("add").path)
+    session = open_session(program("counter").path)
     with session as opened:
-        pass
+        assert opened.run("forward", ZERO)
     with pytest.raises(EtfarmError) as refused:
-        opened.run("forward")
+        opened.run("forward", ZERO)
     assert refused.value.reason == "SESSION_CLOSED"
 
 
@@ -283,11 +285,18 @@ def test_a_local_session_ends_without_output_on_stderr() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_local_session_needs_a_compiled_program(tmp_path: Path) -> None:
+@pytest.mark.remedy("LOCAL_NEEDS_PROGRAM", "LOCAL_RUNNER_FAILED")
+def test_a_local_session_needs_a_compiled_program_and_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = models.save(models.conv, tmp_path / "conv.pt2")
     with pytest.raises(EtfarmError, match="is not compiled") as refused, LocalSession(path):
         pass
     assert refused.value.reason == "LOCAL_NEEDS_PROGRAM"
+    with monkeypatch.context() as without_agent:
+        without_agent.setattr(sys, "executable", "/bin/false")
+        with refuses("LOCAL_RUNNER_FAILED"), LocalSession(program("counter").path):
+            pass
+    with LocalSession(program("counter").path) as session:
+        assert session.run("forward", ZERO)[0].item() == 1.0
 
 
 def test_without_a_compiler_the_python_binding_serves_a_local_session(
@@ -396,6 +405,7 @@ def test_two_callers_queue_for_one_device(farm: FarmProcess) -> None:
     assert got == [1.0], "its state is its own"
 
 
+@pytest.mark.remedy("SESSION_IDLE")
 def test_an_idle_session_ends_and_frees_its_device(farm: FarmProcess) -> None:
     with farm.client() as client, client.session(program("counter").path, idle_timeout_s=2.5) as session:
         assert session.run("forward", ZERO)[0].item() == 1.0
@@ -403,6 +413,8 @@ def test_an_idle_session_ends_and_frees_its_device(farm: FarmProcess) -> None:
         with pytest.raises(EtfarmError, match=r"2\.5 s") as ended:
             session.run("forward", ZERO)
         assert ended.value.reason == "SESSION_IDLE"
+        with client.session(program("counter").path, idle_timeout_s=60.0) as again:
+            assert again.run("forward", ZERO)[0].item() == 1.0
 
 
 @pytest.mark.parametrize(

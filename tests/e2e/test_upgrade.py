@@ -67,8 +67,10 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
             yield Opened(folder, farm, client)
 
 
+@pytest.mark.remedy("DATABASE_TOO_OLD")
 @pytest.mark.parametrize("name", JOBS)
 def test_an_old_job_has_an_equal_document(opened: Opened, name: str) -> None:
+    # The farm's server refused the data folder before it was converted: see `opened`.
     before = opened.documents[name]
     after = opened.client.job(before["job"]["id"]).result().json()
     assert known_part(after["reports"], before["reports"]) == before["reports"]

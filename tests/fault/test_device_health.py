@@ -141,6 +141,7 @@ def test_a_users_program_that_crashes_leaves_the_device_good(farm: FarmProcess, 
         assert len(client.device_health("board-0")) == before, "not even an event"
 
 
+@pytest.mark.remedy("WRONG_OUTPUTS")
 def test_a_device_with_wrong_outputs_is_quarantined_and_readmitted_once_it_is_right(farm: FarmProcess, tmp_path: Path) -> None:
     broken, model = tmp_path / "broken", tmp_path / "add.pte"
     model.write_bytes(program("add").bytes)

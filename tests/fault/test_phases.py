@@ -181,6 +181,7 @@ def test_a_run_starts_again_after_the_death_of_its_agent(struck: StruckFarm, pha
     assert struck.end_of(job_id) in {"UPLOAD": (SUCCESS, again), "ANALYZE": (SUCCESS,)}.get(phase, (again,))
 
 
+@pytest.mark.remedy("DEVICE_RUNNER_KILLED")
 def test_a_run_starts_again_after_the_death_of_a_runner_that_has_not_loaded_its_program(struck: StruckFarm) -> None:
     with struck.job_in("LOAD") as job_id:
         for pid in launchers(struck.agent_pid):

@@ -204,6 +204,7 @@ def test_a_killed_server_ends_the_session_and_serves_new_ones_after_a_restart(br
     assert works_again(breakable)
 
 
+@pytest.mark.remedy("SERVER_STOPPED")
 def test_a_stopping_server_ends_its_sessions_with_a_reason(breakable: FarmProcess) -> None:
     breakable.start()
     assert breakable.server is not None
@@ -214,6 +215,9 @@ def test_a_stopping_server_ends_its_sessions_with_a_reason(breakable: FarmProces
         with pytest.raises(EtfarmError) as stopped:
             session.run("forward", ZERO)
         assert stopped.value.reason == "SERVER_STOPPED"
+    breakable.restart()
+    breakable.agents[0].expect("connected to")
+    assert works_again(breakable)
 
 
 async def test_a_session_belongs_to_its_owner(tmp_path: Path, credentials: Credentials) -> None:

@@ -82,6 +82,7 @@ async def outcomes(channel: grpc.aio.Channel) -> dict[str, EtfarmError | None]:
         return dict(zip(RPCS, await asyncio.gather(*map(outcome, RPCS)), strict=True))
 
 
+@pytest.mark.remedy("UNAUTHENTICATED")
 @pytest.mark.parametrize("token", ["", "of-nobody-0123456789", TOKENS["admin"] + "x"])
 async def test_without_a_known_token_every_rpc_is_unauthenticated(guarded: Guarded, token: str) -> None:
     async with guarded.channel(token) as channel:
@@ -95,6 +96,9 @@ async def test_without_a_known_token_every_rpc_is_unauthenticated(guarded: Guard
         assert error is not None, rpc
         assert (error.reason, error.kind, error.fault) == ("UNAUTHENTICATED", "UNAUTHENTICATED", "USER"), rpc
         assert "ETFARM_TOKEN" in error.remedy
+    async with guarded.channel(TOKENS["admin"]) as channel:
+        answers = await outcomes(channel)
+    assert not any(error is not None and error.reason == "UNAUTHENTICATED" for error in answers.values())
 
 
 @pytest.mark.parametrize("role", ROLES_OF_PEOPLE)

@@ -261,13 +261,16 @@ async def test_a_push_to_a_full_phone_fails_and_leaves_no_file(adb_phone: AdbPho
     assert (adb_phone.files / "small/few").read_bytes() == b"fits"
 
 
+@pytest.mark.remedy("PHONE_FILE_REFUSED")
 async def test_a_read_only_folder_is_refused_with_an_alternative(adb_phone: AdbPhone) -> None:
     adb_phone.add_storage("/system/vendor", 1 << 20, writable=False)
     with pytest.raises(adb.PhoneFileRefused, match="Read-only file system") as refused:
         await adb_phone.server.push(adb_phone.serial, MANY, "/system/vendor/x")
     assert "/data/local/tmp" in refused.value.remedy
+    await adb_phone.server.push(adb_phone.serial, MANY, f"{FOLDER}/x")
 
 
+@pytest.mark.remedy("PHONE_FILE_MISSING")
 async def test_a_failed_pull_leaves_no_file(adb_phone: AdbPhone, tmp_path: Path) -> None:
     (tmp_path / "kept").write_bytes(b"old")
     with pytest.raises(adb.PhoneFileMissing, match="No such file"):
@@ -278,6 +281,9 @@ async def test_a_failed_pull_leaves_no_file(adb_phone: AdbPhone, tmp_path: Path)
         await adb_phone.server.pull(adb_phone.serial, "/dev/zero", tmp_path / "kept", max_bytes=1 << 20)
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
     assert (tmp_path / "kept").read_bytes() == b"old"
+    await adb_phone.server.push(adb_phone.serial, b"new", f"{FOLDER}/nothing")
+    await adb_phone.server.pull(adb_phone.serial, f"{FOLDER}/nothing", tmp_path / "kept")
+    assert (tmp_path / "kept").read_bytes() == b"new"
 
 
 async def test_losing_a_phone_ends_its_command_at_once(adb_phone: AdbPhone) -> None:
@@ -373,6 +379,7 @@ async def test_a_cancelled_pull_leaves_no_local_file(adb_phone: AdbPhone, tmp_pa
     assert (await server.run(serial, "true", deadline_s=SECONDS)).exit_code == 0
 
 
+@pytest.mark.remedy("ADB_SERVER_MISSING", "PHONE_GONE")
 async def test_a_killed_adb_server_ends_all_calls_and_is_usable_after_a_restart(adb_phone: AdbPhone) -> None:
     server, serial = adb_phone.server, adb_phone.serial
     process = await server.shell(serial, "echo here; exec sleep 1000")
@@ -391,6 +398,7 @@ async def test_a_killed_adb_server_ends_all_calls_and_is_usable_after_a_restart(
     assert (await server.run(serial, "true", deadline_s=SECONDS)).exit_code == 0
 
 
+@pytest.mark.remedy("ADB_REFUSED")
 async def test_a_phone_is_unauthorized_until_its_owner_accepts(adb_phone: AdbPhone) -> None:
     server, serial = adb_phone.server, adb_phone.lock()
     async with contextlib.aclosing(server.track()) as lists:
@@ -547,6 +555,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.remedy("ADB_MISSING")
 @pytest.mark.parametrize("installed", [True, False])
 def test_the_server_is_started_where_adb_is_installed(adb_phone: AdbPhone, installed: bool) -> None:
     # In the phone's network: at the default address of a server that ends with the phone.

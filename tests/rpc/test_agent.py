@@ -197,6 +197,7 @@ async def test_a_cancelled_run_frees_the_device_within_a_second(server: Server, 
     assert min(took_s) < 1.0, took_s
 
 
+@pytest.mark.remedy("DEVICE_BUSY", "CANCELLED", "DEVICE_UNKNOWN")
 async def test_runs_that_are_not_measured_share_a_device_and_others_do_not(server: Server, launch: Launch) -> None:
     await launch("--concurrent-runs", "2")
     connection = await server.connected()
@@ -215,6 +216,9 @@ async def test_runs_that_are_not_measured_share_a_device_and_others_do_not(serve
     connection.start("a5", add, measurement=SHORT, deadline_s=60)
     for measured in ("a4", "a5"):
         assert (await connection.result(measured)).error.reason == "DEVICE_BUSY", "a measurement is alone"
+    connection.start("b6", add, deadline_s=60, device_id="elsewhere")
+    assert (await connection.result("b6")).error.reason == "DEVICE_UNKNOWN"
+    # Once more, as the farm places it, or as its user submits it.
     connection.start("a6", add, deadline_s=60)
     server.away = False
     for attempt in ("a2", "a6"):

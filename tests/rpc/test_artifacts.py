@@ -147,11 +147,14 @@ async def test_an_upload_of_a_stored_artifact_returns_without_reading_data(serve
     assert answer.complete
 
 
+@pytest.mark.remedy("NO_HEADER", "BAD_UPLOAD")
 async def test_an_upload_begins_with_a_single_header(served: Served) -> None:
     assert (await served.upload_error()).reason == "NO_HEADER"
     assert (await served.upload_error(chunk(0, DATA))).reason == "NO_HEADER"
     assert (await served.upload_error(header(), chunk(0, DATA[:5]), header())).reason == "BAD_UPLOAD"
     assert (await served.status()).committed_bytes == 5
+    await chunks.upload(served.stub, ARTIFACT, DATA)
+    assert (await served.status()).committed_bytes == len(DATA)
 
 
 async def test_uploads_are_refused_as_the_contract_says(served: Served) -> None:
@@ -310,6 +313,7 @@ async def test_a_forged_page_token_is_refused(served: Served, token: str) -> Non
     assert (error.reason, error.kind) == ("BAD_PAGE_TOKEN", "INVALID_ARGUMENT")
 
 
+@pytest.mark.remedy("UPLOAD_IDLE")
 async def test_a_silent_upload_times_out_and_keeps_its_bytes(tmp_path: Path) -> None:
     async with serving(tmp_path, StoreLimits(upload_idle_s=0.3)) as served:
         silent = served.stub.Upload()

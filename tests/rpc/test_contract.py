@@ -244,10 +244,39 @@ async def test_the_server_reports_its_version_and_the_caller(channel: grpc.aio.C
     assert (info.devices_known, info.live_jobs) == (len(listed.devices), 0)
 
 
+@pytest.mark.remedy("BAD_RETIREMENT", "BAD_UPGRADE")
+@pytest.mark.parametrize(
+    ("rpc", "reason", "wrong", "right", "following"),
+    [
+        ("DeviceService.Retire", "BAD_RETIREMENT", device_pb2.RetireDeviceRequest(device_id="nothing", drain_s=-1.0),
+         device_pb2.RetireDeviceRequest(device_id="nothing", drain_s=60.0), "DEVICE_NOT_FOUND"),
+        ("AgentService.UpgradeAgent", "BAD_UPGRADE", agent_pb2.UpgradeAgentRequest(digest=ABSENT, time_limit_s=1.0),
+         agent_pb2.UpgradeAgentRequest(digest=ABSENT, time_limit_s=60.0), "ARTIFACT_MISSING"),
+    ],
+)  # fmt: skip
+async def test_a_time_within_the_bounds_is_taken(
+    channel: grpc.aio.Channel, rpc: str, reason: str, wrong: Message, right: Message, following: str
+) -> None:
+    assert (await refusal(channel, rpc, wrong))[0].reason == reason
+    assert (await refusal(channel, rpc, right))[0].reason == following, "what is looked at next"
+
+
+@pytest.mark.remedy("NO_HELLO")
+async def test_an_agent_that_begins_with_its_introduction_is_welcomed(channel: grpc.aio.Channel) -> None:
+    silent = agent_pb2.AgentMessage(heartbeat=agent_pb2.Heartbeat())
+    assert (await refusal(channel, "AgentService.Connect", silent))[0].reason == "NO_HELLO"
+    hello = agent_pb2.Hello(agent_id="introduced", protocol_version=PROTOCOL_VERSION, boot_id="here")
+    (welcome, *_) = await call(channel, "AgentService.Connect", agent_pb2.AgentMessage(hello=hello))
+    assert welcome.HasField("welcome")
+
+
+@pytest.mark.remedy("UNIMPLEMENTED")
 async def test_an_unknown_method_is_unimplemented(channel: grpc.aio.Channel) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as failed:
         await channel.unary_unary("/etfarm.v1.JobService/Nothing")(b"")
     assert failed.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert from_rpc_error(failed.value, server="here").reason == "UNIMPLEMENTED"
+    await call(channel, "FarmService.GetServerInfo")  # which this server has
 
 
 async def test_malformed_messages_are_refused_and_the_server_continues(channel: grpc.aio.Channel) -> None:

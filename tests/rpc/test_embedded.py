@@ -196,6 +196,7 @@ async def test_a_killed_command_ends_its_farm(place: Place) -> None:
     assert _processes(place) == []
 
 
+@pytest.mark.remedy("EMBEDDED_FARM_FAILED")
 async def test_a_killed_supervisor_ends_its_children_and_is_reported(place: Place) -> None:
     lease = await join()
     os.kill(_supervisor(place), signal.SIGKILL)

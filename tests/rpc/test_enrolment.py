@@ -105,6 +105,7 @@ async def test_a_second_agent_cannot_enroll_with_a_used_token(address: str, tmp_
     assert len(await agents_of(address, "board-2")) == 1
 
 
+@pytest.mark.remedy("PROTOCOL_UNSUPPORTED")
 async def test_an_agent_that_the_server_does_not_understand_keeps_its_enrolment_token(address: str) -> None:
     one_time = await enrolment_token(address, "board-3")
     async with open_channel(Access(address, one_time)) as channel:

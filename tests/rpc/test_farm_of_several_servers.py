@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -82,6 +83,23 @@ def test_the_service_manager_of_each_server_hears_who_leads(tmp_path: Path, post
         leader.stop()
         until(1, "leading the farm")
         assert standby.daemon is not None and standby.daemon.stop() == 0
+
+
+@pytest.mark.remedy("OTHER_BLOBS")
+def test_a_server_takes_part_once_it_has_the_artifacts_of_the_others(
+    tmp_path: Path, postgres_databases: PostgresDatabases
+) -> None:
+    with farm(tmp_path, postgres_databases) as running:
+        running.add()
+        shared, running.blobs = running.blobs, tmp_path / "elsewhere"
+        running.blobs.mkdir()
+        with pytest.raises(AssertionError):
+            running.add()
+        refused = running.servers.pop()
+        assert "Give all servers of a farm the same --blobs" in refused.log
+        shutil.rmtree(refused.folder)
+        running.blobs = shared
+        running.add()
 
 
 async def test_each_server_names_all_of_them_the_leader_first(servers: Servers) -> None:

@@ -97,6 +97,7 @@ async def test_an_agent_is_welcomed(channel: grpc.aio.Channel) -> None:
     stream.close()
 
 
+@pytest.mark.remedy("NO_LEADER")
 async def test_calls_wait_for_a_leader_and_end_with_a_reason(server: Daemon, tmp_path: Path) -> None:
     async with standby_of(None, tmp_path, wait_s=1.0) as (channel, _, leadership):
         stub = farm_pb2_grpc.FarmServiceStub(channel)

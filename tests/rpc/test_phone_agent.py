@@ -114,6 +114,23 @@ async def test_files_on_the_phone_are_only_sent_again_if_damaged(server: Server,
     assert len(list((stored / "bundles").iterdir())) == 1
 
 
+@pytest.mark.remedy("PHONE_STORAGE_DAMAGED")
+async def test_a_phone_that_loses_what_is_written_is_named_and_runs_once_it_keeps_it(
+    server: Server, launch: Launch, adb_phone: AdbPhone
+) -> None:
+    connection, device_id = await ready(server, launch, adb_phone)
+    shim = adb_phone.files / "system/bin/sha256sum"
+    kept = shim.rename(shim.with_name("kept")) if shim.exists() else None
+    shim.write_text('#!/bin/sh\nfor file; do echo "$(printf %064d 0)  $file"; done\n')
+    shim.chmod(0o755)
+    connection.start("a1", server.candidate("conv"), deadline_s=60, device_id=device_id)
+    result = await connection.result("a1")
+    assert "PHONE_STORAGE_DAMAGED" in (result.error.reason, *(cell.error.reason for cell in result.candidates))
+    shim.unlink() if kept is None else kept.rename(shim)
+    connection.start("a2", server.candidate("conv"), deadline_s=60, device_id=device_id)
+    assert not (await connection.result("a2")).candidates[0].HasField("error")
+
+
 def _written(folder: Path) -> dict[str, int]:
     """Inodes and contents change when a file is written; times do with each use."""
     return {
@@ -154,6 +171,7 @@ async def test_a_cancelled_run_leaves_nothing_on_the_phone(server: Server, launc
     assert list((adb_phone.files / ROOT / "runs").iterdir()) == []
 
 
+@pytest.mark.remedy("DEVICE_GONE")
 async def test_a_phone_that_is_unplugged_fails_its_run_and_comes_back(
     server: Server, launch: Launch, adb_phone: AdbPhone
 ) -> None:
@@ -220,6 +238,7 @@ async def test_unplugging_a_phone_before_its_candidate_starts_fails_the_run(
     assert is_lost_before_its_result(connection, device_id)
 
 
+@pytest.mark.remedy("PHONE_SILENT")
 async def test_a_dead_link_is_detected_even_if_adb_does_not(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
     connection, device_id = await ready(server, launch, adb_phone)
     connection.start("a1", server.candidate("conv"), measurement=LONG, deadline_s=90, device_id=device_id)
@@ -236,6 +255,7 @@ async def test_a_dead_link_is_detected_even_if_adb_does_not(server: Server, laun
     )
 
 
+@pytest.mark.remedy("PHONE_TAKEN")
 async def test_a_phone_is_exclusive_until_its_agent_is_killed(
     server: Server, launch: Launch, adb_phone: AdbPhone, tmp_path: Path
 ) -> None:
@@ -300,10 +320,18 @@ async def test_a_custom_runner_replaces_the_bundles_runner(
     assert not list((adb_phone.files / ROOT / "bundles").iterdir())
 
 
-async def test_a_missing_custom_runner_is_reported(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
-    _, reported = await attached(server, launch, adb_phone, "--phone-runner", "/data/local/tmp/nothing")
+@pytest.mark.remedy("PHONE_RUNNER_UNUSABLE")
+async def test_a_missing_custom_runner_is_reported_and_used_once_it_is_there(
+    server: Server, launch: Launch, adb_phone: AdbPhone, runner_bundle: Bundle
+) -> None:
+    command = " ".join(Bundle(Path("/data/local/tmp/mine"), runner_bundle.manifest).command())
+    connection, reported = await attached(server, launch, adb_phone, "--phone-runner", command)
     problem = reported.device_update.device.problem
-    assert problem.reason == "PHONE_RUNNER_UNUSABLE" and "No such file" in problem.message and "adb push" in problem.remedy
+    assert problem.reason == "PHONE_RUNNER_UNUSABLE" and "adb push" in problem.remedy
+    shutil.copytree(runner_bundle.folder, adb_phone.files / "data/local/tmp/mine")
+    await adb_phone.disconnect()
+    await adb_phone.connect()
+    await connection.until(lambda m: bool(m.device_update.device.own_runners))
 
 
 async def test_a_full_phone_is_reported(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:

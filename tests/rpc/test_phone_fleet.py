@@ -111,6 +111,7 @@ async def test_an_unusable_phone_is_reported_once_despite_retries(
     assert len([message for message in received.messages if message.HasField("device_update")]) == 1
 
 
+@pytest.mark.remedy("PHONE_UNSUPPORTED")
 async def test_an_unusable_phone_is_retried_when_it_is_plugged_in_again(
     server: Server, adb_phone: AdbPhone, tmp_path: Path
 ) -> None:
@@ -123,6 +124,23 @@ async def test_an_unusable_phone_is_retried_when_it_is_plugged_in_again(
         await adb_phone.connect()
         served = await received.until(is_served)
     assert [refused.device_update.device.id, gone.device_gone.device_id] == [served.device_update.device.id] * 2
+
+
+@pytest.mark.remedy("PHONE_TOO_OLD")
+async def test_a_phone_without_exit_codes_is_served_once_its_android_is_newer(
+    server: Server, adb_phone: AdbPhone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def features(serial: str) -> set[str]:
+        return {"cmd"}  # as of Android 6
+
+    monkeypatch.setattr(adb_phone.server, "features", features)
+    async with followed(adb_phone, server, tmp_path, retry_s=NEVER_S, retry_last_s=NEVER_S) as received:
+        await received.until(tells("PHONE_TOO_OLD"))
+        monkeypatch.undo()
+        await adb_phone.disconnect()
+        await received.until(lambda message: message.HasField("device_gone"))
+        await adb_phone.connect()
+        await received.until(is_served)
 
 
 async def test_a_phone_is_retried_at_once_when_its_state_changes(server: Server, adb_phone: AdbPhone, tmp_path: Path) -> None:

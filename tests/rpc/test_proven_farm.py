@@ -185,6 +185,7 @@ async def test_a_token_of_before_is_bound_to_the_farm_where_it_connects_first(ho
             pass
 
 
+@pytest.mark.remedy("TOKEN_WITHHELD")
 async def test_without_tls_a_token_stays_with_its_address_and_the_refusal_says_so(home: Home, tmp_path: Path) -> None:
     board = Board(tmp_path / "board", None)
     with home.serving(tls=False) as former:
@@ -204,6 +205,7 @@ async def test_without_tls_a_token_stays_with_its_address_and_the_refusal_says_s
             pass
 
 
+@pytest.mark.remedy("FARM_NOT_PROVEN")
 async def test_another_farm_at_the_address_is_named_as_such_without_tls(home: Home, tmp_path: Path) -> None:
     board = Board(tmp_path / "board", None)
     with home.serving(tls=False) as address:

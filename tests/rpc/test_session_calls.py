@@ -114,6 +114,7 @@ async def test_calls_are_sent_to_the_device_in_sequence_and_answered_by_id(
     caller.events.cancel()
 
 
+@pytest.mark.remedy("SESSION_NOT_READY", "CALL_KNOWN")
 async def test_an_invalid_call_is_refused_by_name(
     channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
 ) -> None:
@@ -130,13 +131,17 @@ async def test_an_invalid_call_is_refused_by_name(
     assert await refusal(caller.call("y", inputs=large)) == "BAD_CALL"
     absent = session_pb2.SessionTensors(artifact=artifact_of(b"this was never uploaded"))
     assert await refusal(caller.call("y", inputs=absent)) == "ARTIFACT_MISSING"
-    caller.id = "somebody else's"
-    assert await refusal(caller.call("y")) == "SESSION_NOT_FOUND"
     serving.answer("x", 1)
     await under_way
+    own = caller.call("y")  # with an id of its own
+    serving.answer((await serving.call()).call_id, 2)
+    assert (await own).answer.run_ns == 2
+    caller.id = "somebody else's"
+    assert await refusal(caller.call("y")) == "SESSION_NOT_FOUND"
     caller.events.cancel()
 
 
+@pytest.mark.remedy("TOO_MANY_CALLS")
 async def test_calls_beyond_a_sessions_queue_are_refused_and_the_others_answered(ready: tuple[Caller, Serving]) -> None:
     caller, serving = ready
     calls = [caller.call(str(number)) for number in range(MAX_CALLS + 1)]
@@ -146,8 +151,12 @@ async def test_calls_beyond_a_sessions_queue_are_refused_and_the_others_answered
     for number in range(MAX_CALLS):
         serving.answer((await serving.call()).call_id, number)
     assert sorted([(await call).answer.run_ns for call in waiting]) == list(range(MAX_CALLS))
+    again = caller.call("again")
+    serving.answer((await serving.call()).call_id, 7)
+    assert (await again).answer.run_ns == 7
 
 
+@pytest.mark.remedy("BAD_ANSWER")
 async def test_an_answer_with_too_much_inline_does_not_reach_the_owner(ready: tuple[Caller, Serving]) -> None:
     caller, serving = ready
     for size, reason in (((1 << 20) + 1, "BAD_ANSWER"), (1 << 20, "")):
@@ -158,6 +167,7 @@ async def test_an_answer_with_too_much_inline_does_not_reach_the_owner(ready: tu
         assert (answer.error.reason, len(answer.outputs.inline)) == (reason, 0 if reason else size)
 
 
+@pytest.mark.remedy("BAD_SESSION")
 async def test_an_impossible_session_is_refused_before_its_first_event(
     channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
 ) -> None:
@@ -179,6 +189,10 @@ async def test_an_impossible_session_is_refused_before_its_first_event(
     }
     got = {reason: await refusal(Caller(channel, request).events.read()) for reason, request in reasons.items()}
     assert got == {reason: reason for reason in reasons}
+    caller = Caller(channel, wanted)
+    agent.serve(await agent.started())
+    await caller.event("ready")
+    caller.events.cancel()
 
 
 async def test_a_device_fault_before_ready_replaces_the_session_at_most_twice(
@@ -218,13 +232,21 @@ async def test_a_waiting_call_gets_the_reason_of_a_device_that_stops_serving(
     assert (await caller.event("ended")).ended.reason == "PROGRAM_OUT_OF_MEMORY"
 
 
-async def test_a_stream_that_ends_without_a_reason_loses_the_session(ready: tuple[Caller, Serving]) -> None:
+@pytest.mark.remedy("SESSION_LOST")
+async def test_a_stream_that_ends_without_a_reason_loses_the_session(
+    channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest, ready: tuple[Caller, Serving]
+) -> None:
     caller, serving = ready
     serving.stream.cancel()
     ended = (await caller.event("ended")).ended
     assert (ended.fault, ended.reason) == (common_pb2.FAULT_DEVICE, "SESSION_LOST")
+    again = Caller(channel, wanted)
+    agent.serve(await agent.started())
+    await again.event("ready")
+    again.events.cancel()
 
 
+@pytest.mark.remedy("NO_READY", "SESSION_SERVED", "SESSION_NOT_FOUND")
 async def test_a_stream_for_an_unknown_session_is_refused(
     channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
 ) -> None:

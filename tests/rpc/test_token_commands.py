@@ -153,6 +153,7 @@ def test_tokens_in_the_database_suffice_for_a_public_address(tmp_path: Path) -> 
     assert "--tokens" not in str(exposed.value)
 
 
+@pytest.mark.remedy("ADMIN_EXISTS")
 def test_a_second_admin_is_created_on_purpose_only(tmp_path: Path) -> None:
     init = ("tokens", "init", "--data", str(tmp_path / "data"))
     assert run(*init, "ann").returncode == 0

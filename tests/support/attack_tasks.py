@@ -430,14 +430,15 @@ def _raise() -> object:
 
 
 def fork_a_lot(request: object, folder: Path, emit: Emit) -> bytes:
-    """Fork until a fork fails; the forks wait for a pipe that ends with this process."""
+    """Fork `request` times, or until a fork fails; the forks wait for a pipe that ends with this process."""
     readable, writable = os.pipe()
-    for _ in range(MAX_FORKS):
+    forks = request if isinstance(request, int) else MAX_FORKS
+    for _ in range(forks):
         if os.fork() == 0:
             os.close(writable)
             os.read(readable, 1)
             os._exit(0)
-    return b"%d forks" % MAX_FORKS
+    return b"%d forks" % forks
 
 
 def fork_a_lot_and_swallow_it(request: object, folder: Path, emit: Emit) -> bytes:

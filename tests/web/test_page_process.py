@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import signal
 import ssl
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import trustme
+from starlette.requests import Request
+from starlette.responses import Response
 
+from etfarm.client import AsyncFarm
 from etfarm.client.admin.access import open_access
 from etfarm.client.errors import EtfarmError
+from etfarm.client.web.app import _Failures, create_app
 from etfarm.client.web.forms import CsrfTokens
 from etfarm.client.web.options import WebOptions
+from etfarm.client.web.pages.artifacts import _send
 from etfarm.client.web.pages.devices import DEVICES
-from etfarm.client.web.visitors import Visitors
+from etfarm.client.web.visitors import Visitors, visitor_of
 from tests.support.farm import Daemon, etfarm, serve
 from tests.support.refusals import refuses
 from tests.support.web import Visit, WebFarm, csrf_of, running_page
@@ -41,6 +48,7 @@ def test_the_server_starts_a_page_that_ends_with_it(tmp_path: Path) -> None:
     page.wait(timeout=60)
 
 
+@pytest.mark.remedy("PAGE_FAILED")
 def test_a_server_whose_page_cannot_listen_says_why(web: WebFarm, tmp_path: Path) -> None:
     taken = web.url.rpartition(":")[2]
     done = etfarm(
@@ -50,6 +58,8 @@ def test_a_server_whose_page_cannot_listen_says_why(web: WebFarm, tmp_path: Path
     )
     assert done.returncode == 1
     assert f"The web page did not start: it cannot listen on 127.0.0.1:{taken}: Address already in use." in done.stderr
+    with serve(tmp_path, "--web", "127.0.0.1:0") as server:
+        assert server.expect("web page at")
 
 
 def test_up_prints_a_link_into_the_farm(tmp_path: Path) -> None:
@@ -135,6 +145,69 @@ async def test_one_token_does_not_sign_out_everybody_else(web: WebFarm) -> None:
     await visitors.close()
 
 
+@pytest.mark.remedy("NOT_SIGNED_IN")
+async def test_a_request_belongs_to_who_has_signed_in(web: WebFarm) -> None:
+    with refuses("NOT_SIGNED_IN"):
+        visitor_of(Request({"type": "http", "state": {}}))
+    visitors = Visitors(WebOptions(web.process.address), lambda name, **values: "")
+    visitor = await visitors.sign_in(web.tokens["viewer"])
+    assert visitor_of(Request({"type": "http", "state": {"visitor": visitor}})) is visitor
+    await visitors.close()
+
+
+@pytest.mark.remedy("PAGE_NOT_FOUND")
+def test_the_navigation_of_a_page_that_is_not_there_leads_to_those_that_are(web: WebFarm) -> None:
+    visit = Visit(web.url)
+    visit.sign_in(web.tokens["viewer"])
+    missing = visit.get("/somewhere")
+    assert missing.status == 404 and "no such page" in missing.text and 'href="/devices"' in missing.text
+    assert visit.get("/devices").status == 200
+
+
+@pytest.mark.remedy("PAGE_TIMED_OUT")
+async def test_a_page_that_took_too_long_is_shown_when_it_is_loaded_again(web: WebFarm) -> None:
+    answers = asyncio.Event()
+
+    async def page(scope: Any, receive: Any, send: Any) -> None:
+        await answers.wait()
+        await Response("the farm's answer")(scope, receive, send)
+
+    async def load() -> str:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "GET", "path": "/devices", "query_string": b"", "headers": [], "root_path": ""}
+        app = create_app(WebOptions(web.process.address))
+        await _Failures(page, timeout_s=0.05)({**scope, "app": app, "state": {}}, send, send)
+        return b"".join(message.get("body", b"") for message in sent).decode()
+
+    assert "did not answer within 0.05 s" in await load()
+    answers.set()
+    assert await load() == "the farm's answer"
+
+
+@pytest.mark.remedy("DOWNLOAD_TOO_LARGE")
+async def test_a_file_that_is_too_large_for_the_page_comes_with_the_command(web: WebFarm, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(100_000))
+    server = ("--server", web.process.address)
+    environment = {"ETFARM_TOKEN": web.tokens["user"]}
+    put = await asyncio.to_thread(etfarm, "artifacts", "put", "file", *server, cwd=tmp_path, environment=environment)
+    assert put.returncode == 0, put.stderr
+    digest = hashlib.sha256(bytes(100_000)).hexdigest()
+    async with AsyncFarm(web.process.address, token=web.tokens["user"]) as farm:
+        with refuses("DOWNLOAD_TOO_LARGE"):
+            async for _ in _send(b"", farm.artifacts.read(digest), limit=1_000):
+                pass
+    got = await asyncio.to_thread(
+        etfarm, "artifacts", "get", digest, "-o", "copy", *server, cwd=tmp_path, environment=environment
+    )
+    assert got.returncode == 0, got.stderr
+    assert (tmp_path / "copy").read_bytes() == bytes(100_000)
+
+
+@pytest.mark.remedy("SIGN_IN_LINK_USED")
 async def test_a_code_is_for_a_few_minutes(web: WebFarm) -> None:
     clock = Clock()
     visitors = Visitors(WebOptions(web.process.address), lambda name, **values: "", clock)
@@ -142,6 +215,8 @@ async def test_a_code_is_for_a_few_minutes(web: WebFarm) -> None:
     clock.now_s += 901.0
     with refuses("SIGN_IN_LINK_USED"):
         await visitors.enter(code)
+    assert await visitors.enter(visitors.create_code(web.tokens["user"]))
+    await visitors.close()
 
 
 async def test_a_revoked_token_ends_its_sessions(web: WebFarm) -> None:
@@ -172,6 +247,7 @@ def test_csrf_tokens_belong_to_a_cookie_and_differ() -> None:
         assert not tokens.is_valid(token, cookie)
 
 
+@pytest.mark.remedy("BAD_WEB_OPTION")
 @pytest.mark.parametrize(
     "url",
     [
@@ -188,6 +264,7 @@ def test_csrf_tokens_belong_to_a_cookie_and_differ() -> None:
 def test_a_public_url_must_be_an_address(url: str) -> None:
     with refuses("BAD_WEB_OPTION"):
         WebOptions("127.0.0.1:1", public_url=url)
+    WebOptions("127.0.0.1:1", public_url="https://farm.example")
 
 
 def test_a_farm_with_tls_has_a_page_by_https(web: WebFarm, tmp_path: Path) -> None:

@@ -203,10 +203,13 @@ def test_an_object_that_is_no_model_is_refused_with_the_forms_of_one(golden: Gol
     golden.check(refused.value)
 
 
+@pytest.mark.remedy("INPUTS_DIFFER")
 def test_one_file_cannot_serve_models_that_order_it_otherwise() -> None:
     turned = PreparedModel.of("turned", {"forward": PreparedMethod(b"", input_names=("y", "x"))})
     with refuses("INPUTS_DIFFER"):
         Submission(job_pb2.JobSpec()).add_inputs(read_named({"x": np.ones(1), "y": np.ones(1)}), [TWO, turned], [])
+    for alone in (TWO, turned):
+        Submission(job_pb2.JobSpec()).add_inputs(read_named({"x": np.ones(1), "y": np.ones(1)}), [alone], [])
 
 
 def test_a_recipe_file_is_the_recipe_that_it_names(golden: Golden, tmp_path: Path) -> None:
@@ -343,12 +346,15 @@ def test_a_failed_cell_raises_only_on_report() -> None:
     assert (caught.value.reason, caught.value.fault, caught.value.stage) == ("PROGRAM_CRASHED", Fault.USER, "TIMED")
 
 
+@pytest.mark.remedy("SEVERAL_REPORTS", "JOB_FAILED")
 def test_several_cells_have_no_single_report(golden: Golden) -> None:
     with pytest.raises(SeveralReports):
         _ = _result("SUCCEEDED", "SUCCEEDED").report
     with pytest.raises(JobFailed) as refused:
         _ = _result("SUCCEEDED", "FAILED").report
     golden.check(refused.value)
+    assert len(_result("SUCCEEDED", "SUCCEEDED").reports) == 2
+    assert [report.state for report in _result("SUCCEEDED", "FAILED").reports] == ["SUCCEEDED", "FAILED"]
 
 
 def test_events_are_plain_values() -> None:

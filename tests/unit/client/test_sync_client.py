@@ -87,6 +87,7 @@ class _BlockingNumbers(OwnLoop):
         return self._each(self._async.count())
 
 
+@pytest.mark.remedy("NOT_CONNECTED")
 def test_a_loop_runs_from_start_to_stop() -> None:
     numbers = _Numbers()
     blocking = _BlockingNumbers(numbers)

@@ -40,6 +40,7 @@ MODEL = """
 import torch
 def net(): return torch.nn.Linear(2, 2).eval(), (torch.ones(1, 2),)
 def bare(): return torch.nn.Linear(2, 2).eval()
+def broken(): return 1 / 0
 """
 
 
@@ -69,6 +70,7 @@ def must_succeed(reason: str, refused: Callable[[Any], object], wrong: object, r
 
 
 @pytest.mark.remedy("UNKNOWN_DEMO", "MODEL_NOT_FOUND", "FACTORY_NOT_FOUND", "FACTORY_RETURNED_SOMETHING_ELSE")
+@pytest.mark.remedy("FACTORY_FAILED", "BAD_MODEL_ARGUMENT")
 @pytest.mark.parametrize(
     ("reason", "wrong", "right"),
     [
@@ -76,6 +78,8 @@ def must_succeed(reason: str, refused: Callable[[Any], object], wrong: object, r
         ("MODEL_NOT_FOUND", "models.py:net", "model.py:net"),
         ("FACTORY_NOT_FOUND", "model.py:nets", "model.py:net"),
         ("FACTORY_RETURNED_SOMETHING_ELSE", "model.py:bare", "model.py:net"),
+        ("FACTORY_FAILED", "model.py:broken", "model.py:net"),
+        ("BAD_MODEL_ARGUMENT", "model.py", "model.py:net"),
     ],
 )
 def test_a_model_that_is_named_as_the_remedy_says_is_loaded(folder: Path, reason: str, wrong: str, right: str) -> None:
@@ -148,11 +152,12 @@ def test_a_device_that_is_named_as_the_remedy_says_is_one() -> None:
     must_succeed("ADB_ADDRESS_MALFORMED", adb_address.parse, "localhost:5037", "tcp:localhost:5037")
 
 
-@pytest.mark.remedy("UNKNOWN_RECIPE", "UNKNOWN_RECIPE_ARGUMENT", "BAD_RECIPE_FIELD", "BAD_RECIPE_TEXT")
+@pytest.mark.remedy("UNKNOWN_RECIPE", "UNKNOWN_RECIPE_ARGUMENT", "BAD_RECIPE_ARGUMENT", "BAD_RECIPE_FIELD", "BAD_RECIPE_TEXT")
 def test_a_recipe_that_is_written_as_the_remedy_says_is_one() -> None:
     int4 = "xnnpack_torchao_int8da_int4w_per_tensor"
     must_succeed("UNKNOWN_RECIPE", recipes.parse, "xnnpack_fp23", "xnnpack_fp32")
     must_succeed("UNKNOWN_RECIPE_ARGUMENT", recipes.parse, f"{int4}:gs=32", f"{int4}:group_size=32")
+    must_succeed("BAD_RECIPE_ARGUMENT", recipes.parse, f"{int4}:group_size=many", f"{int4}:group_size=32")
     must_succeed("BAD_RECIPE_TEXT", recipes.parse, "xnnpack_fp32+", "xnnpack_fp32")
     must_succeed("BAD_RECIPE_FIELD", recipes.from_toml, 'recipe = "xnnpack_fp32"\nstrikt = true', 'recipe = "xnnpack_fp32"')
 

@@ -154,6 +154,7 @@ def test_what_root_has_left_in_the_folder_is_no_obstacle(tmp_path: Path, monkeyp
         make_private(folder)
 
 
+@pytest.mark.remedy("FOLDER_NOT_PRIVATE")
 def test_an_open_folder_of_other_things_is_left_as_it_is(tmp_path: Path) -> None:
     folder = tmp_path / "etc"
     (folder / "ssl").mkdir(parents=True)

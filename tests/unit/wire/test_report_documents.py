@@ -55,6 +55,7 @@ def test_keys_of_a_newer_version_stay() -> None:
     assert report.loads(json.dumps(newer))["reports"][0]["energy"] == {"joules": 3}
 
 
+@pytest.mark.remedy("BAD_REPORT_DOCUMENT")
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -75,6 +76,7 @@ def test_anything_else_is_refused_in_one_sentence(text: str | bytes, expected: s
     with pytest.raises(report.BadDocument, match=expected) as caught:
         report.loads(text)
     assert "--json" in caught.value.remedy
+    assert report.loads(report.dumps(written()))
 
 
 @pytest.mark.parametrize(("key", "first_beyond"), [("threads", 1 << 31), ("memory", 1 << 63)])

@@ -46,11 +46,13 @@ def test_good_files_are_given_as_they_are(folder: Path) -> None:
     )
 
 
+@pytest.mark.remedy("BAD_TLS_FILE")
 @pytest.mark.parametrize("name", ["none.pem", "damaged.pem", "key.pem"])
 def test_what_holds_no_certificate_is_named_with_its_option(folder: Path, name: str) -> None:
     with pytest.raises(BadTlsFile) as refused:
         read_certificates(folder / name, "--tls-client-ca")
     assert str(refused.value) == f"{folder / name} holds no certificate (PEM). Check --tls-client-ca."
+    assert read_certificates(folder / "ca.pem", "--tls-client-ca")
 
 
 @pytest.mark.parametrize(

@@ -274,8 +274,10 @@ def test_no_operators_are_no_groups() -> None:
     assert all(views.group([], by) == () for by in views.BY)
 
 
+@pytest.mark.remedy("BAD_VIEW")
 @pytest.mark.parametrize(("by", "sort", "expected"), [("layer", "own", "op, type, module"), ("op", "size", "own, total, name")])
 def test_a_view_that_there_is_not_is_refused_with_those_that_there_are(by: str, sort: str, expected: str) -> None:
     with refuses("BAD_VIEW", match=expected) as caught:
         views.group(small(), by, sort)
     assert caught.value.reason == "BAD_VIEW"
+    assert views.group(small(), "op", "own")

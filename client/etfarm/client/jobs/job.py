@@ -457,7 +457,7 @@ def _incomplete(job: str, incomplete: report_pb2.Report) -> EtfarmError:
     return error_for(
         "REPORT_INCOMPLETE",
         f"{which} of job {job} has no {lacking}: what the server's database stores of it is damaged.",
-        "Ask an admin to run `etfarm artifacts verify`, which names all damaged values. "
-        f"`etfarm jobs delete {job}` removes the job.",
+        f"Remove the job with `etfarm jobs delete {job}`, and submit it again. An admin finds further damaged values with "
+        "`etfarm artifacts verify`.",
         job=job, report=incomplete.id,
     )  # fmt: skip

@@ -182,11 +182,13 @@ def test_json_is_written_for_wrong_usage_too(
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
+@pytest.mark.remedy("USAGE")
 def test_a_date_without_dashes_is_a_date_instead_of_seconds() -> None:
     assert options.instant_of("--since", "20260601") == options.instant_of("--since", "2026-06-01")
     assert options.deadline_of("20260601T1800") == options.deadline_of("2026-06-01T18:00")
     with refuses("USAGE", match="requires a duration, got '30'"):
         options.seconds_of("--max-wait", "30")
+    assert options.seconds_of("--max-wait", "30s") == 30
 
 
 def test_json_goes_to_stdout_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,6 +211,7 @@ def test_a_server_that_is_not_there_is_exit_code_4(capsys: pytest.CaptureFixture
     assert f"The server at {UNREACHABLE} does not answer" in capsys.readouterr().err
 
 
+@pytest.mark.remedy("NEEDS_LASTING_FARM")
 def test_detach_without_a_lasting_farm_names_up(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -217,6 +220,7 @@ def test_detach_without_a_lasting_farm_names_up(
     assert bench.main(["demo:resnet8", "--detach"]) == 2
     assert "etfarm up" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []  # nothing was started
+    asyncio.run(flow.require_persistent_farm("farm:7000"))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from etfarm.client.datasets.devices import choose
 from etfarm.client.errors import EtfarmError
 from etfarm.client.models import Device, DeviceState, Drain
 from tests.support.golden import Golden
+from tests.support.refusals import refuses
 
 PI = Device(
     id="a",
@@ -42,6 +43,7 @@ def test_idle_devices_come_before_busy_ones_and_emulated_ones_last() -> None:
     assert ids(choose([busy, emulated, PIS[2]], 2)) == ["c", "a"]
 
 
+@pytest.mark.remedy("DEVICES_DIFFER")
 def test_devices_that_differ_are_refused_by_name(golden: Golden) -> None:
     with pytest.raises(EtfarmError) as refused:
         choose([PHONE, *PIS], None)
@@ -53,8 +55,11 @@ def test_devices_that_differ_are_refused_by_name(golden: Golden) -> None:
     with pytest.raises(EtfarmError) as refused:
         choose([PHONE, *PIS], 4, "os=linux")
     golden.check(refused.value)
+    assert len(choose([PHONE, *PIS], 4, mixed=True)) == 4
+    assert len(choose([PHONE, *PIS], 3, "arch=aarch64")) == 3
 
 
+@pytest.mark.remedy("TOO_FEW_DEVICES")
 def test_devices_that_are_away_do_not_count(golden: Golden) -> None:
     away = replace(PIS[0], state=DeviceState.OFFLINE)
     with pytest.raises(EtfarmError) as refused:
@@ -63,6 +68,9 @@ def test_devices_that_are_away_do_not_count(golden: Golden) -> None:
     with pytest.raises(EtfarmError) as refused:
         choose([away], None)
     golden.check(refused.value)
+    with refuses("TOO_FEW_DEVICES"):
+        choose([away, PIS[1]], 2)
+    assert ids(choose([away, PIS[1]], 1)) == [PIS[1].id]
 
 
 def test_a_drained_device_does_not_count_and_its_reason_is_told() -> None:

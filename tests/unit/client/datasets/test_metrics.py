@@ -30,6 +30,7 @@ def test_top1_says_what_it_lacks(golden: Golden) -> None:
     golden.check(refused.value)
 
 
+@pytest.mark.remedy("METRIC_FAILED")
 @pytest.mark.parametrize(
     ("text", "reason", "says"),
     [
@@ -49,6 +50,8 @@ def test_an_invalid_metric_is_refused(text: str, reason: str, says: str, tmp_pat
         find(text)
     assert refused.value.reason == reason
     assert says in str(refused.value)
+    (tmp_path / "bad.py").write_text("def f(**_): return 1\n")
+    assert find("bad.py:f").name == find("mine.py:f").name == "f"
 
 
 @pytest.mark.parametrize(

@@ -529,6 +529,7 @@ def test_a_dim_that_the_model_fixes_is_reported_with_its_size(dim: object, shown
     assert "mark_dynamic" not in str(caught.value) and "leave the dim out of dynamic_shapes" in caught.value.remedy
 
 
+@pytest.mark.remedy("DIM_SPECIALIZED")
 def test_a_dim_whose_range_is_too_wide_is_reported_with_the_range_that_fits() -> None:
     class Bounded(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -538,6 +539,8 @@ def test_a_dim_whose_range_is_too_wide_is_reported_with_the_range_that_fits() ->
     assert error.reason == "DIM_SPECIALIZED" and "Write n = Dim('n', min=4, max=16)" in error.remedy
     narrow = refused(ModelSource.of(Bounded().eval(), (torch.ones(4, 2),), dynamic_shapes={"x": {0: Dim.DYNAMIC(max=3)}}))
     assert narrow.reason == "DIM_SPECIALIZED" and "range of [4, int_oo]" in narrow.message
+    fitting = {"x": {0: Dim("n", min=4, max=16)}}
+    assert export_source(ModelSource.of(Bounded().eval(), (torch.ones(4, 2),), dynamic_shapes=fitting), name="m")
 
 
 @pytest.mark.parametrize(
@@ -563,6 +566,7 @@ def test_weights_without_values_are_refused() -> None:
     assert error.reason == "MODEL_NOT_ON_CPU" and error.metadata["tensor"] == "weight"
 
 
+@pytest.mark.remedy("CALIBRATION_MISMATCH")
 @pytest.mark.parametrize(
     "sample", [(torch.ones(2),), (torch.ones(2, 2), torch.ones(2)), (torch.ones(2).half(), torch.ones(2)), (torch.ones(2), 3)]
 )
@@ -570,6 +574,7 @@ def test_a_calibration_sample_unlike_the_example_is_refused(sample: tuple[Any, .
     example = (torch.ones(2), torch.ones(2))
     error = refused(ModelSource.of(Add().eval(), example, calibration_inputs=[example, sample]))
     assert error.reason == "CALIBRATION_MISMATCH" and error.metadata["sample"] == "1"
+    assert export_source(ModelSource.of(Add().eval(), example, calibration_inputs=[example, example]), name="m")
 
 
 def test_the_place_in_a_message_is_the_users_innermost_line() -> None:

@@ -180,6 +180,7 @@ def test_random_weights_are_those_of_a_seed_and_said_to_be_random(tmp_path: Path
     assert torch.equal(before, torch.random.get_rng_state()), "the user's generator is not touched"
 
 
+@pytest.mark.remedy("TOO_MANY_RANDOM_WEIGHTS")
 def test_a_model_of_billions_of_random_weights_is_refused_before_it_takes_memory(tmp_path: Path) -> None:
     large = {"hidden_size": 16_384, "intermediate_size": 53_248, "num_hidden_layers": 126, "vocab_size": 128_256}
     folder = write_config(tmp_path, "llama", **large)
@@ -195,6 +196,7 @@ def test_a_model_of_billions_of_random_weights_is_refused_before_it_takes_memory
     assert spec.label == "qwen2:random"
 
 
+@pytest.mark.remedy("BAD_CHECKPOINT")
 def test_a_checkpoint_gives_the_weights(tmp_path: Path) -> None:
     folder = write_config(tmp_path, "llama")
     model = original(folder)
@@ -222,6 +224,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     assert "checkpoint cannot be loaded" in str(refusal(f"hf:{folder}"))
 
 
+@pytest.mark.remedy("REMOTE_CODE_REFUSED")
 def test_code_of_a_folder_is_not_executed(tmp_path: Path) -> None:
     codes = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     foreign = write_config(tmp_path, "llama", model_type="foreign", auto_map=codes).rename(tmp_path / "foreign")
@@ -232,6 +235,8 @@ def test_code_of_a_folder_is_not_executed(tmp_path: Path) -> None:
     lines: list[str] = []
     assert "forward" in ModelSource.huggingface(native, say=lines.append).methods
     assert "not executed" in lines[0] and not (tmp_path / "executed").exists()
+    (tmp_path / "own.py").write_text("import torch\ndef net(): return torch.nn.Linear(2, 2).eval(), (torch.ones(1, 2),)\n")
+    assert load_source(resolve(f"{tmp_path / 'own.py'}:net")).methods  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -256,6 +261,15 @@ def test_transformers_never_asks_to_confirm_code_of_a_folder(
     assert f"no such class of '{kind}' models" in str(error)
 
 
+ENCODER = """
+import torch, transformers
+def encoder():
+    config = transformers.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1)
+    return transformers.T5EncoderModel(config).eval(), (torch.ones(1, 4, dtype=torch.long),)
+"""
+
+
+@pytest.mark.remedy("UNSUPPORTED_ARCHITECTURE")
 @pytest.mark.parametrize(
     ("kind", "changes", "words"),
     [
@@ -276,6 +290,8 @@ def test_what_cannot_be_made_up_is_refused_with_the_reason(
 ) -> None:
     error = refusal(f"hf:{write_config(tmp_path, kind, **changes)}")
     assert error.reason == "UNSUPPORTED_ARCHITECTURE" and words in str(error)
+    (tmp_path / "own.py").write_text(ENCODER)
+    assert load_source(resolve(f"{tmp_path / 'own.py'}:encoder")).methods  # type: ignore[arg-type]
 
 
 def test_the_librarys_options_are_checked_too(tmp_path: Path) -> None:
@@ -310,10 +326,14 @@ def test_the_environment_is_as_before(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "HF_HUB_OFFLINE" not in os.environ and huggingface_hub.constants.HF_HUB_OFFLINE is offline
 
 
+@pytest.mark.remedy("EXTRA_MISSING")
 def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    error = refusal(f"hf:{write_config(tmp_path, 'llama')}")
+    folder = write_config(tmp_path, "llama")
+    error = refusal(f"hf:{folder}")
     assert error.reason == "EXTRA_MISSING" and "pip install 'etfarm[huggingface]'" in str(error)
+    monkeypatch.undo()
+    assert ModelSource.huggingface(folder).methods
 
 
 def test_a_transformers_that_is_too_old_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

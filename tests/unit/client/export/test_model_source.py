@@ -134,6 +134,7 @@ def test_a_missing_file_is_reported_with_the_nearest_name(folder: Path) -> None:
     assert "is a folder" in str(refusal("folder.pte"))
 
 
+@pytest.mark.remedy("TRUNCATED_PROGRAM", "NOT_A_PTE")
 def test_an_invalid_or_truncated_program_is_reported_at_once(folder: Path) -> None:
     path = Path("x.pte")
     whole = pte()
@@ -150,6 +151,8 @@ def test_an_invalid_or_truncated_program_is_reported_at_once(folder: Path) -> No
     assert refusal("x.pte").reason == "TRUNCATED_PROGRAM"
     path.write_bytes(struct.pack("<I", 8) + b"ET12" + bytes(40))  # no extended header: old, and sound
     assert resolve("x.pte") == PteFile(path)
+    path.write_bytes(whole)
+    assert resolve("x.pte") == PteFile(path), "it is copied or exported again"
 
 
 def test_an_invalid_archive_is_refused_with_its_likely_kind(folder: Path, pt2: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ from torchao.quantization.granularity import PerGroup
 from torchao.utils import unwrap_tensor_subclass
 
 from etfarm.client.export import ModelSource
-from etfarm.client.export.transform import Transform
+from etfarm.client.export.transform import _PROVIDERS, Transform
 from etfarm.client.submit.preparation import BadModel, prepare
 from etfarm.client.submit.prepared import PreparedExport
 from etfarm.v1.common_pb2 import ACTOR_CLIENT
@@ -86,6 +87,7 @@ def test_a_4_bit_recipe_is_applied_here_to_a_copy() -> None:
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
+@pytest.mark.remedy("NOT_PREPARED_FOR_RECIPE")
 def test_recipes_that_want_the_same_share_an_export(golden: Golden) -> None:
     created = prepare(mlp(), recipes=["xnnpack_fp32", "portable", FOUR_BIT, GROUPS, f"{FOUR_BIT}"], example_inputs=X)
     assert len(created.exports) == 3
@@ -95,6 +97,10 @@ def test_recipes_that_want_the_same_share_an_export(golden: Golden) -> None:
     with refuses("NOT_PREPARED_FOR_RECIPE") as refused:
         created.export_for(recipes.parse("xnnpack_torchao_int8da_int4w_per_tensor:group_size=128"))
     golden.check(refused.value)
+    alone = prepare(mlp(), recipes=[FOUR_BIT], example_inputs=X)
+    with refuses("NOT_PREPARED_FOR_RECIPE"):
+        alone.export_for(recipes.parse(GROUPS))
+    assert prepare(mlp(), recipes=[FOUR_BIT, GROUPS], example_inputs=X).export_for(recipes.parse(GROUPS))
 
 
 def test_the_seeds_of_the_caller_are_left_alone() -> None:
@@ -107,19 +113,33 @@ def test_the_seeds_of_the_caller_are_left_alone() -> None:
     assert torch.equal(torch.rand(1), expected)
 
 
+@pytest.mark.remedy("CLIENT_TOOLS_MISSING")
+def test_without_the_library_of_a_recipe_one_that_the_server_quantizes_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, _PROVIDERS["xnnpack"], None)
+    with refuses("CLIENT_TOOLS_MISSING", match=r"pip install 'etfarm\[export\]'"):
+        export_of(mlp(), FOUR_BIT, example_inputs=X)
+    assert export_of(mlp(), "xnnpack_pt2e_int8_static_per_channel", example_inputs=X)
+    monkeypatch.undo()
+    assert export_of(mlp(), FOUR_BIT, example_inputs=X)
+
+
+@pytest.mark.remedy("NOTHING_TO_TRANSFORM")
 def test_a_module_without_a_linear_is_refused_before_it_is_exported() -> None:
     convolutions = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)).eval()
     error = refusal(convolutions, FOUR_BIT, example_inputs=(torch.zeros(1, 3, 8, 8),))
     assert (error.reason, error.stage) == ("NOTHING_TO_TRANSFORM", "SOURCE_TRANSFORM")
     assert "has no nn.Linear" in str(error) and "it has 2 Conv2d, 1 BatchNorm2d" in str(error)
+    assert export_of(convolutions, "xnnpack_pt2e_int8_static_per_channel", example_inputs=(torch.zeros(1, 3, 8, 8),))
 
 
+@pytest.mark.remedy("SOURCE_TRANSFORM_FAILED")
 def test_a_group_size_that_does_not_divide_is_reported_with_the_layer_and_valid_sizes() -> None:
     module = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 8)).eval()
     error = refusal(module, GROUPS.replace("32", "64"), example_inputs=X)
     assert "'1' has 96 inputs, which the group_size 64" in str(error)
     assert "Use xnnpack_torchao_int8da_int4w_per_tensor:group_size=32" in str(error)
     assert error.reason == "SOURCE_TRANSFORM_FAILED" and isinstance(error.__cause__, AssertionError)
+    assert export_of(module, GROUPS, example_inputs=X)
 
 
 @pytest.mark.parametrize("recipe", [FOUR_BIT, GROUPS])

@@ -117,12 +117,15 @@ def test_a_set_stands_in_place_of_the_models_own(folder: Path) -> None:
     assert first_numbers(prepare(own, recipes=[INT8], calibration=folder)) == [1, 2, 3]
 
 
+@pytest.mark.remedy("NO_CALIBRATION_SAMPLES")
 def test_a_set_without_samples_is_no_set(tmp_path: Path) -> None:
     np.savez(tmp_path / "none.npz", x=np.zeros((0, 1, 2), np.float32))
     for calibration in (tmp_path / "none.npz", []):
         with pytest.raises(EtfarmError, match="has no sample") as caught:
             prepare(source(), recipes=[INT8], calibration=calibration, batched=True)
         assert (caught.value.reason, exit_code(caught.value)) == ("NO_CALIBRATION_SAMPLES", USAGE)
+    np.savez(tmp_path / "one.npz", x=np.zeros((1, 1, 2), np.float32))
+    assert prepare(source(), recipes=[INT8], calibration=tmp_path / "one.npz", batched=True)
 
 
 def test_keys_name_methods(tmp_path: Path) -> None:

@@ -36,9 +36,11 @@ def test_a_command_reads_an_archive_before_anything_starts_and_never_again(archi
     assert request.gather(job_pb2.JobSpec(), recipes, archive.parent).spec.candidates[0].name == "net"
 
 
+@pytest.mark.remedy("RECIPE_NEEDS_EAGER_MODULE")
 def test_a_recipe_that_rewrites_modules_is_refused_with_the_archive(archive: Path) -> None:
     with refuses("RECIPE_NEEDS_EAGER_MODULE"):
         prepare_archives([Pt2File(archive)], options.recipes_of(["xnnpack_torchao_int8da_int4w_per_channel"]))
+    assert prepare_archives([Pt2File(archive)], options.recipes_of(["xnnpack_pt2e_int8_static_per_channel"]))
 
 
 def test_a_recipe_file_is_read_once(tmp_path: Path) -> None:

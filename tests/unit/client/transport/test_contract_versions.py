@@ -6,7 +6,7 @@ import pytest
 
 from etfarm.client.transport.versions import require_common_version
 from etfarm.v1.farm_pb2 import ServerInfo
-from etfarm.wire.names import PROTOCOL_VERSION
+from etfarm.wire.names import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from tests.support.golden import Golden
 from tests.support.refusals import refuses
 
@@ -19,6 +19,7 @@ def test_a_server_that_serves_the_clients_version_is_used(info: ServerInfo) -> N
     require_common_version(info, server="farm:7000")
 
 
+@pytest.mark.remedy("SERVER_TOO_OLD", "CLIENT_TOO_OLD")
 @pytest.mark.parametrize(("info", "reason"), [
     (ServerInfo(version="0.1.0"), "SERVER_TOO_OLD"),  # names no version of the contract
     (ServerInfo(version="0.2.0", protocol_version=3, oldest_protocol_version=2), "SERVER_TOO_OLD"),
@@ -28,3 +29,5 @@ def test_others_are_refused_with_what_to_install(golden: Golden, info: ServerInf
     with refuses(reason) as refused:
         require_common_version(info, server="farm:7000")
     golden.check(refused.value)
+    same = ServerInfo(version="0.3.0", protocol_version=PROTOCOL_VERSION, oldest_protocol_version=OLDEST_PROTOCOL_VERSION)
+    require_common_version(same, server="farm:7000")

@@ -55,10 +55,12 @@ async def test_a_name_selects_no_folder(stored: Uploads, name: str, expected: st
     assert upload.path.parent == (await stored.store("ann", "token of ann", "y.pte", chunks(b"y"), accept)).path.parent
 
 
+@pytest.mark.remedy("MODEL_FILE_REFUSED")
 @pytest.mark.parametrize("name", ["", "x.py", "demo:resnet8", "x.pte.txt", ".pte", "a\nb.pte", "x.pte\x00", "a" * 200 + ".pte"])
 async def test_other_names_are_refused(stored: Uploads, name: str) -> None:
     with refuses("MODEL_FILE_REFUSED"):
         await stored.store("ann", "token of ann", name, chunks(b"x"), accept)
+    assert await stored.store("ann", "token of ann", "x.pte", chunks(b"x"), accept)
 
 
 @pytest.mark.remedy("MODEL_FILE_NOT_STORED")
@@ -117,6 +119,7 @@ async def test_old_files_and_those_of_visitors_who_sign_out_are_removed() -> Non
     assert not folder.exists()
 
 
+@pytest.mark.remedy("MODEL_FILE_STALLED")
 async def test_a_browser_that_stops_to_send_is_refused(stored: Uploads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "MAX_WAIT_S", 0.01)
 
@@ -126,6 +129,7 @@ async def test_a_browser_that_stops_to_send_is_refused(stored: Uploads, monkeypa
 
     with refuses("MODEL_FILE_STALLED"):
         await stored.store("ann", "token of ann", "x.pte", stalled(), accept)
+    assert await stored.store("ann", "token of ann", "x.pte", chunks(b"x"), accept)
 
 
 async def test_an_empty_file_is_refused(stored: Uploads) -> None:

@@ -315,6 +315,7 @@ async def test_a_bundle_that_cannot_be_unpacked_is_never_the_users_fault(
     assert list((tmp_path / "bundles").iterdir()) == []
 
 
+@pytest.mark.remedy("DEVICE_BUNDLE_UNUSABLE", "DEVICE_DISK_FULL")
 @pytest.mark.parametrize(("number", "reason"), [(errno.ENOSPC, DiskFull.reason), (errno.EIO, "DEVICE_BUNDLE_UNUSABLE")])
 async def test_a_disk_that_takes_no_bundle_is_the_devices_fault(
     store: Store, transfers: Transfers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, reason: str

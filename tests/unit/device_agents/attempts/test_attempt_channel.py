@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from etfarm.device_agents.attempts.transfers import attempt_channel
 from etfarm.device_agents.config import AgentConfig
 from etfarm.v1.farm_pb2 import GetServerInfoRequest
@@ -32,6 +34,7 @@ async def test_a_server_that_proves_nothing_is_asked_again_until_the_farm_is_bac
     assert other.proofs and not other.tokens
 
 
+@pytest.mark.remedy("TRANSFER_TIMED_OUT")
 async def test_the_time_of_an_attempt_ends_as_that_of_a_transfer(tmp_path: Path) -> None:
     site = Site(tmp_path)
     async with FarmServer(site, token="etf_of-another").running() as address:
@@ -39,3 +42,7 @@ async def test_the_time_of_an_attempt_ends_as_that_of_a_transfer(tmp_path: Path)
         with refuses("TRANSFER_TIMED_OUT"):
             async with attempt_channel(config, 0.2, 60):
                 pass
+    async with FarmServer(site).running() as address:  # over a link that leads to its farm
+        config = AgentConfig(site.access(address), "board", tmp_path, retry_first_s=0.01, retry_last_s=0.05)
+        async with attempt_channel(config, 30, 60) as own:
+            assert own.channel

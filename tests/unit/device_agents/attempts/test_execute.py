@@ -58,12 +58,16 @@ async def test_without_a_bundle_the_python_binding_runs_it_where_it_is_installed
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.remedy("NO_RUNNER")
 async def test_a_missing_runner_is_reported_to_the_server(
     blobs: Blobs, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PythonRunner, "available", lambda: False)  # as on a board that has the agent alone
     start = agent_pb2.StartRun(attempt_id="a", candidates=[blobs.candidate("conv", bundle=None)])
     assert (await new_attempt(address, tmp_path, start).run()).candidates[0].error.reason == "NO_RUNNER"
+    start.candidates[0].CopyFrom(blobs.candidate("conv"))
+    (result,) = (await new_attempt(address, tmp_path, start).run()).candidates
+    assert not result.HasField("error"), result.error
 
 
 async def test_a_program_of_other_files_is_not_run(blobs: Blobs, address: str, tmp_path: Path) -> None:

@@ -262,10 +262,14 @@ class CrashesInScore(CannotScore):
     commands = ("generate", "score")
 
 
+@pytest.mark.remedy("SCORING_UNSUPPORTED")
 @MORE
 async def test_given_tokens_are_scored_in_a_process_after_the_others(blobs: Blobs, address: str, tmp_path: Path) -> None:
     plan = plan_of(score={"tokens": [5, 6, 7, 8], "window": 64, "logits_after": [1, 3], "max_time_s": 60})
-    result, _ = await result_of(program("decoder_start"), plan, blobs, address, tmp_path)
+    model = program("decoder_start")
+    earlier, _ = await result_of(model, plan, blobs, address, tmp_path, target=CannotScore)
+    assert earlier.generations[0].score.error.reason == "SCORING_UNSUPPORTED"
+    result, _ = await result_of(model, plan, blobs, address, tmp_path)
     assert not result.HasField("error"), result.error
     (generation,) = result.generations
     assert not generation.score.HasField("error"), generation.score.error
@@ -310,10 +314,13 @@ async def test_a_runner_that_knows_no_flow_is_refused(blobs: Blobs, address: str
     assert result.error.reason == "GENERATION_UNSUPPORTED"
 
 
+@pytest.mark.remedy("GENERATION_UNSUPPORTED")
 async def test_a_runner_of_an_earlier_release_is_refused(blobs: Blobs, address: str, tmp_path: Path) -> None:
     result, _ = await result_of(program("decoder_start"), plan_of(), blobs, address, tmp_path, target=EarlierMachine)
     assert result.error.reason == "GENERATION_UNSUPPORTED"
     assert "etfarm bundle build" in result.error.remedy
+    result, _ = await result_of(program("decoder_start"), plan_of(), blobs, address, tmp_path)
+    assert not result.HasField("error"), "a runner of this version"
 
 
 @pytest.mark.parametrize(

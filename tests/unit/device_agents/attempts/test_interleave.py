@@ -118,6 +118,7 @@ async def test_a_candidate_that_cannot_be_loaded_does_not_affect_the_other(blobs
     assert not alone.HasField("error") and len(alone.blocks) == STARTS * ROUNDS
 
 
+@pytest.mark.remedy("DEVICE_SELF_TEST_FAILED")
 async def test_a_device_that_fails_without_the_program_fails_the_whole_attempt(
     blobs: Blobs,
     address: str,
@@ -134,8 +135,11 @@ async def test_a_device_that_fails_without_the_program_fails_the_whole_attempt(
     result = await attempt(blobs, address, tmp_path, ["add", "conv"])
     assert result.error.reason == "DEVICE_SELF_TEST_FAILED"
     assert {each.error.reason for each in result.candidates} == {"DEVICE_SELF_TEST_FAILED"}
+    monkeypatch.undo()  # the board is repaired
+    assert not (await attempt(blobs, address, tmp_path / "again", ["add", "conv"])).HasField("error")
 
 
+@pytest.mark.remedy("ATTEMPT_TIMED_OUT")
 @pytest.mark.slow(reason="waits for the end of an attempt's time")
 async def test_what_hangs_ends_with_the_attempts_time_and_is_the_one_that_is_named(
     blobs: Blobs,
@@ -155,6 +159,9 @@ async def test_what_hangs_ends_with_the_attempts_time_and_is_the_one_that_is_nam
     result = await attempt(blobs, address, tmp_path, ["add", "conv"], deadline_s=12)
     waiting, hung = result.candidates
     assert (hung.error.reason, waiting.error.reason) == ("PROGRAM_TIMED_OUT", "ATTEMPT_TIMED_OUT")
+    monkeypatch.undo()
+    result = await attempt(blobs, address, tmp_path / "again", ["add", "conv"], deadline_s=120)
+    assert not any(candidate.HasField("error") for candidate in result.candidates)
 
 
 async def test_cancelled_twice_it_leaves_no_runner(

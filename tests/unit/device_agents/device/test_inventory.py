@@ -123,11 +123,13 @@ def test_cores_are_chosen_by_name_or_number(wanted: str, restricted: bool, cpus:
     assert choose_cpus(BIG_LITTLE, wanted, restricted) == cpus
 
 
+@pytest.mark.remedy("CORES_UNKNOWN")
 @pytest.mark.parametrize("wanted", ["8", "0-8", "medium", "4;5"])
 def test_cores_that_the_device_lacks_are_refused(wanted: str) -> None:
     with pytest.raises(CoresUnknown) as refused:
         choose_cpus(BIG_LITTLE, wanted, False)
     assert refused.value.metadata["allowed"] == "0-7"
+    assert choose_cpus(BIG_LITTLE, "0-3", False) and choose_cpus(BIG_LITTLE, "big", False)
 
 
 def test_threads_are_the_physical_cores_of_the_fastest_cluster() -> None:

@@ -144,6 +144,7 @@ async def test_a_vision_language_model_generates_the_tokens_of_eager_pytorch(arm
     assert tokens.tolist() == expected
 
 
+@pytest.mark.remedy("CPU_UNKNOWN", "EMULATOR_FAILED")
 @boards
 def test_an_unknown_processor_is_refused_with_those_there_are(tmp_path: Path) -> None:
     need_emulator()
@@ -154,13 +155,21 @@ def test_an_unknown_processor_is_refused_with_those_there_are(tmp_path: Path) ->
     assert not (tmp_path / "data").exists()
     with refuses("CPU_UNKNOWN", match="nosuch"):
         main.main([*arguments, "--cpu", "cortex-a76,nosuch=off"])
+    emulator = Emulator.find(ARCH, "cortex-a76")
+    with refuses("EMULATOR_FAILED"):
+        replace(emulator, path="/bin/false").device()  # a damaged installation
+    assert emulator.device().soc == "qemu cortex-a76"
 
 
+@pytest.mark.remedy("EMULATOR_MISSING")
 def test_without_an_emulator_its_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(EmulatorMissing, match="needs qemu-aarch64-static, which is not on PATH") as refused:
         main.main(["--emulate", ARCH, "--server", "127.0.0.1:1", "--data", str(tmp_path / "data")])
     assert "`apt-get install qemu-user-static`" in str(refused.value)
+    monkeypatch.undo()
+    need_emulator()
+    assert Emulator.find(ARCH)
 
 
 def test_a_processor_without_emulation_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,6 +224,7 @@ def _compiled(source: str, folder: Path) -> bytes:
     return (folder / "made").read_bytes()
 
 
+@pytest.mark.remedy("DEVICE_RUNNER_UNUSABLE")
 async def test_a_runner_that_a_signal_ends_at_its_first_use_is_reported_with_the_signal(
     runner_bundle: Bundle,
     tmp_path: Path,
@@ -226,6 +236,7 @@ async def test_a_runner_that_a_signal_ends_at_its_first_use_is_reported_with_the
     ) as reported:
         await try_out(bundle, "abc", machine(tmp_path, emulated=False), tmp_path)
     assert "etfarm bundle build" in reported.value.remedy
+    assert "XnnpackBackend" in await try_out(runner_bundle, "def", machine(tmp_path, emulated=False), tmp_path)
 
 
 async def test_a_runner_that_the_kernel_refuses_is_reported_with_its_errno(

@@ -207,12 +207,16 @@ async def test_leaving_the_context_reaps_a_stopped_process(start: Start) -> None
         os.kill(runner.pid, 0)
 
 
+@pytest.mark.remedy("PROGRAM_OUT_OF_MEMORY")
 async def test_a_program_larger_than_the_budget_is_out_of_memory(start: Start) -> None:
     async with start(limits=Limits(data_bytes=64 << 20)) as runner:
         await runner.threads(1)
         with pytest.raises(errors.ProgramOutOfMemory, match=str(64 << 20)):
             await loaded(runner, program("large"))
         await runner.memory()  # refused, not dead
+    async with start(limits=Limits(data_bytes=64 << 20)) as runner:
+        await runner.threads(1)
+        await loaded(runner, program("add"))
 
 
 async def test_threads_that_do_not_fit_into_the_budget_are_refused(start: Start) -> None:

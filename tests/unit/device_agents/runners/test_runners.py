@@ -139,10 +139,11 @@ async def test_threads_are_set_before_load_only(runner: RemoteRunner) -> None:
         await runner.threads(1)
 
 
+@pytest.mark.remedy("CORES_UNAVAILABLE")
 async def test_cores_that_do_not_exist_are_the_callers_fault(runner: RemoteRunner) -> None:
-    await runner.affinity(sorted(os.sched_getaffinity(0))[:1])
     with refuses("CORES_UNAVAILABLE", match=r"cannot bind to the cores \[1000\]"):
         await runner.affinity([1000])
+    await runner.affinity(sorted(os.sched_getaffinity(0))[:1])
 
 
 async def test_state_is_kept_between_runs_and_reset_by_a_reload(runner: RemoteRunner) -> None:
@@ -157,6 +158,7 @@ async def test_state_is_kept_between_runs_and_reset_by_a_reload(runner: RemoteRu
     assert seen == [1.0, 2.0, 1.0]
 
 
+@pytest.mark.remedy("PROGRAM_FAILED")
 async def test_a_cut_program_fails_with_the_runtimes_own_words(runner: RemoteRunner, tmp_path: Path) -> None:
     whole = program("conv").bytes
     for size in (0, 10, 64, len(whole) // 2):
@@ -178,6 +180,7 @@ async def test_a_missing_method_is_named(runner: RemoteRunner) -> None:
         await runner.load_method("backward")
 
 
+@pytest.mark.remedy("OPERATOR_MISSING")
 @pytest.mark.parametrize(
     ("name", "old", "new", "reason", "named"),
     [
@@ -186,7 +189,7 @@ async def test_a_missing_method_is_named(runner: RemoteRunner) -> None:
     ],
 )
 async def test_what_the_runner_lacks_is_named(
-    runner: RemoteRunner, tmp_path: Path, name: str, old: bytes, new: bytes, reason: str, named: str
+    runner: RemoteRunner, start: Start, tmp_path: Path, name: str, old: bytes, new: bytes, reason: str, named: str
 ) -> None:
     altered = tmp_path / "altered.pte"
     assert old in program(name).bytes
@@ -194,8 +197,11 @@ async def test_what_the_runner_lacks_is_named(
     await runner.load(altered)
     with refuses(reason, match=named):
         await runner.load_method("forward")
+    async with start() as again:  # with a program whose operators and backends it has
+        await loaded(again, program(name))
 
 
+@pytest.mark.remedy("PROGRAM_DATA_MISSING")
 @pytest.mark.parametrize(("name", "key"), [("external", "weight"), ("external_xnnpack", r"\w{12}\.\.\."), ("split", "weight")])
 async def test_weights_that_did_not_come_are_named_and_crash_nothing(runner: RemoteRunner, name: str, key: str) -> None:
     model = program(name)
@@ -248,7 +254,8 @@ async def test_inputs_and_outputs_may_be_outside_of_the_memory_plan(runner: Remo
     assert arrays(await runner.outputs())[0].tolist() == [[0.0] * 3] * 8
 
 
-async def test_what_the_python_binding_lacks_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.remedy("RUNNER_LACKS")
+async def test_what_the_python_binding_lacks_is_refused_by_name(native_runner: RemoteRunner, tmp_path: Path) -> None:
     split, int8 = program("split"), program("int8")
     async with PythonRunner.start(tmp_path) as runner:
         with refuses("RUNNER_LACKS", match="takes one data file, and the program has 2"):
@@ -256,6 +263,7 @@ async def test_what_the_python_binding_lacks_is_refused_by_name(tmp_path: Path) 
         await runner.load(int8.path)
         with refuses("OPERATOR_MISSING", match=r"quantized_decomposed::quantize_per_tensor\.out"):
             await runner.load_method("forward")
+    await loaded(native_runner, split)  # that of a bundle
 
 
 async def test_every_runner_identifies_itself(runner: RemoteRunner) -> None:

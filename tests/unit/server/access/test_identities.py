@@ -25,6 +25,7 @@ def of(database: Database, *known: str) -> Identities:
     return Identities(database, lambda agent_id: agent_id in known, lambda: datetime(2026, 1, 2, tzinfo=UTC))
 
 
+@pytest.mark.remedy("AGENT_NOT_YOURS")
 async def test_a_new_identity_is_bound_for_good_to_the_first_principal_that_connects(database: Database) -> None:
     before = of(database)
     await before.admit("a1", RACK)
@@ -36,13 +37,18 @@ async def test_a_new_identity_is_bound_for_good_to_the_first_principal_that_conn
     assert after.principal_of("a1") == "rack"
     with refuses("AGENT_NOT_YOURS"):
         await after.admit("a1", DESK)
+    await after.bind("a1", "desk", by="root")
+    await after.admit("a1", DESK)
 
 
+@pytest.mark.remedy("AGENT_UNBOUND")
 async def test_an_identity_from_before_bindings_is_bound_by_an_admin_and_not_by_its_first_connection(
     golden: Golden,
     database: Database,
 ) -> None:
     farm = of(database, "old")
+    with refuses("AGENT_UNBOUND"):
+        await farm.admit("old", RACK)
     for _ in range(2):
         with golden.refuses("AGENT_UNBOUND"):
             await farm.admit("old", DESK)
@@ -69,9 +75,13 @@ async def test_an_admin_connects_as_any_agent_and_binds_none(database: Database)
     assert [farm.principal_of(agent_id) for agent_id in ("old", "new")] == ["", ""]
 
 
+@pytest.mark.remedy("AGENT_NOT_FOUND")
 async def test_nothing_is_bound_to_an_agent_that_never_was(database: Database) -> None:
+    farm = of(database, "type")
     with refuses("AGENT_NOT_FOUND"):
-        await of(database).bind("typo", "rack", by="root")
+        await farm.bind("typo", "rack", by="root")
+    (listed,) = farm.list({"type": []})
+    await farm.bind(listed.agent_id, "rack", by="root")
 
 
 async def test_refusals_are_remembered_within_bounds(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,7 @@ async def test_a_principal_without_projects_is_a_member_of_default_alone(project
     assert seen(projects, "ann") == (["default"], "default")
 
 
+@pytest.mark.remedy("PROJECT_AMBIGUOUS")
 async def test_the_active_project_is_what_is_named_else_the_only_one_else_default(golden: Golden, projects: Projects) -> None:
     for name in ("vision", "audio"):
         await projects.create(name, ["ann", "bob"], None, by="root")
@@ -59,6 +60,7 @@ async def test_the_active_project_is_what_is_named_else_the_only_one_else_defaul
     assert refused.value.metadata["projects"] == "audio, vision"
 
 
+@pytest.mark.remedy("PROJECT_NOT_FOUND")
 async def test_another_project_is_refused_in_the_words_of_one_that_does_not_exist(projects: Projects) -> None:
     await projects.create("vision", ["ann"], None, by="root")
     sentences = []
@@ -68,6 +70,8 @@ async def test_another_project_is_refused_in_the_words_of_one_that_does_not_exis
             seen(projects, name, requested=requested)
         sentences.append(str(refused.value).replace(requested, "X"))
     assert len(set(sentences)) == 1
+    (listed,), _ = seen(projects, "ann")
+    assert seen(projects, "ann", requested=listed)[1] == "vision"
 
 
 async def test_an_admin_names_any_project_that_exists_and_an_agent_has_none(projects: Projects) -> None:

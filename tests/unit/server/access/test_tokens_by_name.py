@@ -57,6 +57,10 @@ async def test_a_name_with_several_usable_tokens_is_refused_with_their_ids(token
     assert (await tokens.revoke("bob")).id == created[1].id
 
 
+@pytest.mark.remedy("TOKEN_NOT_FOUND")
 async def test_a_name_without_a_usable_token_is_refused(golden: Golden, tokens: TokenTable) -> None:
+    await tokens.create("someone", ROLE_USER, by="root")
     with golden.refuses("TOKEN_NOT_FOUND"):
         await tokens.revoke("no-one")
+    (listed,) = await tokens.list(9, 0)
+    assert (await tokens.revoke(listed.principal)).id == listed.id

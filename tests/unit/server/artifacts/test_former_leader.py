@@ -59,6 +59,7 @@ async def two(tmp_path: Path, stores: Stores) -> AsyncIterator[Two]:
         database.close()
 
 
+@pytest.mark.remedy("FENCED")
 async def test_a_removal_that_the_database_refuses_deletes_nothing(two: Two) -> None:
     await two.former.put(DATA, "ann")
     two.take_lead()
@@ -66,6 +67,8 @@ async def test_a_removal_that_the_database_refuses_deletes_nothing(two: Two) -> 
         await two.former.remove([DIGEST], unused_since_s=two.former.uses.clock() + 1)
     assert await two.leader.absent([DIGEST]) == []
     assert await two.read() == DATA
+    await two.leader.remove([DIGEST], unused_since_s=two.leader.uses.clock() + 1)
+    assert await two.leader.absent([DIGEST]) == [DIGEST]
 
 
 async def test_what_is_stored_again_after_the_rows_were_deleted_stays(two: Two) -> None:

@@ -19,6 +19,7 @@ class Disk:
         return self.room.measure().is_full
 
 
+@pytest.mark.remedy("DISK_FULL")
 def test_new_work_is_refused_below_its_threshold_and_accepted_once_a_quarter_more_is_free() -> None:
     disk = Disk()
     disk.room.require_work()
@@ -32,6 +33,8 @@ def test_new_work_is_refused_below_its_threshold_and_accepted_once_a_quarter_mor
     assert (refused.value.reason, refused.value.kind.value) == ("DISK_FULL", "RESOURCE_EXHAUSTED")
     assert refused.value.metadata == {"free_bytes": "199", "limit_bytes": "200"}
     assert "accepts work again by itself" in refused.value.remedy
+    disk.free = 250
+    disk.room.require_work()
 
 
 def test_on_a_full_disk_results_still_fit_and_users_uploads_are_refused() -> None:

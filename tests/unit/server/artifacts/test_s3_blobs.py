@@ -250,6 +250,7 @@ async def test_a_503_is_repeated_and_nothing_is_lost(world: World) -> None:
     assert world.blobs.bucket.use.requests["get", "failed"] == 0
 
 
+@pytest.mark.remedy("BLOBS_UNAVAILABLE")
 async def test_a_server_that_stays_away_is_reported_and_the_upload_goes_on_later(golden: Golden, world: World) -> None:
     await world.reopen(patience_s=0.5)
     world.proxy.answer_503("PUT")

@@ -377,6 +377,7 @@ async def test_what_a_holder_has_for_now_can_still_be_discarded(store: Store, da
     assert await database.read(lambda connection: connection.execute(select(schema.holdings)).all()) == []
 
 
+@pytest.mark.remedy("ARTIFACT_DAMAGED")
 async def test_what_the_database_names_and_nobody_can_read_is_the_farms_fault_and_named(store: Store, stores: Stores) -> None:
     kept, lost = [await store.put(data, "ann") for data in (b"kept", DATA)]
     await stores.lose(store, lost.digest)

@@ -6,6 +6,7 @@ import dataclasses
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -76,6 +77,18 @@ def test_a_killed_restore_leaves_nothing_that_harms_the_next_one(data: Path, tmp
     with closing(sqlite3.connect(restored / "farm.sqlite")) as connection:
         assert connection.execute("SELECT digest FROM artifacts").fetchall() == [(blob,)]
         assert not connection.execute("SELECT name FROM sqlite_master WHERE name = 'strange'").fetchall()
+
+
+@pytest.mark.remedy("BACKUP_FAILED")
+def test_a_restore_that_ran_out_of_disk_continues_once_there_is_some(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back_up(data, tmp_path / "backup")
+    with monkeypatch.context() as full:
+        full.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+        with refuses("BACKUP_FAILED", match="0 are free"):
+            restore(tmp_path / "backup", tmp_path / "restored")
+    assert restore(tmp_path / "backup", tmp_path / "restored")
 
 
 def test_a_backup_of_no_farm_is_damaged(data: Path, tmp_path: Path) -> None:

@@ -261,6 +261,7 @@ def test_no_server_leads_nor_opens_the_database_of_a_restore_from_its_beginning_
     assert contents(restored) == contents(farm) and try_to_lead(target.database)
 
 
+@pytest.mark.remedy("BACKUP_DAMAGED")
 def test_a_damaged_backup_leaves_the_database_for_another_one(
     farm: FarmDatabase, new_place: Callable[[], Place], tmp_path: Path
 ) -> None:
@@ -365,6 +366,7 @@ def test_a_backup_says_which_options_are_missing(farm: FarmDatabase, new_place: 
         back_up(farm.path.parent, tmp_path / "backup", database=there.database)
 
 
+@pytest.mark.remedy("OTHER_VERSION")
 @pytest.mark.parametrize("revision", ["0001", "9999"])
 def test_a_server_of_another_version_is_backed_up_by_its_own(
     farm: FarmDatabase, new_place: Callable[[], Place], tmp_path: Path, revision: str
@@ -375,6 +377,9 @@ def test_a_server_of_another_version_is_backed_up_by_its_own(
         connection.exec_driver_sql(f"UPDATE alembic_version SET version_num = '{revision}'")
     with refuses("OTHER_VERSION", match=f"revision {revision}, this etfarm copies revision {HEAD}"):
         back_up(farm.path.parent, tmp_path / "backup", database=there.database)
+    with committed(FarmDatabase(farm.path, there.database)) as connection:
+        connection.exec_driver_sql(f"UPDATE alembic_version SET version_num = '{HEAD}'")
+    assert back_up(farm.path.parent, tmp_path / "backup", database=there.database)  # by the command of this version
 
 
 def test_the_command_says_how_to_start_the_restored_farm(

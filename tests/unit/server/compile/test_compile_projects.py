@@ -9,6 +9,7 @@ from etfarm.server.compile.cache import CompilationNotFound, artifacts_of
 from tests.support.compiling_children import INT8, World
 
 
+@pytest.mark.remedy("COMPILATION_NOT_FOUND")
 async def test_a_project_holds_the_files_of_a_compilation_that_another_requested_first(world: World) -> None:
     vision, audio = Scope(frozenset({"vision"})), Scope(frozenset({"audio"}))
     first = (await world.compile(await world.model("x", INT8), project="vision")).compilation

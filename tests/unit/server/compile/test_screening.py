@@ -179,6 +179,7 @@ def bomb(member: str, size_bytes: int) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.remedy("UNSAFE_MODEL")
 async def test_a_bomb_is_refused_and_a_graph_that_needs_too_much_memory_ends_its_child_alone(
     screening: Screening, pool: Recorded, model: Callable[..., str], tmp_path: Path
 ) -> None:

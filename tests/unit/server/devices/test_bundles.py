@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from etfarm.server.artifacts.store import Store
-from etfarm.server.devices.bundles import Bundles
+from etfarm.server.devices.bundles import Bundles, run_bundle_build
 from etfarm.server.state.engine import Database
 from etfarm.wire.bundles import NotABundle
 from etfarm.wire.errors import FarmError, Kind
@@ -110,12 +110,17 @@ async def test_a_bundle_whose_bytes_are_gone_is_not_offered(world: World) -> Non
     assert again.list() == []
 
 
+@pytest.mark.remedy("ARTIFACT_MISSING")
 async def test_a_bundle_that_is_not_stored_is_to_be_uploaded_first(world: World) -> None:
+    digest = hashlib.sha256(archive()).hexdigest()
     with refuses("ARTIFACT_MISSING") as refused:
-        await world.bundles.add("a" * 64)
+        await world.bundles.add(digest)
     assert refused.value.kind is Kind.FAILED_PRECONDITION
+    assert (await world.store.put(archive(), "ann")).digest == digest
+    await world.bundles.add(digest)
 
 
+@pytest.mark.remedy("NOT_A_BUNDLE")
 @pytest.mark.parametrize(
     "data",
     [
@@ -149,6 +154,7 @@ async def test_what_is_no_bundle_is_refused(world: World, data: bytes) -> None:
         await world.bundles.add(artifact.digest)
     assert refused.value.kind is Kind.INVALID_ARGUMENT
     assert world.bundles.list() == []
+    assert await world.add()
 
 
 async def test_what_a_killed_servers_build_left_is_deleted_at_the_next_start(world: World) -> None:
@@ -186,6 +192,17 @@ async def test_a_request_for_the_servers_own_bundle_reports_why_its_build_failed
     assert world.bundles.own_error is not None
     digest = await world.add(arch="x86_64")
     assert (await world.bundles.demand("x86_64")).artifact.digest == digest, "one that was offered is used all the same"
+
+
+@pytest.mark.remedy("BUNDLE_BUILD_FAILED")
+@pytest.mark.slow(reason="builds the runner")
+async def test_the_servers_own_bundle_is_built_once_there_is_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as without:
+        without.setenv("PATH", str(tmp_path))
+        with refuses("BUNDLE_BUILD_FAILED", match=r"g\+\+"):
+            await run_bundle_build(tmp_path, "-o", str(tmp_path / "bundle.tar.gz"))
+    await run_bundle_build(tmp_path, "-o", str(tmp_path / "bundle.tar.gz"))
+    assert (tmp_path / "bundle.tar.gz").stat().st_size
 
 
 FITTING = {"arch": "x86_64", "executorch": version("executorch").partition("+")[0], "source_digest": "current"}

@@ -57,6 +57,7 @@ def states(world: RegistryWorld) -> dict[str, int]:
     return {device.id: device.state for device in world.registry.devices()}
 
 
+@pytest.mark.remedy("BUNDLE_MISSING")
 async def test_a_device_without_a_runner_is_described_as_unusable_with_the_remedy(world: RegistryWorld) -> None:
     session = await world.connect("pi")
     shown = world.registry.describe(world.registry.get("pi"))
@@ -70,6 +71,7 @@ async def test_a_device_without_a_runner_is_described_as_unusable_with_the_remed
     assert (shown.state, shown.HasField("problem")) == (IDLE, False)
 
 
+@pytest.mark.remedy("DEVICE_OFFLINE")
 async def test_a_device_is_idle_busy_and_offline(world: RegistryWorld) -> None:
     session = await world.connect("pi", "xl")
     assert states(world) == {"pi": IDLE, "xl": IDLE}
@@ -81,6 +83,8 @@ async def test_a_device_is_idle_busy_and_offline(world: RegistryWorld) -> None:
     assert states(world) == {"pi": OFFLINE, "xl": OFFLINE}
     with pytest.raises(DeviceOffline):
         world.registry.session_of("pi")
+    again = await world.connect("pi", "xl")
+    assert world.registry.session_of("pi") is again
 
 
 async def test_a_device_with_a_problem_is_unusable_until_its_agent_says_that_it_is_gone(world: RegistryWorld) -> None:
@@ -152,6 +156,7 @@ async def test_a_device_is_found_by_id_prefix_and_name(world: RegistryWorld, key
     assert world.registry.get(key).id == "4f00aa"
 
 
+@pytest.mark.remedy("DEVICE_NOT_FOUND")
 @pytest.mark.parametrize("key", ["nothing", "4f", ""])
 async def test_a_device_that_is_not_or_not_one_is_refused_with_what_there_is(
     golden: Golden, world: RegistryWorld, key: str
@@ -161,8 +166,10 @@ async def test_a_device_that_is_not_or_not_one_is_refused_with_what_there_is(
         world.registry.get(key)
     assert "board-4f01 (4f01)" in refused.value.remedy
     assert refused.value.kind is Kind.NOT_FOUND
+    assert world.registry.get("4f01").id == world.registry.get("board-4f01").id == "4f01"
 
 
+@pytest.mark.remedy("AGENT_CONNECTED")
 async def test_a_second_agent_of_an_id_is_refused_beside_a_live_one_and_replaces_a_silent_one(world: RegistryWorld) -> None:
     first = await world.connect("pi")
     with pytest.raises(AgentConnected, match="--data") as refused:
@@ -178,6 +185,8 @@ async def test_a_second_agent_of_an_id_is_refused_beside_a_live_one_and_replaces
     assert not first.is_alive()
     await world.registry.disconnect(first)
     assert states(world) == {"pi": IDLE}, "the former connection's end is not the new one's"
+    await world.connect("copy", agent="with-an-id-of-its-own")
+    assert states(world) == {"pi": IDLE, "copy": IDLE}
 
 
 async def test_a_restarted_machine_replaces_an_agent_that_no_longer_responds(world: RegistryWorld) -> None:
@@ -324,6 +333,7 @@ async def test_a_device_of_a_live_agent_is_not_given_to_another(world: RegistryW
     assert not world.runs._runs["a1"].result.done()
 
 
+@pytest.mark.remedy("DEVICE_SERVED")
 async def test_a_copy_of_a_disk_is_refused_once_the_original_responds_and_a_machine_that_lost_power_is_replaced(
     golden: Golden, world: RegistryWorld
 ) -> None:
@@ -342,10 +352,12 @@ async def test_a_copy_of_a_disk_is_refused_once_the_original_responds_and_a_mach
     assert world.registry.serves(await waiting, "pi")
 
 
+@pytest.mark.remedy("DEVICE_NOT_YOURS")
 async def test_a_device_of_another_token_is_a_copy_while_it_is_served_and_has_moved_when_it_left(
     golden: Golden, world: RegistryWorld
 ) -> None:
-    farm = Registry(world.database, world.bundles, world.runs, world.now, lambda agent: f"owner-of-{agent}")
+    owners = {agent: f"owner-of-{agent}" for agent in ("a1", "a2")}
+    farm = Registry(world.database, world.bundles, world.runs, world.now, owners.__getitem__)
     pi = Device(id="pi", name="pi")
     session = world.session("a1", principal="owner-of-a1")
     await farm.connect(session, Hello(agent_id="a1", devices=[pi]))
@@ -355,6 +367,8 @@ async def test_a_device_of_another_token_is_a_copy_while_it_is_served_and_has_mo
     await farm.disconnect(session)
     with golden.refuses("DEVICE_NOT_YOURS"):
         await farm.accept(other, [pi])
+    owners["a1"] = "owner-of-a2"  # an admin has bound it
+    await farm.accept(other, [pi])
 
 
 async def test_a_farewell_loses_what_runs_at_once(world: RegistryWorld) -> None:
@@ -461,6 +475,7 @@ def owned(world: RegistryWorld) -> tuple[Callable[..., Awaitable[AgentSession]],
     return lambda agent, *devices: world.connect(*devices, agent=agent, principal=owners[agent]), world.registry
 
 
+@pytest.mark.remedy("TOO_MANY_DEVICES")
 async def test_agents_of_one_token_do_not_take_the_farms_room(
     golden: Golden, world: RegistryWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -475,8 +490,13 @@ async def test_agents_of_one_token_do_not_take_the_farms_room(
         await farm.accept(enrolling, [Device(id=each) for each in ("z", "w")])
     await connect("b", "pi", "xl")
     assert [device.id for device in farm.devices()] == ["pi", "x", "xl", "y"]
+    await farm.end_agent("a1")
+    for gone in ("x", "y"):
+        await farm.forget(gone)
+    await connect("a2", "z", "w")
 
 
+@pytest.mark.remedy("DEVICE_TOO_LARGE")
 async def test_large_descriptions_of_one_token_have_a_limit_together(
     world: RegistryWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def world(tmp_path: Path, database: Database) -> World:
     return World(tmp_path, database)
 
 
+@pytest.mark.remedy("DEVICES_UNAVAILABLE")
 async def test_devices_are_reserved_all_or_none(world: World) -> None:
     await world.connect(board("a"), board("b"), board("c", arch="armv7l"))
     reserved = await world.reserve("arch=aarch64", count=2, reason="a demo")
@@ -85,6 +86,7 @@ async def test_devices_are_reserved_all_or_none(world: World) -> None:
         "board-a is reserved by ann until 2026-06-01 12:01 UTC; board-b is reserved by ann until 2026-06-01 12:01 UTC."
     )
     assert not world.registry.get("c").HasField("reservation")
+    assert (await world.reserve("", count=1)).device_id == "c"
     with refuses("NO_SUCH_DEVICE"):
         await world.reserve("arch=riscv64")
 
@@ -174,6 +176,7 @@ async def test_an_owner_has_a_limited_number_of_reservations(world: World, monke
     await world.reserve(owner="bob")
 
 
+@pytest.mark.remedy("RESERVATION_ENDED")
 async def test_renewals_extend_and_expiry_releases(world: World) -> None:
     await world.connect("a")
     reserved = await world.reserve("", 60)
@@ -191,6 +194,8 @@ async def test_renewals_extend_and_expiry_releases(world: World) -> None:
     with pytest.raises(ReservationEnded, match="has expired, since it was not renewed in time"):
         await world.reservations.renew(reserved.id, None, ANN)
     await world.reservations.release(reserved.id, ANN)  # nothing to do
+    again = await world.reserve("", 60)
+    assert (await world.reservations.renew(again.id, None, ANN)).id == again.id
 
 
 async def test_only_the_owner_and_admins_change_a_reservation(world: World) -> None:
@@ -331,7 +336,7 @@ async def test_a_cancelled_wait_leaves_the_device_free(world: World) -> None:
     assert world.registry.get("a").attempt_id == ""
 
 
-@pytest.mark.remedy("DEVICE_NOT_RESERVED")
+@pytest.mark.remedy("DEVICE_NOT_RESERVED", "RESERVATION_NOT_FOUND")
 async def test_a_selector_must_match_a_device_of_the_reservation(world: World) -> None:
     await world.connect(board("a"), board("b", arch="armv7l"))
     reserved = await world.reserve("id=a")
@@ -345,3 +350,5 @@ async def test_a_selector_must_match_a_device_of_the_reservation(world: World) -
     assert await world.reservations.require_device(reserved.id, "vision", ["name=board-a"], devices)
     with pytest.raises(ReservationNotFound):
         await world.reservations.require_device(reserved.id, "audio", [""], devices)
+    (listed,) = world.reservations.current(ANN.scope)
+    assert await world.reservations.require_device(listed.id, "vision", [""], devices)

@@ -87,11 +87,14 @@ async def test_a_retirement_waits_for_the_runs_then_refuses_the_agent_with_its_t
     golden.check(refused.value)
 
 
+@pytest.mark.remedy("AGENT_RETIRED")
 @pytest.mark.parametrize("how", ["bound", "enrolled"])
 async def test_a_retired_agent_is_admitted_again_once_an_admin_wants_it(world: World, how: str) -> None:
     await world.enrol("a1")
     await world.admit("a1", "pi")
     await world.retire("pi")
+    with refuses("AGENT_RETIRED"):
+        await world.admit("a1", "pi")
     if how == "bound":
         assert (await world.identities.bind("a1", "rack", by="root")).is_retired  # the answer says that it was
         assert not (await world.identities.bind("a1", "rack", by="root")).is_retired
@@ -177,15 +180,15 @@ async def test_an_offline_device_of_an_unbound_agent_is_retired(world: World) ->
         await world.identities.admit("a1", RACK)
 
 
+@pytest.mark.remedy("AGENT_HAS_DEVICES")
 async def test_only_an_agent_without_devices_is_removed(golden: Golden, world: World) -> None:
     own = await world.enrol("a1")
     await world.admit("a1", "pi")
     with golden.refuses("AGENT_HAS_DEVICES"):
         await world.retirement.remove_agent("rack")
-    await world.registry.end_agent("a1")
-    await world.registry.forget("pi")
-    identity, revoked = await world.retirement.remove_agent("rack")
-    assert (identity.agent_id, len(revoked)) == ("a1", 1)
+    assert len((await world.retire("pi")).revoked) == 1
+    identity, _ = await world.retirement.remove_agent("rack")
+    assert identity.agent_id == "a1"
     assert world.tokens.find(own) is None and world.identities.list({}) == []
     with refuses("AGENT_NOT_FOUND"):
         await world.retirement.remove_agent("rack")

@@ -10,6 +10,7 @@ from etfarm.server.devices.runs import AttemptLost, Runs
 from etfarm.v1.agent_pb2 import CandidateResult, RunProgress, RunResult
 from etfarm.wire.errors import Fault
 from tests.support.golden import Golden
+from tests.support.refusals import refuses
 
 FOREVER_S = 3600.0
 AT_ONCE_S = 0.001
@@ -167,3 +168,13 @@ async def test_what_another_device_says_of_an_attempt_does_not_count() -> None:
     runs.progressed(RunProgress(attempt_id="a1", device_id="other", phase="LOAD"))
     assert not runs.deliver(RunResult(attempt_id="a1", device_id="other"))
     assert reported == [] and is_pending(runs) and not runs.has_answer("a1")
+
+
+@pytest.mark.remedy("ATTEMPT_NOT_RESUMED")
+async def test_the_files_of_an_attempt_are_given_once_it_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etfarm.server.devices.runs.PERMIT_TIMEOUT_S", AT_ONCE_S)
+    runs = begun()
+    with refuses("ATTEMPT_NOT_RESUMED"):
+        await runs.is_permitted("d", lambda _: True)
+    runs.permit("a1", ["d"])
+    assert await runs.is_permitted("d", lambda _: True)

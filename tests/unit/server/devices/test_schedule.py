@@ -213,6 +213,7 @@ def test_a_device_that_cannot_be_used_matches_and_gets_nothing() -> None:
     assert schedule([cell(text="id=phone")], known) == []
 
 
+@pytest.mark.remedy("NO_SUCH_DEVICE")
 def test_no_match_is_refused_with_what_there_is(golden: Golden) -> None:
     known = [device("pi", OFFLINE, arch="aarch64", soc="BCM", cores=4), device("emu", emulated=True)]
     with golden.refuses("NO_SUCH_DEVICE") as refused:
@@ -221,6 +222,7 @@ def test_no_match_is_refused_with_what_there_is(golden: Golden) -> None:
     assert "emu" in refused.value.metadata["known"] and "offline" in refused.value.metadata["known"]
     with golden.refuses("NO_SUCH_DEVICE"):
         select_devices(selectors.parse(""), "", [])
+    assert [one.id for one in select_devices(selectors.parse("arch=aarch64"), "arch=aarch64", known)] == ["pi"]
 
 
 @pytest.mark.parametrize(

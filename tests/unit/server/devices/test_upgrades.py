@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,7 @@ async def test_an_upgrade_waits_for_the_runs_and_no_longer(tmp_path: Path, *, is
     assert registry.get("pi").drain.reason == "its fan is broken"
 
 
+@pytest.mark.remedy("AGENT_OUTDATED")
 @pytest.mark.parametrize("comes_later", [False, True])
 async def test_an_outdated_agent_delivers_no_result(tmp_path: Path, *, comes_later: bool, database: Database) -> None:
     world = RegistryWorld(tmp_path, database)
@@ -86,3 +88,46 @@ async def test_an_outdated_agent_delivers_no_result(tmp_path: Path, *, comes_lat
     runs.deliver(RunResult(attempt_id="a1", device_id="phone"), "rack")
     with refuses("ATTEMPT_LOST"):
         await runs.result("a1")
+    await registry.end_agent("agent")
+    await world.connect(phone)
+    assert registry.get("phone").problem.reason != "AGENT_OUTDATED", "an agent of the server's version serves it"
+
+
+@pytest.mark.remedy("AGENT_OFFLINE", "UPGRADE_NOT_ALLOWED", "UPGRADE_RUNNING", "UPGRADE_FAILED")
+async def test_an_upgrade_that_is_refused_is_accepted_once_its_remedy_was_applied(tmp_path: Path, database: Database) -> None:
+    world = RegistryWorld(tmp_path, database)
+    ids = map(str, range(9))
+    upgrades = Upgrades(world.registry, world.runs, lambda: next(ids))
+
+    def upgrade() -> AsyncIterator[agent_pb2.UpgradeAgentProgress]:
+        wheel = common_pb2.Artifact(digest="0" * 64, size_bytes=1)
+        return upgrades.upgrade("agent", wheel, "9.9", drain_s=60, limit_s=60, principal="root")
+
+    async def start(*, allows: bool) -> None:
+        hello = Hello(agent_id="agent", allows_upgrade=allows)
+        await world.registry.connect(world.session(principal="rack", hello=hello), hello)
+
+    async with asyncio.timeout(10):
+        with refuses("AGENT_OFFLINE"):
+            await anext(upgrade())
+        await start(allows=False)
+        with refuses("UPGRADE_NOT_ALLOWED"):
+            await anext(upgrade())
+        await world.registry.end_agent("agent")
+        await start(allows=True)
+        first = upgrade()
+        await anext(first)
+        with refuses("UPGRADE_RUNNING"):
+            await anext(upgrade())
+        following = asyncio.ensure_future(anext(first))
+        await asyncio.sleep(0)
+        failed = agent_pb2.UpgradeOutcome(upgrade_id="0", version="9.9", error=common_pb2.Error(message="No disk."))
+        upgrades.connected(Hello(agent_id="agent", upgrade=failed))
+        with refuses("UPGRADE_FAILED", match="No disk"):
+            await following
+        second = upgrade()
+        await anext(second)
+        following = asyncio.ensure_future(anext(second))
+        await asyncio.sleep(0)
+        upgrades.connected(Hello(agent_id="agent", upgrade=agent_pb2.UpgradeOutcome(upgrade_id="1")))
+        assert (await following).phase == UpgradePhase.UPGRADE_PHASE_DONE

@@ -57,6 +57,7 @@ async def test_a_cell_that_does_not_compile_fails_with_the_reason_and_a_report(w
     assert cell.report_id == report.id
 
 
+@pytest.mark.remedy("TOO_MANY_THREADS")
 async def test_a_cell_with_more_threads_than_its_devices_have_cpus_fails_and_another_waits_for_one_that_has_them(
     world: World,
 ) -> None:
@@ -131,6 +132,7 @@ async def test_a_users_fault_on_the_device_is_not_tried_again(world: World) -> N
     assert report.error.reason == "PROGRAM_CRASHED"
 
 
+@pytest.mark.remedy("ATTEMPT_LOST")
 async def test_a_device_fault_places_the_cell_again_elsewhere_and_nothing_of_the_first_attempt_stays(world: World) -> None:
     pi, xl = await world.agent("pi"), await world.agent("xl")
     job = await world.submit()
@@ -154,6 +156,19 @@ async def test_a_device_fault_places_the_cell_again_elsewhere_and_nothing_of_the
     assert [attempt.device_id for attempt in cell.attempts] == ["pi", "xl", "pi"]
     assert [attempt.error.reason for attempt in cell.attempts] == ["X", "ATTEMPT_LOST", ""]
     assert not (await world.journal.results_of(second.attempt_id))[job.cells[0].id].threads, "a lost attempt has no result"
+
+
+@pytest.mark.remedy("RESULT_MISSING")
+async def test_a_cell_without_a_result_is_placed_again(world: World) -> None:
+    agent = await world.agent()
+    job = await world.submit()
+    start = await agent.started()
+    world.runs.deliver(agent_pb2.RunResult(attempt_id=start.attempt_id, device_id=start.device_id))
+    agent.answer(await agent.started_after_acks())
+    states, _ = await world.end(job)
+    assert states[-1] == "SUCCEEDED"
+    (cell,) = (await world.journal.get(job.id, EVERYTHING)).cells
+    assert [attempt.error.reason for attempt in cell.attempts] == ["RESULT_MISSING", ""]
 
 
 async def test_after_two_device_faults_more_the_cell_fails_with_the_last_one(world: World) -> None:
@@ -185,6 +200,7 @@ async def test_devices_that_leave_before_an_attempt_is_sent_use_up_no_attempts(w
     assert [attempt.error.reason for attempt in cell.attempts] == [*["DEVICE_OFFLINE"] * (MAX_ATTEMPTS + 1), ""]
 
 
+@pytest.mark.remedy("BACKEND_MISSING")
 async def test_a_program_that_the_device_cannot_run_is_refused_without_being_sent(world: World) -> None:
     agent = await world.agent()
     world.bundles.use(agent_pb2.RunnerBundle(arch="x86_64", backends=["Other"]))
@@ -193,6 +209,10 @@ async def test_a_program_that_the_device_cannot_run_is_refused_without_being_sen
     assert (report.error.reason, report.error.metadata["missing"]) == ("BACKEND_MISSING", "XnnpackBackend")
     assert world.registry.get("pi").attempt_id == ""
     assert agent.session._outgoing.empty(), "nothing was said to the agent"
+    world.bundles.use(BUNDLE)
+    job = await world.submit()
+    agent.answer(await agent.started())
+    assert (await world.end(job))[0][-1] == "SUCCEEDED", "a device that has the backend runs it"
 
 
 PYTHON = DeviceRunner(kind=common_pb2.RUNNER_KIND_PYTHON, backends=["XnnpackBackend"], operators=["aten::add.out"])

@@ -56,11 +56,14 @@ def test_drawn_tokens_are_scored_unless_there_is_a_text() -> None:
     assert len(plan(large, facts(), "m").score.tokens) == 64, "no more than the context has"
 
 
+@pytest.mark.remedy("TOKEN_OUTSIDE_VOCABULARY")
 def test_a_token_outside_the_vocabulary_is_refused() -> None:
     request = measurement()
     request.generation.text.extend([1, 96])
     with refuses("TOKEN_OUTSIDE_VOCABULARY", match="Token 1 of the text is 96, but the vocabulary of m has 96"):
         plan(request, facts(), "m")
+    request.generation.text[1] = 95
+    plan(request, facts(), "m")
 
 
 def test_the_logits_of_a_large_vocabulary_are_fewer() -> None:
@@ -144,10 +147,12 @@ def test_a_request_is_bounded() -> None:
     check_request(job_pb2.JobSpec(measurement=job_pb2.Measurement(iterations=3)))
 
 
+@pytest.mark.remedy("GENERATION_NOT_REQUESTED")
 def test_a_language_model_is_not_measured_on_made_up_tokens() -> None:
     with refuses("GENERATION_NOT_REQUESTED") as refused:
         require_request("m", "forward", facts())
     assert "63 made-up tokens" in refused.value.message and "--generate" in refused.value.remedy
+    assert points(plan(measurement(16), facts(), "m"))
     require_request("m", "get_vocab_size", facts())
     require_request("m", "forward", compile_pb2.ProgramFacts(methods={"forward": method(tensor("float32", 1, 3))}))
 

@@ -100,6 +100,7 @@ async def test_results_of_the_former_cell_are_left_out(world: World) -> None:
     assert again.candidates == job.spec.candidates and not again.HasField("deadline_time")
 
 
+@pytest.mark.remedy("NOTHING_TO_RETRY")
 async def test_a_job_without_failed_cells_or_with_live_ones_is_refused(world: World) -> None:
     service = Service(world)
     done = await ended(service, await spec_of(world), DONE, CANCELLED, DONE, DONE)
@@ -108,6 +109,7 @@ async def test_a_job_without_failed_cells_or_with_live_ones_is_refused(world: Wo
         with refuses(reason):
             await service.retry(job, f"again {job.id}")
     assert service.started == [done.id, live.id]
+    assert len((await service.submit(await spec_of(world), "again")).cells) == len(done.cells)
 
 
 async def test_a_retry_of_a_device_that_the_farm_forgot_is_refused_as_a_submission_is(world: World) -> None:

@@ -181,6 +181,7 @@ REFUSED: dict[str, tuple[str, Change]] = {
 }
 
 
+@pytest.mark.remedy("NO_CANDIDATE", "BAD_JOB")
 @pytest.mark.parametrize("name", REFUSED)
 async def test_refused(golden: Golden, world: World, name: str) -> None:
     reason, change = REFUSED[name]
@@ -191,6 +192,7 @@ async def test_refused(golden: Golden, world: World, name: str) -> None:
         await world.make(spec)
     assert refused.value.remedy or reason == "BAD_RECIPE_TEXT"
     assert world.screened == [world.store.path(artifact_of(b"net").digest)]
+    assert (await world.make(JobSpec(candidates=[await world.model()], devices=[DeviceChoice()]))).cells
 
 
 @pytest.mark.remedy("TOO_MANY_CELLS")

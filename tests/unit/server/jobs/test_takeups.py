@@ -55,6 +55,7 @@ async def counts(world: World) -> Mapping[str, int]:
     return await Takeups(world.database).counts()
 
 
+@pytest.mark.remedy("SET_ASIDE")
 async def test_the_job_that_kills_servers_is_set_aside_at_the_third_time_and_the_others_go_on(world: World) -> None:
     guilty, *others = await compiling(world, 3)
     for times in (1, 2):
@@ -71,6 +72,7 @@ async def test_the_job_that_kills_servers_is_set_aside_at_the_third_time_and_the
         assert (await world.end(job))[0] == ["COMPILING", "SUCCEEDED"]
     assert world.compiler.calls == 2
     assert await counts(world) == {}
+    assert (await world.end(await world.submit(on_device=False)))[0] == ["COMPILING", "SUCCEEDED"], "it is submitted again"
 
 
 async def test_deaths_without_evidence_count_for_no_job_and_delay_none(world: World) -> None:

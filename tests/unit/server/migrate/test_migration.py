@@ -63,6 +63,7 @@ def blobs(farm: FarmDatabase, name: str = "blobs") -> Path:
     return farm.path.parent / "artifacts" / name
 
 
+@pytest.mark.remedy("FARM_MOVED")
 def test_a_farm_is_moved_to_postgresql_and_s3_and_back(
     large: FarmDatabase, database: DatabaseUrl, location: BucketLocation
 ) -> None:
@@ -191,6 +192,7 @@ def test_a_damaged_object_of_a_bucket_is_not_taken(
     assert rotten not in blobs_of(blobs(farm, "blobs.copying"))
 
 
+@pytest.mark.remedy("NOTHING_TO_MOVE")
 def test_what_something_else_uses_is_no_target(
     farm: FarmDatabase, database: DatabaseUrl, s3_server: S3Server, tmp_path: Path
 ) -> None:

@@ -116,6 +116,7 @@ def test_only_listed_hosts_are_reached_if_the_admin_says_so() -> None:
         require_permitted(parse("https://other.example/"), AllowList.of(["hooks.example"], only_listed=True))
 
 
+@pytest.mark.remedy("WEBHOOK_HOST_REFUSED")
 def test_ports_of_other_protocols_are_refused_on_hosts_that_are_not_listed() -> None:
     with pytest.raises(HostRefused, match="port 25"):
         require_permitted(parse("http://mail.example:25/"), NOTHING_LISTED)

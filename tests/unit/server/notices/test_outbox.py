@@ -226,6 +226,7 @@ async def test_one_owner_cannot_occupy_all_tries(tmp_path: Path) -> None:
         assert there.requests.qsize() == 1
 
 
+@pytest.mark.remedy("TOO_MANY_NOTICES")
 async def test_what_waits_for_a_dead_receiver_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "MAX_WAITING", 3)
     async with opened(tmp_path, Clock(), sending=False) as notices:
@@ -236,6 +237,9 @@ async def test_what_waits_for_a_dead_receiver_is_bounded(tmp_path: Path, monkeyp
         assert (waiting, row.dropped) == (3, 2)
         with refuses("TOO_MANY_NOTICES"):
             await notices.outbox.enqueue_test(webhook_id)
+        await notices.outbox.remove(webhook_id)
+        again, _ = await notices.add_webhook("http://127.0.0.1:9/", [], "ann")
+        assert await notices.outbox.enqueue_test(again)
 
 
 async def test_the_log_of_ended_deliveries_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,16 +333,21 @@ async def test_webhooks_of_options_follow_the_options_and_are_not_removed_by_com
         assert sorted(row.url for row, _ in await notices.outbox.webhooks()) == ["http://127.0.0.1/b", "http://127.0.0.1/own"]
 
 
+@pytest.mark.remedy("WEBHOOK_NOT_FOUND")
 async def test_a_webhook_that_is_removed_takes_what_waits_along(tmp_path: Path) -> None:
     async with opened(tmp_path, Clock(), sending=False) as notices:
         webhook_id, _ = await notices.add_webhook("http://127.0.0.1:9/", [], "ann")
         await end(notices, job())
-        await notices.outbox.remove(webhook_id)
+        with refuses("WEBHOOK_NOT_FOUND"):
+            await notices.outbox.remove("typo")
+        ((listed, _),) = await notices.outbox.webhooks()
+        await notices.outbox.remove(listed.id)
         assert await notices.outbox.deliveries(9, None) == [] and await notices.outbox.webhooks() == []
         with refuses("WEBHOOK_NOT_FOUND"):
             await notices.outbox.remove(webhook_id)
 
 
+@pytest.mark.remedy("TOO_MANY_WEBHOOKS")
 async def test_bad_webhooks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "MAX_WEBHOOKS", 1)
     async with opened(tmp_path, Clock(), sending=False) as notices:
@@ -346,9 +355,11 @@ async def test_bad_webhooks_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
             await notices.add_webhook("http://127.0.0.1/", ["job.started"], "ann")
         with pytest.raises(HostRefused):
             await notices.add_webhook("http://127.0.0.2/", [], "ann")
-        await notices.add_webhook("http://127.0.0.1/", [], "ann")
+        webhook_id, _ = await notices.add_webhook("http://127.0.0.1/", [], "ann")
         with refuses("TOO_MANY_WEBHOOKS"):
             await notices.add_webhook("http://127.0.0.1/2", [], "ann")
+        await notices.outbox.remove(webhook_id)
+        await notices.add_webhook("http://127.0.0.1/2", [], "ann")
 
 
 def test_a_document_has_a_bounded_size() -> None:

@@ -77,6 +77,7 @@ def test_a_database_that_cannot_be_reached_is_the_only_problem(tmp_path: Path, c
     assert {"name": "tokens", "text": "unknown, as the database cannot be used"} in document["facts"]
 
 
+@pytest.mark.remedy("BLOBS_UNUSABLE")
 def test_the_folder_of_another_farm_is_a_problem(
     tmp_path: Path, s3_server: S3Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

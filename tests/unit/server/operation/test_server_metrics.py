@@ -193,7 +193,11 @@ async def test_a_name_that_is_led_here_gets_no_metrics(host: str, status: bytes)
         await created.close()
 
 
+@pytest.mark.remedy("CANNOT_LISTEN")
 async def test_an_address_in_use_is_refused(page: tuple[MetricsPage, str, int]) -> None:
     _, host, port = page
     with refuses("CANNOT_LISTEN", match="for metrics"):
         await MetricsPage({}).start(Address(f"{host}:{port}"))
+    other = MetricsPage({})
+    await other.start(Address(f"{host}:0"))
+    await other.close()

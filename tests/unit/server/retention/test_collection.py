@@ -275,6 +275,7 @@ async def test_no_job_loses_its_model_while_everything_is_collected(world: World
     assert deleted > 0, "the collection ran beside the submissions"
 
 
+@pytest.mark.remedy("BACKUP_RUNNING")
 async def test_a_backup_keeps_collections_out(world: World) -> None:
     artifact = await world.put("old")
     with BackupLock(world.folder).backing_up():

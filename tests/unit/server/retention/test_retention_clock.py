@@ -76,6 +76,7 @@ async def test_a_clock_that_is_set_back_makes_everything_younger(world: World) -
     assert clock.time() == world.now
 
 
+@pytest.mark.remedy("CLOCK_IMPLAUSIBLE")
 async def test_a_server_that_starts_before_its_newest_record_waits_until_the_clock_is_set(world: World) -> None:
     await world.job()
     world.set(-20_000 * DAY)

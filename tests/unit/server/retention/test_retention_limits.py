@@ -21,6 +21,7 @@ def test_a_limit_is_written_as_it_is_read(text: str) -> None:
     assert Limits.of([f"jobs={Limits.of([f'jobs={text}']).jobs}"]) == Limits.of([f"jobs={text}"])
 
 
+@pytest.mark.remedy("BAD_RETENTION")
 @pytest.mark.parametrize(
     "setting",
     [
@@ -32,3 +33,4 @@ def test_another_setting_is_refused_with_what_to_write(setting: str) -> None:
     with refuses("BAD_RETENTION") as refused:
         Limits.of([setting])
     assert refused.value.remedy and len(str(refused.value)) < 500
+    Limits.of(["jobs=90d", "artifacts=200GiB", "cache=90d,200GiB", "audit=30d", "logs=forever"])

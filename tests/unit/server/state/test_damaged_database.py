@@ -92,6 +92,7 @@ async def test_a_damaged_database_is_refused_and_left_as_it_is(tmp_path: Path, d
     assert path.read_bytes() == before
 
 
+@pytest.mark.remedy("DATABASE_DAMAGED")
 async def test_a_log_of_another_database_is_refused_and_nothing_of_it_is_taken(tmp_path: Path) -> None:
     path = await create_database(tmp_path)
     other = await create_database(tmp_path / "other", rows=200, prefix="f")
@@ -144,6 +145,7 @@ async def test_a_directory_in_its_place_is_refused(tmp_path: Path) -> None:
     assert error.reason == "DATABASE_UNUSABLE" and "is a directory" in error.message
 
 
+@pytest.mark.remedy("DATABASE_FOREIGN")
 async def test_another_programs_database_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "farm.sqlite"
     execute(path, "CREATE TABLE moz_places (id INTEGER)")
@@ -151,8 +153,13 @@ async def test_another_programs_database_is_refused_and_left_as_it_is(tmp_path: 
     error = await refusal(path)
     assert error.reason == "DATABASE_FOREIGN" and "moz_places" in error.message
     assert path.read_bytes() == before
+    path.rename(tmp_path / "places.sqlite")
+    database = SqliteDatabase(path)
+    await database.open()
+    database.close()
 
 
+@pytest.mark.remedy("DATABASE_TOO_NEW")
 @pytest.mark.parametrize(
     ("revision", "reason", "named"),
     [
@@ -171,6 +178,10 @@ async def test_a_revision_of_another_etfarm_or_program_is_refused(tmp_path: Path
         await database.open()
     database.close()
     assert refused.value.remedy and re.search(named, str(refused.value))
+    execute(path, f"UPDATE alembic_version SET version_num = '{HEAD}'")
+    database = SqliteDatabase(path)
+    await database.open()  # as by an etfarm of the version that wrote it
+    database.close()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")

@@ -295,6 +295,7 @@ async def test_work_waits_for_a_server_that_restarts(server: PostgresServer) -> 
         assert await database.read(digests) == ["before", "meanwhile"]
 
 
+@pytest.mark.remedy("DATABASE_UNAVAILABLE")
 async def test_work_fails_when_the_server_is_away_for_too_long_and_goes_on_after(server: PostgresServer) -> None:
     async with opened(DatabaseUrl.parse(server.url("etfarm")), wait_s=0.5) as database:
         server.stop()
@@ -311,6 +312,7 @@ async def test_work_fails_when_the_server_is_away_for_too_long_and_goes_on_after
         assert "lost" not in await database.read(digests)
 
 
+@pytest.mark.remedy("DATABASE_LOST_WRITES")
 async def test_a_database_that_has_lost_confirmed_writes_ends_the_server(server: PostgresServer) -> None:
     errors: list[FarmError] = []
     async with opened(DatabaseUrl.parse(server.url("etfarm"))) as database:
@@ -325,6 +327,8 @@ async def test_a_database_that_has_lost_confirmed_writes_ends_the_server(server:
             with pytest.raises(WritesLost):
                 await database.write(lambda c: add(c, "more"))
     assert len(errors) == 1
+    async with opened(DatabaseUrl.parse(server.url("etfarm"))) as database:  # it was started again
+        await database.write(lambda c: add(c, "more"))
 
 
 async def test_nothing_confirmed_as_durable_is_lost_by_a_crash(server: PostgresServer) -> None:
@@ -353,6 +357,7 @@ async def test_a_full_server_is_waited_for(server: PostgresServer) -> None:
         server.execute("ALTER DATABASE {} CONNECTION LIMIT -1", "etfarm")
 
 
+@pytest.mark.remedy("DATABASE_UNUSABLE")
 async def test_a_refused_login_names_what_lets_it_in(tmp_path: Path) -> None:
     right, wrong, readable = (tmp_path / name for name in ("right", "wrong", "readable"))
     for file, password, mode in ((right, "s3cret", 0o600), (wrong, "other", 0o600), (readable, "s3cret", 0o644)):

@@ -155,6 +155,7 @@ async def test_a_death_names_the_signal_the_stage_and_the_last_words(workers: Wo
     assert "last words" in caught.value.metadata["log"]
 
 
+@pytest.mark.remedy("CHILD_OUT_OF_MEMORY")
 async def test_more_memory_than_the_budget_is_a_clear_error_and_the_next_child_is_fine(workers: Workers) -> None:
     with pytest.raises(ChildOutOfMemory) as caught:
         await workers.run(f"{TASKS}:eat", None, deadline_s=60)
@@ -164,10 +165,13 @@ async def test_more_memory_than_the_budget_is_a_clear_error_and_the_next_child_i
     assert await works(workers)
 
 
+@pytest.mark.remedy("CHILD_TIMED_OUT")
 async def test_the_deadline_ends_a_child(workers: Workers, tmp_path: Path) -> None:
     with pytest.raises(ChildTimedOut):
         await workers.run(f"{TASKS}:spin", None, deadline_s=0.3)
     assert not folders(tmp_path)
+    async with await workers.run(f"{TASKS}:echo", 1, deadline_s=60) as finished:
+        assert finished.result == b"1"
 
 
 @pytest.mark.slow(reason="waits for the deadlines of stages")
@@ -201,6 +205,7 @@ async def test_cpu_time_ends_a_child(tmp_path: Path) -> None:
             await pool.run(f"{TASKS}:spin", None, deadline_s=60)
 
 
+@pytest.mark.remedy("MODEL_LOADING_TIMED_OUT")
 async def test_a_model_that_takes_too_long_to_load_ends_its_child_within_native_code(workers: Workers, tmp_path: Path) -> None:
     (model := tmp_path / "model").write_bytes(b"")
     with pytest.raises(LoadingTimedOut, match="Loading the model took more CPU time") as caught:

@@ -14,7 +14,7 @@ from etfarm.wire.comparison import Side
 from etfarm.wire.errors import error_for
 from etfarm.wire.report import job_json, report_json
 
-_MAX_BYTES: Final = 60 << 20
+MAX_BYTES: Final = 60 << 20
 """Maximum size of a comparison, which must fit into a message of 64 MiB."""
 
 
@@ -58,12 +58,12 @@ async def _reports(journal: Journal, job_id: str) -> Sequence[report_pb2.Report]
 
 def _answer(base: Selected, candidate: Selected) -> comparison_pb2.CompareResponse:
     message = comparison.compare(_side(*base), _side(*candidate))
-    if (size := message.ByteSize()) > _MAX_BYTES:
+    if (size := message.ByteSize()) > MAX_BYTES:
         raise error_for(
             "COMPARISON_TOO_LARGE",
-            f"The comparison must have at most {_MAX_BYTES:,} bytes, got {size:,}.",
+            f"The comparison must have at most {MAX_BYTES:,} bytes, got {size:,}.",
             "Compare a cell at a time: write JOB#0 and JOB#0.",
-            limit=_MAX_BYTES,
+            limit=MAX_BYTES,
             got=size,
         )
     return comparison_pb2.CompareResponse(comparison=message)

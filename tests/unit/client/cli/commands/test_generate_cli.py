@@ -94,17 +94,19 @@ def test_tokens_that_no_text_has_are_shown_and_do_not_stop_the_text(tokenizer_fi
     assert "".join(tokenizer.decode_next(token) for token in ids).endswith("be")
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers", reason="needs tokenizers: pip install tokenizers")
+@pytest.mark.remedy("BAD_TOKENIZER")
+def test_what_is_no_tokenizer_is_refused(tokenizer_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
     with refuses("BAD_TOKENIZER", match="is not a tokenizer"):
         Tokenizer(path)
+    assert Tokenizer(tokenizer_file).encode("to be")
 
 
-def test_without_the_package_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "tokenizer.json"
-    path.write_text("{}")
+@pytest.mark.remedy("TOKENIZERS_MISSING")
+def test_without_the_package_the_error_names_it(tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with refuses("TOKENIZERS_MISSING", match="pip install tokenizers"):
-        Tokenizer(path)
+        Tokenizer(tokenizer_file)
+    monkeypatch.undo()
+    assert Tokenizer(tokenizer_file).encode("to be")

@@ -251,6 +251,7 @@ def test_what_is_no_program_is_refused(tmp_path: Path) -> None:
         facts.inspect_pte(InspectRequest(tmp_path / "model.pte", "model"), tmp_path, lambda _: None)
 
 
+@pytest.mark.remedy("UNSUPPORTED_PROGRAM")
 def test_a_description_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     pte = written(models.elementwise(), tmp_path / "model.pte")
     data = bytearray(pte.read_bytes())
@@ -259,6 +260,7 @@ def test_a_description_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with refuses("UNSUPPORTED_PROGRAM") as caught:
         sizes.read(pte)
     assert caught.value.remedy
+    assert sizes.read(written(models.elementwise(), tmp_path / "again.pte"))
 
 
 @pytest.mark.parametrize("where", ["a segment", "a value"])

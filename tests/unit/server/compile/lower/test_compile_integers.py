@@ -127,20 +127,37 @@ def test_only_integers_are_kept_from_the_quantizer() -> None:
     assert torch.equal(module(torch.ones(2), torch.ones(2, dtype=torch.long)), torch.full((2,), 6.5))
 
 
+@pytest.mark.remedy("QUANTIZER_FAILED")
 def test_a_quantizer_is_blamed_where_the_model_itself_runs() -> None:
     with pytest.raises(QuantizerFailed) as caught:
         quantize.quantize(positions(), floating(), "acme", "forward", [])
     assert caught.value.reason == "QUANTIZER_FAILED" and "indices" in caught.value.metadata["why"]
     assert "test_compile_integers.py" in caught.value.metadata["source"]
     assert "return self.out(self.table(ids) + self.table(places))" in caught.value.message
+    assert quantize.quantize(positions(), xnnpack(), STATIC, "forward", [])
 
 
+@pytest.mark.remedy("CALIBRATION_FAILED")
 def test_a_sample_is_blamed_where_the_model_fails_on_it(tmp_path: Path) -> None:
     program = torch.export.export(Ids().eval(), (torch.arange(8),))
     bad = sample(tmp_path / "bad.ett", torch.arange(15, 23))
+    good = sample(tmp_path / "good.ett", torch.arange(8))
     with refuses("CALIBRATION_FAILED") as caught:
         quantize.quantize(program, xnnpack(), STATIC, "forward", [bad])
+    assert quantize.quantize(program, xnnpack(), STATIC, "forward", [good])
     assert caught.value.metadata["sample"] == "calibration sample 0" and "index out of range" in caught.value.message
+
+
+@pytest.mark.remedy("NO_EXAMPLE_INPUTS")
+def test_a_program_without_example_inputs_is_exported_again(tmp_path: Path) -> None:
+    program = torch.export.export(Ids().eval(), (torch.arange(8),))
+    torch.export.save(program, tmp_path / "again.pt2")
+    program.example_inputs = None
+    with refuses("NO_EXAMPLE_INPUTS"):
+        quantize.check(program, STATIC, "forward")
+    again = torch.export.load(tmp_path / "again.pt2")
+    quantize.check(again, STATIC, "forward")
+    assert quantize.quantize(again, xnnpack(), STATIC, "forward", [])
 
 
 @pytest.mark.parametrize("asked", [False, True])

@@ -133,6 +133,7 @@ async def test_a_method_without_quantizable_operators_is_kept_and_reported(worke
     assert run(whole.pte, [torch.arange(4)], "token_embedding")[0].shape == (4, WIDTH)
 
 
+@pytest.mark.remedy("EXTERNAL_CONSTANTS_CLASH")
 async def test_constants_of_one_name_in_two_methods_are_not_mixed_up(workers: Workers, tmp_path: Path) -> None:
     recipe = recipes.from_toml('recipe = "portable"\n[executorch]\nexternal_constants = "weights"')
 
@@ -152,3 +153,5 @@ async def test_constants_of_one_name_in_two_methods_are_not_mixed_up(workers: Wo
     assert caught.value.reason == "EXTERNAL_CONSTANTS_CLASH"
     shared = await compiled(workers, tmp_path, {"one": lambda: scaled(2.0), "two": lambda: scaled(2.0)}, recipe)
     assert list(shared.result["program"]["data"]) == ["weights"]
+    inside = await compiled(workers, tmp_path, {"one": lambda: scaled(2.0), "two": lambda: scaled(3.0)}, "portable")
+    assert not inside.result["program"]["data"]

@@ -146,6 +146,13 @@ async def test_what_would_be_silent_or_late_is_refused(
     assert word in str(error)
 
 
+@pytest.mark.remedy("ALREADY_QUANTIZED")
+@pytest.mark.slow(reason="compiles models several times in children")
+async def test_a_quantized_program_is_lowered_as_it_is(workers: Workers, tmp_path: Path) -> None:
+    assert (await refused(workers, tmp_path, models.quantized, STATIC)).reason == "ALREADY_QUANTIZED"
+    assert (await compiled(workers, tmp_path, models.quantized, "xnnpack_fp32")).pte
+
+
 @pytest.mark.parametrize(
     ("make", "operator", "code"),
     [(models.histogram, "aten::histc", "torch.histc(x"), (models.unknown, "aten::_linalg_svd", "svd")],

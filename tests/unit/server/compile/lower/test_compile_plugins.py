@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zipfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,11 +14,13 @@ import pytest_asyncio
 torch = pytest.importorskip("torch")
 pytest.importorskip("executorch")
 
+from etfarm.server.compile.lower import plugins  # noqa: E402
 from etfarm.server.workers.pool import Workers  # noqa: E402 - needs torch
 from etfarm.wire import recipes  # noqa: E402
 from etfarm.wire.errors import EtfarmError, Fault  # noqa: E402
 from tests.support import models  # noqa: E402
 from tests.support.compiling import compiled, listed, run, warm_workers  # noqa: E402
+from tests.support.refusals import refuses  # noqa: E402
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -188,6 +191,22 @@ async def test_a_plug_in_that_is_wrong_is_named_with_its_distribution(
         await compiled(workers, tmp_path, models.conv, recipe)
     assert words in caught.value.message
     assert caught.value.fault is Fault.FARM
+
+
+@pytest.mark.remedy("PLUGIN_FAILED")
+async def test_a_plug_in_that_was_corrected_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "acme_late.py").write_text("def late(): return None\n")
+    (tmp_path / "late-1.0.dist-info").mkdir()
+    (tmp_path / "late-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: late\nVersion: 1.0\n")
+    (tmp_path / "late-1.0.dist-info" / "entry_points.txt").write_text("[etfarm.recipes]\nacme.late = acme_late:late\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with refuses("PLUGIN_FAILED"):
+        plugins.recipe("acme.late", {})
+    del sys.modules["acme_late"]
+    (tmp_path / "acme_late.py").write_text(
+        "from executorch.export import ExportRecipe\ndef late(): return ExportRecipe('late')\n"
+    )
+    assert plugins.recipe("acme.late", {}).name == "late"
 
 
 @pytest.mark.parametrize(

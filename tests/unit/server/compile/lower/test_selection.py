@@ -146,6 +146,7 @@ def test_a_module_that_only_its_enclosing_one_calls_is_found_by_its_parameters()
     assert [(each.op, each.count) for each in row.operators] == [("linear", 1)]
 
 
+@pytest.mark.remedy("RECIPE_NAME_NOT_FOUND")
 @pytest.mark.parametrize(
     ("text", "name", "nearest"),
     [
@@ -162,6 +163,8 @@ def test_a_name_that_selects_nothing_is_refused_with_the_nearest(text: str, name
         annotated(text)
     assert refused.value.metadata["name"] == name and nearest in refused.value.remedy
     assert refused.value.metadata["argument"] == text.split()[0]
+    _, (row,) = annotated(text.replace(name, refused.value.metadata["nearest"].split(",")[0]))
+    assert row.count
 
 
 class Counting(nn.Module):  # type: ignore[misc]

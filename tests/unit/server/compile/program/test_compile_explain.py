@@ -89,6 +89,13 @@ def lowered(program: Any, recipe: Any) -> EtfarmError:
     return stage_failed("TO_EXECUTORCH", error, {"forward": program})
 
 
+def lowers(program: Any, *, checked: bool) -> bool:
+    """Whether ExecuTorch lowers a program."""
+    session = ExportSession({"forward": program}, export_recipe=portable(checked=checked))
+    session.export()
+    return bool(session.get_pte_buffer())
+
+
 def promised(error: EtfarmError, reason: str, *words: str) -> bool:
     """Check every sentence; fail with the rule that one breaks."""
     assert error.reason == reason
@@ -149,6 +156,7 @@ def test_a_dim_whose_maximum_fills_a_buffer_gets_a_maximum_that_can_be_exported(
     assert written(7) is not None
 
 
+@pytest.mark.remedy("MISSING_OUT_VARIANTS")
 def test_operators_without_a_kernel_are_named_with_their_line() -> None:
     with torch.library._scoped_library("etfarm_test", "FRAGMENT") as library:
         library.define("twice(Tensor x) -> Tensor")
@@ -157,6 +165,7 @@ def test_operators_without_a_kernel_are_named_with_their_line() -> None:
         program = exported(lambda x: torch.ops.etfarm_test.twice(x), torch.ones(4))
         error = lowered(program, portable(checked=False))
     assert promised(error, "MISSING_OUT_VARIANTS", "etfarm_test::twice at ", "test_compile_explain.py:", "backend")
+    assert lowers(exported(lambda x: x * 2, torch.ones(4)), checked=False)
 
 
 def test_undelegated_quantized_operators_are_named() -> None:
@@ -167,11 +176,14 @@ def test_undelegated_quantized_operators_are_named() -> None:
     assert promised(error, "UNSUPPORTED_QUANTIZED_OP", "quantize_per_channel_group at ", "fp32")
 
 
+@pytest.mark.remedy("OPERATOR_NOT_CORE_ATEN")
 def test_an_operator_outside_of_core_aten_is_named_with_its_line() -> None:
     error = lowered(models.unbounded(), portable(checked=True))
     assert promised(
         error, "OPERATOR_NOT_CORE_ATEN", "aten::bincount at ", "models.py:", "torch.bincount(x)", "core_aten_exceptions"
     )
+    counted = exported(lambda x: (x[:, None] == torch.arange(4)).sum(0), torch.tensor([1, 2, 2]))
+    assert lowers(counted, checked=True)
 
 
 @pytest.mark.parametrize("checked", [True, False])
@@ -180,19 +192,44 @@ def test_batch_norm_in_training_mode_is_explained_with_a_remedy(checked: bool) -
     assert promised(error, "TRAINING_MODE", "forward", "batch_norm", ".eval()")
 
 
+@pytest.mark.remedy("UNBOUNDED_SIZE")
 def test_an_unbounded_size_is_explained_with_its_operator() -> None:
     error = lowered(models.unbounded(), portable(checked=False))
     assert promised(error, "UNBOUNDED_SIZE", "aten::bincount at ", "torch.bincount(x)", "torch._check")
 
+    def sized(most: int | None) -> Any:
+        def ones(x: torch.Tensor) -> torch.Tensor:
+            n = x.max().item()
+            torch._check(n >= 2)
+            if most is not None:
+                torch._check(n <= most)
+            return torch.ones(n)
 
+        return exported(ones, torch.tensor([1, 3]))
+
+    assert promised(lowered(sized(None), portable(checked=False)), "UNBOUNDED_SIZE")
+    assert lowers(sized(1024), checked=False)
+
+
+@pytest.mark.remedy("UNSUPPORTED_DTYPES")
 def test_complex_numbers_are_explained() -> None:
     error = lowered(exported(complex_product, torch.ones(3, 2)), portable(checked=True))
     assert promised(error, "UNSUPPORTED_DTYPES", "complex64", "aten::mul", "test_compile_explain.py:", "real and imaginary")
 
+    def apart(x: torch.Tensor) -> torch.Tensor:
+        real, imaginary = x[:, 0], x[:, 1]
+        return torch.stack([real * real - imaginary * imaginary, 2 * real * imaginary], 1)
 
+    x = torch.rand(3, 2)
+    assert torch.allclose(apart(x), complex_product(x)) and lowers(exported(apart, x), checked=True)
+
+
+@pytest.mark.remedy("OPERATOR_WITH_EFFECTS")
 def test_value_assertions_are_explained_as_side_effects() -> None:
     error = lowered(exported(torch.linalg.inv, torch.eye(4)), portable(checked=False))
     assert promised(error, "OPERATOR_WITH_EFFECTS", "linalg_inv", "compute it outside of the model")
+    inverse = torch.linalg.inv(torch.eye(4))
+    assert lowers(exported(lambda x: x @ inverse, torch.eye(4)), checked=False)
 
 
 class Overlapping(nn.Module):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from etfarm.server.compile.program import loading  # noqa: E402
 from etfarm.wire.errors import EtfarmError  # noqa: E402
 from tests.support import models  # noqa: E402
 from tests.support.compiling import lowered_here, run  # noqa: E402
+from tests.support.refusals import refuses  # noqa: E402
 
 OURS = torch.__version__.partition("+")[0]
 NEXT = {"major": SCHEMA_VERSION[0] + 1, "minor": 0}
@@ -40,6 +43,38 @@ def refused(folder: Path, **fields: Any) -> EtfarmError:
     return caught.value
 
 
+OF_ANOTHER_LIBRARY = """
+import dataclasses, sys, torch
+
+@dataclasses.dataclass
+class Box:
+    value: torch.Tensor
+
+class Net(torch.nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x):
+        return self.kind(x + 1)
+
+torch.export.register_dataclass(Box, serialized_type_name="boxes.Box")
+for name, kind in (("box", Box), ("tuple", lambda x: (x,))):
+    torch.export.save(torch.export.export(Net(kind).eval(), (torch.ones(2),)), f"{sys.argv[1]}/{name}.pt2")
+"""
+
+
+@pytest.mark.remedy("UNKNOWN_STRUCTURE")
+def test_a_class_of_another_library_is_refused_and_a_tuple_in_its_place_is_not(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", OF_ANOTHER_LIBRARY, str(tmp_path)], check=True, timeout=120)
+    for name in ("refused", "loaded"):
+        (tmp_path / name).mkdir()
+    with refuses("UNKNOWN_STRUCTURE", match=r"boxes\.Box"):
+        loading.load(tmp_path / "box.pt2", tmp_path / "refused")
+    assert loading.load(tmp_path / "tuple.pt2", tmp_path / "loaded")
+
+
+@pytest.mark.remedy("PT2_OF_ANOTHER_TORCH")
 def test_a_newer_torchs_file_is_refused_with_its_version(tmp_path: Path) -> None:
     error = refused(tmp_path, torch_version="3.1.0+cu140", schema_version=NEXT)
     assert error.reason == "PT2_OF_ANOTHER_TORCH"
@@ -48,6 +83,8 @@ def test_a_newer_torchs_file_is_refused_with_its_version(tmp_path: Path) -> None
         f"{NEXT['major']}, not {SCHEMA_VERSION[0]}."
     )
     assert error.remedy == f"Export it with torch {OURS}."
+    (tmp_path / "again").mkdir()
+    assert loading.load(tmp_path / "saved.pt2", tmp_path / "again"), "this torch wrote it"
 
 
 def test_the_same_schema_of_another_torch_has_torchs_own_words(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ async def test_an_agent_gets_the_plan_and_time_for_its_points(world: World) -> N
     await world.conductor.cancel(job)
 
 
+@pytest.mark.remedy("NOT_A_LANGUAGE_MODEL", "GENERATION_NOT_REQUESTED")
 @pytest.mark.parametrize(
     ("is_language_model", "measurement", "reason"),
     [(False, GENERATE, "NOT_A_LANGUAGE_MODEL"), (True, job_pb2.Measurement(), "GENERATION_NOT_REQUESTED")],
@@ -43,7 +44,10 @@ async def test_what_cannot_be_measured_is_refused_before_it_is_placed(
 ) -> None:
     if is_language_model:
         compile_language_model(world)
-    await world.agent()
+    agent = await world.agent()
     states, (report,) = await world.end(await world.submit(measurement=measurement))
     assert states == ["COMPILING", "FAILED"] and report.error.reason == reason
     assert not report.HasField("attempt")
+    compile_language_model(world)
+    await world.submit(measurement=GENERATE)
+    assert (await agent.started()).candidates[0].HasField("generation")

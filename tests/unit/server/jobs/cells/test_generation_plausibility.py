@@ -215,6 +215,7 @@ def encoded(folder: Path, *traces: tuple[str, int, int]) -> agent_pb2.CandidateR
     return result
 
 
+@pytest.mark.remedy("RESULT_IMPLAUSIBLE")
 @pytest.mark.parametrize(
     ("traces", "why"),
     [

@@ -200,6 +200,7 @@ async def test_a_cell_that_waits_too_long_or_past_its_deadline_fails_with_the_re
     assert world.runs.busy() == {}, "what has given up gets no device"
 
 
+@pytest.mark.remedy("MAX_WAIT_OVER")
 async def test_the_limit_of_waiting_ends_by_itself() -> None:
     world = World("pi")
     await placed(await world.ask("c1"))
@@ -207,13 +208,18 @@ async def test_the_limit_of_waiting_ends_by_itself() -> None:
     world.seconds += 1
     with refuses("MAX_WAIT_OVER"):
         await placed(task)
+    longer = await world.ask("c3", subject=Subject(max_wait_s=60.0))
+    world.placement.free("a-c1")
+    await placed(longer)
 
 
+@pytest.mark.remedy("DEADLINE_PASSED")
 async def test_a_deadline_that_is_over_at_the_start_leaves_an_idle_device_alone() -> None:
     world = World("pi")
     with pytest.raises(DeadlineMissed):
         await placed(await world.ask("c1", deadline_s=999.0))
     assert world.runs.busy() == {}
+    await placed(await world.ask("c2", deadline_s=2000.0))
 
 
 async def test_the_limits_of_requests_that_have_ended_are_not_kept() -> None:

@@ -271,6 +271,7 @@ async def test_an_agent_that_is_stopped_during_a_session_costs_its_device_nothin
     assert await events(world) == []
 
 
+@pytest.mark.remedy("HEALTH_RUN_IMPOSSIBLE")
 async def test_drained_and_reserved_devices_are_left_alone_unless_they_are_quarantined(world: World) -> None:
     agent = await world.agent()
     await world.registry.drain("pi", "new cable", "ann")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sqlalchemy import Column, Table, func, select, update
 
+from etfarm.client.jobs.job import AsyncJob
 from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs import model
 from etfarm.server.jobs.conductor import Conductor
@@ -18,8 +20,9 @@ from etfarm.server.state import schema
 from etfarm.server.state.bodies import ValueDamaged, is_whole, seal, unseal
 from etfarm.server.state.engine import Database
 from etfarm.v1.job_pb2 import Candidate, Cell, Job, JobSpec, JobState
-from etfarm.v1.report_pb2 import Report
+from etfarm.v1.report_pb2 import GetReportsRequest, GetReportsResponse, Report
 from tests.support.jobs import AT, JournalWorld
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -66,6 +69,7 @@ async def test_a_damaged_cell_is_its_error_in_its_job_and_in_lists(world: World)
     assert await world.damaged() == ["a cell of job a"]
 
 
+@pytest.mark.remedy("VALUE_DAMAGED")
 async def test_a_damaged_specification_or_report_is_refused_and_its_job_can_be_deleted(world: World) -> None:
     for name in "ab":
         await world.end(await world.submit_named(name))
@@ -82,6 +86,25 @@ async def test_a_damaged_specification_or_report_is_refused_and_its_job_can_be_d
     assert (await world.journal.outline("a", EVERYTHING)).owner == "ann"
     await JobDeletion(world.database).delete("a")
     assert await world.damaged() == []
+
+
+@pytest.mark.remedy("REPORT_INCOMPLETE")
+async def test_a_job_whose_report_lacks_its_state_is_refused_by_the_client_and_can_be_deleted(world: World) -> None:
+    await world.end(await world.submit_named("a"))
+    cut = Report(id="ra-1", cell="a-1")
+    cut.create_time.FromDatetime(AT)
+    of_earlier_release = update(schema.reports).where(schema.reports.c.id == "ra-1").values(body=cut.SerializeToString())
+    await world.database.write(lambda connection: connection.execute(of_earlier_release))
+
+    async def get(request: GetReportsRequest) -> GetReportsResponse:
+        return GetReportsResponse(reports=await world.journal.reports.of_job(request.job_id))
+
+    stubs: Any = SimpleNamespace(reports=SimpleNamespace(Get=get), server="farm:1", lasting=lambda _: stubs)
+    with refuses("REPORT_INCOMPLETE", match="etfarm jobs delete a"):
+        await AsyncJob(stubs, await world.journal.get("a", EVERYTHING)).document(with_series=False)
+    await JobDeletion(world.database).delete("a")
+    with refuses("JOB_NOT_FOUND"):
+        await world.journal.get("a", EVERYTHING)
 
 
 async def test_a_damaged_event_ends_the_watch_of_its_job_alone(world: World) -> None:

@@ -59,11 +59,13 @@ async def test_a_history_is_limited_to_the_scope_by_name_digest_and_device(datab
     assert await report_ids(history, "abcd", AUDIO, "name=board-xl") == ["r1", "r2"]
 
 
+@pytest.mark.remedy("NO_HISTORY")
 async def test_known_models_are_those_of_the_scope(database: Database) -> None:
     history = History(database, no_devices)
     with refuses("NO_HISTORY") as refused:
         await report_ids(history, "secret", VISION)
     assert (refused.value.metadata["known"], "secret" in refused.value.remedy) == ("net", False)
+    assert await report_ids(history, "net", VISION)
     with refuses("NO_HISTORY", match="There are no reports yet"):
         await report_ids(history, "net", Scope(frozenset({"default"})))
 

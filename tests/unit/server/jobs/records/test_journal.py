@@ -143,11 +143,14 @@ async def test_watching_after_a_sequence_gives_exactly_the_rest(world: World, af
     assert sequences(await world.events(job.id, after)) == list(range(after + 1, 8))
 
 
+@pytest.mark.remedy("SEQUENCE_UNKNOWN")
 async def test_watching_after_what_has_not_happened_is_refused(golden: Golden, world: World) -> None:
     job = await world.submit()
     with golden.refuses("SEQUENCE_UNKNOWN") as refused:
         await world.events(job.id, 2)
     assert refused.value.kind is Kind.OUT_OF_RANGE
+    await world.step(job.cells[0], model.CANCELLED)
+    assert await world.events(job.id, 0)
 
 
 async def test_watchers_of_a_live_job_get_everything_whenever_they_join(world: World) -> None:
@@ -251,6 +254,7 @@ async def test_a_job_is_found_by_id_prefix_and_latest(world: World, key: str) ->
     assert (await world.journal.get(key, EVERYTHING)).id == "abcdef01"
 
 
+@pytest.mark.remedy("JOB_NOT_FOUND")
 @pytest.mark.parametrize("key", ["", "abc", "zzzz", "abcd", "abc_", "%%%%"])
 async def test_what_is_no_job_is_refused(golden: Golden, world: World, key: str) -> None:
     await world.submit("abcdef01", name="one")
@@ -258,6 +262,8 @@ async def test_what_is_no_job_is_refused(golden: Golden, world: World, key: str)
     with golden.refuses("JOB_NOT_FOUND") as refused:
         await world.journal.get(key, EVERYTHING)
     assert refused.value.kind is Kind.NOT_FOUND
+    listed, _ = await world.journal.list(9, None, EVERYTHING)
+    assert [(await world.journal.get(job.id, EVERYTHING)).id for job in listed] == ["abcdef02", "abcdef01"]
 
 
 async def test_latest_of_no_job_is_refused(world: World) -> None:

@@ -46,7 +46,7 @@ async def test_a_tag_moves_only_by_its_owner_or_an_admin_and_stays_its_owners(ta
     assert await put(tags, "baseline", "one") == "two"
 
 
-@pytest.mark.remedy("TAG_NOT_FOUND")
+@pytest.mark.remedy("TAG_NOT_FOUND", "NOT_YOURS")
 async def test_a_tag_is_taken_away_only_by_its_owner_or_an_admin(golden: Golden, tags: Tags, database: Database) -> None:
     await put(tags, "baseline", "one")
     with pytest.raises(NotYours):

@@ -41,6 +41,7 @@ def test_rounds_that_one_of_them_lacks_do_not_count() -> None:
     assert rounds_of({0: (0, 1.0)}, {0: (0, 0.0)}).ratios.size == 0
 
 
+@pytest.mark.remedy("BAD_BLOCKS")
 @pytest.mark.parametrize(
     "blocks",
     [
@@ -55,6 +56,7 @@ def test_rounds_that_one_of_them_lacks_do_not_count() -> None:
 def test_blocks_that_do_not_make_up_the_samples_are_refused(blocks: list[Block]) -> None:
     with refuses("BAD_BLOCKS"):
         medians(samples(1, 2, 3), blocks)
+    assert medians(samples(1, 2, 3), [Block(0, 0, 2), Block(1, 0, 1)]), "what an agent of the server's version sends"
 
 
 @pytest.mark.slow(reason="simulates thousands of comparisons")

@@ -265,6 +265,7 @@ def _without_handles(etrecord: Path, folder: Path) -> Path:
     return path
 
 
+@pytest.mark.remedy("OTHER_EXPORT", "BAD_RECORDING")
 @pytest.mark.parametrize(
     ("spoil", "expected"),
     [
@@ -289,6 +290,7 @@ def test_files_that_do_not_match_are_reported_and_the_rest_of_the_report_stays(
     assert expected in _warnings(report)["ANALYSIS_NUMERICS_FAILED"]
     assert not report.numeric_gap and not report.HasField("numerics")
     assert report.operators and report.accuracy[0].sqnr_db > 100
+    assert analyzed(request, tmp_path).numeric_gap, "with the files that were written with the program"
 
 
 def test_a_model_of_another_export_has_nothing_to_compare_and_says_so(tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ def test_a_token_file_that_is_not_there_is_named(golden: Golden, tmp_path: Path)
         Tokens.read(tmp_path / "nothing")
 
 
+@pytest.mark.remedy("PERMISSION_DENIED")
 @pytest.mark.parametrize("role", [ADMIN, USER, AGENT, VIEWER])
 def test_every_row_of_the_table_admits_its_roles_only(role: Any) -> None:
     principal = Principal(name="p", role=role)
@@ -98,6 +99,8 @@ def test_every_row_of_the_table_admits_its_roles_only(role: Any) -> None:
             with refuses("PERMISSION_DENIED") as refused:
                 caller.authorize(principal, method)
             assert refused.value.metadata["rpc"] == method.rpartition(".")[2].replace("/", ".")
+            for other in roles:
+                caller.authorize(Principal(name="p", role=other), method)
 
 
 def test_users_see_the_default_project_admins_everything_and_agents_nothing() -> None:

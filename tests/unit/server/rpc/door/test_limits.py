@@ -81,6 +81,7 @@ def test_every_text_of_every_request_is_bounded(field: FieldDescriptor) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.remedy("LIMIT_EXCEEDED")
 @pytest.mark.parametrize("field", [f for f in FIELDS if f.is_repeated and not _is_map(f)], ids=lambda f: f.full_name)
 def test_every_list_of_every_request_is_bounded(field: FieldDescriptor) -> None:
     most = limits.limit_of(field).most
@@ -90,6 +91,9 @@ def test_every_list_of_every_request_is_bounded(field: FieldDescriptor) -> None:
     with pytest.raises(LimitExceeded) as refused:
         check(message)
     assert int(refused.value.metadata["got"]) > int(refused.value.metadata["limit"])
+    message = _message(field)
+    getattr(message, field.name).extend(_values(field, 1))  # a part of them
+    check(message)
     if field.type in TEXTS:
         message = _message(field)
         getattr(message, field.name).append(_text(field, limits.limit_of(field, item=True).most + 1))
@@ -207,10 +211,12 @@ async def test_packed_numbers_are_counted_before_they_are_decoded() -> None:
         Scan(message.SerializeToString(), message.DESCRIPTOR, 300_000).run(1 << 40)
 
 
+@pytest.mark.remedy("MALFORMED_REQUEST")
 async def test_bytes_that_are_no_message_are_refused_as_such() -> None:
     for data in (b"\xff\xff\xff", b"\xff" * 100_000, b"\x12\xff\xff\xff\xff\x0f" + b"a" * 100_000):
         with refuses("MALFORMED_REQUEST"):
             await admit(SUBMIT, data, job_pb2.SubmitJobRequest)
+    assert await admit(SUBMIT, job_pb2.SubmitJobRequest(request_id="r").SerializeToString(), job_pb2.SubmitJobRequest)
 
 
 async def test_others_get_their_turn_while_a_large_request_is_looked_at() -> None:

@@ -58,6 +58,7 @@ def test_the_environment_carries_no_secret_and_the_processor_that_torch_computes
     assert environment["TMPDIR"] == environment["HOME"] == str(tmp_path)
 
 
+@pytest.mark.remedy("NETWORK_NOT_REMOVED")
 async def test_a_child_whose_network_stays_loads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # PYTHONPATH reaches the forkserver: a module that makes unshare a no-op stands in for a kernel that forbids it.
     (tmp_path / "no_unshare.py").write_text(
@@ -70,6 +71,13 @@ async def test_a_child_whose_network_stays_loads_nothing(tmp_path: Path, monkeyp
             await pool.run("tests.support.worker_tasks:echo", None, deadline_s=60, on_event=events.append)
         assert getattr(caught.value, "reason", "") == "NETWORK_NOT_REMOVED"
         assert not events
+    # A kernel that allows it.
+    async with (
+        asyncio.timeout(120),
+        worker_pool(tmp_path / "again") as pool,
+        await pool.run("tests.support.worker_tasks:echo", None, deadline_s=60) as finished,
+    ):
+        assert finished.result is not None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user to try it as one")
