@@ -54,6 +54,7 @@ from etfarm.server.compile.screening.operators import Operators
 from etfarm.server.compile.verify import checks
 from etfarm.server.compile.verify.smoke import SmokeRunner
 from etfarm.server.graphs.quantized_outputs import is_quantized
+from etfarm.server.graphs.views import name_of
 from etfarm.server.workers.errors import is_disk_full, is_out_of_memory
 from etfarm.v1.child_pb2 import CompileResult
 from etfarm.v1.compile_pb2 import Compilation, Fp32Operator
@@ -245,7 +246,7 @@ def _warn_of_kept(method: str, kept: Kept, compilation: Compilation) -> None:
     for reason, (code, why) in _WHY_KEPT.items():
         nodes_by_operator: dict[str, list[Any]] = defaultdict(list)
         for node in (node for node_reason, node in kept.nodes if node_reason is reason):
-            nodes_by_operator[fp32_layers.name_of(node)].append(node)
+            nodes_by_operator[name_of(node)].append(node)
         if nodes_by_operator:
             named = (f"{len(group)} x {name}{describe_places(places.places(group))}" for name, group in nodes_by_operator.items())
             what = f"Operators of {method} stay in fp32: {', '.join(named)}."
