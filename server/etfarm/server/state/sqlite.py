@@ -33,6 +33,10 @@ MOVED: Final = ".moved"
 """Suffix of what `etfarm migrate` has moved elsewhere, and leaves as the way back."""
 LOGS: Final = ("-journal", "-wal", "-shm")
 """Suffixes of the files beside a database."""
+_CACHE_KIB: Final = 512
+"""Size of a connection's page cache. SQLite's default, four times as much, is as fast, since the pages are in the system's cache;
+it fills while a farm grows, and at once when a sweep reads all rows.
+"""
 _SHARED: Final = 100
 """Maximum number of writes that share a transaction."""
 
@@ -281,7 +285,10 @@ def _configure(connection: object, _record: object) -> None:
     # interrupted migration would remain half done.
     connection.isolation_level = None  # type: ignore[attr-defined]
     cursor = connection.cursor()  # type: ignore[attr-defined]
-    for pragma in ("journal_mode=WAL", "foreign_keys=ON", "busy_timeout=10000", "trusted_schema=OFF", "cell_size_check=ON"):
+    for pragma in (
+        "journal_mode=WAL", "foreign_keys=ON", "busy_timeout=10000", "trusted_schema=OFF", "cell_size_check=ON",
+        f"cache_size=-{_CACHE_KIB}",
+    ):  # fmt: skip
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
 
