@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 _MARGIN_S: Final = 0.05
 """Time after the expiry of a lease at which another server looks again."""
-_RETRY_S: Final = 0.5
+_RETRY_S: Final = 0.2
 _MOST_WAIT_S: Final = 5.0
 """Longest time without a look at the lease: a notification may have been lost."""
 _LOG_AGAIN_S: Final = 10.0
