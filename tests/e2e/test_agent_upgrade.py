@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow(reason="builds wheels, installs one, and starts ag
 BASE, NEW, MUTE, BROKEN = "0.2.1", "0.2.2", "0.2.3", "0.2.4"
 MAIN = "etfarm/device_agents/main.py"
 NEVER_CONNECTS = {MAIN: ("        await connection.run(stop)\n", "        await stop.wait()\n")}
-NEEDS_MORE = {MAIN: ("import argparse\n", "import argparse\nimport a_library_that_is_not_here\n")}
+NEEDS_MORE = {MAIN: ("import asyncio\n", "import asyncio\nimport a_library_that_is_not_here\n")}
 
 
 class Rack:

@@ -115,9 +115,9 @@ class Daemon:
         self.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
         assert self.process is not None
-        runs = self.process.poll() is None
+        runs = failure is None and self.process.poll() is None
         assert self.stop() == 0 or not runs, self.log.read_text()[-3000:]
 
     @property
