@@ -52,8 +52,9 @@ def assignments_written(module: nn.Module, forget: Callable[[str, str], None]) -
         held.update(map(memory, (*before.values(), *pytree.tree_leaves((args, kwargs)))))
 
     def separate(part: nn.Module, name: str, value: Any) -> Any:
-        # An input, or the former value of a buffer, which may be written to later.
-        return value.clone() if (part, name) in before and isinstance(value, torch.Tensor) and memory(value) in held else None
+        # An input, or the former value of another buffer, which may be written to later. After `self.n += 1`, it is its own.
+        is_own = value is before.get((part, name), value)
+        return value.clone() if not is_own and isinstance(value, torch.Tensor) and memory(value) in held else None
 
     def write(root: nn.Module, args: Any, outputs: Any) -> Any:
         changed = {key: old for key, old in before.items() if key[0]._buffers.get(key[1]) is not old}

@@ -59,12 +59,18 @@ def swap(state: Any, x: Tensor) -> Tensor:
     return state.n * x
 
 
+def add(state: Any, x: Tensor) -> Tensor:
+    former = state.n
+    state.n += x
+    return former * state.n
+
+
 def read(state: Any, x: Tensor) -> Tensor:
     return state.n * x
 
 
 @pytest.mark.parametrize("is_nested", [False, True])
-@pytest.mark.parametrize("body", [accumulate, delay, swap])
+@pytest.mark.parametrize("body", [accumulate, delay, swap, add])
 def test_calls_give_what_eager_pytorch_gives(body: Callable[[Any, Tensor], Any], is_nested: bool) -> None:
     step = Step(body, State() if is_nested else None).eval()
     eager = copy.deepcopy(step)
@@ -94,6 +100,29 @@ def test_a_strict_export_that_forgets_an_assignment_is_announced() -> None:
     export_source(ModelSource.of(step, (torch.ones(2),)), name="m", say=sentences.append)
     assert "strict = true" in sentences[0]
     assert sentences[1:] == ["That program forgets what the model assigns to other.n, state.n: write to it with copy_()."]
+
+
+def test_a_write_in_place_is_not_taken_for_an_assignment_that_a_strict_export_forgets() -> None:
+    class Sums(nn.Module):
+        n: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("n", torch.zeros(2))
+            self.sums = [torch.zeros(2)]  # for which a strict export is needed
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            self.n += x
+            self.sums[0].add_(x)
+            return self.n * 2, self.sums[0] * 3
+
+    sums, sentences = Sums().eval(), list[str]()
+    eager = copy.deepcopy(sums)
+    model = export_source(ModelSource.of(sums, (torch.ones(2),)), name="m", say=sentences.append)
+    assert model.methods["forward"].forgotten == () and len(sentences) == 1 and "strict = true" in sentences[0]
+    program = read_program(model.methods["forward"].pt2).module()
+    for x in torch.tensor([[1.0, 2.0], [3.0, 5.0], [7.0, 11.0]]):
+        torch.testing.assert_close(program(x), eager(x))
 
 
 def test_an_assignment_of_another_shape_is_said() -> None:
