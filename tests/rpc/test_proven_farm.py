@@ -61,7 +61,8 @@ class Home:
     @contextmanager
     def serving(self, *, address: str = "127.0.0.1:0", tls: bool = True) -> Iterator[str]:
         """Run a server of the farm for the time of a block; yield the address that it listens on."""
-        options = ("--listen", address, "--tokens", str(self.tokens), *(self.tls if tls else ()))
+        # Of two --data, the last one counts: a farm may have been restored elsewhere.
+        options = ("--listen", address, "--data", str(self.data), "--tokens", str(self.tokens), *(self.tls if tls else ()))
         with serve(self.folder, *options) as daemon:
             yield daemon.expect("listening on").rpartition(" ")[2]
         assert "Traceback" not in daemon.log.read_text(), daemon.log.read_text()
@@ -220,7 +221,7 @@ async def test_another_farm_at_the_address_is_named_as_such_without_tls(home: Ho
             pass
 
 
-class Relay:
+class Relay(grpc.GenericRpcHandler):  # type: ignore[misc]
     """A server with a certificate of its own that passes every call on to another one, and records its metadata.
 
     Args:
