@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.farm import FarmProcess
+from tests.support.farm import FarmProcess, etfarm
 from tests.support.programs import program
 
 pytestmark = pytest.mark.slow(reason="commands wait for a farm until they are interrupted")
@@ -55,6 +55,18 @@ def test_a_watched_job_continues(farm: FarmProcess, tmp_path: Path) -> None:
         job.refresh()
         assert not job.state.is_terminal
         job.cancel()
+
+
+@pytest.mark.remedy("INTERRUPTED")
+def test_an_interrupted_job_is_cancelled_and_a_detached_one_continues(farm: FarmProcess, tmp_path: Path) -> None:
+    command = ["bench", str(program("add").path), "--min-time", "60", "--server", farm.address]
+    errors = interrupt(*command, at="running", cwd=tmp_path)
+    with farm.client() as client:
+        (ended, *_) = client.jobs()
+        assert f"Interrupted; job {ended.id} was cancelled.\n" in errors
+        etfarm(*command, "--detach", cwd=tmp_path)
+        (left,) = (job for job in client.jobs() if not job.state.is_terminal)
+        client.job(left.id).cancel()
 
 
 def test_a_cancellation_that_no_server_answers_is_not_said_to_have_arrived(farm: FarmProcess, tmp_path: Path) -> None:

@@ -120,6 +120,7 @@ def test_cancel_ends_the_compile_child_and_the_runner(lasting: FarmProcess, mode
         assert again.result().report.state == "SUCCEEDED"
 
 
+@pytest.mark.remedy("COMPILER_CRASHED")
 @pytest.mark.parametrize("stage", ["QUANTIZE", "TORCH_EXPORT", "TO_EDGE_TRANSFORM_AND_LOWER", "TO_EXECUTORCH"])
 def test_a_killed_compile_child_fails_its_job_alone(lasting: FarmProcess, model: Path, stage: str) -> None:
     assert lasting.server is not None
@@ -134,7 +135,7 @@ def test_a_killed_compile_child_fails_its_job_alone(lasting: FarmProcess, model:
         error = farm.job(dying.id).info.cells[0].error
         assert error is not None and (error.reason, error.stage) == ("COMPILER_CRASHED", stage)
         assert wait_until(lambda: descendants(lasting.server.pid) <= idle, PROMPTLY_S), "the compile child lives"
-        assert farm.compile(model).wait() is JobState.SUCCEEDED
+        assert farm.compile(model, "xnnpack_pt2e_int8_static_per_channel").wait() is JobState.SUCCEEDED, "submitted again"
 
 
 def test_a_repeated_request_id_submits_a_single_job(farm: FarmProcess, model: Path) -> None:

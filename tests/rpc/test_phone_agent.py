@@ -271,6 +271,7 @@ async def test_a_phone_is_exclusive_until_its_agent_is_killed(
     assert await asyncio.to_thread(wait_until, lambda: "serving the phone" in other.log)
 
 
+@pytest.mark.remedy("PHONE_LISTED_TWICE")
 async def test_a_phone_that_adb_lists_twice_is_a_single_device(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
     shim = adb_phone.files / "system/bin/getprop"
     shim.write_text("#!/bin/sh\necho '[ro.serialno]: [ONE]'\n")

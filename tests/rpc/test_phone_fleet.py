@@ -143,6 +143,24 @@ async def test_a_phone_without_exit_codes_is_served_once_its_android_is_newer(
         await received.until(is_served)
 
 
+@pytest.mark.remedy("PHONE_REFUSED")
+async def test_a_phone_without_its_shells_folder_is_served_once_it_has_it(
+    server: Server, adb_phone: AdbPhone, tmp_path: Path
+) -> None:
+    folder = adb_phone.files / "data/local/tmp"
+    folder.rmdir()
+    folder.touch()
+    async with followed(adb_phone, server, tmp_path, retry_s=NEVER_S, retry_last_s=NEVER_S) as received:
+        refused = await received.until(tells("PHONE_REFUSED"))
+        assert "/data/local/tmp" in refused.device_update.device.problem.remedy
+        folder.unlink()
+        folder.mkdir()
+        await adb_phone.disconnect()
+        await received.until(lambda message: message.HasField("device_gone"))
+        await adb_phone.connect()
+        await received.until(is_served)
+
+
 async def test_a_phone_is_retried_at_once_when_its_state_changes(server: Server, adb_phone: AdbPhone, tmp_path: Path) -> None:
     adb_phone.kill_adbd()
     async with followed(adb_phone, server, tmp_path, retry_s=NEVER_S, retry_last_s=NEVER_S, settle_s=0.0) as received:

@@ -47,7 +47,7 @@ class Struck:
         candidate = blobs.candidate(
             "add", threads=1, bundle=agent_pb2.RunnerBundle(artifact=blobs.put(faulty_archive().read_bytes()))
         )
-        candidate.program.CopyFrom(blobs.program(faulty_program(fault)))
+        candidate.program.CopyFrom(blobs.program(faulty_program(fault) if fault else program("add").bytes))
         measurement = job_pb2.Measurement(warmup=1, iterations=100, min_time_s=0)
         start = agent_pb2.StartRun(
             attempt_id="a", device_id="d", deadline_s=deadline_s, measurement=measurement, candidates=[candidate]
@@ -97,6 +97,7 @@ async def freed(strike: Callable[[], Struck], within_s: float = FREE_S) -> agent
     return result
 
 
+@pytest.mark.remedy("PROGRAM_CRASHED")
 @pytest.mark.parametrize(("fault", "reason", "ended"), [
     ("abt", "PROGRAM_CRASHED", {"signal": "SIGABRT"}),
     ("fpe", "PROGRAM_CRASHED", {"signal": "SIGFPE"}),
@@ -113,6 +114,7 @@ async def test_what_ends_the_runner_is_named_as_what_it_was(
     assert error.metadata["self_test"] == "passed"
     assert {key: error.metadata[key] for key in ended} == ended
     assert error.remedy
+    assert not (await strike("").result()).HasField("error"), "without the custom kernel"
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@ import errno
 import io
 import json
 import os
+import platform
 import subprocess
 import sys
 import tarfile
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -118,6 +120,17 @@ def test_the_message_of_a_failed_compiler_is_the_line_with_the_reason(output: st
     assert why in error.message and "\n" not in error.message and error.metadata["output"] == output
 
 
+@pytest.mark.remedy("COMPILER_FAILED")
+def test_what_a_compiler_lacks_is_named_and_it_succeeds_with_it(tmp_path: Path) -> None:
+    (tmp_path / "a.cpp").write_text('#include "missing.h"\nint main() { return zero; }\n')
+    compiler = Compiler.find(platform.machine())
+    with pytest.raises(CompilerFailed, match=r"a\.cpp:1:10: fatal error: missing\.h"):
+        compiler.run(["a.cpp", "-o", "a"], "compiling a.cpp", tmp_path)
+    (tmp_path / "missing.h").write_text("const int zero = 0;\n")
+    compiler.run(["a.cpp", "-o", "a"], "compiling a.cpp", tmp_path)
+    subprocess.run([tmp_path / "a"], check=True)
+
+
 def test_functions_that_are_bound_when_they_are_called_are_not_required(runner_bundle: Bundle) -> None:
     symbols = LibrarySymbols.read(runner_bundle.folder / CUSTOM_OPERATORS)
     assert "libtorch_cpu.so" in symbols.needed
@@ -154,6 +167,7 @@ def test_a_missing_compiler_is_one_sentence_with_its_package(arch: str, tmp_path
     assert not (tmp_path / "b.tar.gz").exists()
 
 
+@pytest.mark.remedy("EXECUTORCH_MISSING")
 def test_a_foreign_wheel_says_where_to_get_the_right_one(runner_bundle: Bundle, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "no.whl").write_bytes(b"PK no")
@@ -161,6 +175,12 @@ def test_a_foreign_wheel_says_where_to_get_the_right_one(runner_bundle: Bundle, 
         with pytest.raises(ExecutorchMissing) as refused:
             build.build_bundle(runner_bundle.manifest.arch, tmp_path / "b.tar.gz", executorch=tmp_path / values)
         assert "pip download --no-deps" in refused.value.remedy
+    arch, wheel = runner_bundle.manifest.arch, tmp_path / "executorch.whl"
+    installed = ExecutorchPackage.find(arch, None, tmp_path).folder
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path in (*installed.glob("lib/*"), *installed.rglob(CUSTOM_OPERATORS), installed / "version.py"):
+            archive.write(path, path.relative_to(installed.parent))
+    assert ExecutorchPackage.find(arch, wheel, tmp_path).version == runner_bundle.manifest.executorch
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from etfarm.server.compile.cache import FOUND_EARLIER, CompilationNotFound, Outc
 from etfarm.server.compile.errors import StageFailed
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells.attempts import MAX_ATTEMPTS
+from etfarm.server.jobs.cells.results import GRACE_S
 from etfarm.server.state.engine import DatabaseFull
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2
 from etfarm.v1.device_pb2 import DeviceRunner
@@ -156,6 +157,29 @@ async def test_a_device_fault_places_the_cell_again_elsewhere_and_nothing_of_the
     assert [attempt.device_id for attempt in cell.attempts] == ["pi", "xl", "pi"]
     assert [attempt.error.reason for attempt in cell.attempts] == ["X", "ATTEMPT_LOST", ""]
     assert not (await world.journal.results_of(second.attempt_id))[job.cells[0].id].threads, "a lost attempt has no result"
+
+
+@pytest.mark.remedy("ATTEMPT_OVERDUE")
+async def test_an_agent_without_a_result_long_after_the_deadline_gives_one_once_it_is_restarted(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    clock = loop.time
+    agent = await world.agent()
+    job = await world.submit()
+    run = await agent.started()
+    with monkeypatch.context() as later:
+        later.setattr(loop, "time", lambda: clock() + run.deadline_s + GRACE_S)
+        while run.attempt_id in world.runs.busy().values():  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0)
+    await agent.leave()
+    agent = await world.agent()
+    agent.answer(await agent.started_after_acks())
+    states, _ = await world.end(job)
+    assert states[-1] == "SUCCEEDED"
+    (cell,) = (await world.journal.get(job.id, EVERYTHING)).cells
+    reasons = [attempt.error.reason for attempt in cell.attempts]
+    assert (reasons[0], reasons[-1]) == ("ATTEMPT_OVERDUE", "")
 
 
 @pytest.mark.remedy("RESULT_MISSING")

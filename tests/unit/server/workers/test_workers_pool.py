@@ -34,6 +34,7 @@ from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
 from etfarm.wire.errors import EtfarmError, FarmError, Fault
 from tests.support.farm import descendants, wait_until
+from tests.support.traces import traced
 from tests.support.worker_pools import worker_pool
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -215,11 +216,15 @@ async def test_a_model_that_takes_too_long_to_load_ends_its_child_within_native_
         assert finished.result == b"done"
 
 
+@pytest.mark.remedy("TRACE_PARSING_TIMED_OUT")
 async def test_parsing_that_takes_too_long_ends_its_child_within_native_code(workers: Workers, tmp_path: Path) -> None:
     (trace := tmp_path / "trace").write_bytes(b"")
     with pytest.raises(ParsingTimedOut, match="Parsing the trace") as caught:
         await workers.run(f"{TASKS}:parse_for_ever", trace, deadline_s=600)
     assert caught.value.fault is Fault.DEVICE
+    written = traced("portable").etdump  # as the runner of an updated agent writes it
+    async with await workers.run(f"{TASKS}:parse_trace", written, deadline_s=600) as finished:
+        assert int(finished.result) > 0
 
 
 async def cancelled(workers: Workers) -> float:
@@ -390,10 +395,15 @@ async def test_without_a_light_preload_a_light_task_runs_as_all_others(tmp_path:
         assert pool.forkserver_pid is not None
 
 
-async def test_a_preload_that_fails_says_which_and_why(tmp_path: Path) -> None:
+@pytest.mark.remedy("WORKERS_DOWN")
+async def test_a_preload_that_fails_says_which_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with started(tmp_path, preload=["no_such_module"]) as pool:
         with pytest.raises(WorkersDown, match="no_such_module"):
             await pool.ready()
+    (tmp_path / "no_such_module.py").write_text("")  # now it is installed, and the server is started again
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+    async with started(tmp_path, preload=["no_such_module"]) as pool:
+        assert await works(pool)
 
 
 @pytest.mark.parametrize("state", ["warm", "warming"])

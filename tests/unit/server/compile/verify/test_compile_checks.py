@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ np = pytest.importorskip("numpy")
 pytest.importorskip("executorch")
 
 from etfarm.server.compile.verify import checks, reference, trials  # noqa: E402 - needs torch
+from etfarm.server.compile.verify.reference import ReferenceFailed  # noqa: E402
 from etfarm.server.graphs import differences  # noqa: E402
 from etfarm.server.workers.pool import Workers  # noqa: E402
 from etfarm.wire import tensors  # noqa: E402
@@ -248,6 +250,19 @@ def test_the_reference_leaves_state_as_it_was() -> None:
     first, second = (reference.run_program(program, example.values) for _ in range(2))
     assert first == second
     assert float(program.state_dict["count"]) == 41
+
+
+@pytest.mark.remedy("REFERENCE_FAILED")
+def test_inputs_that_eager_pytorch_refuses_are_an_error_and_those_of_the_example_run() -> None:
+    program = checking.derived()
+    example = trials.example(program)
+    assert example is not None
+    (index, *others) = example.values
+    assert isinstance(index, Tensor)
+    outside = replace(index, data=b"\x7f" * len(index.data))
+    with pytest.raises(ReferenceFailed, match="inputs like the example inputs"):
+        reference.run_program(program, [outside, *others])
+    assert reference.run_program(program, example.values)
 
 
 def test_contents_are_tiled_and_cropped_in_their_memory_order() -> None:

@@ -289,6 +289,7 @@ async def test_drained_and_reserved_devices_are_left_alone_unless_they_are_quara
         await lead(agent)
 
 
+@pytest.mark.remedy("HEALTH_RUN_ABORTED")
 async def test_an_agent_that_is_lost_in_a_health_run_gives_no_result_and_costs_little(world: World) -> None:
     agent = await world.agent()
     async with probed(world) as health:
@@ -298,8 +299,13 @@ async def test_an_agent_that_is_lost_in_a_health_run_gives_no_result_and_costs_l
         world.registry.gone(agent.session, "pi", "it was unplugged")
         with pytest.raises(HealthRunAborted, match="left its agent"):
             await asked
-    health_now = world.registry.get("pi").health
-    assert (health_now.state, health_now.fault_score) == (GOOD, pytest.approx(0.3))
+        health_now = world.registry.get("pi").health
+        assert (health_now.state, health_now.fault_score) == (GOOD, pytest.approx(0.3))
+        await agent.leave()
+        agent = await world.agent()
+        asked = asyncio.create_task(health.check(world.registry.get("pi"), caller="ann", is_admin=True))
+        await lead(agent)
+        assert (await asked).run.passed
 
 
 async def test_an_emulated_device_is_never_measured(world: World) -> None:

@@ -15,7 +15,7 @@ from etfarm.server.rpc.door.roles import ADMIN, AGENT, ROLES, USER, VIEWER
 from etfarm.server.rpc.door.token_file import LOCAL, BadTokenFile, Tokens
 from etfarm.v1.common_pb2 import Principal
 from etfarm.wire.channel import parse_address
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import Kind
 from tests.support.golden import Golden
 from tests.support.refusals import refuses
 
@@ -142,14 +142,21 @@ def test_a_local_address_needs_nothing(listen: str) -> None:
     assert config(listen).check() is None  # type: ignore[func-returns-value]  # else it raises
 
 
+def tls_files(folder: Path) -> dict[str, Path]:
+    """Return the options of a certificate, its key, and the authority that clients' certificates are from."""
+    authority = trustme.CA()
+    identity = authority.issue_cert("farm.example")
+    identity.cert_chain_pems[0].write_to_path(folder / "cert.pem")
+    identity.private_key_pem.write_to_path(folder / "key.pem")
+    (folder / "key.pem").chmod(0o600)
+    authority.cert_pem.write_to_path(folder / "ca.pem")
+    return {"tls_cert": folder / "cert.pem", "tls_key": folder / "key.pem", "tls_client_ca": folder / "ca.pem"}
+
+
 @pytest.mark.remedy("EXPOSED")
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:1", "192.168.0.2:1", "board:1"])
 def test_an_address_that_others_reach_needs_tls_and_tokens(golden: Golden, listen: str, tmp_path: Path) -> None:
-    identity = trustme.CA().issue_cert("farm.example")
-    files = {"tls_cert": tmp_path / "cert.pem", "tls_key": tmp_path / "key.pem"}
-    identity.cert_chain_pems[0].write_to_path(files["tls_cert"])
-    identity.private_key_pem.write_to_path(files["tls_key"])
-    files["tls_key"].chmod(0o600)
+    files = tls_files(tmp_path)
     config(listen, **files, tokens=Path("t")).check()
     with golden.refuses("EXPOSED") as refused:
         config(listen).check()
@@ -162,7 +169,10 @@ def test_an_address_that_others_reach_needs_tls_and_tokens(golden: Golden, liste
     config(listen, insecure=True).check()
 
 
-@pytest.mark.parametrize("values", [{"tls_cert": Path("c")}, {"tls_key": Path("k")}, {"tls_client_ca": Path("a")}])
-def test_half_of_tls_is_refused_everywhere(values: dict[str, Path]) -> None:
-    with pytest.raises(UserError, match="--tls-cert and --tls-key"):
-        config("127.0.0.1:0", insecure=True, **values).check()
+@pytest.mark.remedy("INVALID_ARGUMENT")
+@pytest.mark.parametrize("option", ["tls_cert", "tls_key", "tls_client_ca"])
+def test_half_of_tls_is_refused_everywhere(option: str, tmp_path: Path) -> None:
+    files = tls_files(tmp_path)
+    with refuses("INVALID_ARGUMENT", match="--tls-cert and --tls-key"):
+        config("127.0.0.1:0", insecure=True, **{option: files[option]}).check()
+    config("127.0.0.1:0", insecure=True, **files).check()
