@@ -63,7 +63,7 @@ class ChildDied(FarmError):
         where = f" in {stage}" if stage else ""
         super().__init__(
             f"The job's process ended with {how}{where}.",
-            "Its last log lines are in the error's metadata; the job's log has all of them.",
+            "Try it again; if it repeats, its last log lines are in the error's metadata, and all of them in the job's log.",
             stage=stage, task=task, signal=how if status < 0 else "", exit=how, log=log,
         )  # fmt: skip
 

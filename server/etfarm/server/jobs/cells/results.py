@@ -54,6 +54,13 @@ class AttemptOverdue(DeviceError):
 
     reason = "ATTEMPT_OVERDUE"
 
+    def __init__(self, device_id: str, overdue_s: float) -> None:
+        super().__init__(
+            f"The agent sent no result within {overdue_s:g} s.",
+            "Restart the agent; report it as a defect if it repeats.",
+            device=device_id,
+        )
+
 
 class Results:
     """The results of attempts, from reservation of disk space to acceptance."""
@@ -100,7 +107,7 @@ class Results:
             async with asyncio.timeout(overdue_s):
                 return await self._runs.result(attempt.id)
         except TimeoutError:
-            raise AttemptOverdue(f"The agent sent no result within {overdue_s:g} s.", device=attempt.device_id) from None
+            raise AttemptOverdue(attempt.device_id, overdue_s) from None
 
     async def check(
         self, answer: agent_pb2.RunResult, cell_runs: Sequence[CellRun]

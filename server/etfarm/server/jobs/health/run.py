@@ -174,8 +174,7 @@ class HealthRuns:
                     if is_wanted():
                         raise HealthRunAborted("A job wants the device.", "It is repeated later.", device=device.id)
         except TimeoutError:
-            overdue_s = DEADLINE_S + GRACE_S
-            raise AttemptOverdue(f"The agent sent no result within {overdue_s:g} s.", device=device.id) from None
+            raise AttemptOverdue(device.id, DEADLINE_S + GRACE_S) from None
         finally:
             # The future is the attempt's, so only stop waiting for it.
             result.cancel()

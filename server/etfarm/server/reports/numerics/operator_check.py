@@ -110,7 +110,10 @@ class Observer:
 
     def __call__(self, node: Node, value: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if time.monotonic() > self._deadline_s:
-            raise OutOfTime("the host could not run the whole graph within the analysis's time limit.")
+            raise OutOfTime(
+                "the host could not run the whole graph within the analysis's time limit.",
+                "Raise `etfarm serve --analysis-timeout`, and run `etfarm report analyze JOB`.",
+            )
         self._learn(node, args, kwargs)
         for slot in self._slots.get(node.name, ()):
             if (candidates := _candidates(slot, value)) is not None:
