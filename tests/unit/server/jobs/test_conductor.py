@@ -178,8 +178,8 @@ async def test_an_agent_without_a_result_long_after_the_deadline_gives_one_once_
     states, _ = await world.end(job)
     assert states[-1] == "SUCCEEDED"
     (cell,) = (await world.journal.get(job.id, EVERYTHING)).cells
-    reasons = [attempt.error.reason for attempt in cell.attempts]
-    assert (reasons[0], reasons[-1]) == ("ATTEMPT_OVERDUE", "")
+    overdue, last = cell.attempts[0].error, cell.attempts[-1].error
+    assert (overdue.reason, last.reason) == ("ATTEMPT_OVERDUE", "") and overdue.remedy.startswith("Restart the agent")
 
 
 @pytest.mark.remedy("RESULT_MISSING")

@@ -247,7 +247,10 @@ def test_without_the_quantized_program_nothing_is_judged_and_integers_are_not_co
 @pytest.mark.remedy("OUT_OF_TIME")
 def test_a_host_out_of_time_reports_its_results_so_far_and_that_it_stopped_comparing(tmp_path: Path) -> None:
     report = analyzed(replace(_request(recorded("cnn")), limit_s=0.0), tmp_path)
-    assert "within the analysis's time limit" in _warnings(report)["ANALYSIS_NUMERICS_FAILED"]
+    assert (
+        "within the analysis's time limit. Raise `etfarm serve --analysis-timeout`"
+        in _warnings(report)["ANALYSIS_NUMERICS_FAILED"]
+    )
     assert report.operators and report.accuracy
     assert analyzed(_request(recorded("cnn")), tmp_path).numeric_gap, "with more time"
 
