@@ -228,12 +228,12 @@ class Exploration:
         ranges = Ranges()
         calls = self._state.go_on()
         buffers = {name: buffer for name, buffer in self._prepared.named_buffers() if name in self._state.own and buffer.numel()}
-        before = {name: float(buffer.abs().max()) for name, buffer in buffers.items()}
+        before = {name: magnitude(buffer) for name, buffer in buffers.items()}
         grown: dict[str, None] = {}
         for call in range(min(max(calls, _MIN_CALLS), _MAX_CALLS) if self.samples and buffers else 0):
             if self.execute(self.samples[call % len(self.samples)], [{}], ranges):
                 break
-            grown |= {name: None for name, buffer in buffers.items() if float(buffer.abs().max()) > before[name]}
+            grown |= {name: None for name, buffer in buffers.items() if magnitude(buffer) > before[name]}
         return ranges, list(grown or buffers)
 
     def reaches(self, buffer: str, nodes: Collection[Any]) -> bool:
@@ -405,6 +405,11 @@ class Changes:
         chosen = torch.rand(value.shape, generator=self._generator) < share
         chosen.view(-1)[torch.randint(value.numel(), (1,), generator=self._generator)] = True
         return chosen
+
+
+def magnitude(buffer: torch.Tensor) -> float:
+    """Return the largest magnitude of a buffer's finite values, true being 1."""
+    return float(buffer.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max())
 
 
 def _is_mask(node: Any) -> bool:

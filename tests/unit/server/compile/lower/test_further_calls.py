@@ -14,6 +14,7 @@ pytest.importorskip("executorch")
 from torch import Tensor, nn  # noqa: E402
 
 from etfarm.server.compile.lower import build, far_values, in_place, quantize, tasks  # noqa: E402 - needs torch
+from etfarm.server.compile.lower.unseen_values import magnitude  # noqa: E402
 from etfarm.server.compile.request import QuantizeRequest  # noqa: E402
 from etfarm.wire import recipes  # noqa: E402
 from tests.support.compiling import STATIC, plain, sample, sqnr_db  # noqa: E402
@@ -27,6 +28,7 @@ LENGTH: Final = 64
 class Model(nn.Module):
     """Applies a function of layers and state."""
 
+    active: Tensor
     calls: Tensor
     total: Tensor
     cache: Tensor
@@ -36,6 +38,7 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.body = body
         self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.register_buffer("active", torch.zeros((), dtype=torch.bool))
         self.register_buffer("calls", torch.zeros(1, dtype=torch.long))
         self.register_buffer("total", torch.zeros(1, WIDTH))
         self.register_buffer("cache", torch.zeros(1, LENGTH, WIDTH))
@@ -80,6 +83,11 @@ def add_up_and_count(m: Any, x: Tensor) -> Tensor:
     return m.b(m.total) * (m.calls < 1000)  # type: ignore[no-any-return]
 
 
+def switch_on(m: Any, x: Tensor) -> Tensor:
+    m.active.logical_or_((x > 1).any())
+    return m.b(m.a(x) * m.active)  # type: ignore[no-any-return]
+
+
 def inputs(number: int) -> list[tuple[Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [(torch.randn(1, WIDTH, generator=generator),) for _ in range(number)]
@@ -112,10 +120,22 @@ def test_a_buffer_that_grows_is_named_and_more_calibration_helps(
     assert accuracy(body, many, LENGTH) > 20
 
 
-@pytest.mark.parametrize("body", [forget, attend])
+@pytest.mark.parametrize("body", [forget, attend, switch_on])
 def test_a_state_that_stays_in_its_range_is_not_named(tmp_path: Path, body: Callable[[Any, Tensor], Tensor]) -> None:
     module, grown = quantized(tmp_path, body, 8)
     assert grown == [] and accuracy(body, module, LENGTH) > 20
+
+
+@pytest.mark.parametrize(
+    ("buffer", "expected"),
+    [
+        (torch.tensor([False, True]), 1.0),
+        (torch.tensor([-(2**63), -1]), 2.0**63),
+        (torch.tensor([torch.nan, -torch.inf, torch.inf, -3.0]), 3.0),
+    ],
+)
+def test_the_magnitude_of_a_buffer_is_that_of_its_finite_values(buffer: Tensor, expected: float) -> None:
+    assert magnitude(buffer) == expected
 
 
 def test_the_warning_names_the_buffer(tmp_path: Path) -> None:
