@@ -494,6 +494,7 @@ def _load(models: Mapping[str, Path], folder: Path, operators: Operators) -> tup
         programs[method] = loading.load(path, subfolder, operators)
         loading.check(programs[method], method)
         keep_constants(programs[method])
+        written_state.cast_copies(programs[method])
         copies[method] = copy_written_inputs(programs[method])
     return programs, copies
 

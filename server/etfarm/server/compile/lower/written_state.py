@@ -10,10 +10,33 @@ from typing import Any
 
 import torch
 
+from etfarm.server.compile.program.places import all_nodes
 from etfarm.wire.written_inputs import viewed_placeholders, written_placeholders
 
 _MUTATIONS = ("BUFFER_MUTATION", "USER_INPUT_MUTATION")
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+def cast_copies(program: Any) -> None:
+    """Cast the values that `copy_` writes to memory of another dtype.
+
+    When torch makes a program functional, a value that is written to all of a tensor replaces that, uncast. A later
+    `self.cache.float()` would fail in an assertion of the dtype.
+
+    Args:
+        program: an exported program, which is changed.
+    """
+    for node in list(all_nodes(program)):
+        if node.target is not torch.ops.aten.copy_.default or not isinstance(node.args[1], torch.fx.Node):
+            continue
+        to, value = (each.meta["val"] for each in node.args[:2])
+        if to.dtype == value.dtype:
+            continue
+        with node.graph.inserting_before(node):
+            cast = node.graph.call_function(torch.ops.aten.to.dtype, (node.args[1], to.dtype))
+        cast.meta = {**node.meta, "val": value.to(to.dtype)}
+        node.update_arg(1, cast)
+        node.graph.owning_module.recompile()
 
 
 def copy_values(program: Any) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from etfarm.server.compile.lower.written_state import copy_values, return_values
+from etfarm.server.compile.lower.written_state import cast_copies, copy_values, return_values
+from etfarm.server.workers.pool import Workers
+from tests.support.compiling import STATIC, compiled, sample, sqnr_db
 
 
 class Model(nn.Module):
@@ -131,3 +134,81 @@ def test_only_copies_that_no_write_follows_are_not_returned(
     exported = program.module()
     for _ in range(2):
         assert torch.equal(exported(x), model(x))
+
+
+class Cast(nn.Module):
+    """Has a state in half precision, and one of integers."""
+
+    state: Tensor
+    count: Tensor
+
+    def __init__(self, body: Callable[[Cast, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.layer = body, nn.Linear(16, 16)
+        self.register_buffer("state", torch.zeros(1, 16, dtype=torch.float16))
+        self.register_buffer("count", torch.zeros(1, 16, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+def last(m: Cast, x: Tensor) -> Tensor:
+    y = m.layer(x + m.state.float())
+    m.state.copy_(x)
+    return y + m.state.float()
+
+
+def not_read(m: Cast, x: Tensor) -> Tensor:
+    y = m.layer(x) + m.count
+    m.count.copy_(x * 3)
+    return y
+
+
+def in_part(m: Cast, x: Tensor) -> Tensor:
+    m.state[:, 3:5] = x[:, 3:5]
+    m.count[:, :] = m.state.float() * 3
+    return m.layer(x) + m.count.float()
+
+
+def without_gradients(m: Cast, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.state.copy_(x)
+    return m.layer(x) - m.state.float()
+
+
+CASTS = [last, not_read, in_part, without_gradients]
+
+
+@pytest.mark.parametrize("body", CASTS)
+def test_values_that_are_copied_to_another_dtype_are_cast(body: Callable[[Cast, Tensor], Tensor]) -> None:
+    program, model = torch.export.export(Cast(body).eval(), (torch.rand(1, 16),)), Cast(body).eval()
+    cast_copies(program)
+    functional = program.run_decompositions({}).module()
+    for _ in range(3):
+        x = torch.randn(1, 16)
+        assert torch.equal(functional(x), model(x))
+
+
+@pytest.mark.slow(reason="compiles")
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize("body", CASTS)
+@pytest.mark.parametrize("recipe", ["portable", "xnnpack_fp32", STATIC])
+async def test_a_state_of_another_dtype_is_as_in_eager_mode(
+    body: Callable[[Cast, Tensor], Tensor], recipe: str, workers: Workers, tmp_path: Path
+) -> None:
+    from executorch.runtime import Runtime
+
+    calls = [torch.randn(1, 16) for _ in range(8)]
+    files = [sample(tmp_path / f"{index}.ett", x) for index, x in enumerate(calls)]
+    answer = await compiled(
+        workers, tmp_path / "compiled", lambda: torch.export.export(Cast(body).eval(), (calls[0],)), recipe,
+        calibration={"forward": files},
+    )  # fmt: skip
+    method = Runtime.get().load_program(answer.pte).load_method("forward")
+    assert method is not None
+    model = Cast(body).eval()
+    with torch.no_grad():
+        results = [(model(x), method.execute((x,))[0].clone()) for x in calls]
+    expected, actual = (torch.cat(each) for each in zip(*results, strict=True))
+    assert sqnr_db(expected, actual) > (25 if recipe == STATIC else 100)
