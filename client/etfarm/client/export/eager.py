@@ -29,7 +29,7 @@ from etfarm.client.export.errors import (
     unsupported_output,
 )
 from etfarm.client.export.exportable import must_be_exportable
-from etfarm.client.export.fixed_sizes import find_fixing, must_not_be_fixed
+from etfarm.client.export.fixed_sizes import find_fixing, find_steps, must_not_be_fixed
 from etfarm.client.export.forgetting import EagerCall, attributes_kept
 from etfarm.client.export.mutation import (
     assignments_written,
@@ -41,7 +41,7 @@ from etfarm.client.export.mutation import (
     written_parameters,
 )
 from etfarm.client.export.noise import quiet
-from etfarm.client.export.operators import find_reshaping, must_be_savable, plain_operators
+from etfarm.client.export.operators import allow_dynamic_pools, find_reshaping, must_be_savable, plain_operators
 from etfarm.client.export.remedies import PADDING, remedy_of
 from etfarm.client.export.samples import (
     dense,
@@ -248,6 +248,7 @@ class _Export:
 
         module, transform_ms = self.transform.apply(method)
         _must_be_eval(method, module)
+        allow_dynamic_pools()
         started = time.monotonic()
         forgotten = dict[str, None]()
 
@@ -533,7 +534,10 @@ def _refusals(method: str, base: Path, what: str = "torch.export", graph: Graph 
         branch = "Could not guard on data-dependent expression" in text or text.startswith("Data-dependent branching")
         if branch:
             raise data_dependent_branch(method, place, library_place_of(error, base)) from error
-        dim = specialized(method, text, str(place or ""), partial(find_split, error, base), partial(find_fixing, error, base))
+        dim = specialized(
+            method, text, str(place or ""), partial(find_split, error, base), partial(find_fixing, error, base),
+            partial(find_steps, error, base),
+        )  # fmt: skip
         name = type(error).__name__
         if (dim or name == "AssertionError") and (padding := find_padding(error, base)) is not None:
             why = "torch.cat gets a tensor that is empty for some of its sizes"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from etfarm.client.export.errors import DimSpecialized
 from etfarm.client.export.splits import sizes_of
-from etfarm.client.export.traces import Place, place_of_frame, traced_graph
+from etfarm.client.export.traces import Place, place_in, place_of_frame, traced_graph
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -58,6 +58,20 @@ def find_fixing(error: BaseException, base: Path) -> Fixing | None:
     """Return the first equation of a size in the graph that torch.export had traced when it failed; None if there is none."""
     graph = traced_graph(error)
     return next(_fixings(graph, base), None) if graph is not None else None
+
+
+def find_steps(error: BaseException, base: Path, size: int) -> Place | None:
+    """Return the line of a linspace of about `size` steps in the graph as of `find_fixing`; None without.
+
+    Its number of steps is a number in the program, unlike that of arange.
+    """
+    graph = traced_graph(error)
+    for node in graph.nodes if graph is not None else ():
+        if getattr(node.target, "overloadpacket", None) is not None and node.target.overloadpacket.__name__ == "linspace":
+            steps = node.kwargs.get("steps", node.args[-1])
+            if isinstance(steps, int) and abs(steps - size) <= 1:
+                return place_in(node.meta.get("stack_trace") or "", base)
+    return None
 
 
 def must_not_be_fixed(method: str, program: ExportedProgram, base: Path) -> None:

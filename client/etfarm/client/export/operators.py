@@ -50,11 +50,28 @@ def find_reshaping(graph: Graph, operators: Iterable[str] = tuple(_IN_PLACE)) ->
     return None
 
 
+def allow_dynamic_pools() -> None:
+    """Let torch.export write max_pool1d with max_pool2d: its own kernel in C++ fixes the length to that of the example inputs."""
+    import torch
+
+    operator, key = torch.ops.aten.max_pool1d.default, torch._C.DispatchKey.CompositeImplicitAutograd
+    if key not in operator.py_kernels:
+        operator.py_impl(key)(_max_pool1d)
+
+
+def _max_pool1d(x: Any, size: Any, stride: Any = (), padding: Any = (0,), dilation: Any = (1,), ceil_mode: bool = False) -> Any:
+    import torch
+
+    strides = (1, *stride) if stride else ()
+    return torch.ops.aten.max_pool2d(x.unsqueeze(-2), (1, *size), strides, (0, *padding), (1, *dilation), ceil_mode).squeeze(-2)
+
+
 def plain_operators(program: ExportedProgram) -> ExportedProgram:
     """Return a program without what servers refuse, though torch can write it with other operators: with these.
 
-    That are the functions of torch.vmap, operators that write their result to an `out`, and operators of the user's libraries
-    with a kernel of CompositeImplicitAutograd. All others stay whole. A program without such operators is returned as it is.
+    That are the functions of torch.vmap, operators that write their result to an `out`, max_pool1d of a dynamic length, and
+    operators of the user's libraries with a kernel of CompositeImplicitAutograd. All others stay whole. A program without such
+    operators is returned as it is.
     """
     import torch
 
@@ -93,13 +110,19 @@ def _writes_results(program: ExportedProgram) -> bool:
 
 
 def _composites(program: ExportedProgram) -> set[OpOverload]:
-    """Return the operators of the user's libraries that torch can write with others, except those that a plug-in allows."""
+    """Return the operators of the user's libraries that torch can write with others, except those that a plug-in allows.
+
+    And max_pool1d if it is of a dynamic length, which no server could write with others.
+    """
+    import torch
     from torch._ops import OpOverload
 
     allowed = {point.name for point in entry_points(group=_PLUGINS)}
-    targets = {node.target for graph in _graphs(program) for node in graph.nodes if isinstance(node.target, OpOverload)}
-    return {
-        target for target in targets
+    nodes = [node for graph in _graphs(program) for node in graph.nodes if isinstance(node.target, OpOverload)]
+    pool = torch.ops.aten.max_pool1d.default
+    pools = {pool for node in nodes if node.target is pool and not isinstance(node.args[0].meta["val"].shape[-1], int)}
+    return pools | {
+        target for target in {node.target for node in nodes}
         if target.namespace not in _KNOWN and target._can_decompose() and str(target) not in allowed
     }  # fmt: skip
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
     from etfarm.client.export.splits import Split
+    from etfarm.client.export.traces import Place
 
 _VIOLATED: Final = re.compile(r"Constraints violated \((.+?)\)!")
 _CONFLICTS: Final = "Found the following conflicts between user-specified ranges"
@@ -36,6 +37,10 @@ _GUARD: Final = re.compile(r"satisfy the generated guard (.+)")
 _QUOTIENT: Final = re.compile(r" // \d+\) == \d+$")
 _SIZE: Final = re.compile(r"(?:L|inputs)\['(\w+)'\](?:\.size\(\)|\.shape)\[(\d+)\]")
 """The dims that torch.export 2.13 refuses, as symbolic_shapes.py and _export/non_strict_utils.py word them."""
+_STEPS: Final = (
+    "Write torch.arange(n) * ((b - a) / torch.tensor(n - 1)) + a for torch.linspace(a, b, n), where n is the size, or export the "
+    "dim as static."
+)
 
 
 def normal_shapes(method: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: Any) -> Any:
@@ -111,7 +116,12 @@ def must_be_bounded(method: str, program: ExportedProgram) -> None:
 
 
 def specialized(
-    method: str, text: str, place: str, find: Callable[[], Split | None], find_fixing: Callable[[], Fixing | None]
+    method: str,
+    text: str,
+    place: str,
+    find: Callable[[], Split | None],
+    find_fixing: Callable[[], Fixing | None],
+    find_steps: Callable[[int], Place | None],
 ) -> DimSpecialized | None:
     """Convert torch.export's message about a dim that cannot be dynamic to one sentence with a remedy.
 
@@ -120,6 +130,7 @@ def specialized(
         place: the user's line that it comes from; empty if unknown.
         find: returns the split of a dynamic dim in the model, if there is one.
         find_fixing: returns the equation of a size in the model, if there is one.
+        find_steps: returns the line of a linspace of so many steps, if there is one.
 
     Returns:
         The error; None if the message is about something else.
@@ -131,6 +142,9 @@ def specialized(
     fixed = (match[2], match[1]) if fixed is None and (match := _FIXED_HINT.search(text)) else fixed
     if fixed is not None:
         fixing = find_fixing()
+        if (fixing is None or fixing.place is None) and (steps := find_steps(int(fixed[1]))) is not None:
+            why = "torch.linspace has a fixed number of steps in the program, that of the example inputs"
+            return DimSpecialized(method, _dim_named(fixed[0]), why, _STEPS, str(steps))
         return _fixed(method, fixed[0], int(fixed[1]), str(fixing.place) if fixing and fixing.place else place)
     if violated is None:
         match = _CONFLICT.search(text)

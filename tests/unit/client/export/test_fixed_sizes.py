@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
 from torch.export import Dim
 
 from etfarm.client.export import ModelSource, export_source
 from etfarm.client.export.errors import DimSpecialized
-from tests.support.exports import Function, export_called
+from tests.support.exports import Function, export_called, export_program
 
 ANY, MULTIPLE = Dim("n", min=8, max=19), 4 * Dim("k", min=2, max=4)
 
@@ -98,3 +99,60 @@ def test_the_words_of_torch_are_not_a_remedy() -> None:
 def test_sizes_that_fit_their_dim_are_not_refused() -> None:
     must_work(lambda x: x.reshape(-1, 4, 2).sum(1), MULTIPLE)
     must_work(lambda x: x[: x.shape[0] // 2] * 2, MULTIPLE)
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        lambda x: F.max_pool1d(x, 2),
+        lambda x: F.max_pool1d(x, 3, 2, padding=1, dilation=2),
+        lambda x: F.max_pool1d(x[:, None], kernel_size=4, stride=1),
+        nn.MaxPool1d(2, padding=1),
+    ],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_pool_along_a_dynamic_length_is_exported(pool: Callable[[Tensor], Tensor], strict: bool) -> None:
+    x = torch.rand(2, 8)
+    length = ModelSource.of(Function(pool).eval(), (x,), dynamic_shapes={"x": {1: ANY}})
+    program = export_program(length, strict=strict)
+    # A server has no other form of max_pool1d.
+    assert not any("max_pool1d" in str(node.target) for node in program.graph.nodes)
+    called = program.module()
+    for size in (8, 13, 19):
+        x = torch.rand(2, size)
+        torch.testing.assert_close(called(x), pool(x), rtol=0, atol=0)
+
+
+def test_a_pool_along_a_static_length_stays_as_it_is() -> None:
+    program = export_program(ModelSource.of(Function(lambda x: F.max_pool1d(x, 2)).eval(), (torch.rand(2, 8),)))
+    assert "aten.max_pool1d.default" in {str(node.target) for node in program.graph.nodes}
+
+
+class Places(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.linspace(-1, 1, x.shape[0])[:, None]
+
+
+def test_a_linspace_of_a_size_is_refused_with_its_line_and_an_arange() -> None:
+    def mended(x: Tensor) -> Tensor:
+        n, a, b = x.shape[0], -1, 1
+        return x + (torch.arange(n) * ((b - a) / torch.tensor(n - 1)) + a)[:, None]
+
+    with pytest.raises(DimSpecialized) as caught:
+        export_source(ModelSource.of(Places().eval(), (torch.rand(8, 2),), dynamic_shapes={"x": {0: ANY}}), name="m")
+    assert f"test_fixed_sizes.py:{Places.forward.__code__.co_firstlineno + 1}" in caught.value.message
+    assert "torch.linspace has a fixed number of steps in the program" in caught.value.message
+    assert "torch.arange(n) * ((b - a) / torch.tensor(n - 1)) + a for torch.linspace(a, b, n)" in caught.value.remedy
+    called = export_called(source(mended, ANY))
+    for size in (8, 13, 19):
+        x = torch.rand(size, 2)
+        torch.testing.assert_close(called(x), Places()(x))
+
+
+def test_a_linspace_of_another_number_is_not_blamed() -> None:
+    def fixed(x: Tensor) -> Tensor:
+        return x.reshape(8, 2) * torch.linspace(-1, 1, 2)
+
+    with pytest.raises(DimSpecialized) as caught:
+        export_source(source(fixed, ANY), name="m")
+    assert "linspace" not in str(caught.value) and "a number in a reshape" in caught.value.remedy
