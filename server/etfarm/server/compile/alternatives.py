@@ -11,7 +11,13 @@ _INSTEAD: Final = tuple(
         ("(?:bitwise_left_|l)shift", "x * 2**n for x << n"),
         ("(?:bitwise_right_|r)shift", "torch.div(x, 2**n, rounding_mode='floor') for x >> n"),
         ("fake_quantize\\w*", "the model without fake quantization, which a pt2e recipe quantizes"),
-        ("sort|argsort|msort", "torch.topk(x, x.shape[dim], dim, largest=False) for torch.sort(x, dim)"),
+        (
+            "sort|argsort|msort",
+            "torch.topk(x, x.shape[dim], dim, largest=False) for torch.sort(x, dim), with largest=True for descending=True, "
+            "which may swap equal values; to keep their order as stable=True does, torch.topk(x.long() * n + torch.arange(n), n, "
+            "largest=False).indices for the indices of integers or bools along the last dim of size n, or "
+            "torch.topk(x.long() * n - torch.arange(n), n).indices for descending=True",
+        ),
         ("kthvalue", "torch.topk(x, k, dim, largest=False).values.select(dim, -1) for the k-th value"),
         (
             "median",
@@ -25,7 +31,10 @@ _INSTEAD: Final = tuple(
             "rand_like|randint\\w*|randperm|multinomial|exponential|normal\\w*|rrelu\\w*|poisson|geometric|cauchy|log_normal",
             "an input of the model for the random numbers",
         ),
-        ("searchsorted|bucketize", "(x.unsqueeze(-1) > boundaries).sum(-1) for torch.bucketize(x, boundaries)"),
+        (
+            "searchsorted|bucketize",
+            "(x.unsqueeze(-1) > boundaries).sum(-1) for torch.bucketize(x, boundaries), with >= for right=True",
+        ),
         ("bincount", "torch.zeros(n, dtype=x.dtype).scatter_add(0, x, torch.ones_like(x)) for torch.bincount(x, minlength=n)"),
         (
             "histc",

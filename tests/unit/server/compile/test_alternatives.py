@@ -23,6 +23,8 @@ X: Final = torch.randn(4, 7, generator=torch.Generator().manual_seed(0))
 CUBE: Final = torch.randn(2, 3, 8, 8, 8, generator=torch.Generator().manual_seed(0))
 PLACES: Final = torch.tensor([[0, 1, 2, 0, 1, 2, 0]]).expand(4, 7)
 BOUNDARIES: Final = torch.tensor([-1.0, 0.0, 1.0])
+KEYS: Final = (torch.arange(80).reshape(2, 40) * 7 % 3 + 99).to(torch.int8)
+"""Integers with many equal ones, whose products do not fit into their dtype."""
 WEIGHT: Final = torch.ones(2, 7, 7)
 SCAN: Final = torch.stack([torch.linspace(0, 200, 256), torch.linspace(200, -200, 256)])
 """Logarithms as a scan has them: the exponential function of a row is 0 or infinite for most of it."""
@@ -32,6 +34,11 @@ EDGES: Final = torch.arange(-2.0, 3.0)[:, None]
 
 def maxima(x: Tensor) -> Tensor:
     return torch.where(F.one_hot(PLACES, 3).bool(), x.unsqueeze(-1), -torch.inf).amax(1)
+
+
+def in_order(x: Tensor) -> Tensor:
+    n = x.shape[-1]
+    return torch.topk(x.long() * n + torch.arange(n), n, largest=False).indices
 
 
 def by_depth(pool_2d: Callable[..., Tensor], pool_1d: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
@@ -63,6 +70,22 @@ ROWS, COLUMNS = resizing(4, 3), resizing(8, 5)
 CASES: Final[dict[str, tuple[Callable[..., Any], Callable[..., Any], Tensor, str]]] = {
     "sort": (lambda x: torch.sort(x, 1)[0], lambda x: torch.topk(x, x.shape[1], 1, largest=False)[0], X, "torch.topk"),
     "argsort": (lambda x: torch.argsort(x, 0), lambda x: torch.topk(x, x.shape[0], 0, largest=False).indices, X, "torch.topk"),
+    "descending sort": (
+        lambda x: torch.sort(x, 0, descending=True)[0], lambda x: torch.topk(x, x.shape[0], 0, largest=True)[0],
+        X, "with largest=True for descending=True, which may swap equal values",
+    ),
+    **{
+        f"stable sort of {keys.dtype}": (
+            lambda x: torch.argsort(x, dim=-1, stable=True), in_order, keys,
+            "torch.topk(x.long() * n + torch.arange(n), n, largest=False).indices",
+        )
+        for keys in (KEYS, KEYS.int(), KEYS > 100)
+    },
+    "stable descending sort": (
+        lambda x: torch.argsort(x, dim=-1, stable=True, descending=True),
+        lambda x: torch.topk(x.long() * x.shape[-1] - torch.arange(x.shape[-1]), x.shape[-1]).indices,
+        KEYS, "torch.topk(x.long() * n - torch.arange(n), n).indices for descending=True",
+    ),
     "kthvalue": (
         lambda x: torch.kthvalue(x, 2, 1).values, lambda x: torch.topk(x, 2, 1, largest=False).values.select(1, -1), X, "k-th",
     ),
@@ -81,6 +104,14 @@ CASES: Final[dict[str, tuple[Callable[..., Any], Callable[..., Any], Tensor, str
         lambda x: torch.zeros(4, 3).index_reduce(1, PLACES[0], x, "amax", include_self=False), maxima, X, "amax(dim) for maxima",
     ),
     "bucketize": (lambda x: torch.bucketize(x, BOUNDARIES), lambda x: (x.unsqueeze(-1) > BOUNDARIES).sum(-1), X, "boundaries"),
+    "bucketize with right=True": (
+        lambda x: torch.bucketize(x, BOUNDARIES, right=True), lambda x: (x.unsqueeze(-1) >= BOUNDARIES).sum(-1),
+        torch.tensor([-1.0, -0.5, 0.0, 1.0]), "with >= for right=True",
+    ),
+    "searchsorted on the right": (
+        lambda x: torch.searchsorted(BOUNDARIES, x, right=True), lambda x: (x.unsqueeze(-1) >= BOUNDARIES).sum(-1),
+        torch.tensor([-1.0, -0.5, 0.0, 1.0]), "with >= for right=True",
+    ),
     "bincount": (
         lambda x: torch.bincount(x, minlength=5), lambda x: torch.zeros(5, dtype=x.dtype).scatter_add(0, x, torch.ones_like(x)),
         torch.tensor([0, 3, 3, 4]), "torch.zeros(n, dtype=x.dtype).scatter_add(0, x, torch.ones_like(x))",
