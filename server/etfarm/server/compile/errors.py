@@ -343,6 +343,11 @@ _RUN_REMEDIES: Final = (
         "Expect input tensor to be 3-D or 4-D",
         "ExecuTorch has no convolutions in 3-D: add the outputs of a 2-D one for each step of the kernel along the depth.",
     ),
+    (
+        "onesided=False",
+        "ExecuTorch has torch.fft.rfft only: with r = torch.fft.rfft(x).abs(), "
+        "torch.cat([r, r[..., 1 : (n + 1) // 2].flip(-1)], -1) is torch.fft.fft(x).abs() along the last dim of size n.",
+    ),
     ("planned memory", "ExecuTorch plans too little memory for sizes that depend on others: export narrower or static dims."),
     (
         "no kernel",
@@ -403,6 +408,11 @@ def program_cannot_run(
         remedy = "Give the operator's tensors one dtype, as in layer(x.float()).half() for a layer with weights in float32."
     elif "Unhandled dtype" in why:
         remedy = "The kernel does not support this dtype: use another one, starting with the inputs, such as int32 or float32."
+    elif operator.startswith("aten::_fft_") and FORMATS.search(why):
+        remedy = (
+            "ExecuTorch transforms along the last dim only: write torch.fft.rfft(x.transpose(dim, -1).contiguous()).abs()"
+            ".transpose(dim, -1) for torch.fft.rfft(x, dim=dim).abs()."
+        )
     elif FORMATS.search(why) or (formats and ("Propagating input shapes" in why or (remedy is None and operator))):
         remedy = (
             f"Tensors have different memory formats: give {formats or 'inputs and weights'} the usual one with "

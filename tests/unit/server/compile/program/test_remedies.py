@@ -170,6 +170,12 @@ def by_depth(x: torch.Tensor) -> torch.Tensor:
     return torch.stack(steps).sum(0).transpose(0, 1)[None]
 
 
+def spectrum(x: torch.Tensor) -> torch.Tensor:
+    n, r = x.shape[-1], torch.fft.rfft(x).abs()
+    return torch.cat([r, r[..., 1 : (n + 1) // 2].flip(-1)], -1)
+
+
+WAVES: Final = torch.rand(2, 12, 5)
 CUBE: Final = torch.arange(48.0).reshape(3, 2, 2, 2, 2)
 VOLUME: Final = torch.rand(1, 2, 4, 5, 6)
 NORM: Final = nn.BatchNorm1d(3).eval()
@@ -203,6 +209,18 @@ CASES: Final[dict[str, tuple[nn.Module, tuple[Any, ...], nn.Module, tuple[Any, .
         nn.Conv2d(1, 5, 1), (ONE,), nn.Conv2d(1, 5, 1), (ONE.clone(memory_format=torch.contiguous_format),),
         None, ["PROGRAM_CANNOT_RUN", "memory formats", "give input the usual one", "contiguous_format"],
     ),
+    "a Fourier transform along another dim": (
+        Function(lambda x: torch.fft.rfft(x, dim=1).abs()), (WAVES,),
+        Function(lambda x: torch.fft.rfft(x.transpose(1, -1).contiguous()).abs().transpose(1, -1)), (WAVES,),
+        None, ["PROGRAM_CANNOT_RUN", "test_remedies.py:", "rfft(x.transpose(dim, -1).contiguous()).abs().transpose(dim, -1)"],
+    ),
+    **{
+        f"both sides of a spectrum of {n}": (
+            Function(lambda x: torch.fft.fft(x).abs()), (torch.rand(2, n),), Function(spectrum), (torch.rand(2, n),),
+            None, ["PROGRAM_CANNOT_RUN", "test_remedies.py:", "torch.cat([r, r[..., 1 : (n + 1) // 2].flip(-1)], -1) is"],
+        )
+        for n in (7, 8)
+    },
     "pads of both signs": (
         Function(lambda x: F.pad(x, [3, -4, -2, 5, 1, 3, -3, -3], value=7.0)), (torch.ones(3, 9, 7, 8, 8),),
         Function(lambda x: F.pad(x[:, 3:-3, :, 2:, :-4], [3, 0, 0, 5, 1, 3], value=7.0)), (torch.ones(3, 9, 7, 8, 8),),
@@ -377,6 +395,17 @@ CASES: Final[dict[str, tuple[nn.Module, tuple[Any, ...], nn.Module, tuple[Any, .
 
 def test_steps_along_the_depth_are_a_convolution_in_3d() -> None:
     torch.testing.assert_close(by_depth(VOLUME), F.conv3d(VOLUME, CUBE))
+
+
+@pytest.mark.parametrize("n", [7, 8])
+def test_a_mirrored_half_is_a_spectrum(n: int) -> None:
+    x = torch.rand(2, n)
+    torch.testing.assert_close(spectrum(x), torch.fft.fft(x).abs())
+
+
+def test_a_transform_along_the_last_dim_is_one_along_another() -> None:
+    mended = CASES["a Fourier transform along another dim"][2]
+    torch.testing.assert_close(mended(WAVES), torch.fft.rfft(WAVES, dim=1).abs())
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
