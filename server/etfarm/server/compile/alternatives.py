@@ -1,4 +1,4 @@
-"""What computes the same as operators that ExecuTorch's portable kernels lack. Stdlib only."""
+"""What computes the same as operators that ExecuTorch's portable kernels or the screen's list lack. Stdlib only."""
 
 from __future__ import annotations
 
@@ -23,6 +23,16 @@ _INSTEAD: Final = tuple(
             "median",
             "torch.topk(x, (x.shape[dim] + 1) // 2, dim, largest=False).values.select(dim, -1) for the median",
         ),
+        (
+            "quantile",
+            "torch.lerp(s.select(dim, i), s.select(dim, min(i + 1, n - 1)), q * (n - 1) - i) for torch.quantile(x, q, dim), with "
+            "s = torch.topk(x, n, dim, largest=False).values and i = int(q * (n - 1)) for x.shape[dim] = n and each number q",
+        ),
+        (
+            "put",
+            "x.flatten().scatter(0, index, values).view(x.shape) for x.put(index, values), or scatter_add for accumulate=True",
+        ),
+        ("tril_indices|triu_indices", "a buffer, which __init__ registers, for torch.tril_indices and torch.triu_indices"),
         (
             "scatter_reduce|index_reduce",
             "scatter_add for sums, and torch.where(mask, values, -torch.inf).amax(dim) for maxima",

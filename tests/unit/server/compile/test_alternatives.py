@@ -25,6 +25,9 @@ PLACES: Final = torch.tensor([[0, 1, 2, 0, 1, 2, 0]]).expand(4, 7)
 BOUNDARIES: Final = torch.tensor([-1.0, 0.0, 1.0])
 KEYS: Final = (torch.arange(80).reshape(2, 40) * 7 % 3 + 99).to(torch.int8)
 """Integers with many equal ones, whose products do not fit into their dtype."""
+INDEX, REPEATED = torch.tensor([0, 5, 27]), torch.tensor([5, 5, 27])
+LOWER, UPPER = torch.tril_indices(4, 4), torch.triu_indices(4, 4)
+VALUES: Final = torch.tensor([1.0, 2.0, 3.0])
 WEIGHT: Final = torch.ones(2, 7, 7)
 SCAN: Final = torch.stack([torch.linspace(0, 200, 256), torch.linspace(200, -200, 256)])
 """Logarithms as a scan has them: the exponential function of a row is 0 or infinite for most of it."""
@@ -39,6 +42,12 @@ def maxima(x: Tensor) -> Tensor:
 def in_order(x: Tensor) -> Tensor:
     n = x.shape[-1]
     return torch.topk(x.long() * n + torch.arange(n), n, largest=False).indices
+
+
+def quantile(x: Tensor, q: float, dim: int) -> Tensor:
+    n = x.shape[dim]
+    s, i = torch.topk(x, n, dim, largest=False).values, int(q * (n - 1))
+    return torch.lerp(s.select(dim, i), s.select(dim, min(i + 1, n - 1)), q * (n - 1) - i)
 
 
 def by_depth(pool_2d: Callable[..., Tensor], pool_1d: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
@@ -93,6 +102,22 @@ CASES: Final[dict[str, tuple[Callable[..., Any], Callable[..., Any], Tensor, str
         lambda x: torch.median(x, 0).values,
         lambda x: torch.topk(x, (x.shape[0] + 1) // 2, 0, largest=False).values.select(0, -1), X, "for the median",
     ),
+    **{
+        f"quantile {q} along {dim}": (
+            lambda x, q=q, dim=dim: torch.quantile(x, q, dim), lambda x, q=q, dim=dim: quantile(x, q, dim),
+            X, "torch.lerp(s.select(dim, i), s.select(dim, min(i + 1, n - 1)), q * (n - 1) - i)",
+        )
+        for q, dim in ((0.25, 0), (0.5, 1), (1.0, 1))
+    },
+    "put": (
+        lambda x: x.put(INDEX, VALUES), lambda x: x.flatten().scatter(0, INDEX, VALUES).view(x.shape), X, "for x.put(index",
+    ),
+    "put, which adds": (
+        lambda x: x.put(REPEATED, VALUES, accumulate=True),
+        lambda x: x.flatten().scatter_add(0, REPEATED, VALUES).view(x.shape), X, "scatter_add for accumulate=True",
+    ),
+    "tril_indices": (lambda x: x[*torch.tril_indices(4, 4)], lambda x: x[*LOWER], X, "a buffer, which __init__ registers"),
+    "triu_indices": (lambda x: x[*torch.triu_indices(4, 4)], lambda x: x[*UPPER], X, "a buffer, which __init__ registers"),
     "scatter_reduce": (
         lambda x: torch.zeros(4, 3).scatter_reduce(1, PLACES, x, "sum"), lambda x: torch.zeros(4, 3).scatter_add(1, PLACES, x),
         X, "scatter_add for sums",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from etfarm.server.compile.alternatives import use_instead
 from etfarm.wire.errors import EtfarmError, Kind, UserError, error_for
 
 
@@ -80,7 +81,7 @@ _INSTEAD: Final = (
     ),
     ("_foreach_", "Write a loop over the tensors, such as x + y for each pair, instead of torch._foreach operators."),
 )
-"""Remedies by a part of an operator's name, where decomposing it does not help."""
+"""Remedies by a part of the name of an operator that a model has without a call of its own, or that takes other tensors."""
 
 
 def _describe_result(name: str, overload: str) -> str:
@@ -109,8 +110,8 @@ class OperatorNotAllowed(UnsafeModel):
             "OPERATOR_NOT_ALLOWED", where, f"uses the operator {shown}, which is not on the server's list",
             next((remedy for part, remedy in _INSTEAD if part in name), "")
             or result
-            or "Decompose it before the export (program.run_decompositions()). If it only computes, the server's owner "
-            f"can add the line {listed} to a file for `etfarm serve --allow-operators FILE`.",
+            or f"{use_instead(f'{namespace}::{name}')}. If it only computes, the server's owner can add the line {listed} to a "
+            "file for `etfarm serve --allow-operators FILE`.",
         )  # fmt: skip
         self.metadata["operator"] = listed
 

@@ -1,7 +1,8 @@
-"""What helps where decomposing an operator that is not on the list does not."""
+"""What helps instead of an operator that is not on the list."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +86,28 @@ def test_a_result_is_to_be_assigned_instead_of_written_as_out(tmp_path: Path) ->
         screen_pt2(tmp_path / "True.pt2")
     screen_pt2(tmp_path / "False.pt2")
     assert torch.equal(Product(as_out=False)(x), Product(as_out=True)(x))
+
+
+@pytest.mark.parametrize(
+    ("operator", "remedy"),
+    [
+        ("index_reduce.default", r"Use scatter_add for sums, and .* for maxima\. If it only computes"),
+        ("put.default", r"Use x\.flatten\(\)\.scatter\(0, index, values\)"),
+        ("quantile.scalar", r"Use torch\.lerp\("),
+        ("from_file.default", r"Use other operators\. If it only computes"),
+    ],
+)
+def test_what_computes_the_same_is_said_where_it_is_known(operator: str, remedy: str) -> None:
+    with pytest.raises(OperatorNotAllowed) as caught:
+        check_target(f"torch.ops.aten.{operator}", "here")
+    assert re.match(remedy, caught.value.remedy)
+
+
+def test_what_is_said_instead_of_put_passes(tmp_path: Path) -> None:
+    class Written(torch.nn.Module):
+        def forward(self, x: Any, index: Any, values: Any) -> Any:
+            return x.flatten().scatter(0, index, values).view(x.shape)
+
+    x, index, values = torch.zeros(2, 3), torch.tensor([0, 4]), torch.ones(2)
+    torch.export.save(torch.export.export(Written(), (x, index, values)), tmp_path / "model.pt2")
+    screen_pt2(tmp_path / "model.pt2")
