@@ -42,7 +42,7 @@ from etfarm.client.export.mutation import (
 )
 from etfarm.client.export.noise import quiet
 from etfarm.client.export.operators import allow_dynamic_pools, find_reshaping, must_be_savable, plain_operators
-from etfarm.client.export.remedies import PADDING, remedy_of
+from etfarm.client.export.remedies import PADDING, PT2E_INSTEAD, lacks_operator, remedy_of
 from etfarm.client.export.samples import (
     dense,
     find_mismatch,
@@ -262,8 +262,15 @@ class _Export:
             with quiet(), writes as assigned, attributes_kept(module, is_called=not self.strict) as kept:
                 return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=self.strict), assigned, kept
 
-        with _refusals(method, self.base):
-            program, assigned, kept = _with_gradients_if_they_allow(exported)
+        with _refusals(method, self.base, is_quantized_here=self.transform.quantizes):
+            try:
+                program, assigned, kept = _with_gradients_if_they_allow(exported)
+            except Exception as error:
+                is_known = self.transform.quantizes and lacks_operator(error)
+                if not is_known or not (used := self.transform.used_otherwise(method, args, kwargs)):
+                    raise
+                module, transform_ms = self.transform.apply(method, used)
+                program, assigned, kept = _with_gradients_if_they_allow(exported)
         why = ""
         if not self.strict and (shared := find_shared_buffers(program)):
             why = f"it changes {shared}, which are one buffer"
@@ -515,12 +522,15 @@ def _must_be_constant(method: str, leaf: Any) -> None:
 
 
 @contextmanager
-def _refusals(method: str, base: Path, what: str = "torch.export", graph: Graph | None = None) -> Iterator[None]:
+def _refusals(
+    method: str, base: Path, what: str = "torch.export", graph: Graph | None = None, *, is_quantized_here: bool = False
+) -> Iterator[None]:
     """Convert exceptions of torch.export to etfarm's errors, with the user's own line.
 
     Args:
         what: the subject of the sentence that says that it failed.
         graph: the graph that is being saved, which has the lines of its operators.
+        is_quantized_here: whether the recipe has quantized weights.
     """
     try:
         yield
@@ -547,7 +557,7 @@ def _refusals(method: str, base: Path, what: str = "torch.export", graph: Graph 
         if name == "SerializeError":
             what = "torch.export.save"
             place = place or _place_of_node(text, graph, base)
-        remedy = remedy_of(name, text)
+        remedy = PT2E_INSTEAD if is_quantized_here and lacks_operator(error) else remedy_of(name, text)
         if text == _NO_LEAVES and place is None:
             text, remedy = "forward returns no value, but a program needs an output.", "Return a tensor."
         # torch.export compares the inputs' dims with those of before.

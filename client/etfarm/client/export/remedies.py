@@ -26,6 +26,13 @@ PADDING: Final = (
 )
 """Remedy for tensors that are joined and that may be empty."""
 
+PT2E_INSTEAD: Final = "Use a pt2e recipe, such as xnnpack_pt2e_int8_static_per_channel."
+"""Remedy for weights that torchao quantizes for a recipe, and that cannot be."""
+
+_QUANTIZED_WEIGHT: Final = re.compile(
+    r"Unable to cast NotImplemented to Tensor|Tensor dispatch: attempting to run unimplemented operator"
+)
+
 _REMEDIES: Final = (
     (
         re.compile(r"torch\.qu?int\d|quantized nyi|torch\.classes\.(?:quantized|rnn)\W|quantized::\w"),
@@ -135,11 +142,16 @@ _REMEDIES: Final = (
         "A program cannot return a boolean that depends on values: return the tensor, without .item() or bool().",
     ),
     (
-        re.compile(r"Unable to cast NotImplemented to Tensor|Tensor dispatch: attempting to run unimplemented operator"),
+        _QUANTIZED_WEIGHT,
         "torchao quantized a weight for an operator that its tensors lack: leave that layer out with the filter of quantize_.",
     ),
 )
 """Remedies by the name and message of an exception of torch 2.13."""
+
+
+def lacks_operator(error: Exception) -> bool:
+    """Return whether a quantized weight of torchao was given to an operator that its tensors lack."""
+    return _QUANTIZED_WEIGHT.search(f"{type(error).__name__}: {error}") is not None
 
 
 def remedy_of(name: str, text: str) -> str:

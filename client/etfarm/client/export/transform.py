@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import importlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from etfarm.client.export.errors import TRANSFORM_STAGE, source_transform_failed, with_article
 from etfarm.client.export.noise import quiet
+from etfarm.client.export.remedies import PT2E_INSTEAD
 from etfarm.client.export.source import ModelSource
 from etfarm.client.export.subclasses import has_subclasses, unwrap
 from etfarm.client.export.traces import place_of
+from etfarm.client.export.weight_uses import find_other_uses
 from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.recipes import Quantization, Recipe
 
@@ -96,8 +98,16 @@ class Transform:
             recipe=self.recipe.text,
         )
 
-    def apply(self, method: str) -> tuple[nn.Module, float | None]:
+    @property
+    def quantizes(self) -> bool:
+        """Whether the recipe quantizes weights here."""
+        return self.recipe is not None and bool(torchao_parts(self.recipe))
+
+    def apply(self, method: str, left_out: Collection[str] = ()) -> tuple[nn.Module, float | None]:
         """Return the method's module to export and the duration in ms; the user's own module and None if nothing changed.
+
+        Args:
+            left_out: paths of layers that the recipe leaves in fp32.
 
         Raises:
             SOURCE_TRANSFORM_FAILED: a transform raised or did not return a module, or the weights do not fit the recipe.
@@ -107,17 +117,40 @@ class Transform:
         if self.is_empty and not has_subclasses(module):
             return module, None
         started = time.monotonic()
-        with self._refusals(method, "copying the module"):
-            own = copy.deepcopy(module)
-        for transform in self.source.source_transforms:
-            own = self._transformed(method, own, transform)
+        own = self._copied(method)
         if has_subclasses(own) and not has_subclasses(module):
             self.quantized.add(method)
-        if self.recipe is not None and torchao_parts(self.recipe):
-            self._quantize(method, own, self._config())
+        if self.quantizes:
+            self._quantize(method, own, self._config(), left_out)
         with self._refusals(method, "unwrapping the tensor subclasses"), quiet():
             unwrap(own)
         return own, round((time.monotonic() - started) * 1000, 3)
+
+    def used_otherwise(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+        """Return the paths of layers whose weights forward gives to operators that quantized ones lack, and name them.
+
+        Raises:
+            SOURCE_TRANSFORM_FAILED: no layer would be left to quantize.
+        """
+        own, config = self._copied(method), self._config()
+        layers = [path for path, part in own.named_modules() if _is_selected(config, part, path)]
+        used = find_other_uses(own, layers, args, kwargs)
+        why = "since forward uses their weights itself, as by transposing them, and torchao's tensors lack that"
+        if used and len(used) == len(layers):
+            raise source_transform_failed(
+                method, f"no layer would be quantized, {why}: {_shown(used)}.", PT2E_INSTEAD, layer=used[0]
+            )
+        if used:
+            self.say(f"{method}: {len(used)} of {len(layers)} layers stay in fp32, {why}: {_shown(used)}.")
+        return used
+
+    def _copied(self, method: str) -> nn.Module:
+        """Return a copy of the method's module after the source's own transforms."""
+        with self._refusals(method, "copying the module"):
+            own = copy.deepcopy(self.source.methods[method])
+        for transform in self.source.source_transforms:
+            own = self._transformed(method, own, transform)
+        return own
 
     def _transformed(self, method: str, module: nn.Module, transform: Any) -> nn.Module:
         from torch import nn
@@ -133,7 +166,7 @@ class Transform:
             )
         return returned
 
-    def _quantize(self, method: str, module: nn.Module, config: Any) -> None:
+    def _quantize(self, method: str, module: nn.Module, config: Any, left_out: Collection[str]) -> None:
         from torchao.quantization import quantize_
 
         assert self.recipe is not None
@@ -145,14 +178,14 @@ class Transform:
             at[:] = [path]
             return True
 
-        kept = self._leave_in_fp32(method, module, config)
+        kept = {*left_out, *self._leave_in_fp32(method, module, config, left_out)}
         try:
             with quiet():
                 quantize_(module, config.ao_base_config, wanted)
         except Exception as error:
             raise self._does_not_fit(method, module, at[0] if at else "", error) from error
 
-    def _leave_in_fp32(self, method: str, module: nn.Module, config: Any) -> set[str]:
+    def _leave_in_fp32(self, method: str, module: nn.Module, config: Any, left_out: Collection[str]) -> set[str]:
         """Return the paths of layers that keep their weights because XNNPACK refuses them in 4 bits, and name them.
 
         Those are layers with rows whose length is not a multiple of 32. Groups of other sizes are not among a recipe's values.
@@ -167,7 +200,9 @@ class Transform:
         if part.specification.backend != "xnnpack" or self.recipe.options.partitioners is not None:
             return set()
         widths = {
-            path: int(layer.weight.shape[-1]) for path, layer in module.named_modules() if _is_selected(config, layer, path)
+            path: int(layer.weight.shape[-1])
+            for path, layer in module.named_modules()
+            if path not in left_out and _is_selected(config, layer, path)
         }
         unfit = {path: width for path, width in widths.items() if width % _XNNPACK_GROUP}
         if unfit and len(unfit) == len(widths):
@@ -179,12 +214,11 @@ class Transform:
                 "Change its in_features, or use a pt2e recipe, such as xnnpack_pt2e_int8_static_per_channel.",
                 layer=path,
             )
-        if unfit:
-            shown = ", ".join(f"{path} ({width} inputs)" for path, width in list(unfit.items())[:_NAMED_LAYERS])
-            more = f" and {len(unfit) - _NAMED_LAYERS} more" if len(unfit) > _NAMED_LAYERS else ""
+        if unfit and not left_out:  # else they are named already
+            shown = _shown([f"{path} ({width} inputs)" for path, width in unfit.items()])
             self.say(
                 f"{method}: {len(unfit)} of {len(widths)} layers stay in fp32, since 4-bit weights of XNNPACK need a multiple of "
-                f"{_XNNPACK_GROUP} inputs: {shown}{more}."
+                f"{_XNNPACK_GROUP} inputs: {shown}."
             )
         return set(unfit)
 
@@ -294,6 +328,11 @@ def _arguments(backend: str, arguments: Mapping[str, Plain]) -> dict[str, object
         else:
             converted[key] = list(value) if isinstance(value, tuple) else value
     return converted
+
+
+def _shown(layers: Sequence[str]) -> str:
+    more = f" and {len(layers) - _NAMED_LAYERS} more" if len(layers) > _NAMED_LAYERS else ""
+    return ", ".join(layers[:_NAMED_LAYERS]) + more
 
 
 def _is_selected(config: Any, part: Any, path: str) -> bool:

@@ -162,6 +162,89 @@ def test_layers_that_xnnpack_would_refuse_stay_in_fp32_and_are_named(recipe: str
     ]
 
 
+class Reused(nn.Module):
+    """Uses layers, and the weight of one of them by itself."""
+
+    def __init__(self, body: Callable[[Any, Tensor], Tensor], *, kind: Callable[[int, int], nn.Module] = nn.Linear) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.a, self.b, self.c = body, nn.Linear(64, 64), kind(64, 64), nn.Linear(64, 48)
+        self.table = nn.Embedding(64, 64)
+        self.head = nn.Linear(64, 64)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+class Scaled(nn.Linear):
+    """Computes with its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * 2, self.bias)
+
+
+class Adapted(nn.Linear):
+    """Adds to what a layer returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x
+
+
+def layers_of(m: Any, x: Tensor) -> Tensor:
+    return m.c(m.head(m.b(m.a(x))))  # type: ignore[no-any-return]
+
+
+REUSED: dict[str, Callable[[], nn.Module]] = {
+    "transposed": lambda: Reused(lambda m, x: layers_of(m, F.linear(m.b(x), m.b.weight.t()))),
+    "by matmul": lambda: Reused(lambda m, x: layers_of(m, x) @ m.c.weight @ m.b.weight.T),
+    "in part": lambda: Reused(lambda m, x: layers_of(m, x) + F.linear(x, m.b.weight[:48])),
+    "a class of its own": lambda: Reused(layers_of, kind=Scaled),
+    "beside a table": lambda: Reused(lambda m, x: layers_of(m, m.table(torch.arange(2)) + m.b.weight.mean() * x)),
+}
+
+
+@pytest.mark.parametrize("name", REUSED)
+def test_layers_whose_weights_are_used_by_themselves_stay_in_fp32_and_are_named(name: str) -> None:
+    model, lines = REUSED[name]().eval(), list[str]()
+    program = program_of(export_of(model, FOUR_BIT, example_inputs=X, say=lines.append))
+    kept = "c, b" if name == "by matmul" else "b"
+    count = len(kept.split(", "))
+    said = [line for line in lines if "stay in fp32" in line]
+    assert said == [
+        f"forward: {count} of 4 layers stay in fp32, since forward uses their weights itself, as by transposing them, and "
+        f"torchao's tensors lack that: {kept}."
+    ]
+    quantized = [node for node in program.graph.nodes if str(node.target) == "torchao.dequantize_affine.default"]
+    assert len(quantized) == 2 * (4 - count)  # of each layer the weight and what goes in
+    with torch.no_grad():
+        expected = model(*X)
+        assert (program.module()(*X) - expected).norm() < 0.3 * expected.norm()
+
+
+def test_a_subclass_that_only_adds_to_its_layer_is_quantized() -> None:
+    lines: list[str] = []
+    program = program_of(export_of(Reused(layers_of, kind=Adapted).eval(), FOUR_BIT, example_inputs=X, say=lines.append))
+    assert not [line for line in lines if "stay in fp32" in line] and "b.weight" not in program.state_dict
+
+
+@pytest.mark.remedy("SOURCE_TRANSFORM_FAILED")
+def test_a_model_that_uses_all_weights_by_themselves_is_refused_with_what_helps() -> None:
+    model = nn.Sequential(Scaled(64, 64)).eval()
+    error = refusal(model, FOUR_BIT, example_inputs=X)
+    assert (error.reason, error.metadata["layer"]) == ("SOURCE_TRANSFORM_FAILED", "0")
+    assert error.remedy == "Use a pt2e recipe, such as xnnpack_pt2e_int8_static_per_channel."
+    assert export_of(model, "xnnpack_pt2e_int8_static_per_channel", example_inputs=X)
+
+
+def test_a_weight_that_is_used_where_data_is_needed_is_refused_with_what_helps() -> None:
+    model = Reused(lambda m, x: layers_of(m, x) * x.sum().item() @ m.c.weight).eval()
+    error = refusal(model, FOUR_BIT, example_inputs=X)
+    assert error.reason == "EXPORT_FAILED" and "test_transform.py:" in error.message
+    assert error.remedy == "Use a pt2e recipe, such as xnnpack_pt2e_int8_static_per_channel."
+    assert export_of(model, "xnnpack_pt2e_int8_static_per_channel", example_inputs=X)
+
+
 def test_users_own_transforms_work_on_a_copy_and_are_reported() -> None:
     def without_bias(method: str, module: nn.Module) -> nn.Module:
         assert method == "forward"
