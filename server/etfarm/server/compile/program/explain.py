@@ -37,6 +37,7 @@ from etfarm.server.compile.program.descriptions import (
     find_cause,
     find_line,
     first_line,
+    list_first,
     name_as_called,
     schema_name,
 )
@@ -50,6 +51,7 @@ _TRAINING = re.compile(r"batch_norm|dropout|rrelu_with_noise")
 _EFFECTS = re.compile(r"with_effects|_assert_|_print|linalg_")
 """Operators with side effects. Those of torch.linalg check their results' values, a side effect after decomposition."""
 _QUANTIZED = ("quantized_decomposed::", "torchao::")
+_DEQUANTIZE = "torchao.dequantize_affine.default"
 
 
 def stage_failed(stage: str, error: BaseException, programs: Programs | None = None) -> EtfarmError:
@@ -278,6 +280,18 @@ def _shared_weight(stage: str, match: re.Match[str], text: str, programs: Progra
     return StageFailed(stage, "RuntimeError", why, remedy)
 
 
+def _groups_of_other_bits(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
+    layers = []
+    for layer in (node for program in programs.values() for node in all_nodes(program) if schema_name(node) == "aten::linear"):
+        weight = layer.args[1]
+        is_grouped = str(weight.target) == _DEQUANTIZE and weight.args[1][-1] != weight.meta["val"].shape[-1]
+        if is_grouped and (bits := (weight.args[6] - weight.args[5]).bit_length()) != 4:
+            layers.append(f"{bits} bits in {describe_node(layer)}")
+    why = f"XNNPACK takes weights in groups only in 4 bits, but they have {list_first(layers) or 'others'}."
+    remedy = "Quantize to int4, or to int8 with a range per channel (PerAxis(0) in torchao)."
+    return StageFailed(stage, "AssertionError", why, remedy)
+
+
 def returned_values(program: Any) -> list[Any]:
     """Return what a program returns: nodes, numbers and None; without the new values of buffers and inputs."""
     specs = program.graph_signature.output_specs
@@ -387,14 +401,7 @@ _EXPLAINED: Final[tuple[tuple[re.Pattern[str], _Explained], ...]] = (
             "Use a recipe in fp32, such as xnnpack_fp32.",
         ),
     ),
-    (
-        re.compile(r"Only 4b group quantization is supported"),
-        _fails(
-            "AssertionError",
-            "XNNPACK takes weights in groups only in 4 bits, but a linear of the model has groups in 8 bits",
-            "Quantize int8 weights per channel (PerAxis(0) in torchao), or to int4.",
-        ),
-    ),
+    (re.compile(r"Only 4b group quantization is supported"), _groups_of_other_bits),
     (
         re.compile(r"Command '\['[^']*flatc'.* returned non-zero exit status"),
         _fails(

@@ -19,6 +19,8 @@ from executorch.export import ExportRecipe, ExportSession, LoweringRecipe, Stage
 from torch import nn  # noqa: E402
 from torch._higher_order_ops.map import map as map_over  # noqa: E402
 from torch.export import Dim  # noqa: E402
+from torchao.quantization import Int8DynamicActivationIntxWeightConfig, PerGroup, quantize_  # noqa: E402
+from torchao.utils import unwrap_tensor_subclass  # noqa: E402
 
 from etfarm.server.compile.errors import StageFailed  # noqa: E402
 from etfarm.server.compile.lower.lowering import Stages  # noqa: E402
@@ -328,15 +330,33 @@ def test_what_executorch_cannot_emit_has_the_name_of_its_function(target: str, n
 
 
 def test_unsupported_weight_groups_are_explained() -> None:
-    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, PerGroup, quantize_
-    from torchao.utils import unwrap_tensor_subclass
-
     module = nn.Sequential(nn.Linear(48, 8)).eval()
     quantize_(module, Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(16)))
     unwrap_tensor_subclass(module)
     program = torch.export.export(module, (torch.ones(1, 48),))
     error = lowered(program, ExportRecipe.get_recipe(XNNPackRecipeType.FP32))
     assert promised(error, "STAGE_FAILED", "groups of 16", "in_features a multiple of 32")
+
+
+class Head(nn.Module):
+    """Has a layer in 4 bits, and one in others."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(64, 64), nn.Linear(64, 8)
+        for layer, kind in ((self.body, torch.int4), (self.head, dtype)):
+            quantize_(layer, Int8DynamicActivationIntxWeightConfig(weight_dtype=kind, weight_granularity=PerGroup(32)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.int2, 2), (torch.int8, 8)])
+def test_weight_groups_of_other_bits_are_named_with_their_line(dtype: torch.dtype, bits: int) -> None:
+    program = torch.export.export(unwrap_tensor_subclass(Head(dtype).eval()), (torch.ones(1, 64),))
+    error = lowered(program, ExportRecipe.get_recipe(XNNPackRecipeType.FP32))
+    words = f"they have {bits} bits in aten::linear at ", "self.head(self.body(x))", "module head.", "Quantize to int4"
+    assert promised(error, "STAGE_FAILED", *words) and "module body" not in error.message
 
 
 def test_an_excessive_maximum_is_explained() -> None:

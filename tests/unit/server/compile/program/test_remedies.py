@@ -299,11 +299,16 @@ CASES: Final[dict[str, tuple[nn.Module, tuple[Any, ...], nn.Module, tuple[Any, .
             ("weights, portable", Chosen(Int8WeightOnlyConfig())),
         )
     },
-    "weights of 8 bits in groups, xnnpack": (
-        weights(Int8DynamicActivationIntxWeightConfig(weight_granularity=PerGroup(32))), (WIDE,),
-        weights(Int8DynamicActivationIntxWeightConfig(weight_granularity=PerAxis(0))), (WIDE,),
-        None, ["STAGE_FAILED", "groups only in 4 bits", "int8 weights per channel (PerAxis(0)"],
-    ),
+    **{
+        f"weights of {bits} bits in groups, xnnpack": (
+            weights(dynamic(dtype, PerGroup(32), MappingType.SYMMETRIC)), (WIDE,),
+            weights(mended), (WIDE,), None,
+            ["STAGE_FAILED", f"groups only in 4 bits, but they have {bits} bits in aten::linear", "a range per channel (PerAxis"],
+        )
+        for bits, dtype, mended in (
+            (8, torch.int8, Int8DynamicActivationIntxWeightConfig(weight_granularity=PerAxis(0))), (2, torch.int2, FOUR_BITS),
+        )
+    },
     **{
         f"zero points of {bits} bits, xnnpack": (
             weights(dynamic(dtype, granularity, MappingType.ASYMMETRIC)), (WIDE,),
