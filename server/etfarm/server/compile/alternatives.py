@@ -71,7 +71,8 @@ _INSTEAD: Final = tuple(
         ),
         (
             "adaptive_max_pool[123]d",
-            "max pools with kernel_size = stride = input size // output size for adaptive ones, where that leaves no rest",
+            "x.amax((2, 3), keepdim=True) for F.adaptive_max_pool2d(x, 1), for other output sizes, where that leaves no rest, "
+            "max pools with kernel_size = stride = input size // output size",
         ),
         (
             "upsample_(?:bilinear|bicubic)2d_aa",

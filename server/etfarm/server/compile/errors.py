@@ -419,7 +419,8 @@ def program_cannot_run(
             ".clone(memory_format=torch.contiguous_format), weights before the export and inputs as examples."
         )
     elif remedy is None and at:
-        remedy = "It runs at the example inputs: narrow the dynamic dims to sizes that work, or use another recipe."
+        remedy = "It runs at the example inputs: narrow the dynamic dims to sizes that work, or export them as static"
+        remedy += ", or use another recipe." if delegates else "."
     elif remedy is None and operator:
         remedy = (
             "Write that line in another form: ExecuTorch has no complex numbers, and its kernels take fewer shapes and "

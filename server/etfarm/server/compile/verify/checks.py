@@ -33,7 +33,7 @@ from etfarm.server.compile.program.descriptions import first_line
 from etfarm.server.compile.program.suspects import missing_kernels
 from etfarm.server.compile.verify import parts, reference, trials
 from etfarm.server.compile.verify.reference import ReferenceFailed
-from etfarm.server.compile.verify.refusals import Refusal, find_refusal, find_refused_map
+from etfarm.server.compile.verify.refusals import Refusal, find_fixed_size, find_refusal
 from etfarm.server.compile.verify.smoke import HOST_BACKENDS, MAX_DATA_FILES, Run, SmokeRunner
 from etfarm.server.compile.verify.trials import TooLarge, Trial
 from etfarm.server.graphs import call_sequence, differences, lost_columns, quantized_outputs, rounding
@@ -347,7 +347,7 @@ def _finish(program: _Program, method: str, original: Any, trial: Trial) -> list
     why = outcome.why
     if not operator and "Failed to define tensor" in why and (operator := suspects.find_many_dims(original)):
         why = f"{why}, as XNNPACK takes at most 6 dims"
-    if (refusal := find_refused_map(original, why) or _find_refusal(program, method, why)) is not None:
+    if (refusal := find_fixed_size(original, why) or _find_refusal(program, method, why)) is not None:
         operator = refusal.operator
     crash = suspects.find_only_kernel(original) if outcome.crashed and not operator else ""
     formats = suspects.find_channels_last(original)

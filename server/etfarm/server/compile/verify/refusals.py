@@ -19,7 +19,7 @@ from etfarm.server.graphs.views import name_of
 _RESIZED: Final = re.compile(r"resize a static tensor\. Expected shape \(([\d, ]+)\), but received \(([\d, ]+)\)")
 _PAD: Final = "Failed to create StaticConstantPad"
 
-_MAPPED: Final = re.compile(r"resize a static tensor|copy_to and copy_from")
+_FIXED: Final = re.compile(r"resize a (?:static|bounded) tensor|copy_to and copy_from")
 _CONVOLUTIONS: Final = frozenset({"conv1d", "conv2d", "convolution", "conv_transpose1d", "conv_transpose2d"})
 _MAX_HOPS: Final = 16
 
@@ -50,14 +50,21 @@ def find_refusal(program: Any, why: str) -> Refusal | None:
     return None
 
 
-def find_refused_map(program: Any, why: str) -> Refusal | None:
-    """Return the map over dynamic sizes that explains the runtime's reason; None if there is none.
+def find_fixed_size(program: Any, why: str) -> Refusal | None:
+    """Return the map or circular pad of dynamic sizes that explains the runtime's reason; None if there is none.
 
     Args:
         program: the exported program, of any recipe.
         why: the runtime's reason.
     """
-    for node in all_nodes(program) if _MAPPED.search(why) else ():
+    for node in all_nodes(program) if _FIXED.search(why) else ():
+        if name_of(node) == "pad" and "circular" in node.args and any(not isinstance(size, int) for size in _shape(node)):
+            advice = (
+                "ExecuTorch fixes the sizes of a circular pad at those of the example inputs: write torch.cat([x[..., -p:], x, "
+                "x[..., :p]], -1) for a pad of p at both ends of the last dim, and so for each padded dim, before a convolution "
+                "with padding_mode='zeros' and without padding there; or export that dim as static."
+            )
+            return Refusal(describe_node(node), advice)
         shapes = [_shape(value) for value in node.args[1]] if "map_impl" in str(node.target) else []
         if any(not isinstance(size, int) for shape in shapes for size in shape[1:]):
             advice = (

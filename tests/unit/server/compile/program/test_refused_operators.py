@@ -118,6 +118,12 @@ def test_the_remedy_fits_the_cause(error: str, log: str, remedy: str) -> None:
     assert "that line" not in program_cannot_run("forward", "internal error (0x1)").remedy
 
 
+@pytest.mark.parametrize("delegates", [True, False])
+def test_another_recipe_is_a_remedy_only_for_what_a_backend_runs(delegates: bool) -> None:
+    remedy = program_cannot_run("forward", "internal error (0x1)", "at its largest inputs (x: 4)", delegates=delegates).remedy
+    assert "or export them as static" in remedy and ("use another recipe" in remedy) == delegates
+
+
 @pytest.mark.asyncio(loop_scope="session")
 async def test_an_operator_that_the_runtime_refuses_is_named_with_its_line(workers: Workers, tmp_path: Path) -> None:
     """The runtime's own message, not one that this test wrote."""

@@ -164,6 +164,10 @@ def dynamic(dtype: torch.dtype, granularity: PerGroup | PerAxis, mapping: Mappin
     return Int8DynamicActivationIntxWeightConfig(weight_dtype=dtype, weight_granularity=granularity, weight_mapping_type=mapping)
 
 
+def circular(x: torch.Tensor, dim: int, p: int = 1) -> torch.Tensor:
+    return torch.cat([x.narrow(dim, x.shape[dim] - p, p), x, x.narrow(dim, 0, p)], dim)
+
+
 def by_depth(x: torch.Tensor) -> torch.Tensor:
     """Return what a 3-D convolution with CUBE gives."""
     steps = [F.conv2d(x[0, :, step : step + 3].transpose(0, 1), CUBE[:, :, step]) for step in range(2)]
@@ -349,6 +353,22 @@ CASES: Final[dict[str, tuple[nn.Module, tuple[Any, ...], nn.Module, tuple[Any, .
         Function(lambda x: mapped(lambda row: row.sin() + 1, x)), (X,), Function(lambda x: x.sin() + 1), (X,),
         ({1: Dim("n", min=2, max=4)},),
         ["PROGRAM_CANNOT_RUN", "of map at ", "test_remedies.py:", "fixed sizes only", "to all rows at once"],
+    ),
+    "a circular pad of a dynamic size, xnnpack": (
+        Function(nn.Conv2d(1, 2, 3, padding=1, padding_mode="circular")), (GRAY,),
+        Function(nn.Sequential(Function(lambda x: circular(circular(x, -1), -2)), nn.Conv2d(1, 2, 3))), (GRAY,),
+        ({3: Dim("w", min=3, max=9)},),
+        ["PROGRAM_CANNOT_RUN", "of aten::pad at ", "test_remedies.py:", "torch.cat([x[..., -p:], x, x[..., :p]], -1)"],
+    ),
+    "a circular pad of a dynamic size": (
+        Function(lambda x: F.pad(x, (2, 2), mode="circular") + 1), (GRAY[0],), Function(lambda x: circular(x, -1, 2) + 1),
+        (GRAY[0],), ({2: Dim("w", min=3, max=9)},),
+        ["PROGRAM_CANNOT_RUN", "of aten::pad at ", "test_remedies.py:", "torch.cat([x[..., -p:], x, x[..., :p]], -1)"],
+    ),
+    "an adaptive max pool of a dynamic size": (
+        Function(lambda x: F.adaptive_max_pool2d(x, 1)), (GRAY,), Function(lambda x: x.amax((2, 3), keepdim=True)), (GRAY,),
+        ({3: Dim("w", min=3, max=9)},),
+        ["PROGRAM_CANNOT_RUN", "test_remedies.py:", "Use x.amax((2, 3), keepdim=True) for F.adaptive_max_pool2d(x, 1)"],
     ),
     "a 3-D convolution": (
         Function(lambda x: F.conv3d(x, CUBE)), (VOLUME,), Function(by_depth), (VOLUME,),
