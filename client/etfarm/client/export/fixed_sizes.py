@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +72,24 @@ def find_steps(error: BaseException, base: Path, size: int) -> Place | None:
             steps = node.kwargs.get("steps", node.args[-1])
             if isinstance(steps, int) and abs(steps - size) <= 1:
                 return place_in(node.meta.get("stack_trace") or "", base)
+    return None
+
+
+def find_limit(error: BaseException, base: Path) -> Place | None:
+    """Return the line of the first operator that is known to limit sizes, in the graph as of `find_fixing`; None without.
+
+    That is a pool with ceil_mode, a cdist, or a quotient of a size that is in a condition.
+    """
+    graph = traced_graph(error)
+    for node in graph.nodes if graph is not None else ():
+        value, name = node.meta.get("val"), getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+        sizes = [size for size in getattr(value, "shape", ()) if hasattr(size, "node")]
+        is_pool = name.startswith(("max_pool", "avg_pool")) and any(argument is True for argument in node.args)
+        is_quotient = node.target is operator.floordiv and hasattr(value, "node")
+        if (sizes and (is_pool or name == "cdist")) or (
+            is_quotient and any(guard.expr.has(value.node.expr) for guard in value.node.shape_env.guards)
+        ):
+            return place_in(node.meta.get("stack_trace") or "", base)
     return None
 
 

@@ -122,6 +122,7 @@ def specialized(
     find: Callable[[], Split | None],
     find_fixing: Callable[[], Fixing | None],
     find_steps: Callable[[int], Place | None],
+    find_limit: Callable[[], Place | None],
 ) -> DimSpecialized | None:
     """Convert torch.export's message about a dim that cannot be dynamic to one sentence with a remedy.
 
@@ -131,6 +132,7 @@ def specialized(
         find: returns the split of a dynamic dim in the model, if there is one.
         find_fixing: returns the equation of a size in the model, if there is one.
         find_steps: returns the line of a linspace of so many steps, if there is one.
+        find_limit: returns the line of an operator that limits a size, if there is one.
 
     Returns:
         The error; None if the message is about something else.
@@ -172,7 +174,7 @@ def specialized(
         remedy = f"Give the dim {bounds}, or export it as static."
     elif not fix and reason and (multiple := how_to_divide(reason[1])):
         remedy = f"Give the dim as a multiple, {multiple}, with example inputs of such a size, or export it as static."
-    return DimSpecialized(method, _dim_named(violated[1]), why[0].lower() + why[1:], remedy, place)
+    return DimSpecialized(method, _dim_named(violated[1]), why[0].lower() + why[1:], remedy, place or str(find_limit() or ""))
 
 
 def _fixed(method: str, name: str, size: int, place: str) -> DimSpecialized:

@@ -156,3 +156,59 @@ def test_a_linspace_of_another_number_is_not_blamed() -> None:
     with pytest.raises(DimSpecialized) as caught:
         export_source(source(fixed, ANY), name="m")
     assert "linspace" not in str(caught.value) and "a number in a reshape" in caught.value.remedy
+
+
+class Ceiling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.max_pool2d(x[None, None], 2, ceil_mode=True)
+
+
+class Averages(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.avg_pool2d(x[None, None], (2, 1), ceil_mode=True)
+
+
+class Halves(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[: x.shape[0] // 2] + x[x.shape[0] // 2 :]
+
+
+class Distances(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cdist(x, x)
+
+
+@pytest.mark.parametrize(
+    ("module", "size", "dim"),
+    [
+        (Ceiling(), 8, 2 * Dim("k", min=4, max=20)),
+        (Averages(), 8, 2 * Dim("k", min=4, max=20)),
+        (Halves(), 8, 2 * Dim("k", min=4, max=20)),
+        (Distances(), 30, Dim("n", min=26, max=40)),
+    ],
+)
+def test_an_operator_that_limits_a_size_is_named_with_its_line_and_a_dim_that_works(
+    module: nn.Module, size: int, dim: Any
+) -> None:
+    x = torch.rand(size, 2)
+    with pytest.raises(DimSpecialized) as caught:
+        export_source(ModelSource.of(module.eval(), (x,), dynamic_shapes={"x": {0: Dim("n", min=8, max=40)}}), name="m")
+    assert (
+        f" at tests/unit/client/export/test_fixed_sizes.py:{module.forward.__code__.co_firstlineno + 1}: " in caught.value.message
+    )
+    assert ("min=4, max=20" if size == 8 else "min=26, max=40") in caught.value.remedy
+    called = export_called(ModelSource.of(module.eval(), (x,), dynamic_shapes={"x": {0: dim}}))
+    for each in (26, 28, 40):
+        x = torch.rand(each, 2)
+        torch.testing.assert_close(called(x), module(x))
+
+
+def test_a_quotient_in_no_condition_is_not_blamed() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * (x.shape[0] // 4)
+            return torch.cat([y[:3], y[10:]]) if x.shape[0] > 9 else y
+
+    with pytest.raises(DimSpecialized) as caught:
+        export_source(ModelSource.of(Scaled().eval(), (torch.rand(8, 2),), dynamic_shapes={"x": {0: ANY}}), name="m")
+    assert f"test_fixed_sizes.py:{Scaled.forward.__code__.co_firstlineno + 1}:" not in caught.value.message
