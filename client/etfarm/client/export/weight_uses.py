@@ -30,14 +30,14 @@ def find_other_uses(module: nn.Module, layers: Collection[str], args: tuple[Any,
         layer = own.get_submodule(path)
         layer._parameters["weight"] = weight = layer.weight.detach()
         weights[id(weight)] = path
-    found: dict[str, None] = {}
+    used: dict[str, None] = {}
 
-    class Uses(TorchFunctionMode):
+    class Uses(TorchFunctionMode):  # type: ignore[misc]
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
             makes_tensors = any(isinstance(each, torch.Tensor) for each in pytree.tree_leaves(result))
             if func is not torch.nn.functional.linear and makes_tensors:
-                found.update((weights[id(each)], None) for each in pytree.tree_leaves((args, kwargs)) if id(each) in weights)
+                used.update((weights[id(each)], None) for each in pytree.tree_leaves((args, kwargs)) if id(each) in weights)
             return result
 
     inputs, options = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, dict(kwargs)))
@@ -46,4 +46,4 @@ def find_other_uses(module: nn.Module, layers: Collection[str], args: tuple[Any,
             own(*inputs, **options)
     except (RuntimeError, ValueError, TypeError, IndexError):
         return []
-    return list(found)
+    return list(used)

@@ -210,8 +210,8 @@ def test_layers_whose_weights_are_used_by_themselves_stay_in_fp32_and_are_named(
     program = program_of(export_of(model, FOUR_BIT, example_inputs=X, say=lines.append))
     kept = "c, b" if name == "by matmul" else "b"
     count = len(kept.split(", "))
-    said = [line for line in lines if "stay in fp32" in line]
-    assert said == [
+    named = [line for line in lines if "stay in fp32" in line]
+    assert named == [
         f"forward: {count} of 4 layers stay in fp32, since forward uses their weights itself, as by transposing them, and "
         f"torchao's tensors lack that: {kept}."
     ]
