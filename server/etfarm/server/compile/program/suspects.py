@@ -17,6 +17,7 @@ from etfarm.server.compile.program.descriptions import (
     list_first,
     schema_name,
 )
+from etfarm.server.compile.program.integer_ranges import IntegerRanges
 from etfarm.server.compile.program.places import all_nodes, places
 from etfarm.v1.compile_pb2 import OperatorDelegation
 
@@ -79,8 +80,11 @@ def find_suspects(program: Any) -> str:
 
 
 def find_remainders(program: Any) -> str:
-    """Return the remainders of integers in an exported program, with what works for negative numbers; empty without any."""
+    """Return the remainders of integers that may be negative in an exported program, with what works; empty without any."""
     nodes = [node for node in all_nodes(program) if _is_remainder(node)]
+    if nodes:
+        ranges = IntegerRanges(program)
+        nodes = [node for node in nodes if not (ranges.of(node.args[0])[0] >= 0 and ranges.of(node.args[1])[0] >= 1)]
     shown = "; ".join(dict.fromkeys(map(describe_node, nodes[:NAMED])))
     return f"{shown}. {_SUSPECTS['remainder']}" if nodes else ""
 
