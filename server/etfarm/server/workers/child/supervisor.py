@@ -105,7 +105,10 @@ def _wait(events: select.poll, group: cgroups.Group | None, watch: TreeMemory | 
             # Gives the child time to report the error itself.
             events.poll(_POLL_MS)
             return False
-        disk = os.statvfs(order.folder)
+        try:
+            disk = os.statvfs(order.folder)
+        except FileNotFoundError:  # the server has ended, and the next one has deleted what was left
+            return False
         # Empty files take no bytes, but the host cannot create files without inodes.
         few_files = disk.f_favail < min(_RESERVE_FILES, disk.f_files // 20)
         if few_files or disk.f_bavail * disk.f_frsize < order.limits.reserve_bytes:
