@@ -165,6 +165,7 @@ def interrupted_at(what: str = "", part: float = 0.0) -> OnProgress:
     Args:
         what: the step; the first one by default.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background lets it be ignored
     interruptions = iter([signal.SIGINT])
 
     def interrupt(happening: str, done: int, total: int) -> None:
