@@ -84,13 +84,18 @@ def find_limit(error: BaseException, base: Path) -> Place | None:
     for node in graph.nodes if graph is not None else ():
         value, name = node.meta.get("val"), getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
         sizes = [size for size in getattr(value, "shape", ()) if hasattr(size, "node")]
-        is_pool = name.startswith(("max_pool", "avg_pool")) and any(argument is True for argument in node.args)
+        is_pool = name.startswith(("max_pool", "avg_pool")) and _has_ceil_mode(node)
         is_quotient = node.target is operator.floordiv and hasattr(value, "node")
         if (sizes and (is_pool or name == "cdist")) or (
             is_quotient and any(guard.expr.has(value.node.expr) for guard in value.node.shape_env.guards)
         ):
             return place_in(node.meta.get("stack_trace") or "", base)
     return None
+
+
+def _has_ceil_mode(node: Any) -> bool:
+    named = zip((each.name for each in node.target._schema.arguments), node.args, strict=False)
+    return bool({**dict(named), **node.kwargs}.get("ceil_mode"))
 
 
 def must_not_be_fixed(method: str, program: ExportedProgram, base: Path) -> None:
