@@ -408,8 +408,9 @@ class Changes:
 
 
 def magnitude(buffer: torch.Tensor) -> float:
-    """Return the largest magnitude of a buffer's finite values, true being 1."""
-    return float(buffer.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max())
+    """Return the largest magnitude of a buffer's finite values, true being 1; 0 if it has none."""
+    finite = buffer.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return float(finite.abs().max()) if buffer.numel() else 0.0
 
 
 def _is_mask(node: Any) -> bool:

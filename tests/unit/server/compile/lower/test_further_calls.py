@@ -132,6 +132,7 @@ def test_a_state_that_stays_in_its_range_is_not_named(tmp_path: Path, body: Call
         (torch.tensor([False, True]), 1.0),
         (torch.tensor([-(2**63), -1]), 2.0**63),
         (torch.tensor([torch.nan, -torch.inf, torch.inf, -3.0]), 3.0),
+        (torch.empty(0), 0.0),
     ],
 )
 def test_the_magnitude_of_a_buffer_is_that_of_its_finite_values(buffer: Tensor, expected: float) -> None:
