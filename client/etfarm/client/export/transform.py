@@ -146,8 +146,15 @@ class Transform:
 
     def _copied(self, method: str) -> nn.Module:
         """Return a copy of the method's module after the source's own transforms."""
+        import torch
+
+        original = self.source.methods[method]
+        for path, layer in original.named_modules():
+            for name, value in vars(layer).items():
+                if isinstance(value, torch.Tensor) and not value.is_leaf:  # PyTorch does not copy these
+                    raise _not_copied(method, path, name, layer)
         with self._refusals(method, "copying the module"):
-            own = copy.deepcopy(self.source.methods[method])
+            own = copy.deepcopy(original)
         for transform in self.source.source_transforms:
             own = self._transformed(method, own, transform)
         return own
@@ -224,6 +231,8 @@ class Transform:
 
     def _does_not_fit(self, method: str, module: nn.Module, path: str, error: Exception) -> EtfarmError:
         """Return the error for torchao's refusal of a weight, with the layer's name and, for a group size, the sizes that fit."""
+        from torch.nn.utils import parametrize
+
         assert self.recipe is not None
         (part,) = torchao_parts(self.recipe)
         weight = getattr(module.get_submodule(path), "weight", None)
@@ -245,12 +254,17 @@ class Transform:
                 layer=path,
                 group_size=group,
             )
+        if parametrize.is_parametrized(module.get_submodule(path), "weight"):
+            owner = f'model.get_submodule("{path}")' if path else "model"
+            return source_transform_failed(
+                method,
+                f"{layer} computes its weight by a parametrization; torchao quantizes weights that are stored.",
+                f'Store the result, by torch.nn.utils.parametrize.remove_parametrizations({owner}, "weight").',
+                layer=path,
+            )
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return source_transform_failed(
-            method,
-            f"torchao cannot quantize {layer} for {self.recipe.text}: {reason}",
-            "Use another recipe for this model.",
-            layer=path,
+            method, f"torchao cannot quantize {layer} for {self.recipe.text}: {reason}", PT2E_INSTEAD, layer=path
         )
 
     def _config(self) -> Any:
@@ -342,6 +356,22 @@ def _is_selected(config: Any, part: Any, path: str) -> bool:
     if _is_quantized(part):
         return False
     return bool(config.filter_fn(part, path) if config.filter_fn is not None else _is_linear(part, path))
+
+
+def _not_copied(method: str, path: str, name: str, layer: nn.Module) -> EtfarmError:
+    """Return the error for a tensor with a gradient's history that a module keeps as an attribute."""
+    from torch.nn.utils.weight_norm import WeightNorm
+
+    owner = f'model.get_submodule("{path}")' if path else "model"
+    normed = any(isinstance(hook, WeightNorm) and hook.name == name for hook in layer._forward_pre_hooks.values())
+    return source_transform_failed(
+        method,
+        f"{f'{path}.' if path else ''}{name} is the result of a computation with gradients, which PyTorch does not copy.",
+        f'Store the result, by torch.nn.utils.remove_weight_norm({owner}, "{name}").'
+        if normed
+        else f"Store the result without its gradient: {owner}.{name} = {owner}.{name}.detach().",
+        layer=path,
+    )
 
 
 def _is_quantized(part: nn.Module) -> bool:

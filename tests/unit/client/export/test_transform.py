@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torchao.quantization import (
     Int8DynamicActivationInt8WeightConfig,
     Int8DynamicActivationIntxWeightConfig,
@@ -235,6 +236,39 @@ def test_a_model_that_uses_all_weights_by_themselves_is_refused_with_what_helps(
     assert (error.reason, error.metadata["layer"]) == ("SOURCE_TRANSFORM_FAILED", "0")
     assert error.remedy == "Use a pt2e recipe, such as xnnpack_pt2e_int8_static_per_channel."
     assert export_of(model, "xnnpack_pt2e_int8_static_per_channel", example_inputs=X)
+
+
+class Kept(nn.Linear):
+    """A layer that keeps what it computed from its weight."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 64)
+        self.doubled = self.weight * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.doubled.sum()
+
+
+@pytest.mark.remedy("SOURCE_TRANSFORM_FAILED")
+@pytest.mark.parametrize(
+    ("normed", "message", "remedy"),
+    [
+        (parametrizations.weight_norm, "'0' computes its weight by a parametrization", "parametrize.remove_parametrizations("),
+        (nn.utils.weight_norm, "0.weight is the result of a computation with gradients", "nn.utils.remove_weight_norm("),
+        (lambda layer: Kept(), "0.doubled is the result of a computation with gradients", "without its gradient: model."),
+    ],
+    ids=["parametrized", "hooked", "kept"],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_weights_that_a_model_computes_are_quantized_once_they_are_stored(normed: Any, message: str, remedy: str) -> None:
+    model = nn.Sequential(normed(nn.Linear(64, 64)), nn.Linear(64, 8)).eval()
+    error = refusal(model, FOUR_BIT, example_inputs=X)
+    assert error.reason == "SOURCE_TRANSFORM_FAILED" and message in error.message and remedy in error.remedy
+    exec(
+        error.remedy.partition("by ")[2].rstrip(".") or error.remedy.partition(": ")[2].rstrip("."),
+        {"torch": torch, "model": model},
+    )
+    assert "0.weight" not in program_of(export_of(model, FOUR_BIT, example_inputs=X)).state_dict
 
 
 def test_a_weight_that_is_used_where_data_is_needed_is_refused_with_what_helps() -> None:
