@@ -6,7 +6,8 @@ import asyncio
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -140,24 +141,38 @@ async def test_a_leader_that_is_cut_from_the_database_is_replaced(tmp_path: Path
                     await asyncio.to_thread(leader.daemon.expect, "forwarding calls to")
 
 
-def stand_still(database: PostgresServer, for_s: float) -> None:
-    """Freeze a database. In a thread: the event loop of a busy test returns later, when another server may lead."""
+def stand_still(database: PostgresServer) -> None:
+    """Freeze a database until the lease has expired. In a thread: the event loop of a busy test returns later."""
     database.freeze()
     try:
-        time.sleep(for_s)
+        time.sleep(lease.LEASE_S + lease.RENEWAL_S / 2)
     finally:
         database.thaw()
 
 
-async def test_a_leader_goes_on_when_its_database_answers_after_the_lease_has_expired(tmp_path: Path) -> None:
-    with postgres_server(QUICK) as database, Servers(tmp_path, database.url("postgres")) as servers:
+def crash(database: PostgresServer) -> None:
+    """Kill a database, and start it again once the lease has expired."""
+    database.stop(signal.SIGQUIT)
+    time.sleep(lease.LEASE_S)
+    database.start()
+
+
+@pytest.mark.parametrize("leave", [stand_still, crash])
+async def test_a_leader_goes_on_when_its_database_answers_after_the_lease_has_expired(
+    tmp_path: Path, leave: Callable[[PostgresServer], None]
+) -> None:
+    with (
+        postgres_server(QUICK | {"synchronous_commit": "remote_apply"}) as database,  # a crash loses no write
+        Servers(tmp_path, database.url("postgres")) as servers,
+        ThreadPoolExecutor(1) as thread,  # the database ends with the thread that has started it
+    ):
         leader, other = servers.add(), servers.add()
         async with simulated_agents(servers.addresses) as agents, farm_calls(servers.addresses) as calls:
             spec, turns = await trivial_spec(calls), asyncio.Semaphore(AT_ONCE)
             jobs = [asyncio.create_task(lead_job(calls, spec, turns)) for _ in range(JOBS)]
             await agents[0].until(lambda: len(agents[0].acknowledged) >= 2)
             before = [agent.connections for agent in agents]
-            await asyncio.to_thread(stand_still, database, lease.LEASE_S + lease.RENEWAL_S / 2)
+            await asyncio.get_running_loop().run_in_executor(thread, leave, database)
             await check(calls, dict(await asyncio.gather(*jobs)))
             assert [agent.connections for agent in agents] == before
         assert "no longer leads" not in leader.log and "this server leads" not in other.log

@@ -1,8 +1,9 @@
 """The lease of the leading server: a row of the database, whose clock alone decides when it expires.
 
 A leader renews its lease every second. If it cannot, the lease expires after three, and another server takes it with the next
-token. Each write transaction of the leader checks its token on its own connection (`Fence`), so that a former leader that does
-not know it yet, such as a process that stood still, writes nothing.
+token. Until one has, the leader may still renew it, for three more: a database that was away has given it to no other server.
+Each write transaction of the leader checks its token on its own connection (`Fence`), so that a former leader that does not know
+it yet, such as a process that stood still, writes nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ log = structlog.get_logger()
 LEASE_S: Final = 3.0
 """Time for which a lease is valid without a renewal."""
 RENEWAL_S: Final = 1.0
+LATE_S: Final = 3.0
+"""Time after the expiry of a lease in which its holder may still renew it, if no other server has taken it."""
 CHANNEL: Final = "etfarm_lease"
 """The channel on which changes of the leader and new servers are notified."""
 PRESENT_S: Final = 10.0
@@ -88,7 +91,7 @@ WHERE id = 1 RETURNING token, secret
 _RENEW: Final = """
 UPDATE etfarm_cluster.lease SET expires_at = clock_timestamp() + make_interval(secs => %(lease_s)s), certificate = %(certificate)s
 WHERE id = 1 AND token = %(token)s AND NOT released
-      AND expires_at > clock_timestamp() - make_interval(secs => %(expired_s)s) RETURNING 1
+      AND expires_at > clock_timestamp() - make_interval(secs => %(late_s)s) RETURNING 1
 """
 _RELEASE: Final = """
 UPDATE etfarm_cluster.lease SET expires_at = to_timestamp(0), released = true WHERE id = 1 AND token = %(token)s
@@ -131,10 +134,9 @@ class LeaseRow:
     remaining_s: float
     """Time until it expires, by the database's clock; not above zero once it has expired."""
 
-    @property
-    def leader(self) -> Leader | None:
-        """The server that holds it; None if it has expired."""
-        if self.released or self.remaining_s <= 0:
+    def leader(self, late_s: float = 0.0) -> Leader | None:
+        """Return the server that holds it; None if it has expired, at least `late_s` ago."""
+        if self.released or self.remaining_s <= -late_s:
             return None
         return Leader(self.token, self.address, self.version, self.certificate, self.secret)
 
@@ -212,7 +214,7 @@ async def take(
     Args:
         asks_for_tokens: whether the new leader asks callers for tokens that the database does not have.
     """
-    if (row := await read(session)).leader is not None:
+    if (row := await read(session)).leader() is not None:
         return None
     # A process that stands still in the middle of a write would keep the lease from being taken.
     await session.execute(_END_WRITERS, {"name": writer_name(row.token)})
@@ -220,7 +222,7 @@ async def take(
         async with session.transaction():
             await session.execute(f"SET LOCAL lock_timeout = {_LOCK_MS}")
             former = await _read(session, _READ_FOR_UPDATE)
-            if former.leader is not None:
+            if former.leader() is not None:
                 return None
             values = {
                 "holder": holder, "address": address, "version": version, "certificate": certificate, "lease_s": LEASE_S,
@@ -244,14 +246,14 @@ async def asks_for_tokens(session: Session) -> bool:
     return row is not None and bool(row[0])
 
 
-async def renew(session: Session, token: int, certificate: str, *, expired_s: float) -> bool:
+async def renew(session: Session, token: int, certificate: str, *, late_s: float) -> bool:
     """Renew the lease; return False if another server has it, or may take it now.
 
     Args:
-        expired_s: time since its expiry in which it may still be renewed. A database that stood still executes what was sent
+        late_s: time since its expiry in which it may still be renewed. A database that stood still executes what was sent
             meanwhile, also for servers that no longer wait for that.
     """
-    values = {"token": token, "certificate": certificate, "lease_s": LEASE_S, "expired_s": expired_s}
+    values = {"token": token, "certificate": certificate, "lease_s": LEASE_S, "late_s": late_s}
     return await (await session.execute(_RENEW, values)).fetchone() is not None
 
 

@@ -27,6 +27,8 @@ log = structlog.get_logger()
 _MARGIN_S: Final = 0.05
 """Time after the expiry of a lease at which another server looks again."""
 _RETRY_S: Final = 0.2
+_SPARE_S: Final = 1.0
+"""Time after the database was away in which a lease that expired meanwhile is left to its holder, which retries meanwhile."""
 _MOST_WAIT_S: Final = 5.0
 """Longest time without a look at the lease: a notification may have been lost."""
 _LOG_AGAIN_S: Final = 10.0
@@ -41,7 +43,7 @@ CONNECT: Final[dict[str, Any]] = {
 
 def answer_s() -> float:
     """Return the time after which another connection is tried. Statements wait for locks for less."""
-    return 2 * lease.LEASE_S
+    return lease.LEASE_S + lease.LATE_S
 
 
 class Member:
@@ -92,8 +94,6 @@ class Member:
         self._term: asyncio.Future[Leader] = asyncio.get_running_loop().create_future()
         self._joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._expiry: asyncio.TimerHandle | None = None
-        self._is_expired = False
-        """Whether the lease has expired while the answer to its renewal is waited for."""
         self._leaderless_since: float | None = time.monotonic()
         self._applies = asyncio.Event()
         self._is_too_old = False
@@ -173,8 +173,6 @@ class Member:
                     await self._take_part(session)
             except psycopg.Error as error:
                 self.leadership.doubt()
-                if self._is_expired:
-                    self._give_up()
                 if not self._joined.done():
                     if (refusal := refused(self._url, error)) is not None:
                         raise refusal from None
@@ -214,22 +212,26 @@ class Member:
         # A leader that knows of no other server would keep the lead when it cannot renew its lease.
         await lease.announce(session, self.id, self.address, self._version)
         await lease.notify(session)
+        clock_s = asyncio.get_running_loop().time
+        # A leader that this server has followed was without the database as well.
+        spared_until_s = clock_s() + (_SPARE_S if self.leadership.leader is not None else 0.0)
         while True:
             await lease.announce(session, self.id, self.address, self._version)
             row = await lease.read(session)
+            leader = row.leader(lease.LATE_S if clock_s() < spared_until_s else 0.0)
             # An earlier process with this server's own address has ended, and calls to it would come back here.
-            self._publish(row.leader if row.address != self.address else None)
+            self._publish(leader if row.address != self.address else None)
             if not self._joined.done():
                 self._joined.set_result(None)
-            if row.leader is None and self._applies.is_set() and await self._is_able(session):
-                sent_s = asyncio.get_running_loop().time()
+            if leader is None and self._applies.is_set() and await self._is_able(session):
+                sent_s = clock_s()
                 taken = await lease.take(
                     session, self.id, self.address, self._version, self._certificate(), asks_for_tokens=self._asks_for_tokens
                 )
                 if taken is not None:
                     self._begin(taken, sent_s)
                     return
-            wait_s = _RETRY_S if row.leader is None else min(max(row.remaining_s, 0.0) + _MARGIN_S, _MOST_WAIT_S)
+            wait_s = _RETRY_S if row.remaining_s <= 0 else min(row.remaining_s + _MARGIN_S, _MOST_WAIT_S)
             async for _ in session.notifies(timeout=wait_s, stop_after=1):
                 pass
 
@@ -262,8 +264,8 @@ class Member:
         while not self.lost.is_set():
             sent_s = asyncio.get_running_loop().time()
             # A server that is alone renews its lease however long the database was away.
-            expired_s = lease.LEASE_S if self.has_others() else _ALONE_S
-            if not await lease.renew(session, token, self._certificate(), expired_s=expired_s):
+            late_s = lease.LATE_S if self.has_others() else _ALONE_S
+            if not await lease.renew(session, token, self._certificate(), late_s=late_s):
                 self._lose("another server has taken the lease")
                 return
             self._extend(sent_s)
@@ -273,25 +275,19 @@ class Member:
                 pass
 
     def _extend(self, sent_s: float) -> None:
-        """Lead until the lease expires, counted from before the database was asked: it may have expired earlier, never later."""
+        """Lead for as long as the lease may be renewed, counted from before the database was asked: never for longer."""
         if self._expiry is not None:
             self._expiry.cancel()
-        self._is_expired = False
-        self._expiry = asyncio.get_running_loop().call_at(sent_s + lease.LEASE_S, self._expire)
+        self._expiry = asyncio.get_running_loop().call_at(sent_s + lease.LEASE_S + lease.LATE_S, self._expire)
 
     def _expire(self) -> None:
-        if not self.has_others():
+        if self.has_others():
+            # They have taken the lease, if only this server cannot reach the database.
+            self._lose("the lease could not be renewed in time")
+        else:
             # A database that restarts must not restart a server that is alone. If there is another one after all, it has taken
             # the lease, and the fence refuses this one's writes.
             log.warning("the lease could not be renewed in time; no other server is there to take it")
-            return
-        # A database that stands still gives the lease to no other server, and answers later. One that cannot be reached from
-        # here only breaks the connection soon.
-        self._is_expired = True
-        self._expiry = asyncio.get_running_loop().call_later(answer_s() - lease.LEASE_S, self._give_up)
-
-    def _give_up(self) -> None:
-        self._lose("the lease could not be renewed in time")
 
     def _lose(self, why: str) -> None:
         if not self.lost.is_set():
