@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.device_agents.native.build import build_bundle, source_digest
+from etfarm.device_agents.native.build import build_bundle, fetch_wheel, source_digest
 from etfarm.device_agents.native.toolchain import ExecutorchMissing
-from etfarm.device_agents.native.wheels import fetch_wheel
 from tests.support.programs import cache_folder
 
 ARCH = "aarch64"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from etfarm.device_agents.attempts import numerics, repeats
+from etfarm.device_agents.attempts import repeats
 from etfarm.device_agents.attempts.cache import Cache, Lease
 from etfarm.device_agents.attempts.fetch import attempt_limit_s, fetch_program
 from etfarm.device_agents.attempts.further import LIMIT_S as SAMPLES_LIMIT_S
@@ -23,6 +23,7 @@ from etfarm.device_agents.attempts.steps import CandidateSteps
 from etfarm.device_agents.attempts.transfers import Transfers, attempt_channel
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.device.inventory import choose_cpus, format_cpu_list
+from etfarm.device_agents.runners.protocol import Runner
 from etfarm.device_agents.targets.base import Target
 from etfarm.v1 import agent_pb2, job_pb2
 from etfarm.wire import tensors
@@ -206,7 +207,7 @@ class Execution(CandidateSteps):
         async with self.start_runner() as runner:
             with self.phase("NUMERICS"):
                 await self.load(runner, cpus, into=agent_pb2.CandidateResult(), instead=fetched, debug=True)
-                recorded = await numerics.record(runner, self.folder)
+                recorded = await _record_numerics(runner, self.folder)
             await self._collect()
         self._runner = None
         attempt.left_target(candidate.cell_id)
@@ -330,3 +331,36 @@ class Execution(CandidateSteps):
                     result.outputs.CopyFrom(await self._transfers.upload(tensors.encode(executed.outputs)))
                     if executed.error is not None:
                         result.error.CopyFrom(to_proto(executed.error))
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """The files and outputs of a numerics pass."""
+
+    etdump: Path
+    """Its events, which locate each value in `debug`."""
+    debug: Path
+    outputs: list[Value]
+
+    def delete(self) -> None:
+        """Delete the files, since the values of a large model take gigabytes."""
+        self.etdump.unlink()
+        self.debug.unlink()
+
+
+async def _record_numerics(runner: Runner, folder: Path) -> _Recorded:
+    """Execute the method once and record it; the files are in `folder`, or arrive there with `RemoteRunner.collect`.
+
+    The values may fill half of the disk's free space, since other work needs some of it meanwhile.
+
+    Args:
+        runner: has the method loaded with `debug`, and its inputs set.
+        folder: where to write the files.
+
+    Raises:
+        DEVICE_STORAGE_FAILED: the values exceed that limit, or the disk is full.
+        As `Runner.debug`.
+    """
+    free = (await asyncio.to_thread(shutil.disk_usage, folder)).free
+    done = await runner.debug(folder / "numerics.etdp", folder / "numerics.bin", max_bytes=free // 2)
+    return _Recorded(done.etdump, done.dump, await runner.outputs())

@@ -2,35 +2,42 @@
 
 It needs no CMake and no torch, only g++, the libraries and headers in the wheel, and Python's standard library. Equal inputs
 produce equal bytes.
+
+Working folders are created beside the output, and deleted with the build, or by the next build if it was killed. ExecuTorch's wheel
+for another architecture is fetched once with pip and kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import fcntl
 import gzip
 import io
 import json
 import lzma
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
 from etfarm.device_agents.native import stand_ins
-from etfarm.device_agents.native.scratch import delete_own, scratch_folder
 from etfarm.device_agents.native.toolchain import (
     CUSTOM_OPERATORS,
+    EXECUTORCH,
     EXECUTORCH_LIBRARIES,
     LOADERS,
     SYSTEM_LIBRARIES,
@@ -38,7 +45,6 @@ from etfarm.device_agents.native.toolchain import (
     ExecutorchMissing,
     ExecutorchPackage,
 )
-from etfarm.device_agents.native.wheels import fetch_wheel
 from etfarm.device_agents.runners.bundle import CONFINE, Bundle
 from etfarm.device_agents.runners.emulator import DEFAULT_CPUS, Emulator, EmulatorMissing
 from etfarm.wire import digest
@@ -64,6 +70,13 @@ _OPTIONS: Final = (CONFINE,)
 _PROBE_SECONDS: Final = 30
 
 Say = Callable[[str], None]
+_PREFIX: Final = ".etfarm-bundle-"
+_TRIES: Final = 5
+"""Number of tries to empty a folder, into which a compiler that still runs may put a file."""
+_OPEN: Final[set[Path]] = set()
+"""Folders of builds in this process."""
+_TAGS: Final = ("--python-version", "3.11", "--implementation", "cp", "--abi", "cp311")
+"""Tags of the same wheel for any Python: equal inputs produce equal bundles, which contain nothing of Python."""
 
 
 def source_digest() -> str:
@@ -312,3 +325,110 @@ def _write(out: Path, data: bytes) -> None:
             partial.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror}.", output=out) from None
+
+
+@contextmanager
+def scratch_folder(parent: Path) -> Iterator[Path]:
+    """Provide an empty folder in `parent`, which is created if missing. Folders that killed builds left there are deleted.
+
+    A folder is locked until its build ends, however it ends, so an unlocked folder is abandoned.
+
+    Raises:
+        OSError: `parent` cannot be written.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    parent_fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # Prevents other builds from deleting a folder between its creation and its locking.
+        fcntl.flock(parent_fd, fcntl.LOCK_EX)
+        _sweep(parent)
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    finally:
+        os.close(parent_fd)
+    _OPEN.add(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        _OPEN.discard(folder)
+        os.close(lock)
+
+
+def delete_own() -> None:
+    """Delete the folders of this process, which is about to be killed."""
+    for folder in list(_OPEN):
+        for _ in range(_TRIES):
+            shutil.rmtree(folder, ignore_errors=True)
+            if not folder.exists():
+                break
+
+
+def _sweep(parent: Path) -> None:
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # it belongs to another user, or is gone meanwhile
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+
+
+def wheels_folder() -> Path:
+    """Return the folder of fetched wheels: $XDG_CACHE_HOME/etfarm/wheels, else below ~/.cache. It may be deleted at any time."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "etfarm" / "wheels"
+
+
+def fetch_wheel(arch: str, folder: Path | None = None, say: Say = lambda line: None) -> Path:
+    """Return the wheel for `arch` of the installed ExecuTorch's version, or of the supported version if none is installed.
+
+    Args:
+        arch: architecture in the terms of `uname -m`.
+        folder: the folder of fetched wheels; `wheels_folder()` by default.
+        say: takes a line of progress.
+
+    Raises:
+        ExecutorchMissing: pip is missing, or cannot fetch the wheel.
+    """
+    requirement, folder = _required_version(), folder or wheels_folder()
+    pattern = f"executorch-{requirement}-*{arch}.whl"
+    if wheels := sorted(folder.glob(pattern)):
+        return wheels[0]
+    say(f"fetching executorch {requirement} for {arch} with pip, about 20 MB, into {folder}")
+    started = time.monotonic()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder) as staging:
+            command = [
+                sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check",
+                "--retries", "2", "--platform", f"manylinux_2_28_{arch}", *_TAGS, "--dest", staging, f"executorch=={requirement}",
+            ]  # fmt: skip
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+            wheels = sorted(Path(staging).glob(pattern))
+            if done.returncode != 0 or not wheels:
+                raise ExecutorchMissing(arch, f"pip cannot fetch it ({_reason(done.stderr or done.stdout)})")
+            path = folder / wheels[0].name
+            shutil.move(wheels[0], path)
+    except OSError as error:
+        raise ExecutorchMissing(arch, f"it cannot be kept in {folder} ({error.strerror})") from None
+    say(f"{path.name}: {path.stat().st_size / 1e6:.1f} MB, {time.monotonic() - started:.1f} s")
+    return path
+
+
+def _required_version() -> str:
+    try:
+        return version("executorch").partition("+")[0]
+    except PackageNotFoundError:
+        return EXECUTORCH
+
+
+def _reason(output: str) -> str:
+    """Return pip's first statement of a reason; the following ones repeat it."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    # If no index could be reached, the errors list no versions, and a warning states the reason.
+    broken = re.findall(r"connection broken by '(\w+).*'", output)
+    return (broken or errors or lines[-1:] or ["no output"])[0].rstrip(".")

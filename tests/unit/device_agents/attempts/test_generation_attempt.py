@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from etfarm.device_agents.attempts.generation import GenerationAttempt
-from etfarm.device_agents.attempts.generation_passes import validate_plan
+from etfarm.device_agents.attempts.generation import GenerationAttempt, validate_plan
 from etfarm.device_agents.runners.bundle import Bundle
 from etfarm.device_agents.runners.errors import InputMismatch
 from etfarm.device_agents.runners.native import NativeRunner

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from etfarm.device_agents.attempts import numerics
 from etfarm.device_agents.attempts.attempt import Attempt
 from etfarm.device_agents.attempts.cache import Cache
 from etfarm.device_agents.attempts.interleaved import InterleavedAttempt
@@ -127,7 +126,7 @@ async def test_values_that_would_fill_the_disk_are_not_kept(
     blobs: Blobs, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(numerics.shutil, "disk_usage", lambda path: usage._replace(free=20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=20))
     (result,) = await attempt(address, tmp_path, candidate_of(blobs, "conv", program("conv").bytes, runner_archive()))
     assert is_measured(result)
     error = result.numerics.error

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.device_agents.native.scratch import scratch_folder
+from etfarm.device_agents.native.build import scratch_folder
 
 HOLD = """
 import sys
 from pathlib import Path
-from etfarm.device_agents.native.scratch import scratch_folder
+from etfarm.device_agents.native.build import scratch_folder
 with scratch_folder(Path(sys.argv[1])) as folder:
     (folder / "object.o").write_text("half")
     print(folder, flush=True)

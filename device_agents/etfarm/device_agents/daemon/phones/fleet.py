@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections import deque
 from collections.abc import Coroutine
 from contextlib import aclosing
 from typing import Final
@@ -15,7 +16,6 @@ from etfarm.device_agents.attempts.cache import Cache
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.daemon.agent import Agent
 from etfarm.device_agents.daemon.phones.trial import Trial
-from etfarm.device_agents.daemon.phones.tries import FailedTries
 from etfarm.device_agents.targets.phones.alive import while_alive
 from etfarm.device_agents.targets.phones.claim import Claim, LivenessProbe
 from etfarm.device_agents.targets.phones.errors import PhoneListedTwice, phone_not_ready
@@ -23,6 +23,7 @@ from etfarm.device_agents.targets.phones.folder import ROOT
 from etfarm.device_agents.targets.phones.phone import Phone, recognize
 from etfarm.v1 import device_pb2
 from etfarm.wire.errors import EtfarmError, error_for
+from etfarm.wire.retry_backoff import retry_backoff
 from etfarm.wire.status import to_proto
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,8 @@ _REFRESH_S: Final = 30.0
 """Seconds between two readings of an idle phone's state."""
 _RESCUES: Final = 60
 """Maximum number of tries to reconnect to a phone with a dead link: several minutes, since its network may be down as well."""
+_REMEMBERED: Final = 20
+"""Number of remembered messages; a phone that cannot be served alternates between a few of them."""
 
 
 class Fleet:
@@ -312,3 +315,30 @@ async def _whole(work: Coroutine[None, None, None]) -> None:
     task.result()
     if cancelled is not None:
         raise cancelled
+
+
+class FailedTries:
+    """The failed tries to serve one phone since it was last served or plugged in.
+
+    Args:
+        first_s: limit in seconds of the first pause, which doubles with each try up to `last_s`.
+        last_s: limit in seconds of all pauses.
+    """
+
+    def __init__(self, first_s: float, last_s: float) -> None:
+        self._pauses = retry_backoff(first_s, last_s)
+        self._logged = deque[str](maxlen=_REMEMBERED)
+        self.count = 0
+        """Number of failed tries."""
+
+    def add(self) -> float:
+        """Count a failed try and return the seconds until the next one."""
+        self.count += 1
+        return next(self._pauses)
+
+    def is_new(self, message: str) -> bool:
+        """Return whether this is the first call with this message."""
+        if message in self._logged:
+            return False
+        self._logged.append(message)
+        return True

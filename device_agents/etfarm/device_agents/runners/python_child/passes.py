@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import Any, Final
 from etfarm.device_agents.runners.python_child import counters
 from etfarm.device_agents.runners.python_child.pte import FileMethod
 from etfarm.device_agents.runners.python_child.refusals import Refusal, called, failure
-from etfarm.device_agents.runners.python_child.warmup import Window
 
 Report = Callable[[str, int, int], None]
 """Callback that takes the stage, iterations and elapsed nanoseconds."""
@@ -24,6 +24,14 @@ PROGRESS_NS: Final = 250_000_000
 """Minimum time between two progress events of a stage."""
 UNSET: Final = object()
 """An input that was not set yet."""
+_WINDOWS: Final = 3
+_ITERATIONS: Final = 5
+_NS: Final = 50_000_000
+_SAMPLES: Final = 1 << 16
+_SHARE: Final = 50
+"""Divisor of the tolerated difference: one part in 50 is 2 %."""
+_RESOLUTION_NS: Final = 104
+"""Two ticks of a 19.2 MHz counter, as in phones, in nanoseconds."""
 
 
 @dataclass
@@ -197,3 +205,26 @@ class _MemoryFile:
             except OSError as error:
                 raise Refusal("FILE", f"cannot write {path}: {error.strerror}") from None
         return self.size
+
+
+class Window:
+    """The windows of a warm-up."""
+
+    def __init__(self) -> None:
+        self._samples: list[int] = []
+        self._start_ns: int | None = None
+        self._medians: deque[int] = deque(maxlen=_WINDOWS)
+
+    def add(self, sample_ns: int, elapsed_ns: int) -> bool:
+        """Add an iteration and return whether the median is steady; `elapsed_ns` is its end, from the start of the warm-up."""
+        if self._start_ns is None:
+            self._start_ns = elapsed_ns - sample_ns
+        self._samples.append(sample_ns)
+        count = len(self._samples)
+        if count < _ITERATIONS or (elapsed_ns - self._start_ns < _NS and count < _SAMPLES):
+            return False
+        self._medians.append(sorted(self._samples)[count // 2])
+        self._samples.clear()
+        self._start_ns = elapsed_ns
+        low, high = min(self._medians), max(self._medians)
+        return len(self._medians) == _WINDOWS and high - low <= max(low // _SHARE, _RESOLUTION_NS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from etfarm.device_agents.daemon.phones.tries import FailedTries
+from etfarm.device_agents.daemon.phones.fleet import FailedTries
 
 
 def test_pauses_double_up_to_the_last() -> None:
