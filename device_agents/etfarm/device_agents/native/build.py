@@ -3,7 +3,7 @@
 It needs no CMake and no torch, only g++, the libraries and headers in the wheel, and Python's standard library. Equal inputs
 produce equal bytes.
 
-Working folders are created beside the output, and deleted with the build, or by the next build if it was killed. ExecuTorch's wheel
+Working folders are created beside the output, and deleted with the build, or by the next build if it was killed. The wheel
 for another architecture is fetched once with pip and kept.
 """
 
