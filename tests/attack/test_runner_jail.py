@@ -21,7 +21,7 @@ import pytest
 
 from etfarm.client import Farm
 from etfarm.device_agents.daemon.systemd import unit
-from etfarm.device_agents.jail.confine import Jail, JailIncomplete, Measures, launcher_command, python_programs
+from etfarm.device_agents.jail.confine import Jail, JailIncomplete, Measures, python_programs
 from etfarm.device_agents.jail.options import JailOptions
 from etfarm.device_agents.runners.bundle import CONFINE, unpack
 from etfarm.device_agents.runners.child import LocalChild, spawn_here
@@ -289,7 +289,7 @@ async def test_a_self_confined_runner_blocks_processes_and_the_network(tmp_path:
     )
 
     async def spawn(command: Sequence[str], folder: Path) -> LocalChild:
-        child = await spawn_here(launcher_command(), folder)
+        child = await spawn_here(launch.command(), folder)
         specification = {
             "argv": list(command), "env": {}, "folder": str(folder), "parent": os.getpid(), "user": None,
             "reads_as_root": False, "rules": None, "filters": [without_landlock], "limits": [], "required": [launch.SECCOMP],

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow(reason="starts servers again and again, some with 
 DEADLY = '''
 """A server with a bug: it dies of a segmentation fault while it compiles, or checks the result of, a job with a certain name."""
 import ctypes
-from etfarm.server.jobs.cells.compilation import CellCompilation
+from etfarm.server.jobs.cells.stages import CellCompilation
 from etfarm.server.jobs.cells.results import Results
 
 def die_in(owner, method, name):

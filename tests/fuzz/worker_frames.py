@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from etfarm.server.workers import errors
-from etfarm.server.workers.channel import child_output, frames
+from etfarm.server.workers.channel import attendance, frames
 from etfarm.wire.errors import EtfarmError, UserError
 
 TOKENS = (
@@ -44,16 +44,16 @@ def fuzz(data: bytes) -> None:
 
 
 async def _listen(data: bytes) -> None:
-    output, events, lines = child_output.ChildOutput(), list[bytes](), list[str]()
-    for feed in (child_output.read_frames, child_output.read_log):
+    output, events, lines = attendance.ChildOutput(), list[bytes](), list[str]()
+    for feed in (attendance.read_frames, attendance.read_log):
         reader = asyncio.StreamReader()
         reader.feed_data(data)
         reader.feed_eof()
-        if feed is child_output.read_log:
-            await child_output.read_log(reader, output, lines.append)
+        if feed is attendance.read_log:
+            await attendance.read_log(reader, output, lines.append)
             continue
         try:
-            await child_output.read_frames(reader, output, events.append, lambda: None)
+            await attendance.read_frames(reader, output, events.append, lambda: None)
         except errors.BadAnswer as error:
             assert str(error)
     assert sum(map(len, lines)) <= 3 * len(data) and isinstance(output.stage, str)

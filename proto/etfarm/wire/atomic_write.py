@@ -34,9 +34,13 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = False, mode: in
             part.unlink(missing_ok=True)
         raise
     if durable:
-        # The file's name is part of the folder's data.
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync(path.parent)  # the file's name is part of the folder's data
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

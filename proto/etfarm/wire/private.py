@@ -177,3 +177,13 @@ def _foreign(path: Path, owner: int) -> FolderNotPrivate:
         f"Run it as that user, choose another folder, or give the folder to this one: `chown -R {user} {path}`.",
         path=path, owner=owner, user=user,
     )  # fmt: skip
+
+
+def is_open_to_all(path: Path) -> bool:
+    """Return whether every user may read a file or folder, and reach it."""
+    try:
+        mode = path.stat().st_mode
+        required = stat.S_IROTH | stat.S_IXOTH if stat.S_ISDIR(mode) else stat.S_IROTH
+        return mode & required == required and all(parent.stat().st_mode & stat.S_IXOTH for parent in path.resolve().parents)
+    except OSError:
+        return False

@@ -11,10 +11,12 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from etfarm.v1 import report_pb2
 from etfarm.wire.errors import FarmError
+
+Number = TypeVar("Number", int, float)
 
 VALUE_BYTES: Final = 8
 ABSENT: Final = -1
@@ -44,7 +46,7 @@ def trace_times_bytes(report: report_pb2.Report) -> int:
 
 def encode_samples(samples_ns: Sequence[int]) -> bytes:
     """Return the bytes of Report.samples."""
-    return _swapped(array("q", samples_ns)).tobytes()
+    return little_endian(array("q", samples_ns)).tobytes()
 
 
 def decode_samples(data: bytes) -> list[int]:
@@ -61,7 +63,7 @@ def encode_trace_times(rows: Sequence[Sequence[int]], columns: int) -> bytes:
     values = array("q")
     for row in rows:
         values.extend(row if len(row) == columns else [ABSENT] * columns)
-    return _swapped(values).tobytes()
+    return little_endian(values).tobytes()
 
 
 def decode_trace_times(data: bytes, rows: int) -> list[list[int] | None]:
@@ -91,11 +93,11 @@ def add_series(document: dict[str, Any], series: Series) -> None:
 def _decode(data: bytes, what: str) -> array[int]:
     if len(data) % VALUE_BYTES:
         raise BadSeries(f"The {what} must be whole values of {VALUE_BYTES} bytes, got {len(data)} bytes.")
-    return _swapped(array("q", data))
+    return little_endian(array("q", data))
 
 
-def _swapped(values: array[int]) -> array[int]:
-    """Convert between the machine's byte order and the file's."""
+def little_endian(values: array[Number]) -> array[Number]:
+    """Convert values in place between the machine's byte order and little-endian, and return them."""
     if sys.byteorder == "big":
         values.byteswap()
     return values

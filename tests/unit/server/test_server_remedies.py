@@ -14,7 +14,7 @@ from etfarm.server.config import Config
 from etfarm.server.notices import addresses
 from etfarm.server.operation.check import Result, _check_folder
 from etfarm.server.rpc.door.token_file import Tokens
-from etfarm.server.rpc.services import comparing
+from etfarm.server.rpc.services import reports as report_service
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.folder import locked
 from etfarm.server.state.paging import page_of
@@ -47,11 +47,11 @@ def test_another_data_folder_is_used(tmp_path: Path) -> None:
 def test_a_comparison_of_one_report_each_fits_into_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     reports = [report_pb2.Report(id=f"r{number}", cell=f"c{number}", recipe=f"x{number}") for number in range(9)]
     job = job_pb2.Job(id="j", state=job_pb2.JOB_STATE_SUCCEEDED)
-    one = comparing._answer((job, reports, "0"), (job, reports, "0"))
-    monkeypatch.setattr(comparing, "MAX_BYTES", one.comparison.ByteSize())
+    one = report_service._answer((job, reports, "0"), (job, reports, "0"))
+    monkeypatch.setattr(report_service, "MAX_BYTES", one.comparison.ByteSize())
     with refuses("COMPARISON_TOO_LARGE", match="JOB#0"):
-        comparing._answer((job, reports, None), (job, reports, None))
-    assert len(comparing._answer((job, reports, "1"), (job, reports, "1")).comparison.pairs) == 1
+        report_service._answer((job, reports, None), (job, reports, None))
+    assert len(report_service._answer((job, reports, "1"), (job, reports, "1")).comparison.pairs) == 1
 
 
 @pytest.mark.remedy("BAD_METADATA")

@@ -12,7 +12,6 @@ import marshal
 import os
 import pwd
 import resource
-import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,7 @@ from etfarm.device_agents.jail.filters import runner_filters
 from etfarm.device_agents.jail.options import JailOptions
 from etfarm.device_agents.runners.child import Child, LocalChild, Spawn, spawn_here
 from etfarm.wire.errors import DeviceError, EtfarmError
+from etfarm.wire.private import is_open_to_all
 from etfarm.wire.sandbox import landlock, launch
 
 log = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ class Jail:
 
     def _prepare(self) -> None:
         if self._keeps_ready and self._ready is None:
-            self._ready = asyncio.create_task(spawn_here(launcher_command(), Path("/")), name="launcher")
+            self._ready = asyncio.create_task(spawn_here(launch.command(), Path("/")), name="launcher")
 
     async def _launcher(self) -> LocalChild:
         ready, self._ready = self._ready, None
@@ -174,13 +174,13 @@ class Jail:
                 child = await ready
                 if not child.ended:
                     return child.from_now()
-        return await spawn_here(launcher_command(), Path("/"))
+        return await spawn_here(launch.command(), Path("/"))
 
     async def _probe(self) -> Measures:
         if not self._options.enabled:
             return Measures()
         try:
-            child = await spawn_here(launcher_command(), Path("/"))
+            child = await spawn_here(launch.command(), Path("/"))
         except EtfarmError as error:
             return Measures(missing={"launcher": error.message})
         answer: dict[str, Any] | None = None
@@ -212,7 +212,7 @@ class Jail:
             run += [(path, landlock.RUN, False) for path in _LIBRARIES]
         rules = [*run, (str(box.folder), landlock.WORK, False), *_common_rules()]
         # For example an interpreter in a user's home folder.
-        closed = box.user is not None and not all(map(_is_open_to_all, programs))
+        closed = box.user is not None and not all(map(is_open_to_all, programs))
         specification = _specification(
             pid, str(box.folder), command,
             user=box.user, rules=rules if launch.LANDLOCK in measures.active else None, reads_as_root=closed,
@@ -231,7 +231,7 @@ class Jail:
         Raises:
             JailIncomplete: runners must be confined.
         """
-        closed = next(path for path in programs if not _is_open_to_all(path))
+        closed = next(path for path in programs if not is_open_to_all(path))
         error = JailIncomplete(
             f"A runner in Python would have the agent's user and files: other users cannot read {closed}, and there "
             "is no Landlock.",
@@ -252,11 +252,6 @@ class Jail:
             except KeyError:
                 return user
         return next(self._users)
-
-
-def launcher_command() -> list[str]:
-    """Return the command line of the program that confines itself and becomes the runner."""
-    return [sys.executable, "-I", "-S", "-B", str(Path(launch.__file__).absolute())]
 
 
 @functools.cache
@@ -299,13 +294,3 @@ def _common_rules() -> list[tuple[str, int, bool]]:
         *((path, landlock.READ, True) for path in _MEASURED),
         *((path, landlock.READ, False) for path in _HARDWARE),
     ]
-
-
-def _is_open_to_all(path: Path) -> bool:
-    """Return whether every user may read a file or folder, and reach it."""
-    try:
-        mode = path.stat().st_mode
-        required = stat.S_IROTH | stat.S_IXOTH if stat.S_ISDIR(mode) else stat.S_IROTH
-        return mode & required == required and all(parent.stat().st_mode & stat.S_IXOTH for parent in path.resolve().parents)
-    except OSError:
-        return False

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from etfarm.device_agents.runners import answers
+from etfarm.wire.series import little_endian
 
 _VALUE_BYTES: Final = 8
 _PART_COLUMNS: Final = 4
@@ -75,10 +75,7 @@ class GenerateRequest:
 
     def payload(self) -> bytes:
         """Return the command's payload."""
-        ids = array("i", self.context)
-        if sys.byteorder == "big":
-            ids.byteswap()
-        return ids.tobytes()
+        return little_endian(array("i", self.context)).tobytes()
 
     @property
     def max_answer_bytes(self) -> int:
@@ -147,10 +144,7 @@ def read_generated(event: Mapping[str, Any], payload: bytes, request: GenerateRe
         BadAnswer: fields are missing or invalid, or the payload does not have the requested shape.
     """
     repetitions = answers.whole(event, "repetitions", request.repetitions)
-    values = array("q")
-    values.frombytes(payload)
-    if sys.byteorder == "big":
-        values.byteswap()
+    values = little_endian(array("q", payload))
     columns, tokens = request.columns, request.tokens
     if not repetitions or len(values) != repetitions * columns:
         raise answers.BadAnswer(f"{len(values)} values for {repetitions} repetitions of {tokens} tokens")

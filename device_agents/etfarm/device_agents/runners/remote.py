@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sys
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -35,6 +34,7 @@ from etfarm.device_agents.runners.streaming import OnTokens, Streamed, StreamReq
 from etfarm.wire.chunks import Progressed
 from etfarm.wire.errors import error_for
 from etfarm.wire.fixed_numbers import how_to_vary
+from etfarm.wire.series import little_endian
 from etfarm.wire.tensors import BadTensorFile, Scalar, Tensor, Value
 
 PROTOCOL: Final = 1
@@ -462,10 +462,7 @@ def read_samples(payload: bytes) -> array[int]:
         BadAnswer: a time is negative.
         ValueError: the payload ends within a time.
     """
-    samples = array("q")
-    samples.frombytes(payload)
-    if sys.byteorder == "big":
-        samples.byteswap()
+    samples = little_endian(array("q", payload))
     if samples and min(samples) < 0:
         raise answers.BadAnswer("a sample is negative")
     return samples

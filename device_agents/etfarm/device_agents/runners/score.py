@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 from etfarm.device_agents.runners import answers
 from etfarm.wire.generation import SCORE_BYTES, logits_bytes
 from etfarm.wire.language_models import MAX_VOCAB
+from etfarm.wire.series import little_endian
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,7 @@ class ScoreRequest:
 
     def payload(self) -> bytes:
         """Return the command's payload."""
-        ids = array("i", self.tokens)
-        if sys.byteorder == "big":
-            ids.byteswap()
-        return ids.tobytes()
+        return little_endian(array("i", self.tokens)).tobytes()
 
     def max_answer_bytes(self, vocabulary: int) -> int:
         """Return the maximum size of the answer's payload in bytes for a number of logits."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from etfarm.device_agents.runners import answers
+from etfarm.wire.series import little_endian
 
 COMMAND: Final = "stream"
 MAX_TOKENS_OF_EVENT: Final = 256
@@ -54,10 +54,7 @@ class StreamRequest:
 
     def payload(self) -> bytes:
         """Return the command's payload."""
-        ids = array("i", self.context)
-        if sys.byteorder == "big":
-            ids.byteswap()
-        return ids.tobytes()
+        return little_endian(array("i", self.context)).tobytes()
 
 
 @dataclass(frozen=True)

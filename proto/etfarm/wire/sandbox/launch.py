@@ -43,6 +43,11 @@ _PR_CAP_AMBIENT_RAISE: Final = 2
 _CAPABILITY_VERSION_3: Final = 0x20080522
 
 
+def command() -> list[str]:
+    """Return the command line of this program."""
+    return [sys.executable, "-I", "-S", "-B", os.path.abspath(__file__)]  # noqa: PTH100 - pathlib takes milliseconds to load
+
+
 def encode(specification: dict[str, Any]) -> bytes:
     """Return the bytes that this program expects first on stdin.
 

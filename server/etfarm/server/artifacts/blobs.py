@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, BinaryIO, Final, Protocol
 
 from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.wire import digest as digests
+from etfarm.wire.atomic_write import sync
 
 if TYPE_CHECKING:
     from etfarm.server.artifacts.integrity import Integrity
@@ -116,9 +116,9 @@ def settle(path: Path, place: Path) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     path.chmod(0o444)
     # Sync the bytes before the rename.
-    _sync(path)
+    sync(path)
     path.replace(place)
-    _sync(place.parent)
+    sync(place.parent)
 
 
 def write_blob(data: Path, content: bytes) -> common_pb2.Artifact:
@@ -143,11 +143,3 @@ def write_blob(data: Path, content: bytes) -> common_pb2.Artifact:
             part.unlink(missing_ok=True)
             raise
     return artifact
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -36,9 +36,9 @@ from etfarm.server.state.sqlite import merge_log
 from etfarm.server.transfer import rows
 from etfarm.server.transfer.artifacts import Artifacts, BucketArtifacts, Copied, FileArtifacts, copy_artifacts
 from etfarm.server.transfer.database import FarmDatabase, copy_rows, require_this_version
-from etfarm.server.transfer.files import sync_folder
 from etfarm.server.transfer.rows import OnProgress
 from etfarm.wire import digest as digests
+from etfarm.wire.atomic_write import sync
 from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.private import make_private
 
@@ -125,9 +125,9 @@ def back_up(
         database=name, database_sha256=sha256, database_bytes=(folder / name).stat().st_size,
         artifacts=len(kept), artifact_bytes=sum(kept.values()), missing=tuple(missing),
     )  # fmt: skip
-    sync_folder(folder)
+    sync(folder)
     manifest.write(folder)
-    sync_folder(folder)
+    sync(folder)
     _remove_former(folder, name, kept)
     return Done(manifest, copied.new_count, copied.new_bytes, _still_listed(source, missing))
 

@@ -37,8 +37,9 @@ from etfarm.server.state.sqlite import LOGS, merge_log
 from etfarm.server.transfer import rows, untrusted
 from etfarm.server.transfer.artifacts import BucketArtifacts, FileArtifacts, artifacts_of, copy_artifacts, count_missing_bytes
 from etfarm.server.transfer.database import FarmDatabase, begin_copy, copy_rows, stopped
-from etfarm.server.transfer.files import Differs, copy_verified, open_plain, sync_folder
+from etfarm.server.transfer.files import Differs, copy_verified, open_plain
 from etfarm.server.transfer.rows import OnProgress
+from etfarm.wire.atomic_write import sync
 from etfarm.wire.errors import error_for
 
 log = structlog.get_logger()
@@ -107,9 +108,9 @@ def restore(
             copied = replace(marker, database=str(database))
             _restore_rows(target, backup, data, manifest, blobs, new_id, copied, on_progress, without_tokens=without_tokens)
         FarmDatabase(_part_of(data)).clear()
-        sync_folder(data)
+        sync(data)
         (data / RESTORING).unlink()
-        sync_folder(data)
+        sync(data)
     except (BackupDamaged, damage.DatabaseDamaged):
         if blobs is not None and not keep_identity:
             asyncio.run(_leave_bucket(BucketArtifacts(blobs, data), marker.farm_id))

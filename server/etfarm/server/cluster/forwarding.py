@@ -1,10 +1,15 @@
-"""Forwarding of calls to the leading server: bytes pass as they are, in both directions, one message at a time."""
+"""Forwarding of calls to the leading server: bytes pass as they are, in both directions, one message at a time.
+
+Callers take turns to have a message in this process, so that large messages of many calls are not there at the same time.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -17,7 +22,6 @@ from etfarm.server.cluster.errors import NoLeader
 from etfarm.server.cluster.known_tokens import StandbyAuthentication
 from etfarm.server.cluster.leadership import Leader
 from etfarm.server.cluster.links import Link, Links
-from etfarm.server.cluster.turns import Turns
 from etfarm.server.rpc.door.calls import Call
 from etfarm.server.rpc.door.failures import address_of
 from etfarm.server.rpc.door.forwarded import ACCEPTED, KEY, PEER, QUESTION, Forwarded, forwarded_metadata
@@ -45,6 +49,15 @@ _Call = grpc.aio.StreamStreamCall[bytes, bytes]
 _Metadata = tuple[tuple[str, str | bytes], ...]
 _Trailers = tuple[Any, ...]
 _Context = ServicerContext[bytes, bytes]
+AT_ONCE: Final = 4
+"""Number of messages of one owner that are received and passed on at a time."""
+SLOW: Final = 4
+"""Number of further messages of one owner, of those that have taken longer than `SLOW_S`: links may be slow or dead."""
+SLOW_S: Final = 0.5
+ALL: Final = 64
+"""Number of messages of all owners. No account has more than it leaves to others: a half, if it is alone."""
+LIMIT_S: Final = 120.0
+"""Time limit of one message."""
 
 
 class Forwarding:
@@ -344,3 +357,59 @@ def _lost(leader: Leader) -> NoLeader:
         "Try again; another one takes over within seconds.",
         address=leader.address,
     )
+
+
+class Turns:
+    """The turns of all callers. gRPC does not reveal the size of a message before it has been received, so each counts alike."""
+
+    def __init__(self, slow_s: float = SLOW_S, limit_s: float = LIMIT_S) -> None:
+        self._slow_s, self._limit_s = slow_s, limit_s
+        self._all = FairSlots(ALL, keeps_room=True)
+        self._owners: dict[str, asyncio.Semaphore] = {}
+        self._calls: Counter[str] = Counter()
+        self._slow: Counter[str] = Counter()
+
+    @asynccontextmanager
+    async def take(self, owner: str, account: str = "") -> AsyncIterator[None]:
+        """Hold a turn while a message is received and passed on.
+
+        Args:
+            account: who shares the turns of all with other accounts, at all of its addresses; the owner by default.
+
+        Raises:
+            MESSAGE_OVERDUE: it takes too long.
+        """
+        self._calls[owner] += 1
+        turns, is_lent = self._owners.setdefault(owner, asyncio.Semaphore(AT_ONCE)), False
+
+        def lend() -> None:
+            nonlocal is_lent
+            if self._slow[owner] < SLOW:
+                self._slow[owner] += 1
+                is_lent = True
+                turns.release()
+
+        try:
+            await turns.acquire()
+            lending = asyncio.get_running_loop().call_later(self._slow_s, lend)
+            try:
+                async with self._all.take(account or owner), asyncio.timeout(self._limit_s):
+                    yield
+            except TimeoutError:
+                raise error_for(
+                    "MESSAGE_OVERDUE",
+                    f"A message of the call did not arrive within {self._limit_s:g} s.",
+                    "Try again over a faster connection.",
+                    limit_s=self._limit_s,
+                ) from None
+            finally:
+                lending.cancel()
+                if is_lent:
+                    self._slow[owner] -= 1
+                else:
+                    turns.release()
+        finally:
+            self._calls[owner] -= 1
+            if not self._calls[owner]:
+                del self._calls[owner], self._owners[owner]
+                self._slow.pop(owner, None)

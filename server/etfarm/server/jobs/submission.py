@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime
+from typing import Final
 
 from etfarm.server.artifacts.store import Store, artifact_missing
 from etfarm.server.compile.errors import recipe_needs_eager_module
@@ -15,11 +16,11 @@ from etfarm.server.devices.errors import ReservationEnded, ReservationNotFound
 from etfarm.server.devices.reservations import Reservations
 from etfarm.server.devices.scheduling.waiting import open_to
 from etfarm.server.devices.selection import select_devices
+from etfarm.server.jobs import generation
 from etfarm.server.jobs.candidates import validate_methods, validate_program, validate_stages_done
+from etfarm.server.jobs.cells import groups
 from etfarm.server.jobs.cells.limits import check_waiting
 from etfarm.server.jobs.cells.requirements import DeviceLacks
-from etfarm.server.jobs.matrix import MAX_CELLS, build_cells, require_partners, too_many_cells
-from etfarm.server.jobs.measurement_rules import validate_measurement
 from etfarm.server.jobs.model import BadJob as BadJob
 from etfarm.server.workers.fair_slots import FairSlots
 from etfarm.server.workers.pacing import Pace
@@ -30,6 +31,8 @@ from etfarm.wire import digest as digests
 from etfarm.wire import recipes, selectors, stages
 from etfarm.wire.cores import CoresUnknown, choose_cpus, require_cpus
 from etfarm.wire.errors import EtfarmError, Fault, error_for, error_of
+from etfarm.wire.measurement import RANGES
+from etfarm.wire.options import Range
 from etfarm.wire.recipes import Recipe
 
 _LARGE_SPEC = 64 << 10
@@ -41,6 +44,17 @@ _NAMED_DEVICES = 3
 _SMALL_RECIPE = 4096
 _LABEL = 100
 _LABELS = "Give at most 100 printable characters."
+MAX_CELLS = 1000
+"""Maximum number of cells of a job; a larger matrix is better submitted as several jobs."""
+_MAX_REQUESTED: Final = 10_000_000
+"""Maximum number of timed iterations of all runs."""
+_RANGES: Final = {
+    **RANGES,
+    "iterations": Range(1, _MAX_REQUESTED),
+    "max_time_s": Range(0, _MAX_REQUESTED),
+    "max_samples": Range(1, _MAX_REQUESTED),
+}
+"""The ranges of numbers; `iterations` is also limited by the samples that are kept."""
 
 
 class Submission:
@@ -358,3 +372,105 @@ def _check_stored(spec: job_pb2.JobSpec, stored: Mapping[str, int]) -> None:
 def _digests(spec: job_pb2.JobSpec) -> list[str]:
     """Return the distinct digests of a spec; there may be a hundred thousand."""
     return list(dict.fromkeys(artifact.digest for artifact in _artifacts(spec)))
+
+
+def too_many_cells() -> EtfarmError:
+    """Return the error of a matrix that is too large for one job."""
+    return error_for(
+        "TOO_MANY_CELLS", f"The job would have more than {MAX_CELLS} cells.", "Send it as several jobs.", limit=MAX_CELLS
+    )
+
+
+def require_partners(job: job_pb2.Job) -> None:
+    """Raise an error if a job is interleaved and a cell has no other, or too many others, to be interleaved with."""
+    if not job.spec.measurement.interleave:
+        return
+    if len(job.spec.candidates) < 2:
+        raise BadJob(
+            "Interleaving compares candidates, but the job has only one.",
+            "Give a second model or recipe, or leave --interleave out.",
+        )
+    for cells in groups.together(job, job.cells):
+        if len(cells) < 2:
+            alone = cells[0]
+            raise BadJob(
+                f"Only {alone.candidate_name} runs the method {alone.method!r}, so that there is nothing to interleave it with.",
+                "Choose methods that all candidates have with --method.", method=alone.method,
+            )  # fmt: skip
+        if len(cells) > groups.MAX_TOGETHER:
+            raise BadJob(
+                f"{len(cells)} candidates cannot be interleaved: all are in the device's memory at once.",
+                f"Give at most {groups.MAX_TOGETHER}.", limit=groups.MAX_TOGETHER,
+            )  # fmt: skip
+
+
+def build_cells(
+    spec: job_pb2.JobSpec, recipe_names: Sequence[str], choices: Sequence[tuple[int | None, str]]
+) -> Iterator[job_pb2.Cell]:
+    """Yield the cells of a spec without ids.
+
+    Args:
+        recipe_names: the name of each candidate's recipe.
+        choices: index of the device choice and selector, for each cell on the device axis.
+    """
+    for index, candidate in enumerate(spec.candidates):
+        methods = list(spec.methods) or _own_methods(candidate.model)
+        for device_index, selector in choices:
+            compiles_only = device_index is None
+            # A compilation includes all methods, and has no threads; generation measures its methods as one.
+            is_one = compiles_only or spec.measurement.HasField("generation")
+            for method in methods[:1] if is_one else methods:
+                for threads in [None] if compiles_only else spec.threads or [None]:
+                    yield job_pb2.Cell(
+                        candidate_index=index, device_index=device_index, selector=selector, method=method, threads=threads,
+                        candidate_name=candidate.name, recipe_name=recipe_names[index],
+                    )  # fmt: skip
+
+
+def _own_methods(model: job_pb2.Model) -> list[str]:
+    """Return the methods to run if a job names none; those of a ready program are known after its inspection."""
+    return ["forward"] if "forward" in model.methods or not model.methods else sorted(model.methods)
+
+
+def validate_measurement(spec: job_pb2.JobSpec) -> None:
+    """Validate the thread counts, the deadline and the numbers of a job's measurement.
+
+    Raises:
+        BadJob: a value is out of range.
+    """
+    if any(count < 1 for count in spec.threads):
+        raise BadJob(f"`threads` must be at least 1, got {min(spec.threads)}.", "Give --threads 1 or more.")
+    if spec.HasField("timeout_s") and not 0 < spec.timeout_s <= 86_400:
+        raise BadJob(
+            f"`timeout_s` must be above 0 and at most 86,400 (a day), got {spec.timeout_s:g}.",
+            "Give --timeout within this range.",
+        )
+    measurement = spec.measurement
+    for field, value in measurement.ListFields():
+        if (within := _RANGES.get(field.name)) is not None and not within.min <= value <= within.max:
+            raise BadJob(
+                f"`{field.name}` must be {within.min} to {within.max:,}, got {value:g}.",
+                "Choose a value in this range, or leave it out.", field=field.name,
+            )  # fmt: skip
+    if measurement.repeat > 1:
+        _check_repeat(measurement)
+    generation.check_request(spec)
+    repeat = max(1, measurement.repeat)
+    most = measurement.max_samples if measurement.HasField("max_samples") else RANGES["iterations"].max // repeat
+    if measurement.iterations > most:
+        what = f"`iterations` must be at most {most:,}, the samples that a timed pass keeps, got {measurement.iterations:,}."
+        raise BadJob(what, "Choose a lower number, or leave it out.", field="iterations")
+
+
+def _check_repeat(measurement: job_pb2.Measurement) -> None:
+    repeat = measurement.repeat
+    if measurement.interleave:
+        raise BadJob(
+            "`repeat` cannot be combined with `interleave`, which starts each program several times itself.",
+            "Leave one of them out.", field="repeat",
+        )  # fmt: skip
+    if repeat * measurement.max_samples > _MAX_REQUESTED:
+        raise BadJob(
+            f"`max_samples` must be at most {_MAX_REQUESTED // repeat:,} with {repeat} runs, got {measurement.max_samples:,}.",
+            "Choose a lower number, or leave it out.", field="max_samples",
+        )  # fmt: skip

@@ -29,6 +29,7 @@ from etfarm.server.workers.jail import isolation, measures
 from etfarm.server.workers.jail.file_view import SETTINGS, SYSTEM, code_paths
 from etfarm.server.workers.jail.measures import Measure
 from etfarm.wire.channel import parse_addresses
+from etfarm.wire.private import is_open_to_all
 from etfarm.wire.sandbox import bpf, landlock, launch, seccomp
 
 FILES: Final = "files"
@@ -83,7 +84,7 @@ class PageConfinement:
         """
         active = {measure.name for measure in await self.measures() if measure.active}
         process = await asyncio.create_subprocess_exec(
-            *_launcher(), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, pass_fds=files, cwd="/",
+            *launch.command(), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, pass_fds=files, cwd="/",
             env=_environment(folder),
         )  # fmt: skip
         assert process.stdin is not None
@@ -120,7 +121,7 @@ class PageConfinement:
                 ports.append(int(address.text.rpartition(":")[2]))
         has_landlock = FILES in active
         user = self.user if measures.USER in active else None
-        is_closed = user is not None and not all(map(_is_open_to_all, reached))
+        is_closed = user is not None and not all(map(is_open_to_all, reached))
         if is_closed and not has_landlock:
             user = None  # it could read either everything, or not even its own code
         return _specification(
@@ -181,7 +182,7 @@ def _describe(active: set[str], missing: dict[str, str], user: int | None) -> tu
 async def _probe(user: int | None) -> tuple[set[str], dict[str, str]]:
     """Return the measures that work on this host, and why others do not, by their names in `launch`."""
     process = await asyncio.create_subprocess_exec(
-        *_launcher(), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd="/", env=_environment(Path("/"))
+        *launch.command(), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd="/", env=_environment(Path("/"))
     )
     assert process.stdin is not None and process.stdout is not None
     try:
@@ -230,21 +231,7 @@ def _limit(which: int, limit: int) -> tuple[int, int]:
     return which, limit if own == resource.RLIM_INFINITY else min(limit, own)
 
 
-def _launcher() -> list[str]:
-    return [sys.executable, "-I", "-S", "-B", str(Path(launch.__file__).absolute())]
-
-
 def _environment(folder: Path) -> dict[str, str]:
     """Return the page's environment: nothing of the server's but what Python needs, and its own folder."""
     kept = {name: os.environ[name] for name in isolation.KEPT_VARIABLES if name in os.environ}
     return kept | {"HOME": str(folder), "TMPDIR": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
-
-
-def _is_open_to_all(path: Path) -> bool:
-    """Return whether every user may read a file or folder, and reach it."""
-    try:
-        mode = path.stat().st_mode
-        required = stat.S_IROTH | stat.S_IXOTH if stat.S_ISDIR(mode) else stat.S_IROTH
-        return mode & required == required and all(parent.stat().st_mode & stat.S_IXOTH for parent in path.resolve().parents)
-    except OSError:
-        return False

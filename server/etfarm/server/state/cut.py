@@ -24,7 +24,7 @@ def shorten(text: str, most: int) -> str:
 def cut(message: Message, characters: int, entries: int = ENTRIES) -> None:
     """Cut every text of a message to `characters` characters, and every list and map to `entries` entries, recursively."""
     for field, value in message.ListFields():
-        if _is_map(field):
+        if is_map(field):
             _cut_map(value, characters, entries)
         elif field.is_repeated:
             del value[entries:]
@@ -57,5 +57,6 @@ def fit(message: Message, most_bytes: int) -> None:
         cut(message, characters, entries)
 
 
-def _is_map(field: FieldDescriptor) -> bool:
+def is_map(field: FieldDescriptor) -> bool:
+    """Return whether a field of a message is a map."""
     return bool(field.message_type is not None and field.message_type.GetOptions().map_entry)

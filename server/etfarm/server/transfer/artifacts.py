@@ -199,7 +199,7 @@ class BucketArtifacts:
             BlobsUnavailable: the bucket's server failed.
         """
         async with source.file(digest, size_bytes) as path:
-            if await asyncio.to_thread(_sha256_of, path) != digest:
+            if await asyncio.to_thread(digests.of_file, path) != digest:
                 raise Differs
             await self.bucket.put(key_of(digest), path)
         hasher = hashlib.sha256()
@@ -222,11 +222,6 @@ def artifacts_of(location: BucketLocation | None, blobs: Path, scratch: Path) ->
         scratch: folder for artifacts on their way to another bucket.
     """
     return FileArtifacts(blobs) if location is None else BucketArtifacts(location, scratch)
-
-
-def _sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass

@@ -118,12 +118,3 @@ def link_or_copy(source: Path, target: Path, digest: str, size_bytes: int) -> No
             raise
         except OSError:  # another file system, or one without links
             copy_verified(reader, target, digest, size_bytes)
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,22 +6,25 @@ Loads neither torch nor numpy. Nothing here blocks the event loop.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
 from etfarm.server.workers import output_files
 from etfarm.server.workers.child_pool import URGENT, ChildPool, Finished, delete
 from etfarm.server.workers.errors import WorkersDown
 from etfarm.server.workers.fair_slots import FairSlots
-from etfarm.server.workers.forkserver_process import ForkserverProcess, find_cgroup_place
 from etfarm.server.workers.jail import isolation
 from etfarm.server.workers.jail.isolation import Jail, JailOptions
 from etfarm.server.workers.limits import Limits
-from etfarm.server.workers.ordered_process import Ends
+from etfarm.server.workers.ordered_process import Ends, OrderedProcess
 from etfarm.wire.sandbox import cgroups, namespaces
 
 __all__ = ["Finished", "Workers"]
@@ -162,3 +165,38 @@ class Workers(ChildPool):
         if server is None:
             server = self._servers[preload] = ForkserverProcess(self._folder, preload, self._options)
         return server
+
+
+class ForkserverProcess(OrderedProcess):
+    """A running forkserver process.
+
+    Args:
+        folder: existing folder that contains the children's folders; children only see their own.
+        preload: `module` to import or `module:function` to call before the forkserver serves.
+        options: options of the children's jail.
+    """
+
+    def __init__(self, folder: Path, preload: Sequence[str], options: JailOptions) -> None:
+        home = folder / "home"
+        hidden = [str(path) for path in (folder, *options.hidden)]
+        visibility = json.dumps({"hidden": hidden, "readable": [str(path) for path in options.readable]})
+        super().__init__(
+            "forkserver",
+            "etfarm.server.workers.child.forkserver",
+            [visibility, *preload],
+            home,
+            isolation.clean_environment(home),
+        )
+
+    def order(self, task: str, folder: Path, limits: Limits, jail: Jail) -> Ends:
+        """Order a child, as `send_order`."""
+        return self.send_order({"task": task, "folder": str(folder), "limits": asdict(limits), "jail": asdict(jail)})
+
+
+@cache
+def find_cgroup_place() -> cgroups.Place | None:
+    """Return the cgroup in which this process can limit its children's trees, or None; cached for the process's lifetime."""
+    place = cgroups.find_place()
+    if place is not None:
+        atexit.register(cgroups.leave, place)
+    return place

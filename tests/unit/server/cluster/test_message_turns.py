@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from etfarm.server.cluster.turns import ALL, AT_ONCE, SLOW, Turns
+from etfarm.server.cluster.forwarding import ALL, AT_ONCE, SLOW, Turns
 from tests.support.refusals import refuses
 
 LONG_S = 3600.0

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from etfarm.server.devices.directory import MAX_LABELS
 from etfarm.server.devices.errors import DeviceNotFound
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.session import AgentSession
-from etfarm.server.devices.settings import MAX_LABELS
 from etfarm.server.state.engine import Database
 from etfarm.v1.device_pb2 import DeviceDrain, DeviceState
 from etfarm.wire import selectors

@@ -16,8 +16,7 @@ from sqlalchemy import Connection
 from etfarm.server.access.tokens import Credential
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells import groups
-from etfarm.server.jobs.matrix import MAX_CELLS
-from etfarm.server.jobs.submission import BadJob
+from etfarm.server.jobs.submission import MAX_CELLS, BadJob
 from etfarm.server.rpc.door import caller
 from etfarm.v1.common_pb2 import ROLE_USER, Principal
 from etfarm.v1.device_pb2 import Cluster, Device

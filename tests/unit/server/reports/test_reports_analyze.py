@@ -17,7 +17,7 @@ from etfarm.server.reports import analyze as analyze_module
 from etfarm.server.reports.analyze import analyze, prewarm
 from etfarm.server.reports.latency.samples import Block
 from etfarm.server.reports.request import AnalyzeRequest, CalledMethod, Calls, Further
-from etfarm.server.workers.channel.child_output import stage_of
+from etfarm.server.workers.channel.attendance import stage_of
 from etfarm.v1 import report_pb2
 from etfarm.wire import tensors
 from etfarm.wire.shared_state import PREFIX

@@ -15,8 +15,8 @@ from etfarm.server.artifacts.errors import DiskFull
 from etfarm.server.artifacts.room import Room
 from etfarm.server.artifacts.store import Store
 from etfarm.server.retention.collection import ArtifactCollection
+from etfarm.server.retention.parts import DiskRelief
 from etfarm.server.retention.references import References
-from etfarm.server.retention.relief import DiskRelief
 from etfarm.server.state.backup_lock import BackupLock, BackupRunning
 from etfarm.server.state.engine import Database
 from etfarm.v1.common_pb2 import Artifact

@@ -15,10 +15,9 @@ from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.devices.health import baseline, standing
 from etfarm.server.devices.health.records import HealthRecords
 from etfarm.server.devices.health.standing import HealthPolicy, Standing
-from etfarm.server.devices.health.weights import weight_of
 from etfarm.server.state.engine import Database
 from etfarm.v1.device_pb2 import Device, HealthEvent, HealthEventKind, HealthRun, HealthState
-from etfarm.wire.errors import EtfarmError
+from etfarm.wire.errors import EtfarmError, Fault
 from etfarm.wire.escapes import in_a_line
 
 log = structlog.get_logger()
@@ -33,6 +32,28 @@ _MAX_MESSAGE: Final = 500
 """Maximum length of an event's message, which may be an agent's or a command's text."""
 _WRITTEN_S: Final = 5.0
 """Maximum time for which a reader waits until changes are written: a database may be away for long."""
+DEFAULT_WEIGHT: Final = 1.0
+"""Weight of a device fault whose reason has none of its own."""
+
+LOST_WEIGHT: Final = 0.3
+"""Weight of an attempt whose agent or link was lost: that happens to a board with a good processor, too."""
+
+WEIGHTS: Final = {
+    # The runner fails without any program.
+    "DEVICE_SELF_TEST_FAILED": 1.5,
+    "ATTEMPT_LOST": LOST_WEIGHT,
+    "DEVICE_GONE": LOST_WEIGHT,
+    "SESSION_LOST": LOST_WEIGHT,
+    "TRANSFER_TIMED_OUT": LOST_WEIGHT,
+    # The server and the agent disagreed for a moment on what runs; nothing failed.
+    "DEVICE_BUSY": 0.0,
+    "DEVICE_OFFLINE": 0.0,
+    "DEVICE_UNKNOWN": 0.0,
+}
+
+FREE_CAUSES: Final = frozenset({"stopped", "server-restart"})
+"""Causes of a lost attempt, as its metadata `cause` has them, that say nothing about the device: its agent was stopped on
+purpose, or the server itself was away and cannot know when the agent left."""
 
 
 @dataclass(frozen=True)
@@ -277,3 +298,10 @@ def _line(text: str) -> str:
     """Return a text of an agent or a command for one line, shortened."""
     line = in_a_line(text.strip())
     return line if len(line) <= _MAX_MESSAGE else f"{line[: _MAX_MESSAGE - 1]}…"
+
+
+def weight_of(error: EtfarmError) -> float:
+    """Return how much an error counts against the device; 0 for a fault of the user or of the farm."""
+    if error.fault is not Fault.DEVICE or error.metadata.get("cause") in FREE_CAUSES:
+        return 0.0
+    return WEIGHTS.get(error.reason, DEFAULT_WEIGHT)

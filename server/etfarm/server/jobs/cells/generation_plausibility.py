@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from etfarm.v1 import agent_pb2, common_pb2, generation_pb2
 from etfarm.wire import flows
 from etfarm.wire.generation import SCORE_BYTES, TIME_BYTES, TOKEN_BYTES, logits_bytes
 from etfarm.wire.language_models import MAX_VOCAB
+from etfarm.wire.series import little_endian
 
 MAX_TRACED: Final = 1_000
 """Maximum number of traced iterations of a method."""
@@ -162,9 +162,7 @@ def _check_score(generated: agent_pb2.GenerationResult, plan: generation_pb2.Gen
         raise BadGenerationResult(
             f"it has {score.vocabulary:,} logits for a token, but the model's vocabulary has {vocabulary:,}"
         )
-    values = array("f", _read_bytes(score.values, size_bytes, "scores of tokens", path))
-    if sys.byteorder == "big":
-        values.byteswap()
+    values = _read(score.values, "f", size_bytes, "scores of tokens", path)
     best = array("i", values[score.tokens : 2 * score.tokens].tobytes())
     # A sum is NaN or infinite only if a value is: float32 cannot overflow its 64 bits. Minus infinity alone is possible.
     if math.isnan(total := sum(values[: score.tokens])) or total > 0 or max(values[: score.tokens]) > 0:
@@ -202,14 +200,7 @@ def _check_parts(generated: agent_pb2.GenerationResult, plan: generation_pb2.Gen
 
 def _read(artifact: common_pb2.Artifact, kind: str, size_bytes: int, what: str, path: Callable[[str], Path]) -> array[int]:
     """Return the values of an artifact, whose size is checked before it is read."""
-    values = array(kind, _read_bytes(artifact, size_bytes, what, path))
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values
-
-
-def _read_bytes(artifact: common_pb2.Artifact, size_bytes: int, what: str, path: Callable[[str], Path]) -> bytes:
     file = path(artifact.digest)
     if file.stat().st_size != size_bytes:
         raise BadGenerationResult(f"its {what} have {file.stat().st_size:,} bytes instead of {size_bytes:,}")
-    return file.read_bytes()
+    return little_endian(array(kind, file.read_bytes()))

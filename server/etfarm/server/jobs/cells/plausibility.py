@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from etfarm.server.jobs.cells import generation_plausibility
 from etfarm.v1 import agent_pb2, common_pb2, generation_pb2, job_pb2, report_pb2
 from etfarm.wire import digest as digests
 from etfarm.wire.errors import DeviceError
+from etfarm.wire.series import little_endian
 from etfarm.wire.words import word_of
 
 MAX_SAMPLES: Final = 1_000_000
@@ -251,9 +251,7 @@ def _check_samples(result: agent_pb2.CandidateResult, plan: Plan, path: Path) ->
     # In pieces, since each call that goes over all samples blocks the event loop's thread.
     with path.open("rb") as file:
         while data := file.read(_PIECE_BYTES):
-            samples = array("q", data)
-            if sys.byteorder == "big":
-                samples.byteswap()
+            samples = little_endian(array("q", data))
             if (smallest := min(samples)) < 0:
                 raise ImplausibleResult("a sample is negative")
             total_ns += sum(samples)

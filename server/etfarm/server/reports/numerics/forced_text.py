@@ -16,6 +16,7 @@ from etfarm.server.reports.request import Scores
 from etfarm.v1 import report_pb2
 from etfarm.wire import generation
 from etfarm.wire.errors import error_for
+from etfarm.wire.series import little_endian
 from etfarm.wire.sqnr import ratio_db
 
 _PART_OF_TIME: Final = 0.7
@@ -149,8 +150,7 @@ def _fill_generated(target: report_pb2.GenerationReference, scores: Scores, mode
     if scores.generated is None:
         return True
     tokens = array("i", scores.generated.read_bytes()[: 4 * scores.generated_skipped + 4 * scores.generated_tokens])
-    if sys.byteorder == "big":
-        tokens.byteswap()
+    tokens = little_endian(tokens)
     text = tokens[scores.generated_skipped :].tolist()
     context = generation.draw_tokens(scores.seed, scores.vocab_size, scores.context).tolist()
     model.reset()

@@ -21,17 +21,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
 from etfarm.server.graphs.sources import Source
 from etfarm.server.reports.latency import slow_group
-from etfarm.server.reports.trace import timeline
 from etfarm.server.reports.trace.estimate import Estimator
 from etfarm.server.reports.trace.etdump import Call, Kernel, Spans, Times, Trace
 from etfarm.server.reports.trace.graph import Instruction, Origin, Record, base_name
-from etfarm.server.reports.trace.timeline import Place
 from etfarm.v1 import compile_pb2, report_pb2
 from etfarm.wire import timings, views
 
@@ -47,6 +46,8 @@ UNKNOWN_DELEGATE: Final = "delegate"
 
 _UNMATCHED: Final = Origin(reason="")
 """The origin of a kernel without one: its delegate's row says why, once for all of them."""
+Place = tuple[float, float]
+"""Start relative to the start of the method, and duration; ns."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class _Rows:
         if spans is None:
             return None
         place = float(spans.starts_ns[self.shown]), float(spans.durations_ns[self.shown])
-        return place if timeline.within(place, self._whole) else None
+        return place if within(place, self._whole) else None
 
     def add(
         self,
@@ -225,7 +226,7 @@ class _Rows:
         means = [self.estimator.mean(times) for times in raised]
         shares, rest = _split(means, self.estimator.mean(call.times_ns), share)
         spans = [kernel.spans for kernel in call.kernels]
-        places, reconstructed = timeline.lay([self.place(span) for span in spans], whole, has_starts=resolution is None)
+        places, reconstructed = lay([self.place(span) for span in spans], whole, has_starts=resolution is None)
         roundings = [
             self.estimator.rounding_error(kernel.times_ns, resolution) if resolution and mean > 0 else None
             for kernel, mean in zip(call.kernels, means, strict=True)
@@ -340,3 +341,33 @@ def _smallest(times: Sequence[Times]) -> float:
     """Return the smallest positive time, an upper bound of the clock's resolution; 1 ns if all times are 0."""
     values = np.concatenate(times)
     return float(values[values > 0].min()) if (values > 0).any() else 1.0
+
+
+def within(inner: Place, outer: Place) -> bool:
+    """Return whether `inner` neither starts before `outer` nor ends after it."""
+    return inner[0] >= outer[0] and inner[0] + inner[1] <= outer[0] + outer[1]
+
+
+def lay(kernels: Sequence[Place | None], delegate: Place | None, *, has_starts: bool) -> tuple[list[Place | None], bool]:
+    """Return the positions of a delegate's kernels, and whether their starts are reconstructed.
+
+    They are reconstructed if the backend reports no starts (`has_starts` is False) or impossible ones: a kernel that overlaps
+    another or lies outside of the delegate. The kernels are then placed one after the other from the delegate's start, each
+    shortened in proportion if, by rounding, they take longer together than the delegate.
+    """
+    known = [kernel for kernel in kernels if kernel is not None]
+    if delegate is None or len(known) < len(kernels):
+        return [None] * len(kernels), False
+    disjoint = all(earlier[0] + earlier[1] <= later[0] for earlier, later in pairwise(known))
+    if has_starts and disjoint and all(within(kernel, delegate) for kernel in known):
+        return [*known], False
+    total = sum(duration for _, duration in known)
+    scale = min(1.0, delegate[1] / total) if total > 0 else 1.0
+    places: list[Place | None] = []
+    # Integer nanoseconds add up exactly.
+    at, end = delegate[0], delegate[0] + delegate[1]
+    for _, duration in known:
+        length = float(int(min(duration * scale, end - at)))
+        places.append((at, length))
+        at += length
+    return places, True

@@ -1,14 +1,21 @@
-"""The report's profile and operator rows of a traced pass, from those of its files that can be read."""
+"""The report's profile and operator rows of a traced pass, from those of its files that can be read.
+
+The data flow between rows comes from the edge graph of the ETRecord. Operators without a row, such as a relu that a backend fused
+into a convolution or a view without cost, forward their inputs.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Final
 
 import numpy as np
 
+from etfarm.server.graphs.origins import Operator
 from etfarm.server.reports.request import AnalyzeRequest
-from etfarm.server.reports.trace import attribution, dataflow, etdump, graph, join, provenance
+from etfarm.server.reports.trace import attribution, etdump, graph, join, provenance
+from etfarm.server.reports.trace.graph import base_name
 from etfarm.v1 import report_pb2
 
 Warn = Callable[[str, str], None]
@@ -19,6 +26,8 @@ SaveTimes = Callable[[Sequence[Sequence[int]]], None]
 
 _NO_LINES = "The rows have no modules and no source lines."
 _NO_ROWS = "There are no operators."
+MOST_INPUTS: Final = 64
+"""Maximum number of rows that one row or value is traced back to."""
 
 
 def fill(report: report_pb2.Report, request: AnalyzeRequest, warn: Warn, save_times: SaveTimes) -> None:
@@ -80,7 +89,7 @@ def fill(report: report_pb2.Report, request: AnalyzeRequest, warn: Warn, save_ti
     # The process of the last run traced, and processes of one program differ.
     _fill_cost(report.profile, report.runs[-1] if report.runs else report.latency)
     report.operators.extend(joined.operators)
-    dataflow.connect(report.operators, record.operators)
+    connect(report.operators, record.operators)
     save_times(joined.times_ns)
 
 
@@ -137,3 +146,47 @@ def _record(request: AnalyzeRequest, program: provenance.Program, warn: Warn) ->
         warn("ANALYSIS_ETRECORD_OF_ANOTHER_EXPORT", f"The ETRecord is of another export: {misfit}. {_NO_LINES}")
         return graph.Record()
     return record
+
+
+def connect(rows: Sequence[report_pb2.OperatorRow], operators: Sequence[Operator]) -> None:
+    """Set `input_rows` of each row.
+
+    Args:
+        rows: in the order of execution, with their debug handles.
+        operators: the operators of the edge graph, in the graph's order.
+    """
+    candidates = _by_handle(rows)
+    producers: dict[Hashable, frozenset[int]] = {}
+    """By value: the rows that it comes from."""
+    inputs: dict[int, set[int]] = {}
+    for operator in operators:
+        sources = _first(index for value in operator.takes for index in producers.get(value, ()))
+        owners = _owners(operator, candidates)
+        # An operator that became several kernels passes its inputs through all of them.
+        for row in owners:
+            inputs.setdefault(row.index, set()).update(source for source in sources if source < row.index)
+            sources = frozenset((row.index,))
+        producers.update(dict.fromkeys(operator.gives, sources))
+    for row in rows:
+        row.input_rows.extend(sorted(inputs.get(row.index, ()))[:MOST_INPUTS])
+
+
+def _first(indexes: Iterable[int]) -> frozenset[int]:
+    return frozenset(sorted(set(indexes))[:MOST_INPUTS])
+
+
+def _by_handle(rows: Sequence[report_pb2.OperatorRow]) -> dict[int, list[report_pb2.OperatorRow]]:
+    """Return the rows of each debug handle, in order; a delegate's own row only if no kernel of it has handles."""
+    attributed = {row.parent for row in rows if row.HasField("parent") and row.debug_handles}
+    by_handle: dict[int, list[report_pb2.OperatorRow]] = {}
+    for row in rows:
+        if row.kind != report_pb2.OPERATOR_KIND_REST and row.index not in attributed:
+            for handle in row.debug_handles:
+                by_handle.setdefault(handle, []).append(row)
+    return by_handle
+
+
+def _owners(operator: Operator, candidates: dict[int, list[report_pb2.OperatorRow]]) -> list[report_pb2.OperatorRow]:
+    """Return the rows that execute an operator, in order: those of its handle that have its type."""
+    rows = {row.index: row for handle in operator.handles for row in candidates.get(handle, ())}
+    return [row for _, row in sorted(rows.items()) if any(base_name(name) == operator.name for name in row.op_types)]

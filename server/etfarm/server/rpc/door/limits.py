@@ -16,6 +16,7 @@ from typing import Any, Final
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
+from etfarm.server.state.cut import is_map
 from etfarm.wire import digest, selectors
 from etfarm.wire.errors import UserError
 from etfarm.wire.samples import MAX_SAMPLES
@@ -295,7 +296,7 @@ def _rules(descriptor: Descriptor) -> dict[int, Rule]:
 
 def _rule(field: FieldDescriptor) -> Rule:
     if field.is_repeated:
-        return _rule_of_map(field) if _is_map(field) else _rule_of_list(field)
+        return _rule_of_map(field) if is_map(field) else _rule_of_list(field)
     if field.message_type is not None:
         return lambda value: [value]
     single = _rule_of_scalar(field)
@@ -396,7 +397,3 @@ def exceeded(name: str, limit: Limit, unit: str, got: int) -> LimitExceeded:
     what = f"`{name}`" if entry is None else f"A {entry[3]} of `{entry[1]}.{re.sub(r'(?<!^)(?=[A-Z])', '_', entry[2]).lower()}`"
     message = f"{what} must have at most {limit.most:,} {unit}, got {got:,}."
     return LimitExceeded(message, limit.remedy or "Send less.", reason=limit.reason, field=name, limit=limit.most, got=got)
-
-
-def _is_map(field: FieldDescriptor) -> bool:
-    return bool(field.message_type is not None and field.message_type.GetOptions().map_entry)

@@ -1,4 +1,9 @@
-"""AgentService: a stream for each connected agent, enrolment, and agent identities."""
+"""AgentService: a stream for each connected agent, enrolment, and agent identities.
+
+A program may print anything, and its errors quote it, so over-long texts are cut, lest one program's output affect other devices
+and runs. A result that is still too large becomes a device error, since the agent would otherwise resend it forever. Other
+messages that are too large are dropped.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -21,15 +27,16 @@ from etfarm.server.devices.session import HEARTBEAT_INTERVAL_S, AgentSession
 from etfarm.server.devices.upgrades import Upgrades
 from etfarm.server.devices.wheels import AgentWheel
 from etfarm.server.rpc.door.caller import caller
+from etfarm.server.rpc.door.limits import LIMITS, LimitExceeded, check, shorten
 from etfarm.server.rpc.door.roles import ADMIN
 from etfarm.server.rpc.services.artifacts import holder_of
 from etfarm.server.rpc.services.enrolment import Enrolment
 from etfarm.server.rpc.services.protocol import version_with
-from etfarm.server.rpc.services.salvage import Salvaged
 from etfarm.server.sessions.sessions import Sessions
 from etfarm.server.state.paging import page_of
 from etfarm.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 from etfarm.wire.errors import error_for
+from etfarm.wire.status import to_proto
 
 log = structlog.get_logger()
 
@@ -228,3 +235,48 @@ def _in_range(name: str, value: float, least: float, most: float) -> float:
     if not least <= value <= most:
         raise error_for("BAD_UPGRADE", f"`{name}` must be {least:g} to {most:g} seconds, got {value:g}.", field=name, got=value)
     return value
+
+
+class Salvaged:
+    """The messages of an agent, with refused ones shortened or replaced where possible; a refused Hello raises."""
+
+    def __init__(self, messages: AsyncIterator[Any]) -> None:
+        self._messages = aiter(messages)
+
+    def __aiter__(self) -> Salvaged:
+        return self
+
+    async def __anext__(self) -> Any:
+        while True:
+            try:
+                return await anext(self._messages)
+            except LimitExceeded as error:
+                message = error.refused
+                if message is None or (isinstance(message, agent_pb2.AgentMessage) and message.HasField("hello")):
+                    raise
+                log.warning("an agent's message is too large", kind=message.DESCRIPTOR.name, why=error.message)
+                if (salvaged := _shortened(message, error)) is not None:
+                    return salvaged
+
+
+def _shortened(message: Any, error: LimitExceeded) -> Any:
+    shorten(message)
+    if message.WhichOneof("message" if isinstance(message, agent_pb2.AgentMessage) else "reply") == "run_progress":
+        del message.run_progress.log_lines[LIMITS["RunProgress.log_lines"].most :]
+    try:
+        check(message)
+    except LimitExceeded:
+        return _failed_result(message, error)
+    return message
+
+
+def _failed_result(message: Any, error: LimitExceeded) -> Any:
+    """Return a result with the reason of the refusal in place of the refused result; None for other messages."""
+    if isinstance(message, agent_pb2.SessionReply):
+        raise error
+    if not message.HasField("run_result"):
+        return None
+    result = message.run_result
+    why = error_for("RESULT_TOO_LARGE", f"The agent's result was refused: {error.message}", "Update the agent.", **error.metadata)
+    failed = agent_pb2.RunResult(attempt_id=result.attempt_id, device_id=result.device_id, error=to_proto(why))
+    return agent_pb2.AgentMessage(run_result=failed)

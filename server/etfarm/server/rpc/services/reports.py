@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from google.protobuf.descriptor import EnumDescriptor
@@ -16,12 +16,13 @@ from etfarm.server.jobs.records.tags import Tags
 from etfarm.server.jobs.revision import Revision
 from etfarm.server.rpc.door.caller import caller, require_owner, scope
 from etfarm.server.rpc.door.roles import ADMIN
-from etfarm.server.rpc.services.comparing import compare
 from etfarm.server.state.paging import PAGE_SIZES, page_size, page_start
 from etfarm.v1 import comparison_pb2, job_pb2, report_pb2, report_service_pb2_grpc
 from etfarm.v1.report_pb2 import OperatorGrouping, OperatorSort
-from etfarm.wire import selectors, views
-from etfarm.wire.report import report_json
+from etfarm.wire import comparison, selectors, views
+from etfarm.wire.comparison import Side
+from etfarm.wire.errors import error_for
+from etfarm.wire.report import job_json, report_json
 from etfarm.wire.words import word_of
 
 _PAGE_OF_OPERATORS: Final = 100, 1000
@@ -35,6 +36,11 @@ _ORDERS: Final[dict[str, Callable[[_Row], Any]]] = {
     "order": lambda row: row["index"],
 }
 """Sort keys of single operators. They contain no other operators, so `total` sorts as `own` does."""
+MAX_BYTES: Final = 60 << 20
+"""Maximum size of a comparison, which must fit into a message of 64 MiB."""
+
+
+Selected = tuple[job_pb2.Job, Sequence[report_pb2.Report], str | None]
 
 
 class ReportService(report_service_pb2_grpc.ReportServiceServicer):
@@ -157,3 +163,55 @@ def _limit_page(answer: report_pb2.ListOperatorsResponse, start: int, count: int
     if start + count_on_page < count:
         answer.next_page_token = str(start + count_on_page)
     return answer
+
+
+async def compare(
+    journal: Journal, request: comparison_pb2.CompareRequest, version: str, scope: Scope
+) -> comparison_pb2.CompareResponse:
+    """Return the comparison of two jobs.
+
+    Args:
+        version: version of this server, for the jobs' JSON.
+        scope: the projects that the caller sees.
+
+    Raises:
+        JOB_NOT_FOUND, REPORT_NOT_FOUND, NothingToCompare: see ReportService.Compare.
+    """
+    base = await _select(journal, request.base, version, scope)
+    candidate = await _select(journal, request.candidate, version, scope)
+    # Hundreds of reports have several hundred thousand operators.
+    return await asyncio.to_thread(_answer, base, candidate)
+
+
+async def _select(journal: Journal, reference: str, version: str, scope: Scope) -> Selected:
+    name, choice = comparison.split_choice(reference)
+    job = await journal.get(name, scope)
+    job.server_version = version
+    return job, await _reports(journal, job.id), choice
+
+
+async def _reports(journal: Journal, job_id: str) -> Sequence[report_pb2.Report]:
+    """Return all reports of a job, which are read page by page."""
+    of_job: list[report_pb2.Report] = []
+    start: int | None = 0
+    while start is not None:
+        reports, start = await journal.reports.page(job_id, start=start)
+        of_job += reports
+    return of_job
+
+
+def _answer(base: Selected, candidate: Selected) -> comparison_pb2.CompareResponse:
+    message = comparison.compare(_side(*base), _side(*candidate))
+    if (size := message.ByteSize()) > MAX_BYTES:
+        raise error_for(
+            "COMPARISON_TOO_LARGE",
+            f"The comparison must have at most {MAX_BYTES:,} bytes, got {size:,}.",
+            "Compare a cell at a time: write JOB#0 and JOB#0.",
+            limit=MAX_BYTES,
+            got=size,
+        )
+    return comparison_pb2.CompareResponse(comparison=message)
+
+
+def _side(job: job_pb2.Job, reports: Sequence[report_pb2.Report], choice: str | None) -> Side:
+    return Side([report_json(report) for report in reports], job_json(job), None, choice)

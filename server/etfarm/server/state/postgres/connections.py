@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from threading import Event
+from threading import Event, Lock
 from typing import Any, Final
 
 import psycopg
@@ -16,9 +16,9 @@ from sqlalchemy import Connection, create_engine, event
 from sqlalchemy.pool import NullPool
 
 from etfarm.server.state.database_url import BadDatabaseUrl, DatabaseUrl
+from etfarm.server.state.engine import ConnectionCounts
 from etfarm.server.state.postgres.bounded import BoundedConnection
 from etfarm.server.state.postgres.failures import driver_error, is_loss, refused, unavailable
-from etfarm.server.state.postgres.tally import Tally
 from etfarm.wire.retry_backoff import retry_backoff
 
 _STATEMENT_S: Final = 10.0, 60.0
@@ -194,3 +194,46 @@ def _parameters(url: DatabaseUrl, statement_s: float, connect_s: int) -> dict[st
     )
     options = f"{options} {of_url.get('options') or ''}".strip()
     return {**_DEFAULTS, "connect_timeout": connect_s, **of_url, "client_encoding": "utf8", "options": options}
+
+
+class Tally:
+    """The counts of all connections of a database."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._open = self._opened = self._lost = self._round_trips = 0
+        self._unavailable_s = 0.0
+        self._unavailable_since_s: float | None = None
+
+    def add_round_trip(self) -> None:
+        """Count a message to the server that is answered."""
+        with self._lock:
+            self._round_trips += 1
+
+    def on_opened(self) -> None:
+        """Count a connection, with which the server is back."""
+        with self._lock:
+            self._open += 1
+            self._opened += 1
+            self._unavailable_s = self._measure_unavailable_s()
+            self._unavailable_since_s = None
+
+    def on_refused(self) -> None:
+        """Count the time from now on until a connection opens."""
+        with self._lock:
+            if self._unavailable_since_s is None:
+                self._unavailable_since_s = time.monotonic()
+
+    def on_closed(self, *, is_lost: bool) -> None:
+        """Count the end of a connection."""
+        with self._lock:
+            self._open -= 1
+            self._lost += is_lost
+
+    def counts(self) -> ConnectionCounts:
+        """Return the counts until now."""
+        with self._lock:
+            return ConnectionCounts(self._open, self._opened, self._lost, self._round_trips, self._measure_unavailable_s())
+
+    def _measure_unavailable_s(self) -> float:
+        return self._unavailable_s + (0.0 if self._unavailable_since_s is None else time.monotonic() - self._unavailable_since_s)

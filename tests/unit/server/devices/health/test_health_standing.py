@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etfarm.server.devices.health import standing
+from etfarm.server.devices.health.book import weight_of
 from etfarm.server.devices.health.standing import (
     GOOD,
     QUARANTINED,
@@ -18,7 +19,6 @@ from etfarm.server.devices.health.standing import (
     Standing,
     policy_of,
 )
-from etfarm.server.devices.health.weights import weight_of
 from etfarm.wire.errors import DeviceError, FarmError, UserError, error_of
 from etfarm.wire.errors import Fault as Party
 from tests.support.refusals import refuses

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from etfarm.server.graphs.origins import Operator
-from etfarm.server.reports.trace import dataflow
+from etfarm.server.reports.trace import profile
 from etfarm.server.reports.trace.attribution import attribute
 from etfarm.server.reports.trace.graph import base_name
 from etfarm.server.reports.trace.join import join
@@ -38,7 +38,7 @@ def test_an_operator_without_a_row_passes_its_inputs_on() -> None:
         _operator(3, "convolution", "b", "c"),
         _operator(4, "add", "b c", "y"),
     ]
-    dataflow.connect(rows, operators)
+    profile.connect(rows, operators)
     assert [list(row.input_rows) for row in rows] == [[], [0], [0, 1]]
 
 
@@ -60,14 +60,14 @@ def test_a_delegates_row_stands_for_its_operators_only_if_its_kernels_are_not_at
         _operator(3, "relu", "b", "c"),
         _operator(4, "argmax", "c", "y"),
     ]
-    dataflow.connect(rows, operators)
+    profile.connect(rows, operators)
     assert [list(row.input_rows) for row in rows] == expected
 
 
 def test_kernels_of_one_operator_follow_each_other_and_no_row_takes_a_later_one() -> None:
     rows = [_row(index, "KERNEL", [1], "aten.cat.default") for index in range(2)] + [_row(2, "KERNEL", [2], "aten.relu.default")]
     backwards = [_operator(2, "relu", "x", "a"), _operator(1, "cat", "a", "b")]
-    dataflow.connect(rows, backwards)
+    profile.connect(rows, backwards)
     assert [list(row.input_rows) for row in rows] == [[], [0], []]
 
 
@@ -76,14 +76,14 @@ def test_a_row_lists_no_more_inputs_than_the_contract_allows() -> None:
     rows.append(_row(200, "OPERATOR", [201], "aten.cat.default"))
     operators = [_operator(index + 1, "relu", "x", f"v{index}") for index in range(200)]
     operators.append(_operator(201, "cat", " ".join(f"v{index}" for index in range(200)), "y"))
-    dataflow.connect(rows, operators)
-    assert list(rows[-1].input_rows) == list(range(dataflow.MOST_INPUTS))
+    profile.connect(rows, operators)
+    assert list(rows[-1].input_rows) == list(range(profile.MOST_INPUTS))
 
 
 def _connected(name: str) -> list[report_pb2.OperatorRow]:
     trace, program, record = read(name)
     rows = list(join(trace, record, program, traced(name).method, attribute(trace, program, record).kernels).operators)
-    dataflow.connect(rows, record.operators)
+    profile.connect(rows, record.operators)
     return rows
 
 

@@ -11,11 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etfarm.server.reports.trace import timeline
 from etfarm.server.reports.trace.etdump import Call, Kernel, Spans, Trace
 from etfarm.server.reports.trace.graph import Instruction, Record
-from etfarm.server.reports.trace.join import join
-from etfarm.server.reports.trace.timeline import Place, lay
+from etfarm.server.reports.trace.join import Place, join, lay, within
 from etfarm.v1 import report_pb2
 from tests.support.analyses import analyzed, traced_request
 from tests.support.series import traced_times
@@ -55,7 +53,7 @@ def test_rows_nest_in_the_execution_of_the_median_time(name: str, tmp_path: Path
     for index, places in placed.items():
         whole = report.operators[index] if index is not None else None
         outer = (whole.start_ns, whole.duration_ns) if whole else (0.0, float(method_ns[profile.shown]))
-        assert all(timeline.within(place, outer) for place in places)
+        assert all(within(place, outer) for place in places)
         assert all(one[0] + one[1] <= other[0] for one, other in pairwise(places))
 
 

@@ -14,8 +14,7 @@ import pytest
 
 from etfarm.server.workers.cluster import node as nodes
 from etfarm.server.workers.cluster import relay_frames
-from etfarm.server.workers.cluster.node import NodeService
-from etfarm.server.workers.cluster.relayed_child import RelayedChild
+from etfarm.server.workers.cluster.node import NodeService, RelayedChild
 from etfarm.server.workers.limits import Limits
 from etfarm.wire.errors import EtfarmError, FarmError
 
