@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
+from functools import partial
 from typing import Final, Protocol
 
 import structlog
@@ -94,7 +95,7 @@ class Attempts:
             cell_runs = _without(cell_runs, failed)
             if not cell_runs:
                 return failed
-            await self._results.reserve_room(cell_runs, self._progress.announce)
+            await self._results.reserve_room(cell_runs, partial(self._progress.announce_phase, cell_runs, "WAIT_FOR_ROOM"))
         try:
             return failed | await self._attempt(cell_runs, is_new=is_new)
         finally:
@@ -162,7 +163,12 @@ class Attempts:
             # Discard the results of an earlier attempt.
             run.result, run.sent_ms = None, 0.0
             run.cell.ClearField("outputs")
-        device, attempt = await self._dispatch.place(cell_runs, self._progress.announce, self._joblog.add)
+        device, attempt = await self._dispatch.place(
+            cell_runs,
+            self._progress.announce,
+            self._joblog.add,
+            partial(self._progress.announce_phase, cell_runs, "WAIT_FOR_DEVICE"),
+        )
         attempt.start_time.FromDatetime(self._now())
         structlog.contextvars.bind_contextvars(attempt=attempt.id, device=device.id)
         log.info("an attempt begins", cells=len(cell_runs), device_name=device.name)

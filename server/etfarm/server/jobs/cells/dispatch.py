@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from etfarm.server.devices.runs import Progressed
 from etfarm.server.devices.scheduling.waiting import Waiting
@@ -45,7 +45,9 @@ class Dispatch:
         self._sharing: dict[str, set[str]] = {}
         """Ids of the cells that still use an attempt, by attempt id."""
 
-    async def place(self, cell_runs: Sequence[CellRun], on_progress: OnProgress, on_line: OnLine) -> tuple[Device, Attempt]:
+    async def place(
+        self, cell_runs: Sequence[CellRun], on_progress: OnProgress, on_line: OnLine, on_wait: Callable[[str], None]
+    ) -> tuple[Device, Attempt]:
         """Wait for a device that can run the programs of all cells, and occupy it with a new attempt.
 
         Raises:
@@ -54,11 +56,6 @@ class Dispatch:
         """
         job, first = cell_runs[0].job, cell_runs[0].cell
         selector = selectors.parse(first.selector)
-
-        def on_wait(why: str) -> None:
-            for run in cell_runs:
-                on_progress(job.id, Progress(cell_id=run.cell.id, actor=Actor.ACTOR_SERVER, phase="WAIT_FOR_DEVICE", message=why))
-
         waiting = Waiting(
             cell_id=first.id,
             selector=selector,

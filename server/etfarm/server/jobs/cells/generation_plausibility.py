@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -56,21 +56,6 @@ def check_generations(
         raise BadGenerationResult(
             f"its tokens took {total_ns / 1e9:.3g} s of an attempt that lasted {longest_ns / 1e9:.3g} s at most"
         )
-
-
-def artifacts_of(result: agent_pb2.CandidateResult) -> Iterator[common_pb2.Artifact]:
-    """Yield the artifacts that the results of generation name."""
-    for generated in result.generations:
-        for holder, names in (
-            (generated, ("token_ns", "tokens")),
-            (generated.prefill, ("etdump",)),
-            (generated.decode, ("etdump",)),
-            (generated.score, ("values",)),
-            *((encoder.trace, ("etdump",)) for encoder in generated.encoders),
-        ):
-            for name in names:
-                if holder.HasField(name):
-                    yield getattr(holder, name)
 
 
 def _check_process(

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from google.protobuf.message import Message
+
 from etfarm.server.jobs.cells import generation_plausibility
 from etfarm.v1 import agent_pb2, common_pb2, generation_pb2, job_pb2, report_pb2
 from etfarm.wire import digest as digests
@@ -156,11 +158,14 @@ def check_candidate(result: agent_pb2.CandidateResult, plan: Plan, path: Callabl
 
 def artifacts_of(result: agent_pb2.CandidateResult) -> Iterator[common_pb2.Artifact]:
     """Yield the artifacts that a candidate's result names."""
-    for holder in (result, result.numerics, result.further, result.calls):
+    holders: list[Message] = [result, result.numerics, result.further, result.calls]
+    for generated in result.generations:
+        traces = (encoder.trace for encoder in generated.encoders)
+        holders += (generated, generated.prefill, generated.decode, generated.score, *traces)
+    for holder in holders:
         for field, value in holder.ListFields():
             if field.message_type is not None and field.message_type.full_name == common_pb2.Artifact.DESCRIPTOR.full_name:
                 yield value
-    yield from generation_plausibility.artifacts_of(result)
 
 
 def _numbers(result: agent_pb2.CandidateResult) -> Iterator[tuple[str, float]]:

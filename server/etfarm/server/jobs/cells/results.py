@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from etfarm.server.access.scope import DEFAULT_PROJECT
@@ -21,12 +21,9 @@ from etfarm.server.jobs.cells.plausibility import (
     check_candidate,
     check_processes,
 )
-from etfarm.server.jobs.cells.progress import OnProgress
 from etfarm.server.state.engine import retry_until_written
 from etfarm.server.workers.reader_threads import Readers
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2
-from etfarm.v1.common_pb2 import Actor
-from etfarm.v1.job_pb2 import Progress
 from etfarm.wire import digest
 from etfarm.wire.errors import DeviceError, EtfarmError, error_for
 from etfarm.wire.generation import logits_bytes
@@ -71,23 +68,12 @@ class Results:
         self._store = store
         self._readers = readers
 
-    async def reserve_room(self, cell_runs: Sequence[CellRun], on_progress: OnProgress) -> None:
+    async def reserve_room(self, cell_runs: Sequence[CellRun], on_wait: Callable[[str], None]) -> None:
         """Wait until the server's disk has space for the results of an attempt, and reserve it until `release_room`."""
-
-        def on_wait(why: str) -> None:
-            for run in cell_runs:
-                on_progress(
-                    run.job.id, Progress(cell_id=run.cell.id, actor=Actor.ACTOR_SERVER, phase="WAIT_FOR_ROOM", message=why)
-                )
-
         await self._store.wait_for_room(cell_runs[0].cell.id, sum(map(_estimate_bytes, cell_runs)), on_wait)
 
-    async def wait_for_space(self, run: CellRun, on_progress: OnProgress) -> None:
+    async def wait_for_space(self, on_wait: Callable[[str], None]) -> None:
         """Wait while the server's disk is too full for a compilation."""
-
-        def on_wait(why: str) -> None:
-            on_progress(run.job.id, Progress(cell_id=run.cell.id, actor=Actor.ACTOR_SERVER, phase="WAIT_FOR_ROOM", message=why))
-
         await self._store.wait_for_space(on_wait)
 
     def release_room(self, cell_runs: Sequence[CellRun]) -> None:

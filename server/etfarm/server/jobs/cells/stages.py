@@ -98,7 +98,7 @@ class CellStages:
 
     async def compile(self, run: CellRun) -> None:
         """Compile the cell and check that it can run, until it waits for a device. A cell without a device succeeds here."""
-        await self._results.wait_for_space(run, self._progress.announce)
+        await self._results.wait_for_space(partial(self._progress.announce_phase, [run], "WAIT_FOR_ROOM"))
         await self._take_turn()
         async with self.hands.hold(run.job.id) as turn:
             await self._compile(run, turn)

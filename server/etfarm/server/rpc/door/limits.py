@@ -16,7 +16,7 @@ from typing import Any, Final
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from etfarm.server.state.cut import is_map
+from etfarm.server.state import cut
 from etfarm.wire import digest, selectors
 from etfarm.wire.errors import UserError
 from etfarm.wire.samples import MAX_SAMPLES
@@ -235,7 +235,7 @@ def shorten(message: Message) -> None:
     """Shorten every text that exceeds its limit. For agents' reports of programs, which may print anything."""
     for field, value in message.ListFields():
         name = _name(field)
-        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        if cut.is_map(field):
             _shorten_map(field, value)
         elif field.message_type is not None:
             for below in value if field.is_repeated else (value,):
@@ -243,22 +243,18 @@ def shorten(message: Message) -> None:
         elif field.type == FieldDescriptor.TYPE_STRING:
             most = limit_of(field, item=field.is_repeated).most
             if field.is_repeated:
-                value[:] = [_cut(text, most) for text in value]
+                value[:] = [cut.shorten(text, most) for text in value]
             elif name.rpartition(".")[2] != "digest":
-                setattr(message, field.name, _cut(value, most))
+                setattr(message, field.name, cut.shorten(value, most))
 
 
 def _shorten_map(field: FieldDescriptor, entries: Any) -> None:
     value_field = _entry_of(field).fields_by_name["value"]
     for key in list(entries):
         if value_field.type == FieldDescriptor.TYPE_STRING:
-            entries[key] = _cut(entries[key], limit_of(value_field).most)
+            entries[key] = cut.shorten(entries[key], limit_of(value_field).most)
         elif value_field.message_type is not None:
             shorten(entries[key])
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def limit_of(field: FieldDescriptor, *, item: bool = False) -> Limit:
@@ -296,7 +292,7 @@ def _rules(descriptor: Descriptor) -> dict[int, Rule]:
 
 def _rule(field: FieldDescriptor) -> Rule:
     if field.is_repeated:
-        return _rule_of_map(field) if is_map(field) else _rule_of_list(field)
+        return _rule_of_map(field) if cut.is_map(field) else _rule_of_list(field)
     if field.message_type is not None:
         return lambda value: [value]
     single = _rule_of_scalar(field)

@@ -81,7 +81,20 @@ class ReportService(report_service_pb2_grpc.ReportServiceServicer):
         return await asyncio.to_thread(_operators, report, by, sort, start, size)
 
     async def Compare(self, request: comparison_pb2.CompareRequest, context: object) -> comparison_pb2.CompareResponse:
-        return await compare(self._journal, request, self._version, scope())
+        base, candidate = await self._select(request.base), await self._select(request.candidate)
+        # Hundreds of reports have several hundred thousand operators.
+        return await asyncio.to_thread(_answer, base, candidate)
+
+    async def _select(self, reference: str) -> Selected:
+        name, choice = comparison.split_choice(reference)
+        job = await self._journal.get(name, scope())
+        job.server_version = self._version
+        of_job: list[report_pb2.Report] = []
+        start: int | None = 0
+        while start is not None:
+            reports, start = await self._journal.reports.page(job.id, start=start)
+            of_job += reports
+        return job, of_job, choice
 
     async def Tag(self, request: report_pb2.TagJobRequest, context: object) -> report_pb2.TagJobResponse:
         principal = caller()
@@ -127,19 +140,7 @@ def _operators(report: report_pb2.Report, by: str, sort: str, start: int, size: 
         groups = views.group(rows, by, sort)
         count = len(groups)
         for group in groups[start : start + size]:
-            answer.groups.add(
-                key=group.key,
-                detail=group.detail,
-                rows=group.rows,
-                own_ns=group.own_ns,
-                own_share=group.own_share,
-                total_ns=group.total_ns,
-                total_share=group.total_share,
-                depth=group.depth,
-                indexes=group.indexes,
-                own_ci95_ns=group.own_ci95_ns,
-                total_ci95_ns=group.total_ci95_ns,
-            )
+            answer.groups.add(**vars(group))
     else:
         by_index = {row.index: row for row in report.operators}
         in_order = sorted(rows, key=_ORDERS["own" if sort == "total" else sort])
@@ -163,41 +164,6 @@ def _limit_page(answer: report_pb2.ListOperatorsResponse, start: int, count: int
     if start + count_on_page < count:
         answer.next_page_token = str(start + count_on_page)
     return answer
-
-
-async def compare(
-    journal: Journal, request: comparison_pb2.CompareRequest, version: str, scope: Scope
-) -> comparison_pb2.CompareResponse:
-    """Return the comparison of two jobs.
-
-    Args:
-        version: version of this server, for the jobs' JSON.
-        scope: the projects that the caller sees.
-
-    Raises:
-        JOB_NOT_FOUND, REPORT_NOT_FOUND, NothingToCompare: see ReportService.Compare.
-    """
-    base = await _select(journal, request.base, version, scope)
-    candidate = await _select(journal, request.candidate, version, scope)
-    # Hundreds of reports have several hundred thousand operators.
-    return await asyncio.to_thread(_answer, base, candidate)
-
-
-async def _select(journal: Journal, reference: str, version: str, scope: Scope) -> Selected:
-    name, choice = comparison.split_choice(reference)
-    job = await journal.get(name, scope)
-    job.server_version = version
-    return job, await _reports(journal, job.id), choice
-
-
-async def _reports(journal: Journal, job_id: str) -> Sequence[report_pb2.Report]:
-    """Return all reports of a job, which are read page by page."""
-    of_job: list[report_pb2.Report] = []
-    start: int | None = 0
-    while start is not None:
-        reports, start = await journal.reports.page(job_id, start=start)
-        of_job += reports
-    return of_job
 
 
 def _answer(base: Selected, candidate: Selected) -> comparison_pb2.CompareResponse:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from grpc.aio import ServicerContext
@@ -34,20 +35,14 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         self, request: session_pb2.CallSessionRequest, context: ServicerContext[Any, Any]
     ) -> session_pb2.CallSessionResponse:
         require_owner(self._sessions.owner_of(request.session_id, scope()), "The session", "Open one of your own.")
-
-        async def confirm() -> None:
-            await context.send_initial_metadata(())
-
+        confirm = partial(context.send_initial_metadata, ())
         return session_pb2.CallSessionResponse(call_id=request.call_id, answer=await self._sessions.call(request, confirm))
 
     async def Generate(
         self, request: session_pb2.GenerateSessionRequest, context: ServicerContext[Any, Any]
     ) -> AsyncIterator[session_pb2.GenerateSessionResponse]:
         require_owner(self._sessions.owner_of(request.session_id, scope()), "The session", "Open one of your own.")
-
-        async def confirm() -> None:
-            await context.send_initial_metadata(())
-
+        confirm = partial(context.send_initial_metadata, ())
         async with aclosing(self._sessions.generate(request, confirm)) as parts:
             async for part in parts:
                 yield part
