@@ -15,8 +15,7 @@ from etfarm.server.arguments import parse_command
 from etfarm.server.artifacts.left_behind import require_known
 from etfarm.server.artifacts.s3.options import add_blob_options, location_of
 from etfarm.server.config import DATABASE
-from etfarm.server.operation.data_option import add_data_option, data_of
-from etfarm.server.operation.database_option import add_database_option
+from etfarm.server.operation.data_option import add_data_option, add_database_option, data_of
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.databases import WAIT_S, create_database
 from etfarm.server.state.folder import MARKS

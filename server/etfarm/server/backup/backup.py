@@ -127,7 +127,6 @@ def back_up(
     )  # fmt: skip
     sync(folder)
     manifest.write(folder)
-    sync(folder)
     _remove_former(folder, name, kept)
     return Done(manifest, copied.new_count, copied.new_bytes, _still_listed(source, missing))
 
@@ -218,7 +217,7 @@ def _copy_database(source: FarmDatabase, folder: Path, on_progress: OnProgress) 
     else:
         _copy_rows(source, part, on_progress)
     damage.check(part, HEAD, known_revisions(), whole=True)
-    _sync(part)
+    sync(part)
     return part
 
 
@@ -243,11 +242,6 @@ def _copy_rows(source: FarmDatabase, part: Path, on_progress: OnProgress) -> Non
     with target.connected() as connection:
         rows.finish(connection)
     merge_log(part)
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 async def _copy_artifacts(

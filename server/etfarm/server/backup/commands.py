@@ -17,8 +17,7 @@ from etfarm.server.backup.backup import back_up
 from etfarm.server.backup.restore import restore
 from etfarm.server.backup.revived import describe_revived
 from etfarm.server.config import DATABASE
-from etfarm.server.operation.data_option import add_data_option, data_of, require_owner
-from etfarm.server.operation.database_option import add_database_option
+from etfarm.server.operation.data_option import add_data_option, add_database_option, data_of, require_owner
 from etfarm.server.operation.progress import Progress, size_text
 from etfarm.server.operation.settings import Setting
 from etfarm.server.state.database_url import DatabaseUrl

@@ -12,6 +12,7 @@ from typing import Final
 from etfarm.server.backup.errors import BackupDamaged
 from etfarm.server.transfer.files import Differs, open_plain
 from etfarm.wire import digest as digests
+from etfarm.wire.atomic_write import write_atomically
 from etfarm.wire.errors import error_for
 
 NAME: Final = "manifest.json"
@@ -44,13 +45,8 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Replace the folder's manifest."""
-        part = folder / f"{NAME}.part"
-        with part.open("w") as file:
-            os.fchmod(file.fileno(), 0o600)
-            json.dump({"schema": SCHEMA} | asdict(self), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(folder / NAME)
+        text = json.dumps({"schema": SCHEMA} | asdict(self), indent=1)
+        write_atomically(folder / NAME, text.encode(), durable=True, mode=0o600)
 
 
 def _validate(manifest: Manifest) -> None:

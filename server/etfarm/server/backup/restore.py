@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import shutil
 import sqlite3
@@ -101,7 +100,7 @@ def restore(
             part, farm = _convert(backup, data, manifest, blobs, new_id, on_progress, without_tokens=without_tokens)
             _renew_identity(FarmDatabase(part), farm)
             merge_log(part)
-            _sync(part)
+            sync(part)
             _remove_logs(data)
             part.replace(data / DATABASE)
         elif not (marker.database == str(database) and target.is_complete()):
@@ -281,7 +280,7 @@ class _Marker:
         path = data / RESTORING
         copied = f" copied to {self.database}" if self.database else ""
         path.write_text(f"{self.backup} with {self.options} as {self.farm_id}{copied}")
-        _sync(path)
+        sync(path)
 
 
 def _prepare(data: Path, backup: str, options: str) -> _Marker:
@@ -376,8 +375,3 @@ async def _move_artifacts(data: Path, blobs: BucketLocation | None) -> None:
     for path in folder.glob("??/*"):
         await target.write(path.name, path.stat().st_size, source)
     shutil.rmtree(folder)
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -10,8 +10,7 @@ from typing import Final
 from etfarm.server.arguments import parse_command, read_configuration
 from etfarm.server.artifacts.s3.options import bucket_options, location_of
 from etfarm.server.migrate.migration import Migration, Moved, Place
-from etfarm.server.operation.data_option import add_data_option, data_of, require_owner
-from etfarm.server.operation.database_option import add_database_option
+from etfarm.server.operation.data_option import add_data_option, add_database_option, data_of, require_owner
 from etfarm.server.operation.progress import Progress, size_text
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.folder import locked, require_restored

@@ -1,10 +1,11 @@
-"""The options that name the data folder and the server's configuration, of the commands that work on a farm's data themselves."""
+"""The options --data, --database and --config of the commands that work on a farm's data themselves."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.wire.names import SETTING_PREFIX, data_folder
 from etfarm.wire.private import require_own
 
@@ -32,3 +33,14 @@ def require_owner(folder: Path) -> None:
     """
     if folder.exists():
         require_own(folder)
+
+
+def add_database_option(parser: argparse.ArgumentParser, purpose: str = "the server's PostgreSQL database") -> None:
+    """Add the option to a command.
+
+    Args:
+        purpose: what the command does with the database, as help.
+    """
+    parser.add_argument(
+        "--database", type=DatabaseUrl.parse, metavar="URL", help=f"{purpose} (default: the SQLite file in --data)"
+    )

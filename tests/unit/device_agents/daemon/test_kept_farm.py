@@ -12,7 +12,7 @@ import pytest
 from etfarm.device_agents.attempts.cache import Cache
 from etfarm.device_agents.config import AgentConfig, PhoneOptions
 from etfarm.device_agents.daemon.enrolment import _Kept, _own_access, enroll
-from etfarm.device_agents.daemon.phones.trial import Trial
+from etfarm.device_agents.daemon.phones.fleet import Trial
 from etfarm.wire.channel import Access
 
 

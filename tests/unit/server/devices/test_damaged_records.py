@@ -12,7 +12,7 @@ from sqlalchemy import Table, insert, select, update
 from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.errors import ReservationNotFound
-from etfarm.server.devices.health.records import HealthRecords
+from etfarm.server.devices.health.book import HealthRecords
 from etfarm.server.devices.health.standing import Standing
 from etfarm.server.devices.reservations import Holder, Request, Reservations
 from etfarm.server.devices.telemetry import TelemetryLog

@@ -18,8 +18,7 @@ from sqlalchemy import func, select, update
 from etfarm.server.artifacts.store import Store
 from etfarm.server.reports import findings as findings_module
 from etfarm.server.reports.analysis_parts import FILE_MISSING
-from etfarm.server.reports.child_checks import require_encoders, require_runs
-from etfarm.server.reports.findings import Findings, key_of
+from etfarm.server.reports.findings import Findings, key_of, require_encoders, require_runs
 from etfarm.server.reports.latency.samples import Block
 from etfarm.server.reports.request import CUT_SHORT, SAMPLES_LEFT_OUT, AnalyzeRequest, Further, Numerics, Trace
 from etfarm.server.state import schema

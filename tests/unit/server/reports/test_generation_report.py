@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from etfarm.server.reports.child_checks import require_generation
+from etfarm.server.reports.findings import require_generation
 from etfarm.server.reports.generation import fill_generation
 from etfarm.server.reports.latency.samples import GeneratingProcess, Generation
 from etfarm.server.reports.request import AnalyzeRequest

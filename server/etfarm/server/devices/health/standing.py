@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta
 from typing import Final
 
+from etfarm.server.state.cut import shorten
 from etfarm.v1.device_pb2 import HealthRunTrigger, HealthState
 from etfarm.wire.errors import error_for
 
@@ -300,5 +301,4 @@ def _moment(at: datetime) -> str:
 
 def _clause(text: str) -> str:
     """Return an error's message without its full stop, shortened."""
-    clause = text.strip().removesuffix(".")
-    return clause if len(clause) <= _MAX_TEXT else f"{clause[: _MAX_TEXT - 1]}…"
+    return shorten(text.strip().removesuffix("."), _MAX_TEXT)

@@ -4,6 +4,9 @@ Errors propagate: after a wrong kernel every value is wrong, and in a deep int8 
 kernels can lower the SNR more than one wrong kernel does. Each operator is therefore judged by the error that it adds: the host
 computes it again from the device's nearest preceding values in the graph, so that the two results differ by the kernel alone. An
 operator is bad if they differ by THRESHOLD_DB more than rounding explains.
+
+Operators that return indices of elements are judged by the selected elements: among equal elements an operator may return any
+index, and quantization makes many elements equal.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from etfarm.server.reports.numerics import choices, edge
+from etfarm.server.reports.numerics import edge
 from etfarm.server.reports.numerics.counterparts import Output
 from etfarm.server.reports.numerics.deviation import Array, Deviation, deviation, histogram, summary
 from etfarm.server.reports.trace import graph
+from etfarm.server.reports.trace.graph import base_name
 from etfarm.server.reports.trace.recording import Recording
 from etfarm.v1 import report_pb2
 from etfarm.wire.errors import FarmError
@@ -162,9 +166,9 @@ class Observer:
             args, kwargs: the arguments with which the host computed the node.
         """
         slot.own = deviation(expected, actual)
-        if slot.own.level_db < EXACT_DB and choices.chooses(slot.output.operator.node.op_type) and actual.dtype.kind in "iu":
+        if slot.own.level_db < EXACT_DB and chooses(slot.output.operator.node.op_type) and actual.dtype.kind in "iu":
             try:
-                selected = [choices.chosen(slot.node, args, kwargs, places) for places in (expected, actual)] if args else [None]
+                selected = [chosen(slot.node, args, kwargs, places) for places in (expected, actual)] if args else [None]
             except IndexError:
                 slot.refused = True
                 return
@@ -296,3 +300,41 @@ def is_bad(slot: Slot) -> bool:
         return not quantizes
     tolerance = _ROUNDING_DYNAMIC if quantizes and not slot.output.operator.quantizes else _ROUNDING[dtype]
     return own.rms_error > _LARGER * tolerance * slot.size
+
+
+if TYPE_CHECKING:
+    from torch.fx import Node
+
+CHOOSING: Final = frozenset({"topk", "sort", "argsort", "argmax", "argmin", "max", "min", "max_pool2d_with_indices"})
+
+
+def chooses(op_type: str) -> bool:
+    """Return whether an operator returns indices of elements."""
+    return base_name(op_type) in CHOOSING
+
+
+def chosen(node: Node, args: Sequence[Any], kwargs: dict[str, Any], places: Array) -> Array | None:
+    """Return the elements of a node's first argument at its indices; None if the operator's layout is unknown.
+
+    Args:
+        places: the node's indices along its `dim`, or into the flattened argument if it has no `dim`.
+
+    Raises:
+        IndexError: an index is out of range.
+    """
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or base_name(str(node.target)) not in CHOOSING - {"max_pool2d_with_indices"}:
+        return None
+    bound = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
+    bound |= dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    source, dim = args[0].detach().double().numpy(), bound.get("dim")
+    if dim is None:
+        source, dim, places = source.ravel(), 0, places.reshape(-1)
+    elif places.ndim < source.ndim:
+        places = np.expand_dims(places, dim)
+    if places.ndim != source.ndim or not source.size:
+        return None
+    if places.size and (places.min() < 0 or places.max() >= source.shape[dim]):
+        raise IndexError(f"there are {source.shape[dim]} elements")
+    elements: Array = np.take_along_axis(source, places.astype(np.int64), dim)
+    return elements

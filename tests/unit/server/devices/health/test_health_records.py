@@ -9,10 +9,10 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from etfarm.server.access.scope import Scope
-from etfarm.server.devices.health import records, standing
+from etfarm.server.devices.health import book as health_book
+from etfarm.server.devices.health import standing
 from etfarm.server.devices.health.baseline import BASELINE_RUNS
-from etfarm.server.devices.health.book import HealthBook
-from etfarm.server.devices.health.records import HealthRecords
+from etfarm.server.devices.health.book import HealthBook, HealthRecords
 from etfarm.server.devices.health.standing import Standing
 from etfarm.server.state.engine import Database
 from etfarm.v1.device_pb2 import Device, HealthEvent, HealthEventKind
@@ -24,7 +24,7 @@ AT = datetime(2026, 1, 2, tzinfo=UTC)
 
 
 async def test_power_cycles_of_the_last_day_outlive_other_events(monkeypatch: pytest.MonkeyPatch, database: Database) -> None:
-    monkeypatch.setattr(records, "MAX_EVENTS", 3)
+    monkeypatch.setattr(health_book, "MAX_EVENTS", 3)
     health = HealthRecords(database)
     for hour in range(40):
         event = HealthEvent(kind=HealthEventKind.HEALTH_EVENT_KIND_POWER_CYCLED if hour < 20 else 0)
@@ -36,7 +36,7 @@ async def test_power_cycles_of_the_last_day_outlive_other_events(monkeypatch: py
 
 
 async def test_the_runs_of_the_baseline_outlive_later_ones(monkeypatch: pytest.MonkeyPatch, database: Database) -> None:
-    monkeypatch.setattr(records, "MAX_MEDIANS", 5)
+    monkeypatch.setattr(health_book, "MAX_MEDIANS", 5)
     health = HealthRecords(database)
     known = Standing(AT, cleared_at=AT + timedelta(days=2, hours=12))
     for day in range(30):

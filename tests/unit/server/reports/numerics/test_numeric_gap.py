@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from etfarm.server.reports.numerics import choices
+from etfarm.server.reports.numerics import operator_check
 from etfarm.server.reports.request import AnalyzeRequest, Numerics
 from etfarm.server.reports.trace.recording import Recording
 from etfarm.v1 import report_pb2
@@ -226,7 +226,7 @@ def test_a_place_is_bad_where_another_element_or_none_is_at_it(place: int, tmp_p
 
 
 def test_a_value_that_the_host_cannot_take_blames_what_gave_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choices, "CHOOSING", frozenset())  # so that nothing else tells
+    monkeypatch.setattr(operator_check, "CHOOSING", frozenset())  # so that nothing else tells
     report = analyzed(_with_place(recorded("looked_up"), tmp_path, 99), tmp_path)
     assert _warnings(report) == {} and len(report.numeric_gap) == 4
     assert [_names(row) for row in report.numeric_gap if row.first_bad] == [["argmax"]]

@@ -13,9 +13,8 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from etfarm.server.rpc.door import limits
-from etfarm.server.rpc.door.admission import admitted, deserializer
+from etfarm.server.rpc.door.admission import Scan, TooManyFields, admitted, deserializer
 from etfarm.server.rpc.door.limits import LIMITS, SIZES, LimitExceeded, check
-from etfarm.server.rpc.door.wire_scan import Scan, TooManyFields
 from etfarm.server.rpc.services.agents import Salvaged
 from etfarm.v1 import agent_pb2, artifact_pb2, common_pb2, device_pb2, job_pb2
 from etfarm.wire.errors import Fault
