@@ -44,6 +44,7 @@ from etfarm.wire.names import DATA_VARIABLE, SERVER_VARIABLE, boot_id
 from etfarm.wire.options import PRINT_UNIT, add_options, built, options_of
 from etfarm.wire.owner import at_end_of_stdin
 from etfarm.wire.private import close_umask, make_private
+from etfarm.wire.shielding import end_tasks
 from etfarm.wire.systemd import without_options
 
 if TYPE_CHECKING:
@@ -146,8 +147,7 @@ async def _serve(config: AgentConfig, device: device_pb2.Device | None, folder: 
         await agent.close()
         await jail.close()
         if following is not None:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+            await end_tasks(following)
 
 
 async def _fleet(config: AgentConfig, agent: Agent, agent_id: str, cache: Cache) -> Fleet:
@@ -170,9 +170,7 @@ async def _own_runners(config: AgentConfig, stop: asyncio.Event) -> list[device_
         await asyncio.wait({stopped, asking}, return_when=asyncio.FIRST_COMPLETED)
         return asking.result() if asking.done() else []
     finally:
-        for task in (stopped, asking):
-            task.cancel()
-        await asyncio.gather(stopped, asking, return_exceptions=True)
+        await end_tasks(stopped, asking)
 
 
 def _device(config: AgentConfig) -> device_pb2.Device:

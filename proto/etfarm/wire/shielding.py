@@ -1,4 +1,4 @@
-"""Work that goes on when its caller is cancelled."""
+"""Work that goes on when its caller is cancelled, and the end of work that must not."""
 
 from __future__ import annotations
 
@@ -21,3 +21,10 @@ def retrieve_error(work: asyncio.Future[Any]) -> None:
     """Mark the error of a future as seen: a callback for work that may lose all who wait for it."""
     if not work.cancelled():
         work.exception()
+
+
+async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel work, and wait until it has ended; its errors are dropped."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -41,6 +41,7 @@ from etfarm.wire.errors import FarmError
 from etfarm.wire.heap import share_one_heap
 from etfarm.wire.owner import at_end_of_stdin
 from etfarm.wire.private import close_umask
+from etfarm.wire.shielding import end_tasks
 from etfarm.wire.systemd import without_options
 
 
@@ -217,9 +218,7 @@ class Process:
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
         is_first = task.done()
-        for each in (task, stop):
-            each.cancel()
-        await asyncio.gather(task, stop, return_exceptions=True)
+        await end_tasks(task, stop)
         if is_first:
             task.result()
         return is_first
@@ -268,9 +267,7 @@ class Process:
             await asyncio.wait({draining, now}, timeout=limit_s - 0.1, return_when=asyncio.FIRST_COMPLETED)
         if not draining.done():
             log.warning("stopping with work in progress; the next server resumes cells", work=server.in_progress())
-        for task in (draining, now):
-            task.cancel()
-        await asyncio.gather(draining, now, return_exceptions=True)
+        await end_tasks(draining, now)
 
 
 def _member(config: Config, suspects: Mapping[str, int]) -> Member:

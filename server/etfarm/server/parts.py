@@ -70,6 +70,7 @@ from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.server.workers.pool import Workers
 from etfarm.server.workers.reader_threads import Readers
 from etfarm.wire.errors import FarmError
+from etfarm.wire.shielding import end_tasks
 
 log = structlog.get_logger()
 
@@ -170,9 +171,7 @@ class Background:
 
     async def close(self) -> None:
         """Cancel the tasks, and wait until they have ended."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(*self._tasks)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

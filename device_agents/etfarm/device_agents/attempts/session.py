@@ -30,6 +30,7 @@ from etfarm.device_agents.targets.base import Provisions, Target
 from etfarm.v1 import agent_pb2, common_pb2, session_pb2
 from etfarm.v1.agent_pb2_grpc import AgentServiceStub
 from etfarm.wire.errors import EtfarmError
+from etfarm.wire.shielding import end_tasks
 from etfarm.wire.status import from_rpc_error, to_proto
 from etfarm.wire.words import value_of
 
@@ -172,10 +173,8 @@ class ServedSession:
             reading.result()
         finally:
             stream.cancel()
-            for task in (reading, writing, working):
-                task.cancel()
             # The reader has raised the error that broke the stream.
-            await asyncio.gather(reading, writing, working, return_exceptions=True)
+            await end_tasks(reading, writing, working)
 
     async def _work(self, calls: asyncio.Queue[agent_pb2.SessionCall], served: ServedProgram) -> None:
         while True:

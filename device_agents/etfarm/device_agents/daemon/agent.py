@@ -23,6 +23,7 @@ from etfarm.device_agents.targets.base import Target
 from etfarm.v1 import agent_pb2, common_pb2, device_pb2
 from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.heap import give_memory_back
+from etfarm.wire.shielding import end_tasks
 from etfarm.wire.status import to_proto
 
 log = logging.getLogger(__name__)
@@ -178,9 +179,7 @@ class Agent:
         """End all attempts, including their runners."""
         self._closing = True
         tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
 
     async def _end_runs(self, device_id: str, reason: str) -> None:
         """Accept no new attempt on the device and end the current ones, unless all of their files have left the device.

@@ -19,6 +19,7 @@ from etfarm.v1.agent_pb2_grpc import AgentServiceStub
 from etfarm.wire.errors import EtfarmError, Fault, Kind, error_of
 from etfarm.wire.farm_channel import NEW_TOKEN, farm_channel, refused_by_farm
 from etfarm.wire.names import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
+from etfarm.wire.shielding import end_tasks
 from etfarm.wire.status import from_rpc_error
 
 log = logging.getLogger(__name__)
@@ -206,9 +207,7 @@ class ServerConnection:
                 # Otherwise gRPC's task that takes the messages would wait for the next one forever.
                 queue.put_nowait(None)
                 tasks = [reader, stopped, *connection.tasks]
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await end_tasks(*tasks)
 
     async def _open(self, opened: AsyncExitStack, stop: asyncio.Event) -> grpc.aio.Channel | None:
         """Return a channel to the farm, which `opened` closes; None after `stop`."""
@@ -218,9 +217,7 @@ class ServerConnection:
             await asyncio.wait({opening, stopped}, return_when=asyncio.FIRST_COMPLETED)
             return opening.result() if opening.done() else None
         finally:
-            for task in (opening, stopped):
-                task.cancel()
-            await asyncio.gather(opening, stopped, return_exceptions=True)
+            await end_tasks(opening, stopped)
 
     def _hello(self) -> agent_pb2.Hello:
         return agent_pb2.Hello(

@@ -22,6 +22,7 @@ from etfarm.v1.agent_pb2 import UpgradePhase
 from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
 from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.farm_channel import farm_channel
+from etfarm.wire.shielding import end_tasks
 from etfarm.wire.status import from_rpc_error, to_proto
 
 log = logging.getLogger(__name__)
@@ -94,8 +95,7 @@ class Upgrader:
     async def close(self) -> None:
         """End an upgrade that is going on; the present version stays."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_tasks(self._task)
 
     async def _upgrade(self, upgrade: agent_pb2.Upgrade) -> None:
         try:

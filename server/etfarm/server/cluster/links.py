@@ -16,6 +16,7 @@ from etfarm.server.cluster.leadership import Leader, Leadership
 from etfarm.server.rpc.door.calls import TooManyCalls
 from etfarm.server.rpc.door.connections import MAX_STREAMS
 from etfarm.wire.channel import CLIENT_OPTIONS
+from etfarm.wire.shielding import end_tasks
 
 log = structlog.get_logger()
 
@@ -125,9 +126,7 @@ class Links:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(*tasks)
 
     def _follow(self, leader: Leader | None) -> None:
         """Close connections to a server that no longer leads."""

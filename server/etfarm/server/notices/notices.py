@@ -25,6 +25,7 @@ from etfarm.server.notices.settings import NoticeSettings
 from etfarm.server.state.engine import Database
 from etfarm.v1.device_pb2 import Device, DeviceState
 from etfarm.v1.job_pb2 import Job
+from etfarm.wire.shielding import end_tasks
 
 log = structlog.get_logger()
 
@@ -208,9 +209,7 @@ class Sender:
                 except TimeoutError:
                     continue
         finally:
-            for task in self._sending.values():
-                task.cancel()
-            await asyncio.gather(*self._sending.values(), return_exceptions=True)
+            await end_tasks(*self._sending.values())
 
     async def tried(self, number: int, timeout_s: float) -> None:
         """Wait until a delivery has been tried, or the time is over."""

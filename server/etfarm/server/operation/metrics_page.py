@@ -14,6 +14,7 @@ import structlog
 from etfarm.wire.authority import host_of, is_address
 from etfarm.wire.channel import Address
 from etfarm.wire.errors import error_for
+from etfarm.wire.shielding import end_tasks
 
 log = structlog.get_logger()
 
@@ -74,9 +75,7 @@ class MetricsPage:
         if self._server is not None:
             self._server.close()
             await self._server.wait_closed()
-        for task in self._open:
-            task.cancel()
-        await asyncio.gather(*self._open, return_exceptions=True)
+        await end_tasks(*self._open)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._open) >= _MAX_CONNECTIONS:  # a request takes milliseconds, so the oldest one is no scrape

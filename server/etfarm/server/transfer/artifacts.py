@@ -23,6 +23,7 @@ from etfarm.server.transfer.files import Differs, copy_verified, link_or_copy, o
 from etfarm.server.transfer.rows import OnProgress
 from etfarm.wire import digest as digests
 from etfarm.wire.errors import error_for
+from etfarm.wire.shielding import end_tasks
 
 _AT_ONCE: Final = 8
 """Number of artifacts that are copied at a time."""
@@ -292,7 +293,5 @@ async def copy_artifacts(
     try:
         await asyncio.gather(*workers)
     finally:
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
+        await end_tasks(*workers)
     return copied

@@ -24,6 +24,7 @@ from etfarm.server.workers.fair_slots import FairSlots
 from etfarm.server.workers.jail.measures import JailReport
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.ordered_process import Ends
+from etfarm.wire.shielding import end_tasks
 
 log = structlog.get_logger()
 
@@ -237,9 +238,7 @@ class ChildPool(ABC):
 
     async def _stop_running(self) -> None:
         """End all children, and start none."""
-        for task in list(self._running):
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await end_tasks(*self._running)
         self._is_started = False
 
 

@@ -10,6 +10,7 @@ from etfarm.device_agents.adb import PhoneGone
 from etfarm.device_agents.config import PhoneOptions
 from etfarm.device_agents.targets.phones.claim import LivenessProbe
 from etfarm.device_agents.targets.phones.phone import Phone
+from etfarm.wire.shielding import end_tasks
 
 T = TypeVar("T")
 
@@ -40,10 +41,8 @@ async def while_alive(
             watching.result()
         return await working
     finally:
-        for task in (working, watching):
-            task.cancel()
         # The error of one of them was raised above; the other one was cancelled.
-        await asyncio.gather(working, watching, return_exceptions=True)
+        await end_tasks(working, watching)
 
 
 async def _watch(probe: LivenessProbe, options: PhoneOptions, phone: Phone | None) -> None:

@@ -26,6 +26,7 @@ from etfarm.server.jobs.health.run import HealthRunAborted, HealthRuns
 from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.v1.device_pb2 import Device, DeviceState, HealthEvent, HealthRunTrigger
 from etfarm.wire.errors import DeviceError, EtfarmError, error_for
+from etfarm.wire.shielding import end_tasks
 
 log = structlog.get_logger()
 
@@ -115,9 +116,7 @@ class Probing:
     async def drain(self) -> None:
         """Start no health runs any more, and end those in progress: the next server repeats what was due."""
         self._is_draining = True
-        for task in list(self._tasks.values()):
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await end_tasks(*self._tasks.values())
 
     async def check(self, device: Device, *, caller: str, is_admin: bool) -> HealthEvent:
         """Run a health run on a device as soon as what it runs has ended, and return its event.

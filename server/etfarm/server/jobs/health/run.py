@@ -26,6 +26,7 @@ from etfarm.v1.device_pb2 import Device, HealthRun, HealthRunTrigger
 from etfarm.wire import digest as digests
 from etfarm.wire import tensors
 from etfarm.wire.errors import DeviceError, EtfarmError, Fault, Kind, error_for
+from etfarm.wire.shielding import end_tasks
 from etfarm.wire.status import from_proto
 
 DEADLINE_S: Final = 180.0
@@ -177,8 +178,7 @@ class HealthRuns:
             raise AttemptOverdue(device.id, DEADLINE_S + GRACE_S) from None
         finally:
             # The future is the attempt's, so only stop waiting for it.
-            result.cancel()
-            await asyncio.gather(result, return_exceptions=True)
+            await end_tasks(result)
         return result.result()
 
     async def _judge(
