@@ -155,8 +155,9 @@ async def _fleet(config: AgentConfig, agent: Agent, agent_id: str, cache: Cache)
     from etfarm.device_agents.adb import AdbServer
     from etfarm.device_agents.daemon.phones.fleet import Fleet
 
-    fleet = Fleet(AdbServer(), agent, agent_id, cache, config)
-    await fleet.find_server()
+    adb = AdbServer()
+    await adb.start_server()
+    fleet = Fleet(adb, agent, agent_id, cache, config)
     return fleet
 
 

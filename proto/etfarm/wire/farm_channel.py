@@ -70,7 +70,8 @@ async def _open(access: Access) -> grpc.aio.Channel:
     if proofs is not None and proofs.farm_id and can_prove(access):
         return await _open_proven(access, proofs)
     if proofs is not None and not proofs.farm_id:
-        await _learn(access, proofs)
+        # Which farm is at the address that the token is bound to. It gets the token in any case.
+        await _prove(access, proofs, _not_asked(proofs, _addresses(access)))
         if proofs.certificates:
             return await _open_proven(access, proofs)
     async with _opened(open_channel(access)) as channel:
@@ -81,11 +82,6 @@ async def _open(access: Access) -> grpc.aio.Channel:
 def can_prove(access: Access) -> bool:
     """Return whether servers at the address can prove anything: a proof without TLS could be passed on by anybody."""
     return access.tls_ca is not None and not any(address.text.startswith("unix:") for address in parse_addresses(access.server))
-
-
-async def _learn(access: Access, proofs: Proofs) -> None:
-    """Learn which farm is at the address that the token is bound to. It gets the token in any case."""
-    await _prove(access, proofs, _not_asked(proofs, _addresses(access)))
 
 
 async def _open_proven(access: Access, proofs: Proofs) -> grpc.aio.Channel:

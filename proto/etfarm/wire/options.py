@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -100,19 +101,11 @@ def option(
     if isinstance(default, str) and declared.read is not None:
         default = declared.read(default)
     if build is None:
-        build = _is_off if flag.startswith("--no-") else tuple if isinstance(default, list) else _same
+        build = operator.not_ if flag.startswith("--no-") else tuple if isinstance(default, list) else lambda value: value
     metadata = {_OPTIONS: (declared,), _BUILD: build}
     if absent is not None:
         return field(default_factory=absent, metadata=metadata)
     return field(default=default if default is None else build(default), metadata=metadata)
-
-
-def _is_off(value: Any) -> bool:
-    return not value
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def options(*declared: Option, build: Callable[..., Any], **others: Any) -> Any:

@@ -43,7 +43,6 @@ from etfarm.server.rpc.services.artifacts import ArtifactService
 from etfarm.server.rpc.services.audit import AuditService
 from etfarm.server.rpc.services.compile import CompileService
 from etfarm.server.rpc.services.devices import DeviceService
-from etfarm.server.rpc.services.enrolment import Enrolment
 from etfarm.server.rpc.services.farm import FarmService
 from etfarm.server.rpc.services.jobs import JobService
 from etfarm.server.rpc.services.projects import ProjectService
@@ -245,7 +244,6 @@ def _servicers(
 ) -> Servicers:
     """Return the servicers of the contract, connected to the parts."""
     own_version = version("etfarm")
-    enrolment = Enrolment(access.tokens, fleet.registry, fleet.identities, time.monotonic, own_version)
     retirement = Retirement(fleet.registry, fleet.runs, fleet.identities, access.tokens)
     history, tags = History(storage.database, fleet.registry.devices), Tags(storage.database, now)
     return Servicers(
@@ -283,7 +281,7 @@ def _servicers(
             fleet.identities,
             fleet.runs,
             jobs.sessions,
-            enrolment,
+            access.tokens,
             fleet.upgrades,
             retirement,
             storage.store,

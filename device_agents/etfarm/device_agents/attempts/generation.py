@@ -213,9 +213,7 @@ def validate_score(plan: generation_pb2.GenerationPlan) -> None:
         ("a window", score.window, 1, plan.model.max_context_tokens),
         ("rows of logits", len(rows), 0, min(most, generation.MAX_LOGITS_ROWS)),
     ]
-    for name, count, least, largest in limits:
-        if not least <= count <= largest:
-            raise InputMismatch("SCORE", f"{name} must be {least} to {largest}, got {count}")
+    _require("SCORE", limits)
     if rows != sorted(set(rows)) or any(not 0 <= row < len(score.tokens) for row in rows):
         raise InputMismatch("SCORE", "rows of logits must be those of tokens, ascending")
 
@@ -235,9 +233,7 @@ def validate_plan(plan: generation_pb2.GenerationPlan) -> None:
         ("a vocabulary", plan.model.vocab_size, 1, (1 << 31) - 1),
         ("tokens of one execution", plan.model.max_prompt_tokens, 1, generation.MAX_CONTEXT_TOKENS),
     ]
-    for name, count, least, most in limits:
-        if not least <= count <= most:
-            raise InputMismatch("GENERATE", f"{name} must be {least} to {most}, got {count}")
+    _require("GENERATE", limits)
     encoded = flows.encoded_positions(plan.model)
     if encoded < 0 or encoded > plan.model.max_context_tokens:
         raise InputMismatch("GENERATE", f"encoders have {encoded} positions in a context of {plan.model.max_context_tokens}")
@@ -246,6 +242,12 @@ def validate_plan(plan: generation_pb2.GenerationPlan) -> None:
         if point.depth < 0 or point.prompt_tokens < 1 or length > plan.model.max_context_tokens:
             what = f"{point.prompt_tokens} tokens at depth {point.depth} with {plan.generated_tokens} generated ones"
             raise InputMismatch("GENERATE", f"{what} do not fit into the context of {plan.model.max_context_tokens}")
+
+
+def _require(stage: str, limits: Sequence[tuple[str, int, int, int]]) -> None:
+    for name, count, least, most in limits:
+        if not least <= count <= most:
+            raise InputMismatch(stage, f"{name} must be {least} to {most}, got {count}")
 
 
 class GenerationPasses:
@@ -454,10 +456,7 @@ class GenerationPasses:
         part.prefill_ns.extend(generated.prefill_ns)
         part.telemetry.CopyFrom(run_telemetry(generated))
         for each in generated.parts:
-            part.parts.add(
-                method=each.method, prefill_executions=each.prefill_executions, decode_executions=each.decode_executions,
-                prefill_ns=each.prefill_ns, decode_ns=each.decode_ns,
-            )  # fmt: skip
+            part.parts.add(**vars(each))
         for row, tokens in zip(generated.token_ns, generated.tokens, strict=True):
             measured.token_ns += row
             measured.tokens += tokens

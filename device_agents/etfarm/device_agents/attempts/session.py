@@ -25,7 +25,6 @@ from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.device.inventory import choose_cpus, choose_threads
 from etfarm.device_agents.errors import transfer_timed_out
 from etfarm.device_agents.runners import errors
-from etfarm.device_agents.runners.process import LogLine
 from etfarm.device_agents.targets.base import Provisions, Target
 from etfarm.v1 import agent_pb2, common_pb2, session_pb2
 from etfarm.v1.agent_pb2_grpc import AgentServiceStub
@@ -118,7 +117,9 @@ class ServedSession:
                 fetched = await fetch_program(candidate, self.target, self.config.data, lease, self._report)
                 self._provisions = fetched
             self.folder.mkdir(parents=True)
-            async with self.target.start_runner(fetched.bundle, self.folder, self._take_log) as runner:
+            async with self.target.start_runner(
+                fetched.bundle, self.folder, lambda line: self._lines.append(str(line))
+            ) as runner:
                 served = ServedProgram(runner, self._exchange(transfers))
                 async with asyncio.timeout_at(deadline.when()) as deadline:
                     self._enter("LOAD")
@@ -223,9 +224,6 @@ class ServedSession:
     def _reply(self, reply: agent_pb2.SessionReply) -> None:
         reply.attempt_id = self.start.attempt_id
         self._replies.put_nowait(reply)
-
-    def _take_log(self, line: LogLine) -> None:
-        self._lines.append(str(line))
 
     def _enter(self, phase: str) -> None:
         self.phase = phase

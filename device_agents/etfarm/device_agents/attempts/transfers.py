@@ -201,7 +201,7 @@ class Transfers:
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.DATA_LOSS:
                     corruptions += 1
-                is_full = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _reason(error) in _FULL
+                is_full = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and from_rpc_error(error, server="").reason in _FULL
                 if corruptions == _CORRUPTIONS or not (is_full or error.code() in _TRY_AGAIN | {grpc.StatusCode.DATA_LOSS}):
                     raise
                 log.info("a transfer was cut (%s); trying again in %.1f s", error.code().name, pause)
@@ -209,7 +209,3 @@ class Transfers:
                     self._stub = await self._renew()
             await asyncio.sleep(pause)
         raise AssertionError("pauses never end")
-
-
-def _reason(error: grpc.aio.AioRpcError) -> str:
-    return from_rpc_error(error, server="").reason

@@ -7,6 +7,8 @@ import logging
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Final
 
@@ -31,13 +33,11 @@ class DataFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
+        with usable(path):
             # Other users, runners above all, must not read results, the cache or the agent's identity.
             make_private(path, MARKS)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             self._lock: IO[str] = os.fdopen(os.open(path / "lock", flags, 0o600), "r+")
-        except OSError as error:
-            raise FolderUnusable(path, error.strerror or str(error)) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -71,20 +71,15 @@ class DataFolder:
             except ValueError:
                 log.warning("%s holds no UUID; this agent gets a new id", path)
         agent_id = str(uuid.uuid4())
-        try:
+        with usable(self.path):
             write_atomically(path, f"{agent_id}\n".encode(), durable=True)
-        except OSError as error:
-            raise FolderUnusable(self.path, error.strerror or str(error)) from None
         return agent_id
 
     def device_id(self) -> str:
         """Return the id under which the agent served its machine last; empty if it has not yet."""
-        try:
+        with usable(self.path), suppress(FileNotFoundError):
             return (self.path / "device_id").read_text(errors="replace").strip()
-        except FileNotFoundError:
-            return ""
-        except OSError as error:
-            raise FolderUnusable(self.path, error.strerror or str(error)) from None
+        return ""
 
     def keep_device_id(self, device_id: str) -> None:
         """Write the id under which the agent serves its machine.
@@ -92,11 +87,22 @@ class DataFolder:
         Raises:
             FolderUnusable: it cannot be written.
         """
-        try:
+        with usable(self.path):
             write_atomically(self.path / "device_id", f"{device_id}\n".encode(), durable=True)
-        except OSError as error:
-            raise FolderUnusable(self.path, error.strerror or str(error)) from None
 
     def close(self) -> None:
         """Release the lock."""
         self._lock.close()
+
+
+@contextmanager
+def usable(folder: Path) -> Iterator[None]:
+    """Turn an error of the system in the block into one of the agent's data folder.
+
+    Raises:
+        FolderUnusable: a file cannot be read or written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise FolderUnusable(folder, error.strerror or str(error)) from None

@@ -18,6 +18,7 @@ from typing import Final
 
 import grpc
 
+from etfarm.device_agents.daemon.data_folder import usable
 from etfarm.device_agents.daemon.device_choice import DeviceChoice
 from etfarm.device_agents.errors import FolderUnusable
 from etfarm.v1 import agent_pb2
@@ -53,10 +54,8 @@ class _Kept:
         Raises:
             FolderUnusable: the token cannot be written to the data folder.
         """
-        try:
+        with usable(path.parent):
             write_atomically(path, json.dumps(dataclasses.asdict(self)).encode(), durable=True, mode=0o600)
-        except OSError as error:
-            raise FolderUnusable(path.parent, error.strerror or str(error)) from None
 
 
 @dataclass(frozen=True)

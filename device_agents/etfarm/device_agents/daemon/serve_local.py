@@ -181,11 +181,7 @@ class LocalSessions(session_pb2_grpc.SessionServiceServicer):
             shutil.rmtree(folder, ignore_errors=True)
 
     async def Call(self, request: session_pb2.CallSessionRequest, context: Any) -> session_pb2.CallSessionResponse:
-        session = self._live.get(request.session_id)
-        if session is None or session.program is None:
-            await _refuse(
-                context, error_for("SESSION_NOT_FOUND", f"There is no session {request.session_id!r}.", "Open another.")
-            )
+        session = await self._find(request.session_id, context)
         working = asyncio.ensure_future(session.answer(request.task))
         # A caller that disconnects must not stop the runner in the middle of a command.
         return session_pb2.CallSessionResponse(call_id=request.call_id, answer=await shielded(working))
@@ -193,11 +189,7 @@ class LocalSessions(session_pb2_grpc.SessionServiceServicer):
     async def Generate(
         self, request: session_pb2.GenerateSessionRequest, context: Any
     ) -> AsyncIterator[session_pb2.GenerateSessionResponse]:
-        session = self._live.get(request.session_id)
-        if session is None or session.program is None:
-            await _refuse(
-                context, error_for("SESSION_NOT_FOUND", f"There is no session {request.session_id!r}.", "Open another.")
-            )
+        session = await self._find(request.session_id, context)
         task = session_pb2.SessionTask(generation=request.generation)
         if request.HasField("timeout_s"):
             task.timeout_s = request.timeout_s
@@ -211,6 +203,12 @@ class LocalSessions(session_pb2_grpc.SessionServiceServicer):
             yield session_pb2.GenerateSessionResponse(call_id=request.call_id, answer=await shielded(working))
         finally:
             stop.set()
+
+    async def _find(self, session_id: str, context: Any) -> _LocalSession:
+        session = self._live.get(session_id)
+        if session is None or session.program is None:
+            await _refuse(context, error_for("SESSION_NOT_FOUND", f"There is no session {session_id!r}.", "Open another."))
+        return session
 
     async def _lead(self, session: _LocalSession, request: session_pb2.OpenSessionRequest, folder: Path) -> None:
         """Run a session to its end; the last event states why it ended, unless the caller left."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Final
 
 from etfarm.v1 import comparison_pb2
@@ -177,7 +178,7 @@ def pair(base: Sequence[Json], candidate: Sequence[Json]) -> Pairing:
         return Pairing(((base[0], candidate[0]),), (), ())
     left, right = dict(enumerate(base)), dict(enumerate(candidate))
     matches: dict[int, int] = {}
-    for key in (_cell, _on_device, _on_kind):
+    for key in (itemgetter("cell"), _on_device, _on_kind):
         _match(left, right, matches, key)
     _match_unplaced(left, right, matches)
     return Pairing(
@@ -222,10 +223,6 @@ def _match_unplaced(left: dict[int, Json], right: dict[int, Json], matches: dict
                 matches[place] = counterpart
                 del left[place], right[counterpart]
                 break
-
-
-def _cell(report: Json) -> Hashable | None:
-    return report["cell"]  # type: ignore[no-any-return]
 
 
 def _on_device(report: Json) -> Hashable:

@@ -101,13 +101,10 @@ async def standing_by(
         for task in tasks:
             task.cancel()
         await links.close()
-        await end_calls(server, interceptor.calls, _no_longer_forwarding(), _GRACE_S)
+        moved = NoLeader("This server forwards no more calls: it takes the lead or stops.", "Try again in a moment.")
+        await end_calls(server, interceptor.calls, moved, _GRACE_S)
         connections.close()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _no_longer_forwarding() -> NoLeader:
-    return NoLeader("This server forwards no more calls: it takes the lead or stops.", "Try again in a moment.")
 
 
 async def _report_health(checks: health.HealthServicer, leadership: Leadership, links: Links, wait_s: float) -> None:

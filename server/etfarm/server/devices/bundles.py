@@ -165,7 +165,7 @@ class Bundles:
 
     async def _read(self, path: Path) -> agent_pb2.RunnerBundle:
         """Return what an archive of this server's own is."""
-        return await self._readers.run(_read_trusted, path)
+        return await self._readers.run(lambda: describe(check_archive(path)))
 
     async def _add(self, digest: str, check: Check) -> agent_pb2.RunnerBundle:
         if not await self._store.has(digest):
@@ -289,7 +289,3 @@ def describe(manifest: BundleManifest) -> agent_pb2.RunnerBundle:
         arch=manifest.arch, executorch_version=manifest.executorch, source_digest=manifest.source_digest,
         backends=manifest.backends, operators=manifest.operators,
     )  # fmt: skip
-
-
-def _read_trusted(path: Path) -> agent_pb2.RunnerBundle:
-    return describe(check_archive(path))

@@ -88,14 +88,6 @@ class Fleet:
         self._rescued: set[str] = set()
         """Serials whose next appearance is caused by this agent's reconnect, and not by plugging in."""
 
-    async def find_server(self) -> None:
-        """Make sure that an adb server runs.
-
-        Raises:
-            ADB_MISSING, AdbServerMissing: no adb server runs, and none can be started.
-        """
-        await self._adb.start_server()
-
     async def run(self) -> None:
         """Follow the adb server's list until cancelled; restart an adb server that has ended."""
         pauses, logged = self._config.pauses(), ""
@@ -395,7 +387,7 @@ class Trial:
                 with self._cache.lease(Transfers(ArtifactServiceStub(channel), self._config.pauses)) as lease:
                     async with asyncio.timeout(_BUNDLE_S):
                         bundle = await lease.open_bundle(offered.artifact)
-                    await phone.install_runner(bundle)
+                    await phone.folder.install(bundle, [])
                     await try_out(bundle, offered.artifact.digest, phone, self._config.data)
                     phone.tried.add(offered.artifact.digest)
         except (grpc.aio.AioRpcError, TimeoutError) as error:

@@ -109,10 +109,6 @@ class Phone:
         if sent:
             log.info("%d bytes were carried to the phone %s", sent, self.serial)
 
-    async def install_runner(self, bundle: Bundle) -> None:
-        """Transfer a bundle before any program needs it; see `install`."""
-        await self.folder.install(bundle, [])
-
     @asynccontextmanager
     async def _runner(self, bundle: Bundle | None, folder: Path, on_log: OnLog | None) -> AsyncIterator[RemoteRunner]:
         if self._own_runner:

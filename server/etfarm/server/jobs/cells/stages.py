@@ -87,7 +87,7 @@ class CellStages:
             self._transitions, requirements, dispatch, results, joblog, measurement_lock, self._progress, self._timer, hands,
             now=now, on_device_fault=on_device_fault, compile_again=self._compile_again,
         )  # fmt: skip
-        self.groups = Groups(attempts.run, self._announce_missing)
+        self.groups = Groups(attempts.run, lambda run, why: self._progress.announce_phase([run], "WAIT_FOR_OTHERS", why))
         self.hands = hands
         self._turn = asyncio.Lock()
 
@@ -204,9 +204,6 @@ class CellStages:
         """Wait until no other cell continues in this event loop iteration: thousands may have waited for the same event."""
         async with self._turn:
             await asyncio.sleep(0)
-
-    def _announce_missing(self, run: CellRun, why: str) -> None:
-        self._progress.announce_phase([run], "WAIT_FOR_OTHERS", why)
 
 
 class CellCompilation:

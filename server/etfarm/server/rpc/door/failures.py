@@ -48,14 +48,11 @@ class Failures:
         self._failed[address] = (count, now)
         if len(self._failed) > MAX_ADDRESSES:
             self._failed.popitem(last=False)
-        return self._wait(count)
+        return 0.0 if count <= FREE else min(MAX_WAIT_S, 2.0 ** min(count - FREE - 1, 10))
 
     def is_flood(self, address: str) -> bool:
         """Return whether an address has failed so often that connections which fail again are closed."""
         return self._failed.get(network_of(address), (0, 0.0))[0] > FLOOD
-
-    def _wait(self, count: int) -> float:
-        return 0.0 if count <= FREE else min(MAX_WAIT_S, 2.0 ** min(count - FREE - 1, 10))
 
 
 class Allowance:

@@ -18,6 +18,7 @@ import structlog
 
 from etfarm.server.access.identities import Identities, Identity
 from etfarm.server.access.scope import agent_holder
+from etfarm.server.access.tokens import TokenTable
 from etfarm.server.artifacts.store import Store, artifact_missing
 from etfarm.server.devices.errors import AgentConnected, DeviceNotYours, DeviceTooLarge, TooManyDevices
 from etfarm.server.devices.registry import Registry
@@ -26,15 +27,15 @@ from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import HEARTBEAT_INTERVAL_S, AgentSession
 from etfarm.server.devices.upgrades import Upgrades
 from etfarm.server.devices.wheels import AgentWheel
-from etfarm.server.rpc.door.caller import caller
+from etfarm.server.rpc.door.caller import caller, credential
 from etfarm.server.rpc.door.limits import LIMITS, LimitExceeded, check, shorten
 from etfarm.server.rpc.door.roles import ADMIN
 from etfarm.server.rpc.services.artifacts import holder_of
-from etfarm.server.rpc.services.enrolment import Enrolment
-from etfarm.server.rpc.services.protocol import version_with
+from etfarm.server.rpc.services.protocol import require_common_version, version_with
 from etfarm.server.sessions.sessions import Sessions
 from etfarm.server.state.paging import page_of
 from etfarm.v1 import agent_pb2, agent_pb2_grpc, common_pb2
+from etfarm.v1.device_pb2 import Device
 from etfarm.wire.errors import error_for
 from etfarm.wire.status import to_proto
 
@@ -50,7 +51,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         identities: Identities,
         runs: Runs,
         sessions: Sessions,
-        enrolment: Enrolment,
+        tokens: TokenTable,
         upgrades: Upgrades,
         retirement: Retirement,
         store: Store,
@@ -60,7 +61,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         version: str,
         clock: Callable[[], float],
     ) -> None:
-        self._enrolment = enrolment
+        self._tokens = tokens
         self._upgrades = upgrades
         self._retirement = retirement
         self._store = store
@@ -127,7 +128,15 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             yield call
 
     async def Enroll(self, request: agent_pb2.EnrollAgentRequest, context: object) -> agent_pb2.EnrollAgentResponse:
-        return await self._enrolment.enroll(request)
+        caller = credential()
+        # Before the token is used up: an agent that could not connect would need another one.
+        require_common_version(request, self._version)
+        session = AgentSession(request.agent_id, request.boot_id, self._clock, principal=caller.principal.name)
+        await self._registry.accept(session, [Device(id=device_id) for device_id in request.device_ids])
+        is_known = self._registry.is_agent_known(request.agent_id)
+        secret = await self._tokens.enroll(caller, request.agent_id, is_known=is_known)
+        self._identities.enrolled(request.agent_id, caller.principal.name)
+        return agent_pb2.EnrollAgentResponse(token=secret, principal=caller.principal.name)
 
     async def ListAgents(self, request: agent_pb2.ListAgentsRequest, context: object) -> agent_pb2.ListAgentsResponse:
         devices = self._registry.agents()

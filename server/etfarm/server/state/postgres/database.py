@@ -123,11 +123,6 @@ def notify(connection: Connection, sender: str, channel: str, payload: str) -> N
     connection.execute(_NOTIFY, {"channel": channel, "payload": f"{sender} {payload}"})
 
 
-def _answer_s() -> float:
-    """Return the time after which an answer is overdue."""
-    return _PROBE_S
-
-
 @asynccontextmanager
 async def listening(connections: Connections, sender: str, channels: Sequence[str]) -> AsyncIterator[AsyncIterator[Notification]]:
     """Listen on a connection of its own, which is opened again when it breaks."""
@@ -140,7 +135,7 @@ async def _notifications(connections: Connections, sender: str, channels: Sequen
     while True:
         try:
             async with await BoundedAsyncConnection.connect(**connections.parameters, autocommit=True) as connection:
-                connection.limit = _answer_s
+                connection.limit = lambda: _PROBE_S
                 for channel in channels:
                     await connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
                 retry = pauses()

@@ -275,7 +275,7 @@ class RelayedChild:
             finally:
                 await asyncio.shield(attendance.hang_up(status_writer, ended))
                 writer.close()
-        files = await asyncio.to_thread(_list_files, folder) if _has_succeeded(report) else []
+        files = await asyncio.to_thread(_list_files, folder) if report and json.loads(report)["exit"] == 0 else []
         await self._pieces.put((STATUS, report))
         await self._pieces.put((END, json.dumps(files).encode()))
 
@@ -283,10 +283,6 @@ class RelayedChild:
         with contextlib.suppress(ConnectionResetError):
             while data := await reader.read(_READ_BYTES):
                 await self._pieces.put((kind, data))
-
-
-def _has_succeeded(report: bytes) -> bool:
-    return bool(report) and json.loads(report)["exit"] == 0
 
 
 def _list_files(folder: Path) -> list[tuple[str, int, str]]:
