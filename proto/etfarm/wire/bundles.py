@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -88,19 +88,7 @@ class BundleManifest:
 
     def to_json(self) -> dict[str, object]:
         """Return the manifest as `bundle.json` holds it."""
-        return {
-            "schema": SCHEMA,
-            "arch": self.arch,
-            "executorch": self.executorch,
-            "source_digest": self.source_digest,
-            "backends": list(self.backends),
-            "operators": list(self.operators),
-            "files": {name: {"digest": file.digest, "size": file.size} for name, file in sorted(self.files.items())},
-            "loader": self.loader,
-            "entry": self.entry,
-            "note": self.note,
-            "options": list(self.options),
-        }
+        return {"schema": SCHEMA, **asdict(replace(self, files=dict(sorted(self.files.items()))))}
 
     @classmethod
     def parse(cls, text: str | bytes) -> BundleManifest:

@@ -159,7 +159,7 @@ async def download(
             file.truncate(0)
             resume_at = 0
         if resume_at:
-            hasher = await asyncio.to_thread(_hash_so_far, part)
+            hasher = await asyncio.to_thread(digests.hash_of, part)
             done = resume_at
         link: artifact_pb2.ArtifactLink | None = None
         # Without a known size, what a link yields could not be bounded.
@@ -202,11 +202,6 @@ def _require_room(artifact: common_pb2.Artifact, done: int) -> None:
     """
     if artifact.size_bytes and done > artifact.size_bytes:
         raise corrupt_download(artifact)
-
-
-def _hash_so_far(part: Path) -> hashlib._Hash:
-    with part.open("rb") as file:
-        return hashlib.file_digest(file, "sha256")
 
 
 async def append(fd: int, hasher: hashlib._Hash, data: bytes, pool: Executor | None = None) -> None:

@@ -23,8 +23,13 @@ def of_bytes(data: bytes | bytearray | memoryview) -> str:
 
 def of_file(path: Path) -> str:
     """Return the sha256 of a file's bytes, lower-case hex. Blocking: call it in a thread from async code."""
+    return hash_of(path).hexdigest()
+
+
+def hash_of(path: Path) -> hashlib._Hash:
+    """Return the hash of a file's bytes, to which more may be added. Blocking, as `of_file`."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, "sha256")
 
 
 def canonical_json(value: object) -> str:

@@ -201,33 +201,17 @@ def _latency(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
         message = "no valid evidence: the two were measured on devices of different kinds"
         yield Finding("NO_VALID_EVIDENCE", f"{message}; --accept-invalid accepts it")
         return
-    ratio, ends, allowed = latency["ratio"], latency["ratio_ci95"], 1 + limit / 100
+    ratio, ends = latency["ratio"], latency["ratio_ci95"]
     if ratio is None:
         yield Finding("NO_VALID_EVIDENCE", "no valid evidence: a latency of 0 ns has no ratio")
         return
-    times = ratio_text(ratio, ends) + ("" if ends else " of the base's latency")
     unobserved = unobserved_sides(latency)
-    if latency["same_program"]:
-        if ratio > allowed:
-            message = f"same program, {times}: a difference between runs or their circumstances, not between programs"
-            yield Finding("SAME_PROGRAM", message, is_reason=False)
-    elif unobserved and latency["outcome"] == "slower" and ends[0] > allowed:
-        message = f"slower by more than separate runs of one program differ ({OBVIOUS:g}x), {times}; {limit:g} % is allowed"
-        yield Finding("SLOWER", message)
-    elif unobserved and latency["outcome"] == "faster":
-        message = f"faster by more than separate runs of one program differ ({OBVIOUS:g}x), {times}"
-        yield Finding("FASTER", f"{message}; it is not known how much runs of {_sides(unobserved)} vary", is_reason=False)
-    elif unobserved:
-        message = f"{times} in separate runs does not show whether it is within {limit:g} %: it is not known how much runs of"
-        yield Finding("NO_SPREAD", f"{message} {_sides(unobserved)} vary. {_how_to_decide(pair, unobserved)}")
-    elif ends is None:
-        few = "rounds" if latency["method"] == "paired" else "samples"
-        yield Finding("TOO_FEW", f"{times}, and too few {few} to tell whether that is within {limit:g} %")
-    elif ends[0] > allowed and latency["outcome"] == "slower":
-        yield Finding("SLOWER", f"at least {percent(ends[0] - 1)} slower, {times}; {limit:g} % is allowed")
-    elif ends[1] > allowed:
-        message = f"{times} does not show whether it is within {limit:g} %. {_how_to_decide(pair, unobserved)}"
-        yield Finding("INCONCLUSIVE", message, gate.strict or ends[0] > allowed or not _is_within(ratio, ends, limit))
+    yield from _judge(
+        ratio_text(ratio, ends) + ("" if ends else " of the base's latency"), ratio, ends, latency["outcome"], limit, gate,
+        same_program=latency["same_program"],
+        whose=f" of {_sides(unobserved)}" if unobserved else None, few="rounds" if latency["method"] == "paired" else "samples",
+        obvious=f"; {limit:g} % is allowed", remedy=partial(_how_to_decide, pair, unobserved), needs_outcome=True,
+    )  # fmt: skip
 
 
 def _generation(pair: Json, limit: float, gate: Gate, key: str) -> Iterator[Finding]:
@@ -253,37 +237,66 @@ def _generation(pair: Json, limit: float, gate: Gate, key: str) -> Iterator[Find
             what = f"the {' and the '.join(missing)} did not measure it" if missing else "its numbers have no ratio"
             yield Finding("NO_VALID_EVIDENCE", f"{where}: no valid evidence: {what}")
             continue
-        decide = how_to_decide_rates(pair)
-        yield from _rate(point[key], where, limit, gate, decide, is_time=key == TTFT, same_program=generated["same_program"])
+        change, is_time = point[key], key == TTFT
+        ratio, ends = change["ratio"], change["ratio_ci95"]
+        # As times, of which more is worse.
+        times = ends if is_time or not ends else [1 / ends[1], 1 / ends[0]]
+        yield from _judge(
+            f"{where}: {ratio_text(ratio, ends)}", ratio if is_time else 1 / ratio, times,
+            change["outcome"], limit, gate, same_program=generated["same_program"],
+            whose=None if change["spread_observed"] else "", few="repetitions",
+            remedy=partial(how_to_decide_rates, pair), more=", or more repeats",
+        )  # fmt: skip
 
 
-def _rate(
-    change: Json, where: str, limit: float, gate: Gate, remedy: str, *, is_time: bool, same_program: bool
+def _judge(
+    text: str,
+    ratio: float,
+    ends: Sequence[float] | None,
+    outcome: str | None,
+    limit: float,
+    gate: Gate,
+    *,
+    same_program: bool,
+    whose: str | None,
+    few: str,
+    remedy: Callable[[], str],
+    obvious: str = "",
+    more: str = "",
+    needs_outcome: bool = False,
 ) -> Iterator[Finding]:
-    ratio, ends, allowed = change["ratio"], change["ratio_ci95"], 1 + limit / 100
-    text = f"{where}: {ratio_text(ratio, ends)}"
-    # As times, of which more is worse.
-    time = ratio if is_time else 1 / ratio
-    times = ends if is_time or not ends else [1 / ends[1], 1 / ends[0]]
+    """Judge a ratio of times.
+
+    Args:
+        text: the ratio for people.
+        ratio, ends: the ratio and its interval, above 1 where the candidate is slower.
+        whose: of which sides it is not known how much runs vary, as the rest of a clause; None if it is known of both.
+        few: what there may be too few of.
+        remedy: returns how to decide.
+        more: the end of that sentence for an interval that is too wide.
+        obvious: the end of the sentence on what is slower by more than separate runs differ.
+        needs_outcome: whether only the outcome `slower` is one.
+    """
+    allowed, is_slower = 1 + limit / 100, outcome == "slower"
     if same_program:
-        if time > allowed:
+        if ratio > allowed:
             message = f"same program, {text}: a difference between runs or their circumstances, not between programs"
             yield Finding("SAME_PROGRAM", message, is_reason=False)
-    elif not change["spread_observed"] and change["outcome"] == "slower" and times[0] > allowed:
-        yield Finding("SLOWER", f"slower by more than separate runs of one program differ ({OBVIOUS:g}x), {text}")
-    elif not change["spread_observed"] and change["outcome"] == "faster":
+    elif whose is not None and is_slower and ends is not None and ends[0] > allowed:
+        yield Finding("SLOWER", f"slower by more than separate runs of one program differ ({OBVIOUS:g}x), {text}{obvious}")
+    elif whose is not None and outcome == "faster":
         message = f"faster by more than separate runs of one program differ ({OBVIOUS:g}x), {text}"
-        yield Finding("FASTER", f"{message}; it is not known how much runs vary", is_reason=False)
-    elif not change["spread_observed"]:
-        message = f"{text} in separate runs does not show whether it is within {limit:g} %: it is not known how much runs vary"
-        yield Finding("NO_SPREAD", f"{message}. {remedy}")
-    elif times is None:
-        yield Finding("TOO_FEW", f"{text}, and too few repetitions to tell whether that is within {limit:g} %")
-    elif times[0] > allowed:
-        yield Finding("SLOWER", f"at least {percent(times[0] - 1)} slower, {text}; {limit:g} % is allowed")
-    elif times[1] > allowed:
-        message = f"{text} does not show whether it is within {limit:g} %. {remedy}, or more repeats"
-        yield Finding("INCONCLUSIVE", message, gate.strict or not _is_within(time, times, limit))
+        yield Finding("FASTER", f"{message}; it is not known how much runs{whose} vary", is_reason=False)
+    elif whose is not None:
+        message = f"{text} in separate runs does not show whether it is within {limit:g} %: it is not known how much runs"
+        yield Finding("NO_SPREAD", f"{message}{whose} vary. {remedy()}")
+    elif ends is None:
+        yield Finding("TOO_FEW", f"{text}, and too few {few} to tell whether that is within {limit:g} %")
+    elif ends[0] > allowed and (is_slower or not needs_outcome):
+        yield Finding("SLOWER", f"at least {percent(ends[0] - 1)} slower, {text}; {limit:g} % is allowed")
+    elif ends[1] > allowed:
+        message = f"{text} does not show whether it is within {limit:g} %. {remedy()}{more}"
+        yield Finding("INCONCLUSIVE", message, gate.strict or ends[0] > allowed or not _is_within(ratio, ends, limit))
 
 
 def _is_within(ratio: float, ends: Sequence[float], limit: float) -> bool:

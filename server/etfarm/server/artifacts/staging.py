@@ -20,6 +20,7 @@ from etfarm.server.artifacts.errors import (
 from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.room import Room
 from etfarm.v1 import artifact_pb2, common_pb2
+from etfarm.wire import digest as digests
 from etfarm.wire.chunks import append
 from etfarm.wire.errors import error_for
 
@@ -153,7 +154,7 @@ class Staging:
         part: Path,
         stream: _Stream,
     ) -> bool:
-        hasher = await self._run(_hash_of, part) if stream.received else hashlib.sha256()
+        hasher = await self._run(digests.hash_of, part) if stream.received else hashlib.sha256()
         reader = aiter(chunks)
         with part.open("ab") as file:
             while (chunk := await self._next(reader, artifact.digest, stream.received)) is not None:
@@ -248,8 +249,3 @@ def _mtime(path: Path) -> float:
         return path.stat().st_mtime
     except FileNotFoundError:
         return 0.0
-
-
-def _hash_of(path: Path) -> hashlib._Hash:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256")

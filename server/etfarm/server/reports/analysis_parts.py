@@ -80,7 +80,7 @@ def drop_missing_files(request: AnalyzeRequest) -> tuple[AnalyzeRequest, list[co
     without: dict[str, Any] = {}
     warnings = []
     for part in _PARTS:
-        missing = {name: [path for path in _files(getattr(request, name)) if not path.exists()] for name in part.needs}
+        missing = {name: [path for path in files_of(getattr(request, name)) if not path.exists()] for name in part.needs}
         digests_of = sorted({path.name[:12] for paths in missing.values() for path in paths})
         if not digests_of or getattr(request, part.needs[0]) is None:
             continue
@@ -93,12 +93,12 @@ def drop_missing_files(request: AnalyzeRequest) -> tuple[AnalyzeRequest, list[co
     return replace(request, **without), warnings
 
 
-def _files(value: Any) -> list[Path]:
+def files_of(value: Any) -> list[Path]:
     if isinstance(value, Path):
         return [value]
     if is_dataclass(value) and not isinstance(value, type):
-        return [path for field in fields(value) for path in _files(getattr(value, field.name))]
-    return [path for item in value for path in _files(item)] if isinstance(value, tuple) else []
+        return [path for field in fields(value) for path in files_of(getattr(value, field.name))]
+    return [path for item in value for path in files_of(item)] if isinstance(value, tuple) else []
 
 
 def choose_fields_to_drop(request: AnalyzeRequest, stage: str) -> tuple[str, ...]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from etfarm.server.artifacts.store import Store
+from etfarm.server.reports.analysis_parts import files_of
 from etfarm.server.reports.findings import Findings
 from etfarm.server.reports.latency.samples import Block, GeneratingProcess, Generation
 from etfarm.server.reports.request import (
@@ -109,7 +110,7 @@ class Analyst:
             if result.generations[-1].score.HasField("values"):
                 request = replace(request, scores=self._scores(candidate, compilation, generation, result.generations[-1]))
         # The analysis leaves out parts whose files are no longer stored.
-        await self._store.bring(path.name for path in _paths(request))
+        await self._store.bring(path.name for path in files_of(request))
         report = await self._findings.of(request, on_log, on_turn, fresh=fresh, project=project, owner=owner)
         if base is not None and report.HasField("interleaved"):
             report.interleaved.base_cell = base.cell_id
@@ -248,18 +249,6 @@ class Analyst:
         if sent is None or lowered is None or lowered.digest == _original_of(sent).digest:
             return None
         return self._store.place(lowered.digest)
-
-
-def _paths(request: object) -> Iterator[Path]:
-    """Yield the stored files that a request, or a part of it, names."""
-    if isinstance(request, Path):
-        yield request
-    elif isinstance(request, tuple):
-        for item in request:
-            yield from _paths(item)
-    elif is_dataclass(request):
-        for value in vars(request).values():
-            yield from _paths(value)
 
 
 def _known_problems(compilation: compile_pb2.Compilation, method: str) -> tuple[tuple[str, str], ...]:

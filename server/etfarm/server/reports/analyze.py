@@ -235,12 +235,7 @@ def _fill_prefill(report: report_pb2.Report, request: AnalyzeRequest, trace: Tra
         report.generation.prefill_trace_times.size_bytes = (folder / PREFILL_TRACE_TIMES).write_bytes(content)
 
     try:
-        profile.fill(
-            own,
-            replace(request, etdump=trace.etdump, traced_ns=trace.traced_ns, method=trace.method),
-            lambda code, message: _warn(report, code, f"Prefill: {message}"),
-            save,
-        )
+        _fill_profile(own, report, request, trace, "Prefill", save)
     finally:
         # The runner's own times are reported even if the trace cannot be read.
         if own.HasField("profile"):
@@ -252,15 +247,22 @@ def _fill_encoder(report: report_pb2.Report, request: AnalyzeRequest, trace: Tra
     """Fill the profile and the operators of an encoder; the times of single iterations are not kept."""
     own = report_pb2.Report()
     try:
-        profile.fill(
-            own,
-            replace(request, etdump=trace.etdump, traced_ns=trace.traced_ns, method=trace.method),
-            lambda code, message: _warn(report, code, f"{trace.method}: {message}"),
-            lambda rows: None,
-        )
+        _fill_profile(own, report, request, trace, trace.method, lambda rows: None)
     finally:
         if own.HasField("profile"):
             report.generation.encoders.add(method=trace.method, profile=own.profile, operators=own.operators)
+
+
+def _fill_profile(
+    own: report_pb2.Report,
+    report: report_pb2.Report,
+    request: AnalyzeRequest,
+    trace: Trace,
+    about: str,
+    save: Callable[[Sequence[Sequence[int]]], None],
+) -> None:
+    of_trace = replace(request, etdump=trace.etdump, traced_ns=trace.traced_ns, method=trace.method)
+    profile.fill(own, of_trace, lambda code, message: _warn(report, code, f"{about}: {message}"), save)
 
 
 def _fill_interleaved(report: report_pb2.Report, request: AnalyzeRequest, samples: Path, base: Path) -> None:
