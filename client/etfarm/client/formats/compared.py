@@ -12,7 +12,7 @@ from typing import Any, Final
 from etfarm.client.formats import compared_generation, sentences, units
 from etfarm.client.formats.compared_fact import Fact as Fact
 from etfarm.client.formats.compared_fact import number_fact
-from etfarm.wire import changes
+from etfarm.wire import changes, views
 from etfarm.wire.comparison import EXACT_DB, label, traits
 from etfarm.wire.comparison.numbers import ratio_text
 from etfarm.wire.comparison.program import has_other_samples
@@ -295,18 +295,19 @@ def _moved(row: Json) -> Moved:
     change = row["change_ns"]
     first, more = row["op_types"][:1], len(row["op_types"]) - 1
     types = "".join(map(_short, first)) + (f" (+{more})" if more > 0 else "")
-    if row["kind"] == "REST":
-        what = "not explained by operators or kernels"
-    elif row["kind"] == "UNATTRIBUTED" and not _is_one_kernel(row):
+    if row["kind"] == "UNATTRIBUTED" and not _is_one_kernel(row):
         what = "kernels of no operator"
     else:
         what = ": ".join(filter(None, (row["module"], types or _kernel(row))))
-    if row["base"] is None or row["candidate"] is None:
-        what += " (new)" if row["base"] is None else " (gone)"
-    source = row["source"]
-    place = f"{source['file']}:{source['line']}" if source else ""
     text = f"{units.difference(change, row['change_ci95_ns'])}{_OUTCOMES.get(row['outcome'] or '', '')}"
-    return Moved(text, before, after, what, place, change > 0, not row["outcome"] or row["outcome"] in ("faster", "slower"))
+    return Moved(text, before, after, name_of(row, what), views.line_of(row) or "", change > 0, row["outcome"] not in _OUTCOMES)
+
+
+def name_of(row: Json, name: str) -> str:
+    """Return the name of an operator's row, which may be what nothing explains, and whether only one side has it."""
+    if row["kind"] == "REST":
+        name = "not explained by operators or kernels"
+    return f"{name} (new)" if row["base"] is None else f"{name} (gone)" if row["candidate"] is None else name
 
 
 def _is_one_kernel(row: Json) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from etfarm.client.formats import answers, label, units
+from etfarm.wire import views
 from etfarm.wire.escapes import in_a_line
 
 Json = Mapping[str, Any]
@@ -141,7 +142,7 @@ def _attributes(row: Json) -> Iterator[tuple[str, str]]:
         "p10 to p90": " to ".join(spread) if len(spread) == 2 else "",
         "share": units.percent(row["share"]),
         "module": row["module"],
-        "source": f"{source['file']}:{source['line']}" if source else "",
+        "source": views.line_of(row) or "",
         "code": (source.get("code") or "").strip(),
         "kernels without lines": row["unaligned_reason"],
         "line": row["source_reason"],

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from etfarm.client.formats import answers, label, sentences, units
+from etfarm.wire import views
 from etfarm.wire.escapes import printable
 
 Json = Mapping[str, Any]
@@ -89,7 +90,7 @@ def _operators(rows: Iterable[Json]) -> Iterator[str]:
         [
             [
                 str(row["index"]), str(row["kind"] or ""), row["name"] or "", units.percent(row["share"]), answers.time_of(row),
-                answers.backend(row), row["module"] or "", f"{source['file']}:{source['line']}" if source else "",
+                answers.backend(row), row["module"] or "", views.line_of(row) or "",
                 (source["code"] or "").strip() if source else "",
             ]
             for row in rows

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from etfarm.client.formats import answers, label, phases, units
+from etfarm.wire import views
 from etfarm.wire.escapes import in_a_line
 
 Json = Mapping[str, Any]
@@ -115,7 +116,7 @@ def _placed(rows: Sequence[Json], start_ns: float, end_ns: float, whole_ns: floa
 def _arguments(row: Json) -> dict[str, Any]:
     source = row["source"]
     arguments = {
-        "source": f"{source['file']}:{source['line']}" if source else None,
+        "source": views.line_of(row),
         "code": source["code"] if source else None,
         "module": row["module"],
         "op_types": ", ".join(row["op_types"]) or None,

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from etfarm.client.formats import answers, compared, units
 from etfarm.client.formats.compared_fact import Fact
+from etfarm.wire import views
 
 Json = Mapping[str, Any]
 
@@ -116,17 +117,12 @@ def _operator(row: Json, longest_ns: float) -> Operator:
     types = [answers.short_type(name) for name in row["op_types"]]
     names = [row[side]["name"] for side in ("candidate", "base") if row[side] and row[side]["name"]]
     name = " + ".join(types) or next(iter(names), "several operators")
-    if row["kind"] == "REST":
-        name = "not explained by operators or kernels"
-    if row["base"] is None or row["candidate"] is None:
-        name += " (new)" if row["base"] is None else " (gone)"
-    source = row["source"] or {}
     change = "" if row["change_ns"] is None else units.difference(row["change_ns"], row["change_ci95_ns"])
     return Operator(
-        name,
+        compared.name_of(row, name),
         row["module"] or "",
-        f"{source['file']}:{source['line']}" if source else "",
-        (source.get("code") or "").strip(),
+        views.line_of(row) or "",
+        ((row["source"] or {}).get("code") or "").strip(),
         _time(row["base"]),
         _time(row["candidate"]),
         _part(row["base"], longest_ns),

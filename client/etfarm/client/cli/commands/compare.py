@@ -242,13 +242,11 @@ def _headline(pair: Json, width: int) -> RenderableType:
 
 
 def _table(facts: list[Any]) -> RenderableType:
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    for _ in range(3):
-        table.add_column(justify="right", no_wrap=True)
+    from etfarm.client.cli.terminal.output import columns
+
+    table = columns(("left", "dim"), ("right", ""), ("right", ""), ("right", ""))
     table.add_row("", *(Text(name, style="dim") for name in ("base", "candidate", "change")))
     for fact in facts:
         table.add_row(fact.name, fact.base, fact.candidate, fact.change)
@@ -256,19 +254,15 @@ def _table(facts: list[Any]) -> RenderableType:
 
 
 def _moved(rows: list[Any], width: int) -> RenderableType:
-    from rich.table import Table
     from rich.text import Text
 
+    from etfarm.client.cli.terminal.output import columns
     from etfarm.client.formats import compared, units
 
     fixed = compared.columns([(row.base, row.candidate, row.change) for row in rows])
     room = max(20, width - sum(fixed) - 2 * len(fixed) - 2)
     places = min(max(len(row.place) for row in rows), room // 2)
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for _ in range(3):
-        table.add_column(justify="right", no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(style="dim", no_wrap=True)
+    table = columns(("right", ""), ("right", ""), ("right", ""), ("left", ""), ("left", "dim"))
     for row in rows:
         table.add_row(
             row.base,

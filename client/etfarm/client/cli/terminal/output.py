@@ -159,6 +159,14 @@ def line(text: str, *, style: str = "") -> Text:
     return Text(text, style=style)
 
 
+def columns(*formats: tuple[JustifyMethod, str]) -> Table:
+    """Return a table without heads and frames, of columns that do not wrap; each has a justification and a style."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for justify, style in formats:
+        table.add_column(justify=justify, style=style, no_wrap=True)
+    return table
+
+
 def facts(pairs: Iterable[tuple[str, RenderableType]]) -> Table:
     """Return names and values below each other; values may take several lines."""
     grid = Table.grid(padding=(0, 2, 0, 0))

@@ -13,8 +13,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from etfarm.client.cli.terminal.output import columns
 from etfarm.client.formats import sentences, units
 from etfarm.wire import delegation as delegations
+from etfarm.wire import views
 from etfarm.wire.sqnr import decibels
 
 TOP = 5
@@ -104,10 +106,7 @@ def _stages(compiled: Json, width: int) -> Table:
         times = [f"{name} {units.milliseconds(ms)}" for name, ms in methods.items()] if len(methods) > 1 else []
         rows.append((stage["stage"], units.milliseconds(stage["duration_ms"]), where, times))
     room = width - sum(2 + max(len(row[place]) for row in rows) for place in range(3))
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, justify="right")
-    table.add_column(no_wrap=True, style="dim")
+    table = columns(("left", ""), ("right", ""), ("left", "dim"))
     table.add_column(style="dim", overflow="fold")
     for stage_name, took, where, times in rows:
         line = " · ".join(times)
@@ -133,9 +132,7 @@ def _modules(modules: Sequence[Json], width: int) -> Table:
     """Return the modules that own most: their part of the program, and the peak of their own tensors."""
     ordered = sorted(modules, key=lambda module: (-module["constant_bytes"], -module["planned_bytes"]))
     several = len({module["method"] for module in modules}) > 1
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for justify, style in (("right", ""), ("right", "dim"), ("left", "")):
-        table.add_column(justify=justify, style=style, no_wrap=True)  # type: ignore[arg-type]
+    table = columns(("right", ""), ("right", "dim"), ("left", ""))
     for module in ordered[:TOP]:
         planned = f"planned {units.size(module['planned_bytes'])}" if module["planned_bytes"] else ""
         name = module["module"] or "the model itself"
@@ -226,9 +223,7 @@ def _operators(rows: Iterable[tuple[str, int, str, Sequence[Json] | None]], meth
     place_width = min(max(map(len, places)), max(room * 9 // 20, 8))
     name_width = min(max(map(len, names)), max(room - place_width, 12))
     code_width = room - name_width - place_width
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for justify, style in (("right", ""), ("left", ""), ("left", "cyan"), ("left", "dim")):
-        table.add_column(justify=justify, style=style, no_wrap=True)  # type: ignore[arg-type]
+    table = columns(("right", ""), ("left", ""), ("left", "cyan"), ("left", "dim"))
     for count, name, place, code in zip(counts, names, places, codes, strict=True):
         table.add_row(
             count,
@@ -247,7 +242,7 @@ def _place(places: Sequence[Json]) -> str:
     if not places:
         return ""
     first = places[0]
-    text = f"{first['source']['file']}:{first['source']['line']}" if first["source"] else str(first["module"] or "")
+    text = views.line_of(first) or str(first["module"] or "")
     return f"{text} (+{len(places) - 1})" if text and len(places) > 1 else text
 
 

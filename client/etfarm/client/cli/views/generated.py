@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from etfarm.client.cli.terminal.output import VERDICT_STYLES
+from etfarm.client.cli.terminal.output import VERDICT_STYLES, columns
 from etfarm.client.formats import generation, units
 
 Json = Mapping[str, Any]
@@ -17,9 +16,7 @@ Json = Mapping[str, Any]
 
 def points(document: Json) -> RenderableType:
     """Return a row for each prompt length at each depth."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for name in generation.COLUMNS:
-        table.add_column(justify="left" if name in ("token", "verdict") else "right", no_wrap=True)
+    table = columns(*(("left" if name in ("token", "verdict") else "right", "") for name in generation.COLUMNS))
     table.add_row(*(Text(name, style="dim") for name in generation.COLUMNS))
     for row in generation.rows(document):
         *cells, verdict = row
@@ -32,9 +29,7 @@ def parts(document: Json) -> RenderableType | None:
     rows = generation.parts(document)
     if not rows:
         return None
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for name in generation.PART_COLUMNS:
-        table.add_column(justify="left" if name == "method" else "right", no_wrap=True)
+    table = columns(*(("left" if name == "method" else "right", "") for name in generation.PART_COLUMNS))
     table.add_row(*(Text(name, style="dim") for name in generation.PART_COLUMNS))
     for row in rows:
         table.add_row(*row)

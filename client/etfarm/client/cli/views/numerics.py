@@ -14,6 +14,7 @@ from rich.text import Text
 
 from etfarm.client.formats import answers, gaps, sentences, units
 from etfarm.client.formats.gaps import Operator
+from etfarm.wire import views
 from etfarm.wire.sqnr import decibels, level
 
 Json = Mapping[str, Any]
@@ -171,6 +172,4 @@ def _name(row: Json) -> str:
 
 
 def _place(row: Json) -> str:
-    if row["source"]:
-        return f"{row['source']['file']}:{row['source']['line']}"
-    return str(row["module"] or "")
+    return views.line_of(row) or str(row["module"] or "")

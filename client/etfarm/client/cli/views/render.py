@@ -14,11 +14,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from etfarm.client.cli.terminal.output import VERDICT_STYLES
+from etfarm.client.cli.terminal.output import VERDICT_STYLES, columns
 from etfarm.client.cli.views import compiled as compiling
 from etfarm.client.cli.views import generated, measured, numerics, paired
 from etfarm.client.formats import answers, generation, sentences, units
-from etfarm.wire import comparison
+from etfarm.wire import comparison, views
 
 TOP = 10
 """Default number of shown operators."""
@@ -191,9 +191,7 @@ def operators(rows: Sequence[Json], *, width: int, top: int = TOP) -> Renderable
         shown = [_line_and_module(row, place_width) or place for row, place in zip(chosen, places, strict=True)]
     else:
         shown = places
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for justify, style in (("right", "dim"), ("right", ""), ("right", ""), ("left", ""), ("left", "dim"), ("left", "cyan")):
-        table.add_column(justify=justify, style=style, no_wrap=True)  # type: ignore[arg-type]
+    table = columns(("right", "dim"), ("right", ""), ("right", ""), ("left", ""), ("left", "dim"), ("left", "cyan"))
     if module_width:
         table.add_column(no_wrap=True)
     table.add_column(style="dim", no_wrap=True)
@@ -308,8 +306,8 @@ def _backend(row: Json) -> str:
 
 
 def _place(row: Json) -> str:
-    if row["source"]:
-        return f"{row['source']['file']}:{row['source']['line']}"
+    if line := views.line_of(row):
+        return line
     module = str(row["module"] or "")
     return f"module {module}" if module.replace(".", "").isdecimal() else module  # a position in an nn.Sequential
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from etfarm.client.formats import answers, phases, sentences, units
+from etfarm.wire import views
 from etfarm.wire.sqnr import decibels
 
 Json = Mapping[str, Any]
@@ -178,7 +179,7 @@ def _places(places: Sequence[Json]) -> str:
     if not places:
         return ""
     first = places[0]
-    where = f"{first['source']['file']}:{first['source']['line']}" if first["source"] else str(first["module"] or "")
+    where = views.line_of(first) or str(first["module"] or "")
     code = f"  {first['source']['code'].strip()}" if first["source"] and first["source"]["code"] else ""
     more = f" and {len(places) - 1} more" if len(places) > 1 else ""
     return f" · {where}{code}{more}" if where else ""
