@@ -17,7 +17,6 @@ from etfarm.server.jobs.records.verification import find_damaged
 from etfarm.server.retention.collection import ArtifactCollection
 from etfarm.server.retention.references import References
 from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
-from etfarm.server.rpc.door.token_file import Tokens
 from etfarm.server.rpc.services.artifacts import ArtifactService
 from etfarm.server.state.backup_lock import BackupLock
 from etfarm.server.state.sqlite import SqliteDatabase
@@ -29,6 +28,7 @@ from etfarm.wire import chunks, status
 from etfarm.wire.channel import SERVER_OPTIONS, Access, open_channel
 from etfarm.wire.chunks import CHUNK_BYTES, CorruptDownload, artifact_of
 from etfarm.wire.errors import EtfarmError
+from tests.support.authentications import authentication
 
 DATA = os.urandom(3 * CHUNK_BYTES + 12_345)
 ARTIFACT = artifact_of(DATA)
@@ -65,7 +65,7 @@ async def serving(folder: Path, limits: StoreLimits | None = None) -> AsyncItera
     database = SqliteDatabase(folder / "farm.sqlite")
     await database.open()
     store = Store(folder / "artifacts", database, limits)
-    server = grpc.aio.server(interceptors=[AuthErrorInterceptor(Tokens())], options=SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=[AuthErrorInterceptor(authentication(folder))], options=SERVER_OPTIONS)
     references = References(database, MeasurementLock().work)
     collection = ArtifactCollection(store, database, references, lambda: (), BackupLock(folder))
     service = ArtifactService(store, needed_by_no_agent, collection, lambda: find_damaged(database))

@@ -24,7 +24,6 @@ from etfarm.server.rpc.door.failures import FREE
 from etfarm.server.rpc.door.forwarded import ACCEPTED, KEY, PEER, QUESTION, Forwarded
 from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
 from etfarm.server.rpc.door.listening import guarded_server
-from etfarm.server.rpc.door.token_file import Tokens
 from etfarm.v1 import agent_pb2, artifact_pb2_grpc, device_pb2, device_pb2_grpc, farm_pb2, farm_pb2_grpc, job_pb2, job_pb2_grpc
 from etfarm.wire.channel import Access, open_channel, parse_address
 from etfarm.wire.chunks import artifact_of, download_bytes, upload
@@ -32,6 +31,7 @@ from etfarm.wire.failover import settle
 from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 from tests.support.agent_stream import AgentStream
+from tests.support.authentications import authentication
 from tests.support.contract import address_of
 from tests.support.fake_servers import serving
 from tests.support.farm import Daemon, private_file, serve
@@ -267,7 +267,7 @@ async def token_leader(tokens: Path) -> AsyncIterator[tuple[str, list[tuple[str,
             seen.append((details.method.rpartition("/")[2], 0))
             return await continuation(details)
 
-    interceptor = AuthErrorInterceptor(Tokens.read(tokens), forwarded=Forwarded(SECRET))
+    interceptor = AuthErrorInterceptor(authentication(tokens.parent, tokens), forwarded=Forwarded(SECRET))
     server = guarded_server(
         [Seen(), interceptor], Connections(lambda: True, time.monotonic), interceptor.has_token, interceptor.is_urgent
     )

@@ -19,7 +19,7 @@ from etfarm.server.artifacts.s3.blobs import require_no_files
 from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.errors import BlobsAway
 from etfarm.server.config import DATABASE, LOCAL, Config
-from etfarm.server.rpc.door.token_file import Tokens
+from etfarm.server.rpc.door.token_file import read_tokens
 from etfarm.server.state.sqlite import require_unmoved
 from etfarm.server.workers.cluster.nodes import Node
 from etfarm.server.workers.cluster.pool import ClusterPool, log_node
@@ -143,7 +143,7 @@ async def require_ready(config: Config) -> JailReport | None:
         EtfarmError: another part of the configuration cannot be used.
     """
     if config.tokens is not None:
-        Tokens.read(config.tokens)
+        read_tokens(config.tokens)
     config.data.mkdir(parents=True, exist_ok=True, mode=0o700)
     make_private(config.data / ARTIFACTS, MARKS)
     if config.database is None:

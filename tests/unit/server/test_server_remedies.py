@@ -13,7 +13,7 @@ from etfarm.server.cluster.leadership import Leader
 from etfarm.server.config import Config
 from etfarm.server.notices import addresses
 from etfarm.server.operation.check import Result, _check_folder
-from etfarm.server.rpc.door.token_file import Tokens
+from etfarm.server.rpc.door.token_file import read_tokens
 from etfarm.server.rpc.services import reports as report_service
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.folder import locked
@@ -80,9 +80,9 @@ def test_what_is_written_as_the_remedy_says_is_taken(tmp_path: Path) -> None:
     file.touch(mode=0o600)
     file.write_text("ann root of-ann-0123456789-0123456789\n")
     with refuses("BAD_TOKEN_FILE"):
-        Tokens.read(file)
+        read_tokens(file)
     file.write_text("ann admin of-ann-0123456789-0123456789\n")
-    Tokens.read(file)
+    read_tokens(file)
     with refuses("BAD_WEBHOOK"):
         addresses.parse("ftp://127.0.0.1/notices")
     assert addresses.parse("http://127.0.0.1/notices").path == "/notices"

@@ -19,7 +19,7 @@ from etfarm.server.config import LOCAL, Config
 from etfarm.server.extras import ExtraMissing
 from etfarm.server.operation.page_confinement import PageConfinement
 from etfarm.server.operation.settings import Setting, plain
-from etfarm.server.rpc.door.token_file import Tokens
+from etfarm.server.rpc.door.token_file import read_tokens
 from etfarm.server.workers.cluster.nodes import NodeState, no_compile_node
 from etfarm.server.workers.jail.measures import NETWORK, JailReport, Measure, jail_incomplete
 from etfarm.wire.errors import EtfarmError, error_for
@@ -99,7 +99,7 @@ def _check(result: Result, config: Config) -> None:
     ]
     for require in (
         lambda: config.check(has_tokens=None if is_readable else True),
-        lambda: config.tokens is not None and Tokens.read(config.tokens),
+        lambda: config.tokens is not None and read_tokens(config.tokens),
     ):
         try:
             require()

@@ -19,11 +19,11 @@ from etfarm.server.jobs.records.requests import Request
 from etfarm.server.jobs.records.tags import Tags
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
-from etfarm.server.rpc.door.token_file import Tokens
 from etfarm.server.rpc.services.reports import ReportService
 from etfarm.server.state.sqlite import SqliteDatabase
 from etfarm.v1.job_pb2 import Job
 from etfarm.v1.report_pb2 import GetReportsRequest, ListHistoryRequest, Report
+from tests.support.authentications import authentication
 from tests.support.fake_servers import stubs_of
 
 AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -67,7 +67,7 @@ async def finished(tmp_path: Path) -> AsyncIterator[Finished]:
     history, tags = History(database, lambda scope: (), page_bytes=PAGE_BYTES), Tags(database, lambda: AT)
     revision: Any = None  # nothing here is analyzed again
     service = ReportService(journal, history, tags, revision, version="1", page_bytes=PAGE_BYTES)
-    async with stubs_of(service, interceptors=[AuthErrorInterceptor(Tokens())]) as stubs:
+    async with stubs_of(service, interceptors=[AuthErrorInterceptor(authentication(tmp_path))]) as stubs:
         yield Finished(await journal.get(job.id, EVERYTHING), stubs)
     database.close()
 

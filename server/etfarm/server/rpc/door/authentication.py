@@ -11,8 +11,9 @@ from typing import Final, Protocol
 import structlog
 
 from etfarm.server.access.tokens import Credential, Unauthenticated
-from etfarm.server.rpc.door.token_file import LOCAL, MAX_BYTES, BadTokenFile, Tokens, sent_key, unknown_token
+from etfarm.server.rpc.door.token_file import LOCAL, MAX_BYTES, BadTokenFile, read_tokens, sent_key, unknown_token
 from etfarm.v1 import token_pb2
+from etfarm.v1.common_pb2 import Principal
 from etfarm.wire.private import read_secret
 
 log = structlog.get_logger()
@@ -51,7 +52,7 @@ class Authentication:
     def __init__(self, file: Path | None, table: Table, changed: Path, now: Callable[[], datetime]) -> None:
         self._file = file
         self._last_signature = self._loaded_signature = _signature(file)
-        self._tokens = Tokens.read(file) if file is not None else Tokens({})
+        self._tokens = read_tokens(file) if file is not None else {}
         self._table = table
         self._marker = changed
         self._marker_signature = _signature(changed)
@@ -78,7 +79,7 @@ class Authentication:
                 )
             self._table.mark_used(credential)
             return credential
-        principal = (self._tokens.by_hash or {}).get(key)
+        principal = self._tokens.get(key)
         if principal is None:
             raise unknown_token()
         return Credential(key, f"file:{principal.name}", principal)
@@ -89,14 +90,14 @@ class Authentication:
             return not self.asks_for_tokens
         if (current := self._table.find(credential.key)) is not None:
             return not self._is_expired(current)
-        return (self._tokens.by_hash or {}).get(credential.key) == credential.principal
+        return self._tokens.get(credential.key) == credential.principal
 
     def _is_expired(self, credential: Credential) -> bool:
         return credential.expires_at is not None and credential.expires_at <= self._now()
 
     def from_file(self) -> Iterator[token_pb2.Token]:
         """Yield the tokens of the file, without their secrets."""
-        for principal in (self._tokens.by_hash or {}).values():
+        for principal in self._tokens.values():
             yield token_pb2.Token(id=f"file:{principal.name}", principal=principal.name, role=principal.role, from_file=True)
 
     async def watch(self, end_calls: Callable[[], None]) -> None:
@@ -134,20 +135,20 @@ class Authentication:
             self._loaded_signature = signature
             try:
                 self._tokens = await asyncio.to_thread(_read, self._file)
-                log.info("the token file was read again", path=str(self._file), tokens=len(self._tokens.by_hash or {}))
+                log.info("the token file was read again", path=str(self._file), tokens=len(self._tokens))
             except BadTokenFile as error:
                 log.error("the changed token file cannot be used; the previous tokens stay valid", why=str(error))
         self._last_signature = signature
 
 
-def _read(path: Path) -> Tokens:
+def _read(path: Path) -> dict[bytes, Principal]:
     """Return the tokens of a changed file. Unlike at startup, the file may be empty, which revokes all its tokens.
 
     Raises:
         BadTokenFile: the file cannot be used.
     """
     try:
-        return Tokens.read(path)
+        return read_tokens(path)
     except BadTokenFile as invalid:
         try:
             text = read_secret(path, BadTokenFile, MAX_BYTES + 1).decode(errors="replace")
@@ -155,7 +156,7 @@ def _read(path: Path) -> Tokens:
             raise invalid from None
         if len(text) > MAX_BYTES or any(line.partition("#")[0].split() for line in text.splitlines()):
             raise
-        return Tokens({})
+        return {}
 
 
 def _signature(path: Path | None) -> Signature:

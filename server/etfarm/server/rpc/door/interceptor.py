@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn
 
 import grpc
 import structlog
@@ -17,6 +17,7 @@ from etfarm.server.access.audit import AuditLog
 from etfarm.server.access.tokens import Credential
 from etfarm.server.rpc.door import admission
 from etfarm.server.rpc.door.auditing import Auditor, entry_of, rpc_of
+from etfarm.server.rpc.door.authentication import Authentication
 from etfarm.server.rpc.door.caller import Resolve, enter, resolve_default
 from etfarm.server.rpc.door.calls import Call, Calls, is_read
 from etfarm.server.rpc.door.connections import Connections
@@ -31,18 +32,6 @@ from etfarm.wire.names import PROJECT_METADATA
 from etfarm.wire.status import to_status
 
 log = structlog.get_logger()
-
-
-class Authenticator(Protocol):
-    """A source of credentials: `Authentication`, or the `Tokens` of a file."""
-
-    def authenticate(self, header: str | None) -> Credential:
-        """Return the credential of an `authorization` header, or raise Unauthenticated."""
-        ...
-
-    def is_valid(self, credential: Credential) -> bool:
-        """Return whether calls with the credential may continue."""
-        ...
 
 
 Ask = Callable[[EtfarmError, str, ServicerContext[Any, Any]], Awaitable[Credential]]
@@ -63,7 +52,7 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(
         self,
-        tokens: Authenticator,
+        tokens: Authentication,
         resolve: Resolve = resolve_default,
         *,
         audit: AuditLog | None = None,

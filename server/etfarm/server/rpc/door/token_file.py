@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from etfarm.server.access.tokens import Credential, Unauthenticated, key_of
+from etfarm.server.access.tokens import Unauthenticated, key_of
 from etfarm.server.rpc.door.roles import ADMIN
 from etfarm.v1 import common_pb2
 from etfarm.v1.common_pb2 import Principal
@@ -25,74 +24,36 @@ class BadTokenFile(UserError):
     reason = "BAD_TOKEN_FILE"
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """Principals by the hashes of their tokens; `None` for a server without tokens."""
+def read_tokens(path: Path) -> dict[bytes, Principal]:
+    """Return the principals of a file by the hashes of their tokens. Each line is `NAME ROLE TOKEN`; `#` starts a comment.
 
-    by_hash: dict[bytes, Principal] | None = None
-
-    @classmethod
-    def read(cls, path: Path) -> Tokens:
-        """Read the tokens of a file, one line `NAME ROLE TOKEN` each; `#` starts a comment.
-
-        Raises:
-            BadTokenFile: the file cannot be read, other users may read or change it, or a line is malformed.
-        """
-        try:
-            text = read_secret(path, BadTokenFile, MAX_BYTES + 1).decode()
-        except OSError as error:
-            raise BadTokenFile(f"The token file {path} cannot be read: {error.strerror}.", "Check --tokens.") from None
-        except UnicodeDecodeError:
-            raise BadTokenFile(f"The token file {path} is not UTF-8 text.", "Check --tokens.") from None
-        if len(text) > MAX_BYTES:
-            raise BadTokenFile(f"The token file {path} has more than {MAX_BYTES >> 20} MiB.", "Check --tokens.")
-        by_hash: dict[bytes, Principal] = {}
-        for number, line in enumerate(text.splitlines(), 1):
-            words = line.partition("#")[0].split()
-            if not words:
-                continue
-            if len(words) != 3 or words[1].upper() not in ("ADMIN", "USER", "AGENT", "VIEWER") or len(words[2]) < 16:
-                raise BadTokenFile(
-                    f"Line {number} of {path} is not NAME ROLE TOKEN.",
-                    "ROLE is admin, user, agent or viewer; TOKEN has 16 characters or more (try `openssl rand -hex 24`).",
-                )
-            if key_of(words[2]) in by_hash:
-                raise BadTokenFile(
-                    f"Line {number} of {path} repeats the token of an earlier line.", "Give each line its own token."
-                )
-            by_hash[key_of(words[2])] = Principal(name=words[0], role=common_pb2.Role.Value(f"ROLE_{words[1].upper()}"))
-        if not by_hash:
-            raise BadTokenFile(f"The token file {path} has no token.", "Add a line NAME ROLE TOKEN.")
-        return cls(by_hash)
-
-    def principal(self, header: str | None) -> Principal:
-        """Return the principal of an `authorization` header.
-
-        Raises:
-            Unauthenticated: the token is missing or unknown.
-        """
-        if self.by_hash is None:
-            return LOCAL
-        principal = self.by_hash.get(sent_key(header))
-        if principal is None:
-            raise unknown_token()
-        return principal
-
-    def authenticate(self, header: str | None) -> Credential:
-        """Return the credential of an `authorization` header.
-
-        Raises:
-            Unauthenticated: the token is missing or unknown.
-        """
-        key = b"" if self.by_hash is None else sent_key(header)
-        principal = self.principal(header)
-        return Credential(key, f"file:{principal.name}" if key else "", principal)
-
-    def is_valid(self, credential: Credential) -> bool:
-        """Return whether the credential still belongs to the same principal."""
-        if self.by_hash is None:
-            return credential.key == b""
-        return self.by_hash.get(credential.key) == credential.principal
+    Raises:
+        BadTokenFile: the file cannot be read, other users may read or change it, or a line is malformed.
+    """
+    try:
+        text = read_secret(path, BadTokenFile, MAX_BYTES + 1).decode()
+    except OSError as error:
+        raise BadTokenFile(f"The token file {path} cannot be read: {error.strerror}.", "Check --tokens.") from None
+    except UnicodeDecodeError:
+        raise BadTokenFile(f"The token file {path} is not UTF-8 text.", "Check --tokens.") from None
+    if len(text) > MAX_BYTES:
+        raise BadTokenFile(f"The token file {path} has more than {MAX_BYTES >> 20} MiB.", "Check --tokens.")
+    by_hash: dict[bytes, Principal] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if len(words) != 3 or words[1].upper() not in ("ADMIN", "USER", "AGENT", "VIEWER") or len(words[2]) < 16:
+            raise BadTokenFile(
+                f"Line {number} of {path} is not NAME ROLE TOKEN.",
+                "ROLE is admin, user, agent or viewer; TOKEN has 16 characters or more (try `openssl rand -hex 24`).",
+            )
+        if key_of(words[2]) in by_hash:
+            raise BadTokenFile(f"Line {number} of {path} repeats the token of an earlier line.", "Give each line its own token.")
+        by_hash[key_of(words[2])] = Principal(name=words[0], role=common_pb2.Role.Value(f"ROLE_{words[1].upper()}"))
+    if not by_hash:
+        raise BadTokenFile(f"The token file {path} has no token.", "Add a line NAME ROLE TOKEN.")
+    return by_hash
 
 
 def sent_key(header: str | None) -> bytes:

@@ -12,10 +12,11 @@ from etfarm.server.access.tokens import Unauthenticated
 from etfarm.server.config import Config
 from etfarm.server.rpc.door import caller
 from etfarm.server.rpc.door.roles import ADMIN, AGENT, ROLES, USER, VIEWER
-from etfarm.server.rpc.door.token_file import LOCAL, BadTokenFile, Tokens
+from etfarm.server.rpc.door.token_file import LOCAL, BadTokenFile, read_tokens
 from etfarm.v1.common_pb2 import Principal
 from etfarm.wire.channel import parse_address
 from etfarm.wire.errors import Kind
+from tests.support.authentications import authentication
 from tests.support.golden import Golden
 from tests.support.refusals import refuses
 
@@ -31,34 +32,38 @@ def token_file(folder: Path, text: str | bytes, mode: int = 0o600) -> Path:
 
 def test_a_token_file_maps_tokens_to_principals(tmp_path: Path) -> None:
     text = f"# the farm\n\nann ADMIN {ANN}  # she\n\tboard-7 agent {BOARD}\nu user {'u' * 16}\nv Viewer {'v' * 16}"
-    tokens = Tokens.read(token_file(tmp_path, text))
-    assert tokens.principal(f"Bearer {ANN}") == Principal(name="ann", role=ADMIN)
-    assert tokens.principal(f"Bearer {BOARD}") == Principal(name="board-7", role=AGENT)
-    assert tokens.principal(f"Bearer {'u' * 16}").role == USER
-    assert tokens.principal(f"Bearer {'v' * 16}").role == VIEWER
-    assert ANN.encode() not in repr(tokens).encode(), "tokens are kept as hashes"
+    tokens = authentication(tmp_path, token_file(tmp_path, text))
+
+    def principal_of(token: str) -> Principal:
+        return tokens.authenticate(f"Bearer {token}").principal
+
+    assert principal_of(ANN) == Principal(name="ann", role=ADMIN)
+    assert principal_of(BOARD) == Principal(name="board-7", role=AGENT)
+    assert principal_of("u" * 16).role == USER
+    assert principal_of("v" * 16).role == VIEWER
+    assert ANN not in repr(vars(tokens)), "tokens are kept as hashes"
 
 
 @pytest.mark.parametrize(
     "header", [None, "", ANN, f"Basic {ANN}", "Bearer ", f"Bearer {ANN}x", f"Bearer {ANN[:-1]}", "Bearer \u00e4"]
 )
 def test_a_call_without_a_known_token_is_refused(tmp_path: Path, header: str | None) -> None:
-    tokens = Tokens.read(token_file(tmp_path, f"ann admin {ANN}"))
+    tokens = authentication(tmp_path, token_file(tmp_path, f"ann admin {ANN}"))
     with pytest.raises(Unauthenticated, match="ETFARM_TOKEN") as refused:
-        tokens.principal(header)
+        tokens.authenticate(header)
     assert refused.value.kind is Kind.UNAUTHENTICATED
 
 
 @pytest.mark.parametrize("header", [None, "Bearer whatever"])
-def test_a_server_without_tokens_takes_everybody_for_local(header: str | None) -> None:
-    assert Tokens().principal(header) == LOCAL
+def test_a_server_without_tokens_takes_everybody_for_local(tmp_path: Path, header: str | None) -> None:
+    assert authentication(tmp_path).authenticate(header).principal == LOCAL
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o620, 0o610])
 def test_a_token_file_that_others_may_read_is_refused_with_the_command_that_helps(tmp_path: Path, mode: int) -> None:
     path = token_file(tmp_path, f"ann admin {ANN}", mode)
     with pytest.raises(BadTokenFile, match=f"chmod 600 {path}"):
-        Tokens.read(path)
+        read_tokens(path)
 
 
 @pytest.mark.parametrize(
@@ -78,13 +83,13 @@ def test_a_token_file_of_another_form_is_refused_by_line_and_without_the_token(
     golden: Golden, tmp_path: Path, text: str | bytes
 ) -> None:
     with golden.refuses("BAD_TOKEN_FILE") as refused:
-        Tokens.read(token_file(tmp_path, text))
+        read_tokens(token_file(tmp_path, text))
     assert ANN not in str(refused.value)
 
 
 def test_a_token_file_that_is_not_there_is_named(golden: Golden, tmp_path: Path) -> None:
     with golden.refuses("BAD_TOKEN_FILE"):
-        Tokens.read(tmp_path / "nothing")
+        read_tokens(tmp_path / "nothing")
 
 
 @pytest.mark.remedy("PERMISSION_DENIED")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ import pytest
 from etfarm.server.rpc.door.interceptor import PROOFS, AuthErrorInterceptor
 from etfarm.server.rpc.door.proving import Prover
 from etfarm.server.rpc.door.roles import PROOF
-from etfarm.server.rpc.door.token_file import Tokens as TokenFile
 from etfarm.v1.farm_pb2 import FarmProof, GetProofRequest
 from etfarm.wire.farm_proof import METADATA, hint_of, is_proof, key_of
+from tests.support.authentications import authentication
 from tests.support.golden import Golden
 from tests.support.refusals import refuses
 
@@ -92,9 +93,9 @@ async def test_a_server_that_has_not_read_the_tokens_says_so(golden: Golden) -> 
         await Prover(Tokens(farm_id=""), lambda: b"").prove(metadata())
 
 
-def test_a_question_about_a_known_token_is_urgent_and_only_some_of_them_are() -> None:
+def test_a_question_about_a_known_token_is_urgent_and_only_some_of_them_are(tmp_path: Path) -> None:
     prover = Prover(Tokens(), lambda: CERTIFICATE)
-    interceptor = AuthErrorInterceptor(TokenFile(), clock=lambda: 0.0, prover=prover)
+    interceptor = AuthErrorInterceptor(authentication(tmp_path), clock=lambda: 0.0, prover=prover)
 
     class Context:
         def __init__(self, token: str) -> None:
