@@ -68,12 +68,7 @@ def check_task(task: session_pb2.SessionTask) -> None:
         raise error_for("BAD_CALL", f"`warmup` must be 0 to 1,000,000, got {loop.warmup}.", "Give 0 to 1,000,000.")
     if loop.HasField("min_time_s") and not 0 <= loop.min_time_s <= 3600:
         raise error_for("BAD_CALL", f"`min_time_s` must be 0 to 3600, got {loop.min_time_s:g}.", "Give 0 to 3600.")
-    if loop.HasField("max_time_s") and not 0 < loop.max_time_s <= 86_400:
-        raise error_for(
-            "BAD_CALL",
-            f"`max_time_s` must be above 0 and at most 86,400, got {loop.max_time_s:g}.",
-            "Give seconds above 0, a day at most.",
-        )
+    _check_max_time(loop)
 
 
 def _check_generation(generation: session_pb2.SessionGeneration) -> None:
@@ -91,9 +86,13 @@ def _check_generation(generation: session_pb2.SessionGeneration) -> None:
     for name, tokens in (("prompt_tokens", generation.prompt_tokens), ("stop_tokens", generation.stop_tokens)):
         if tokens and min(tokens) < 0:
             raise error_for("BAD_CALL", f"`{name}` has a negative token: {min(tokens)}.", "Token ids are 0 or more.")
-    if generation.HasField("max_time_s") and not 0 < generation.max_time_s <= 86_400:
+    _check_max_time(generation)
+
+
+def _check_max_time(task: session_pb2.SessionLoop | session_pb2.SessionGeneration) -> None:
+    if task.HasField("max_time_s") and not 0 < task.max_time_s <= 86_400:
         raise error_for(
             "BAD_CALL",
-            f"`max_time_s` must be above 0 and at most 86,400, got {generation.max_time_s:g}.",
+            f"`max_time_s` must be above 0 and at most 86,400, got {task.max_time_s:g}.",
             "Give seconds above 0, a day at most.",
         )

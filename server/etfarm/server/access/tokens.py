@@ -6,7 +6,7 @@ import hashlib
 import math
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Final
@@ -71,36 +71,15 @@ def new_secret(*, enrolment: bool = False) -> str:
     return (ENROLMENT_PREFIX if enrolment else TOKEN_PREFIX) + secrets.token_urlsafe(_SECRET_BYTES)
 
 
-class TokenTable:
-    """The tokens of the database. A change is durable when its method returns, and applies to all later calls.
+class LoadedTokens:
+    """The tokens of the database as a server has them in memory."""
 
-    Args:
-        now: returns the current time in UTC.
-        on_change: called after tokens were added, changed or revoked.
-    """
-
-    def __init__(self, database: Database, now: Callable[[], datetime], on_change: Callable[[], None] = lambda: None) -> None:
-        self._database = database
-        self._now = now
-        self.on_change = on_change
+    def __init__(self) -> None:
         self._valid: dict[bytes, Credential] = {}
         self._hints: dict[bytes, bytes] = {}
         self._is_empty = True
         self.farm_id = ""
         """The farm's id; empty before the tokens are loaded."""
-        self._used: dict[str, datetime] = {}
-
-    async def load(self) -> None:
-        """Load the tokens, including those that another process has written."""
-        table = schema.tokens
-        rows, self.farm_id = await self._database.read(
-            lambda connection: (connection.execute(select(table)).all(), farm_id(connection))
-        )
-        valid = {row.secret_hash: credential_of(row) for row in rows if row.revoked_at is None}
-        self._valid = {key: credential for key, credential in valid.items() if credential is not None}
-        self._hints = hints_of(self._valid)
-        self._is_empty = not rows
-        self.on_change()
 
     @property
     def is_empty(self) -> bool:
@@ -118,6 +97,47 @@ class TokenTable:
     async def catch_up(self) -> bool:
         """Return True: what creates a token adds it here."""
         return True
+
+    async def load(self) -> None:
+        """Load the tokens after another process has changed them."""
+
+    def mark_used(self, credential: Credential) -> None:
+        """Record that a token is used now, on the server that leads."""
+
+    async def save_uses(self) -> None:
+        """Write the times of last use to the database, on the server that leads."""
+
+    def _take(self, rows: Sequence[Any]) -> None:
+        """Replace the tokens by the rows of the table."""
+        valid = {row.secret_hash: _credential(row) for row in rows if row.revoked_at is None}
+        self._valid = {key: credential for key, credential in valid.items() if credential is not None}
+        self._hints = {hint_of(key): key for key, credential in self._valid.items() if credential.principal.agent_id}
+        self._is_empty = not rows
+
+
+class TokenTable(LoadedTokens):
+    """The tokens of the database. A change is durable when its method returns, and applies to all later calls.
+
+    Args:
+        now: returns the current time in UTC.
+        on_change: called after tokens were added, changed or revoked.
+    """
+
+    def __init__(self, database: Database, now: Callable[[], datetime], on_change: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self._database = database
+        self._now = now
+        self.on_change = on_change
+        self._used: dict[str, datetime] = {}
+
+    async def load(self) -> None:
+        """Load the tokens, including those that another process has written."""
+        table = schema.tokens
+        rows, self.farm_id = await self._database.read(
+            lambda connection: (connection.execute(select(table)).all(), farm_id(connection))
+        )
+        self._take(rows)
+        self.on_change()
 
     def mark_used(self, credential: Credential) -> None:
         """Record that a token is used now; `save_uses` writes it to the database."""
@@ -373,7 +393,7 @@ def _role(name: str) -> Role.ValueType:
     return common_pb2.Role.Value(f"ROLE_{name.upper()}")
 
 
-def credential_of(row: Any) -> Credential | None:
+def _credential(row: Any) -> Credential | None:
     """Return the credential of a row of the table; None if this version does not know its role."""
     if row.role not in ROLE_NAMES.values():
         return None
@@ -382,11 +402,6 @@ def credential_of(row: Any) -> Credential | None:
         row.secret_hash, row.id, Principal(name=row.principal, role=_role(row.role), agent_id=agent_id),
         enrolment=row.enrolment, spent=row.enrolment and row.agent_id is not None, expires_at=row.expires_at,
     )  # fmt: skip
-
-
-def hints_of(valid: Mapping[bytes, Credential]) -> dict[bytes, bytes]:
-    """Return the keys of agents' own tokens by the hints of GetProofRequest."""
-    return {hint_of(key): key for key, credential in valid.items() if credential.principal.agent_id}
 
 
 def _token(row: Row[Any]) -> token_pb2.Token:

@@ -12,7 +12,7 @@ import psycopg
 import structlog
 from psycopg.rows import namedtuple_row
 
-from etfarm.server.access.tokens import Credential, credential_of, hints_of
+from etfarm.server.access.tokens import Credential, LoadedTokens
 from etfarm.server.cluster import lease
 from etfarm.server.cluster.member import CONNECT, answer_s
 from etfarm.server.parts import now
@@ -34,7 +34,7 @@ _LOG_AGAIN_S: Final = 60.0
 _CATCH_UP_S: Final = 3.0
 
 
-class KnownTokens:
+class KnownTokens(LoadedTokens):
     """The tokens of the farm's database, read again within half a second of a change.
 
     Args:
@@ -42,13 +42,9 @@ class KnownTokens:
     """
 
     def __init__(self, url: DatabaseUrl | None) -> None:
+        super().__init__()
         self._url = url
-        self._valid: dict[bytes, Credential] = {}
         self._former: set[bytes] = set()
-        self._hints: dict[bytes, bytes] = {}
-        self.farm_id = ""
-        """The farm's id; empty until it and the tokens are known."""
-        self._is_empty = True
         self._leader_asks = False
         self._has_seen_refusal = False
         self._has_read = asyncio.Event()
@@ -67,14 +63,6 @@ class KnownTokens:
         """Record that the leader refuses callers without a token, before the record of its token file is read."""
         self._has_seen_refusal = True
 
-    def find(self, key: bytes) -> Credential | None:
-        """Return the credential of a key, possibly expired; None if the token is unknown or revoked."""
-        return self._valid.get(key)
-
-    def key_of_hint(self, hint: bytes) -> bytes | None:
-        """Return the key of an agent's own token by its hint in GetProofRequest; None if there is no such token."""
-        return self._hints.get(hint)
-
     async def catch_up(self) -> bool:
         """Wait until the tokens have been read once more; return False if the database does not answer in time."""
         if self._url is None:
@@ -89,15 +77,6 @@ class KnownTokens:
     def is_former(self, key: bytes) -> bool:
         """Return whether a token was revoked or replaced."""
         return key in self._former
-
-    def mark_used(self, credential: Credential) -> None:
-        """Leave it to the leader, which gets the call."""
-
-    async def save_uses(self) -> None:
-        """Leave it to the leader."""
-
-    async def load(self) -> None:
-        """Leave it to `follow`, which reads the tokens after each change."""
 
     async def follow(self) -> None:
         """Read the tokens after each change, until the task is cancelled. While the database is unavailable, those known stay."""
@@ -135,12 +114,8 @@ class KnownTokens:
 
     def _replace(self, rows: list[Any]) -> None:
         former = self._former | self._valid.keys() | {row.secret_hash for row in rows if row.revoked_at is not None}
-        # The leader is asked about a role that only a newer version knows.
-        valid = {row.secret_hash: credential_of(row) for row in rows if row.revoked_at is None}
-        self._valid = {key: credential for key, credential in valid.items() if credential is not None}
+        self._take(rows)  # the leader is asked about a role that only a newer version knows
         self._former = former - self._valid.keys()
-        self._hints = hints_of(self._valid)
-        self._is_empty = not rows
         self.loaded.set()
 
 

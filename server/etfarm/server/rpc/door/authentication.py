@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import structlog
 
-from etfarm.server.access.tokens import Credential, Unauthenticated
+from etfarm.server.access.tokens import Credential, LoadedTokens, Unauthenticated
 from etfarm.server.rpc.door.token_file import LOCAL, MAX_BYTES, BadTokenFile, read_tokens, sent_key, unknown_token
 from etfarm.v1 import token_pb2
 from etfarm.v1.common_pb2 import Principal
@@ -26,22 +26,12 @@ _SAVE_USES_S: Final = 60.0
 Signature = tuple[int, int, int, int] | None
 
 
-class Table(Protocol):
-    """The tokens of the database: `TokenTable`, or what a standby knows of it."""
-
-    @property
-    def is_empty(self) -> bool: ...
-    def find(self, key: bytes) -> Credential | None: ...
-    def mark_used(self, credential: Credential) -> None: ...
-    async def save_uses(self) -> None: ...
-    async def load(self) -> None: ...
-
-
 class Authentication:
     """The tokens of one server. Without a token file and tokens in the database, every caller is LOCAL.
 
     Args:
         file: path of the `--tokens` file.
+        table: the tokens of the database.
         changed: path of the file that another process touches after it has changed tokens in the database.
         now: returns the current time in UTC.
 
@@ -49,7 +39,7 @@ class Authentication:
         BadTokenFile: the file cannot be used.
     """
 
-    def __init__(self, file: Path | None, table: Table, changed: Path, now: Callable[[], datetime]) -> None:
+    def __init__(self, file: Path | None, table: LoadedTokens, changed: Path, now: Callable[[], datetime]) -> None:
         self._file = file
         self._last_signature = self._loaded_signature = _signature(file)
         self._tokens = read_tokens(file) if file is not None else {}
