@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from etfarm.client.transport.connection import Connection
+from etfarm.client.transport.connection import open_stubs
 from etfarm.client.transport.paging import iterate_pages
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import audit_pb2, common_pb2, token_pb2
@@ -120,12 +120,8 @@ async def open_access(server: str | None = None, *, tls_ca: str | Path | None = 
     Raises:
         EtfarmError: as AsyncFarm.
     """
-    connection = Connection(server, None, tls_ca, None)
-    await connection.open()
-    try:
-        yield AccessControl(connection.stubs)
-    finally:
-        await connection.close()
+    async with open_stubs(server, tls_ca) as stubs:
+        yield AccessControl(stubs)
 
 
 def _token(token: token_pb2.Token) -> Token:

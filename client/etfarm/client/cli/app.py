@@ -10,8 +10,9 @@ from functools import partial
 
 import typer
 
-from etfarm.client.cli import options
+from etfarm.client.cli.connection import Project
 from etfarm.client.cli.help_texts import make_readable
+from etfarm.client.cli.options import with_options
 from etfarm.client.cli.outcome import Outcome
 from etfarm.client.cli.terminal.capabilities import printable, tell
 from etfarm.client.cli.usage import describe_bad_value
@@ -82,13 +83,13 @@ def _run(command: Command | Mapping[str, Command], argv: list[str], name: str, a
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     )
     if isinstance(command, Mapping):
-        app.callback(help=about)(_group)
+        app.callback(help=about)(with_options(_group))
         # Building commands takes most of a group's start, so a named subcommand is built alone.
         named = {argv[0]: command[argv[0]]} if argv and argv[0] in command else command
         for subcommand, function in named.items():
-            app.command(subcommand)(function)
+            app.command(subcommand)(with_options(function))
     else:
-        app.command()(command)
+        app.command()(with_options(command))
     runnable = typer.main.get_command(app)
     make_readable(runnable)
     # A group that is called without a subcommand prints its help, which counts as wrong usage.
@@ -97,7 +98,7 @@ def _run(command: Command | Mapping[str, Command], argv: list[str], name: str, a
     return int(code or 0) if arguments is argv else 2
 
 
-def _group(project: options.Project = None) -> None:
+def _group(project: Project) -> None:
     """Take the options of a group that come before its subcommand."""
 
 

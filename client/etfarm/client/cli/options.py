@@ -7,7 +7,7 @@ import re
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -19,7 +19,6 @@ import typer
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.wire.durations import read_period_s, read_size
 from etfarm.wire.errors import error_for
-from etfarm.wire.names import SERVER_WAIT_VARIABLE
 from etfarm.wire.options import Option, built, options_of
 
 if TYPE_CHECKING:
@@ -35,73 +34,6 @@ _DURATION = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?) ?(ns|us|µs|ms|s)", re.
 _CENTURY_S = 100 * 366 * 86_400.0
 _UNITS_NS = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
 
-Server = Annotated[
-    str | None,
-    typer.Option(
-        "--server",
-        metavar="ADDR",
-        help="HOST:PORT, several with commas, or unix:PATH; else ETFARM_SERVER, else a farm of its own.",
-    ),
-]
-TlsCa = Annotated[
-    str | None, typer.Option("--tls-ca", metavar="FILE", help="PEM of the authority that signed the server's certificate.")
-]
-
-
-def _choose_project(name: str | None) -> None:
-    """Select the project of `--project` for the farms that the command connects to.
-
-    Raises:
-        USAGE: the name is empty, or it is another option.
-    """
-    if name is None:
-        return
-    if not name or name.startswith("-"):
-        raise error_for("USAGE", "--project requires a project's name.", "`etfarm projects list` shows yours.")
-    from etfarm.client.transport.connection import CHOSEN_PROJECT
-
-    CHOSEN_PROJECT.set(name)
-
-
-Project = Annotated[
-    str | None,
-    typer.Option(
-        "--project",
-        metavar="NAME",
-        help="The project that owns what the command creates; else ETFARM_PROJECT, else your only project.",
-        callback=_choose_project,
-        expose_value=False,
-    ),
-]
-"""The callback does all the work: commands do not read the argument."""
-
-
-def _choose_server_wait(text: str | None) -> None:
-    """Select the time of `--server-wait` for the farms that the command connects to.
-
-    Raises:
-        BAD_SERVER_WAIT: it is neither a duration nor 0.
-    """
-    if text is None:
-        return
-    from etfarm.client.transport.server_wait import CHOSEN_WAIT_S, read_server_wait_s
-
-    CHOSEN_WAIT_S.set(read_server_wait_s("--server-wait", text))
-
-
-ServerWait = Annotated[
-    str | None,
-    typer.Option(
-        "--server-wait",
-        metavar="TIME",
-        help=f"As 10m, or 0: how long to wait while the server is away; else {SERVER_WAIT_VARIABLE}. "
-        "[10m for jobs and sessions, else 30s]",
-        callback=_choose_server_wait,
-        expose_value=False,
-    ),
-]
-"""Like `Project`."""
-
 JsonFile = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write etfarm.report/1 there, on failure too; - is stdout.")
 ]
@@ -114,6 +46,19 @@ ListJson = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Delete nothing, and show what would be deleted.")]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, its first characters, a tag, a name, or latest.")]
+DeviceId = Annotated[str, typer.Argument(metavar="DEVICE", help="A device's id, its first characters, or its name.")]
+DeviceIds = Annotated[list[str], typer.Argument(metavar="DEVICE", help="Ids, their first characters, or names.")]
+OneDevice = Annotated[str, typer.Option("--device", metavar="SELECTOR", help="A device that matches. [any]")]
+ProgramOrModel = Annotated[
+    str, typer.Argument(metavar="MODEL", help="x.pte; or a model as in `etfarm bench`, which is compiled first.")
+]
+RecipeOfModel = Annotated[
+    str | None, typer.Option("--recipe", metavar="R", help="For a model that is not a .pte. [xnnpack_fp32]")
+]
+Threads = Annotated[
+    int | None, typer.Option("--threads", metavar="N", min=1, max=1024, help="Threads. [the fastest cluster's cores]")
+]
+Data = Annotated[list[Path] | None, typer.Option("--data", metavar="X.ptd", help="A named data file of the .pte; repeatable.")]
 Recipes = Annotated[
     list[str] | None,
     typer.Option("--recipe", metavar="R", help="A recipe's name, name:key=value, or a TOML file; repeatable. [xnnpack_fp32]"),
@@ -168,34 +113,36 @@ MaxWait = Annotated[
 ]
 
 
-def taking(parameter: str, kind: type) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Return a decorator that replaces a parameter of a command by the options that make its value.
+def with_options(command: Callable[..., int | None]) -> Callable[..., int | None]:
+    """Return the command with the options of each parameter whose type is a dataclass of options, in place of the parameter.
 
-    Args:
-        parameter: its name.
-        kind: the type of the value: a dataclass, whose fields are options.
+    The options of a positional parameter come last.
     """
+    hints = get_type_hints(command, include_extras=True)
+    kinds = {name: kind for name, kind in hints.items() if is_dataclass(kind) and isinstance(kind, type)}
 
-    def decorate(command: Callable[..., int]) -> Callable[..., int]:
-        @wraps(command)
-        def call(**values: Any) -> int:
-            chosen = {each.name: values.pop(each.name) for each in options_of(kind)}
-            return command(**values, **{parameter: built(kind, Namespace(**chosen))})
+    @wraps(command)
+    def call(**values: Any) -> int | None:
+        for name, kind in kinds.items():
+            chosen = {each.name: values.pop(f"{name}_{each.name}") for each in options_of(kind)}
+            values[name] = built(kind, Namespace(**chosen))
+        return command(**values)
 
-        hints = get_type_hints(command, include_extras=True)
-        parameters: list[Parameter] = []
-        for each in signature(command).parameters.values():
-            own = [each.replace(annotation=hints[each.name])]
-            parameters += map(_parameter_of, options_of(kind)) if each.name == parameter else own
-        call.__annotations__ = {each.name: each.annotation for each in parameters}
-        call.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-        return call
+    parameters: list[Parameter] = []
+    last: list[Parameter] = []
+    for each in signature(command).parameters.values():
+        if each.name not in kinds:
+            parameters.append(each.replace(annotation=hints[each.name]))
+        else:
+            own = [_parameter_of(each.name, option) for option in options_of(kinds[each.name])]
+            (parameters if each.kind is Parameter.KEYWORD_ONLY else last).extend(own)
+    call.__annotations__ = {each.name: each.annotation for each in (*parameters, *last)}
+    call.__signature__ = Signature([*parameters, *last])  # type: ignore[attr-defined]
+    return call
 
-    return decorate
 
-
-def _parameter_of(option: Option) -> Parameter:
-    """Return the parameter of a command that takes an option."""
+def _parameter_of(owner: str, option: Option) -> Parameter:
+    """Return the parameter of a command that takes an option of the parameter `owner`."""
     value: Any = bool if option.default is False else option.read or str
     value = value if option.default is not None else value | None
     limits = {} if option.range is None else option.range._asdict()
@@ -206,7 +153,8 @@ def _parameter_of(option: Option) -> Parameter:
         callback=finite if option.read is float else None,
         **limits,
     )
-    return Parameter(option.name, Parameter.KEYWORD_ONLY, default=option.default, annotation=Annotated[value, declared])
+    name = f"{owner}_{option.name}"
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=option.default, annotation=Annotated[value, declared])
 
 
 def seconds_of(option: str, text: str) -> float:

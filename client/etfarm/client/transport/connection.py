@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -150,3 +151,18 @@ class Connection:
     def lease(self) -> Lease | None:
         """The lease on the embedded farm; None for a server with an address."""
         return self._lease
+
+
+@asynccontextmanager
+async def open_stubs(server: str | None = None, tls_ca: str | Path | None = None) -> AsyncIterator[Stubs]:
+    """Connect to a farm as AsyncFarm does, for calls that it has no method for.
+
+    Raises:
+        EtfarmError: as `Connection`.
+    """
+    connection = Connection(server, None, tls_ca, None)
+    await connection.open()
+    try:
+        yield connection.stubs
+    finally:
+        await connection.close()

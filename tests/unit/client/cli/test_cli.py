@@ -23,6 +23,7 @@ from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
 from etfarm.client.cli.commands import bench, compile, completion, devices, jobs, run
 from etfarm.client.cli.commands.report import main as report
+from etfarm.client.cli.connection import Project
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.files import write_whole
 from etfarm.client.cli.outcome import Outcome
@@ -243,7 +244,7 @@ def test_commands_that_call_a_farm_show_the_option_project(
 def test_project_stands_before_or_after_a_subcommand() -> None:
     chosen: list[str | None] = []
 
-    def show(project: options.Project = None) -> None:
+    def show(project: Project) -> None:
         chosen.append(CHOSEN_PROJECT.get())
 
     token = CHOSEN_PROJECT.set(None)
@@ -570,6 +571,7 @@ def test_a_named_subcommand_is_built_without_the_others(capsys: pytest.CaptureFi
         """A subcommand that notes when its parameters are read."""
 
         __name__ = "other"
+        __annotations__ = {}
 
         def __call__(self) -> None:
             raise AssertionError("not called")

@@ -12,7 +12,7 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import Command, execute
-from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.client.errors import DONE, FAILED
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from etfarm.client.aio import AsyncFarm
-    from etfarm.client.models import Agent, RemovedAgent
+    from etfarm.client.models import Agent
 
 MAX_PARALLEL = 64
 """Maximum number of agents that are upgraded at the same time: each is a stream to the server."""
@@ -39,25 +39,13 @@ def main(argv: list[str]) -> int:
     return execute(commands, argv, "agents", "List agents, bind them to tokens, upgrade and remove them. Admins only.")
 
 
-def list_(
-    context: typer.Context,
-    json: options.ListJson = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
-) -> None:
+def list_(context: typer.Context, connection: Connection, json: options.ListJson = None) -> None:
     """List the known agents with their principals and versions, and unbound identities that were refused."""
-    from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal import output
 
     listing = JsonListing(context.obj, json, "agents")
 
-    async def fetch() -> list[Agent]:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return await farm.agents()
-
-    agents = listing.record(run_async(fetch))
+    agents = listing.record(connection.call(lambda farm: farm.agents()))
     if listing.is_on_stdout:
         return
     if not agents:
@@ -77,24 +65,15 @@ def list_(
 
 
 def bind(
+    connection: Connection,
     agent_id: Annotated[str, typer.Argument(metavar="AGENT", help="The agent identity, as `etfarm agents list` shows it.")],
     principal: Annotated[str, typer.Argument(metavar="NAME", help="Principal whose token may connect as the agent from now on.")],
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """Bind an agent identity to a principal, and end a connection that uses another principal's token.
 
     A retired agent is admitted again. If its token was its alone, that stays revoked, and the agent needs a one-time token.
     """
-    from etfarm.client.aio import AsyncFarm
-
-    async def change() -> Agent:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return await farm.bind_agent(agent_id, principal)
-
-    agent = run_async(change)
+    agent = connection.call(lambda farm: farm.bind_agent(agent_id, principal))
     tell(f"Agent {agent.agent_id} belongs to {agent.principal}.")
     if agent.retired:
         tell(
@@ -104,26 +83,19 @@ def bind(
 
 
 def remove(
+    connection: Connection,
     agent: Annotated[str, typer.Argument(metavar="ID|NAME", help="The agent's id, or the principal that has this agent only.")],
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """Remove an agent without devices: revoke its token, end its connection, and forget its identity."""
-    from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.views.retirement import describe_removal
 
-    async def change() -> RemovedAgent:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return await farm.remove_agent(agent)
-
-    for line in describe_removal(run_async(change)):
+    for line in describe_removal(connection.call(lambda farm: farm.remove_agent(agent))):
         tell(line)
 
 
 def upgrade(
     context: typer.Context,
+    connection: Connection,
     selector: Annotated[str, typer.Argument(metavar="SELECTOR", help="The agents of the devices that match.")] = "",
     wheel: Annotated[
         Path | None,
@@ -162,51 +134,44 @@ def upgrade(
         ),
     ] = 60.0,
     json: options.ListJson = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> int:
     """Upgrade agents to a wheel, one after the other: drain their devices, install, restart. Stop after one that fails.
 
     Agents take upgrades if they were started with --allow-upgrade; others are listed and left out. An agent whose new version
     does not connect in time runs its former version again. Exits with 1 if an agent was not upgraded.
     """
-    from etfarm.client.aio import AsyncFarm
-
     listing = JsonListing(context.obj, json, "agents")
     if bool(selector) == all_:
         raise error_for("USAGE", "Give a SELECTOR, or --all.", "For example: etfarm agents upgrade label.rack=3 --wheel FILE.")
     if wheel is not None and not wheel.is_file():
         raise error_for("USAGE", f"There is no file {wheel}.", "Build the wheel with `pip wheel --no-deps .`.", path=wheel)
 
-    async def upgrade_chosen() -> int:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            chosen = await _choose(farm, selector)
-            name, digest = await _wheel_of(farm, wheel)
-            willing = [agent for agent in chosen if agent.allows_upgrade]
-            for agent in chosen:
-                if not agent.allows_upgrade:
-                    why = "was started without --allow-upgrade" if agent.connected else "is offline"
-                    tell(f"Agent {_name(agent)} {why}; it is left out.", to_stderr=True)
-            if willing and not yes:
-                text = f"Upgrade {len(willing)} of {len(chosen)} agents to {name} (sha256 {digest})?"
-                await asyncio.to_thread(typer.confirm, text, abort=True, err=True)
-            carry_out = partial(_upgrade, farm, digest=digest, drain_s=drain, limit_s=limit)
-            failed, untried = await upgrade_all(willing, carry_out, parallel, keep_going=keep_going)
-            for what, agents in (("not upgraded", failed), ("not tried, since one failed", untried)):
-                if agents:
-                    names = ", ".join(map(_name, agents))
-                    tell(f"{len(agents)} agent{'s' if len(agents) > 1 else ''} {what}: {names}.", to_stderr=True)
-            code = FAILED if failed or untried or len(willing) < len(chosen) else DONE
-            known = {agent.agent_id: agent for agent in await farm.agents()}
-            after = listing.record([known[agent.agent_id] for agent in chosen if agent.agent_id in known])
+    async def upgrade_chosen(farm: AsyncFarm) -> int:
+        chosen = await _choose(farm, selector)
+        name, digest = await _wheel_of(farm, wheel)
+        willing = [agent for agent in chosen if agent.allows_upgrade]
+        for agent in chosen:
+            if not agent.allows_upgrade:
+                why = "was started without --allow-upgrade" if agent.connected else "is offline"
+                tell(f"Agent {_name(agent)} {why}; it is left out.", to_stderr=True)
+        if willing and not yes:
+            text = f"Upgrade {len(willing)} of {len(chosen)} agents to {name} (sha256 {digest})?"
+            await asyncio.to_thread(typer.confirm, text, abort=True, err=True)
+        carry_out = partial(_upgrade, farm, digest=digest, drain_s=drain, limit_s=limit)
+        failed, untried = await upgrade_all(willing, carry_out, parallel, keep_going=keep_going)
+        for what, agents in (("not upgraded", failed), ("not tried, since one failed", untried)):
+            if agents:
+                names = ", ".join(map(_name, agents))
+                tell(f"{len(agents)} agent{'s' if len(agents) > 1 else ''} {what}: {names}.", to_stderr=True)
+        code = FAILED if failed or untried or len(willing) < len(chosen) else DONE
+        known = {agent.agent_id: agent for agent in await farm.agents()}
+        after = listing.record([known[agent.agent_id] for agent in chosen if agent.agent_id in known])
         counts = Counter(agent.version or "an unknown version" for agent in after)
         summary = ", ".join(f"{count} x etfarm {version}" for version, count in sorted(counts.items()))
         tell(f"Versions now: {summary}.", to_stderr=listing.is_on_stdout)
         return code
 
-    return run_async(upgrade_chosen, context.obj)
+    return connection.call(upgrade_chosen, context.obj)
 
 
 async def _choose(farm: AsyncFarm, selector: str) -> list[Agent]:

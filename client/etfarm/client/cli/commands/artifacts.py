@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -10,13 +9,12 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import Command, execute
-from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.files import require_writable
 from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.terminal.capabilities import in_a_line, tell
 
 if TYPE_CHECKING:
-    from etfarm.client.models import Collected
     from etfarm.client.transport.stubs import Stubs
     from etfarm.v1.artifact_pb2 import VerifyArtifactsProgress
 
@@ -36,12 +34,9 @@ def main(argv: list[str]) -> int:
 
 def list_(
     context: typer.Context,
+    connection: Connection,
     limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="How many to list at most.")] = 50,
     json: options.ListJson = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """List the artifacts of your projects, newest first."""
     from etfarm.client.admin import artifacts
@@ -55,7 +50,7 @@ def list_(
     async def fetch(stubs: Stubs) -> list[Artifact]:
         return [decoded(Artifact, row) async for row in artifacts.list_all(stubs, limit)]
 
-    known = listing.record(_connected(fetch, server, tls_ca))
+    known = listing.record(connection.call_stubs(fetch))
     if listing.is_on_stdout:
         return
     rows = [
@@ -77,45 +72,33 @@ def list_(
 
 
 def get(
+    connection: Connection,
     digest: Digest,
     file: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="File to write.")],
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """Download an artifact and verify its sha256."""
     from etfarm.client.admin import artifacts
     from etfarm.client.formats import units
 
     require_writable(file)
-    artifact = _connected(lambda stubs: artifacts.get(stubs, digest, file), server, tls_ca)
+    artifact = connection.call_stubs(lambda stubs: artifacts.get(stubs, digest, file))
     print(f"{file}: {in_a_line(artifact.digest)}, {units.size(artifact.size_bytes)}")
 
 
-def put(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to store.")],
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
-) -> None:
+def put(connection: Connection, file: Annotated[Path, typer.Argument(metavar="FILE", help="File to store.")]) -> None:
     """Store a file for your project and print its digest."""
     from etfarm.client.admin import artifacts
     from etfarm.client.cli.arguments import require_file
 
     require_file(file)
-    artifact, was_sent = _connected(lambda stubs: artifacts.put(stubs, file), server, tls_ca)
+    artifact, was_sent = connection.call_stubs(lambda stubs: artifacts.put(stubs, file))
     print(artifact.digest if was_sent else f"{artifact.digest} (stored already)")
 
 
 def delete(
+    connection: Connection,
     digest: Annotated[list[str], typer.Argument(metavar="DIGEST", help="The artifacts' sha256, or their first characters.")],
     force: Annotated[bool, typer.Option("--force", help="Delete artifacts that were used within the last hour, too.")] = False,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """Delete artifacts that nothing refers to. Admins only."""
     from etfarm.client.admin import artifacts
@@ -127,36 +110,28 @@ def delete(
             await stubs.artifacts.Delete(DeleteArtifactRequest(digest=whole, force=force))
             tell(f"Deleted {whole}.")
 
-    _connected(remove, server, tls_ca)
+    connection.call_stubs(remove)
 
 
 def collect(
     context: typer.Context,
+    connection: Connection,
     keep: Annotated[
         str | None, typer.Option("--keep", metavar="SIZE", help="Keep the most recently used up to this size, such as 200GiB.")
     ] = None,
     dry_run: options.DryRun = False,
     json: options.ListJson = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """Delete artifacts that nothing refers to and nobody used within the last hour, least recently used first. Admins only.
 
     Jobs, reports, tags, cached compilations, sessions and uploads refer to artifacts.
     """
-    from etfarm.client.aio import AsyncFarm
     from etfarm.client.formats import units
 
     listing = JsonListing(context.obj, json, "collected", is_list=False)
     keep_bytes = None if keep is None else options.size_of("--keep", keep)
 
-    async def run() -> Collected:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return await farm.collect(keep_bytes, dry_run=dry_run)
-
-    done = listing.record(run_async(run))
+    done = listing.record(connection.call(lambda farm: farm.collect(keep_bytes, dry_run=dry_run)))
     if listing.is_on_stdout:
         return
     verb = "Would delete" if dry_run else "Deleted"
@@ -166,12 +141,7 @@ def collect(
         tell(f"{units.size(done.released_bytes)} {what} against projects that do not need them; other projects do.")
 
 
-def verify(
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
-) -> int:
+def verify(connection: Connection) -> int:
     """Verify every stored artifact. A damaged one leaves the store; the next upload of its bytes restores it. Admins only.
 
     It also verifies the values in the database, and names those with damage. The exit code is 1 if anything is damaged.
@@ -185,7 +155,7 @@ def verify(
         if sys.stderr.isatty():
             print(f"\r{progress.done} of {progress.total} ", end="", file=sys.stderr, flush=True)
 
-    last, damaged, values = _connected(lambda stubs: artifacts.verify(stubs, show), server, tls_ca)
+    last, damaged, values = connection.call_stubs(lambda stubs: artifacts.verify(stubs, show))
     if sys.stderr.isatty():
         print("\r", end="", file=sys.stderr, flush=True)
     for artifact in damaged:
@@ -194,17 +164,3 @@ def verify(
         print(f"damaged in the database: {in_a_line(value)}")
     print(f"Verified {last.total} artifacts ({units.size(last.done_bytes)}); {len(damaged) + len(values)} damaged.")
     return 1 if damaged or values else 0
-
-
-def _connected(work: Callable[[Stubs], Awaitable[T]], server: str | None, tls_ca: str | None) -> T:
-    from etfarm.client.transport.connection import Connection
-
-    async def run() -> T:
-        connection = Connection(server, None, tls_ca, None)
-        await connection.open()
-        try:
-            return await work(connection.stubs)
-        finally:
-            await connection.close()
-
-    return run_async(run)

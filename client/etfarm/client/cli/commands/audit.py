@@ -8,11 +8,11 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
-from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.listing import JsonListing
 
 if TYPE_CHECKING:
-    from etfarm.client.admin.access import AuditEntry
+    pass
 
 
 def main(argv: list[str]) -> int:
@@ -22,30 +22,24 @@ def main(argv: list[str]) -> int:
 
 def audit(
     context: typer.Context,
+    connection: Connection,
     principal: Annotated[str, typer.Option("--principal", metavar="NAME", help="Only what this principal did.")] = "",
     action: Annotated[str, typer.Option("--action", metavar="RPC", help="Only this rpc, such as JobService.Submit.")] = "",
     most: Annotated[
         int, typer.Option("--most", metavar="N", min=1, max=1_000_000, help="How many entries to list at most.")
     ] = 100,
     json: options.ListJson = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """List who changed what, and who was refused, newest first. Admins only."""
     from rich.text import Text
 
-    from etfarm.client.admin.access import open_access
+    from etfarm.client.admin.access import AccessControl
     from etfarm.client.cli.terminal import output
 
     listing = JsonListing(context.obj, json, "audit")
-
-    async def fetch() -> list[AuditEntry]:
-        async with open_access(server, tls_ca=tls_ca) as access:
-            return await access.audit(principal=principal, action=action, most=most)
-
-    entries = listing.record(run_async(fetch))
+    entries = listing.record(
+        connection.call_stubs(lambda stubs: AccessControl(stubs).audit(principal=principal, action=action, most=most))
+    )
     if listing.is_on_stdout:
         return
     if not entries:

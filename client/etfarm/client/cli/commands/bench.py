@@ -20,6 +20,7 @@ from etfarm.client.cli.arguments import (
     require_data_program,
     require_file,
 )
+from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.generation import GenerationOptions, refuse_others
 from etfarm.client.cli.outcome import STDOUT, Outcome
@@ -28,6 +29,7 @@ from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.measurement import MeasurementOptions
 
 if TYPE_CHECKING:
+    from etfarm.client.aio import AsyncFarm
     from etfarm.client.export.spec import ModelSpec
     from etfarm.client.jobs.job import AsyncJob
     from etfarm.client.models import JobResult
@@ -39,10 +41,9 @@ def main(argv: list[str]) -> int:
     return execute(bench, argv, "bench")
 
 
-@options.taking("generation", GenerationOptions)
-@options.taking("measurement", MeasurementOptions)
 def bench(
     context: typer.Context,
+    connection: Connection,
     models: Annotated[
         list[str],
         typer.Argument(metavar="MODEL", help="x.pt2, x.pte, file.py:factory, package.module:factory, hf:FOLDER or demo:NAME."),
@@ -70,9 +71,7 @@ def bench(
     ] = None,
     measurement: MeasurementOptions,
     generation: GenerationOptions,
-    data: Annotated[
-        list[Path] | None, typer.Option("--data", metavar="X.ptd", help="A named data file of the .pte; repeatable.")
-    ] = None,
+    data: options.Data = None,
     require_valid: Annotated[bool, typer.Option("--require-valid", help="Exit with 5 unless every latency is VALID.")] = False,
     retry_invalid: Annotated[
         int, typer.Option("--retry-invalid", metavar="N", min=0, max=20, help="Measure INVALID cells again, N times at most.")
@@ -116,10 +115,6 @@ def bench(
     ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Submit, print the job's id and exit.")] = False,
     verbose: options.Verbose = False,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> int:
     """Measure models on devices: latency, memory, accuracy, and operators by source line.
 
@@ -196,7 +191,6 @@ def bench(
     if generated is None:
         report_generated_inputs(specs, inputs)
 
-    from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal.display import Display, open_display
     from etfarm.client.cli.views.results import print_detached, print_result
     from etfarm.client.cli.workflows import job as flow
@@ -232,10 +226,10 @@ def bench(
 
     async def carry_out() -> int:
         if detach:
-            await flow.require_persistent_farm(server)
+            await flow.require_persistent_farm(connection.server)
         with open_display() as display:
             task = flow.Task(
-                submit, finish, server, tls_ca, detach,
+                submit, finish, connection, detach,
                 exports=needs_export(sources), compiles=needs_compiler(sources), verbose=verbose,
                 retry=retry if retry_invalid else None,
             )  # fmt: skip

@@ -9,11 +9,12 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
-from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.terminal.capabilities import tell
 
 if TYPE_CHECKING:
+    from etfarm.client.aio import AsyncFarm
     from etfarm.client.models import Bundle
 
 
@@ -28,23 +29,18 @@ def list_(argv: list[str]) -> int:
 
 
 def add_(
+    connection: Connection,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that `etfarm bundle build -o FILE` wrote.")],
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """Upload a runner bundle; devices of its architecture get it from now on."""
-    from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.arguments import require_file
 
     require_file(file)
 
-    async def send() -> tuple[Bundle, list[Bundle]]:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return await farm.add_bundle(file), await farm.bundles()
+    async def send(farm: AsyncFarm) -> tuple[Bundle, list[Bundle]]:
+        return await farm.add_bundle(file), await farm.bundles()
 
-    added, used = run_async(send)
+    added, used = connection.call(send)
     _show([added])
     if added not in used:
         first = next(bundle for bundle in used if bundle.arch == added.arch)
@@ -53,24 +49,11 @@ def add_(
         )
 
 
-def list_bundles(
-    context: typer.Context,
-    json: options.ListJson = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
-) -> None:
+def list_bundles(context: typer.Context, connection: Connection, json: options.ListJson = None) -> None:
     """List the runner bundles of the farm, newest first: for each architecture the one that is used."""
-    from etfarm.client.aio import AsyncFarm
-
     listing = JsonListing(context.obj, json, "bundles")
 
-    async def fetch() -> list[Bundle]:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return await farm.bundles()
-
-    bundles = listing.record(run_async(fetch))
+    bundles = listing.record(connection.call(lambda farm: farm.bundles()))
     if listing.is_on_stdout:
         return
     if not bundles:

@@ -10,6 +10,7 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
+from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.files import require_writable, write_whole
 from etfarm.client.cli.outcome import STDOUT, Outcome
@@ -38,6 +39,7 @@ def main(argv: list[str]) -> int:
 
 def compare(
     context: typer.Context,
+    connection: Connection,
     base: Annotated[str, typer.Argument(metavar="BASE", help=_SIDE)],
     candidate: Annotated[str, typer.Argument(metavar="CANDIDATE", help="What to compare with BASE, in the same form.")],
     gate: Annotated[
@@ -67,10 +69,6 @@ def compare(
         bool,
         typer.Option("--notify", help="Tell the candidate job's --notify addresses and the farm's webhooks if a gate fails."),
     ] = False,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> int:
     """Compare CANDIDATE with BASE: latency, operators, size, memory, accuracy, delegation, and what else is not the same.
 
@@ -118,9 +116,7 @@ def compare(
     async def ask() -> Comparison:
         if not notify and not comparisons.needs_farm(base, candidate):
             return await comparisons.compare(None, base, candidate, limits)
-        from etfarm.client.aio import AsyncFarm
-
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+        async with connection.farm() as farm:
             compared = await farm.compare(base, candidate, gate or (), strict=strict, accept_invalid=accept_invalid)
             judged = compared.json()["gate"]
             if notify and judged and judged["outcome"] == "failed":

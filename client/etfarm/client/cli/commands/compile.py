@@ -12,12 +12,14 @@ import typer
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
 from etfarm.client.cli.arguments import needs_export, prepare_archives, report_random_weights
+from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.files import require_writable
 from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.wire.errors import error_for
 
 if TYPE_CHECKING:
+    from etfarm.client.aio import AsyncFarm
     from etfarm.client.jobs.job import AsyncJob
     from etfarm.wire.recipes import Recipe
 
@@ -40,6 +42,7 @@ def main(argv: list[str]) -> int:
 
 def compile_(
     context: typer.Context,
+    connection: Connection,
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="x.pt2, file.py:factory, package.module:factory, hf:FOLDER or demo:NAME.")
     ],
@@ -71,10 +74,6 @@ def compile_(
     no_cache: options.NoCache = False,
     json: options.JsonFile = None,
     verbose: options.Verbose = False,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> int:
     """Lower a model to a .pte and its ETRecord, or stop after a stage and fetch that stage's files.
 
@@ -105,7 +104,6 @@ def compile_(
     sources = prepare_archives([spec], [read])
     report_random_weights([spec])
 
-    from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal.display import Display, open_display
     from etfarm.client.cli.views.results import print_result
     from etfarm.client.cli.workflows import job as flow
@@ -139,7 +137,7 @@ def compile_(
 
     async def carry_out() -> int:
         with open_display() as display:
-            task = flow.Task(submit, finish, server, tls_ca, exports=needs_export(sources), verbose=verbose)
+            task = flow.Task(submit, finish, connection, exports=needs_export(sources), verbose=verbose)
             _, result = await flow.carry_out(task, outcome, display)
         if result is None or result.state is not JobState.SUCCEEDED:
             return 1

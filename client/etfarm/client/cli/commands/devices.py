@@ -9,6 +9,7 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import Command, execute
+from etfarm.client.cli.connection import Connection, Server
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.terminal.capabilities import tell
@@ -26,6 +27,7 @@ from etfarm.client.fleet.runners import describe_runner
 from etfarm.wire.errors import EtfarmError, error_for
 
 if TYPE_CHECKING:
+    from etfarm.client.aio import AsyncFarm
     from etfarm.client.models import Device, HealthEvent, RetiredDevice
 
 
@@ -43,31 +45,23 @@ def main(argv: list[str]) -> int:
 
 def list_(
     context: typer.Context,
+    connection: Connection,
     device: Annotated[str, typer.Option("--device", metavar="SELECTOR", help="Only those that match.")] = "",
     watch: Annotated[bool, typer.Option("--watch", help="Show changes until Ctrl-C: a live table, or lines in a pipe.")] = False,
     json: options.ListJson = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """List all known devices, offline ones included."""
-    from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal import output
     from etfarm.client.cli.views import device_health
 
     if watch:
         if json is not None:
             raise error_for("USAGE", "--watch cannot be combined with --json.", "Leave one of them out.")
-        run_async(lambda: watching.watch_devices(device, server, tls_ca, build_table=build_table, describe=describe))
+        run_async(lambda: watching.watch_devices(device, connection, build_table=build_table, describe=describe))
         return
     listing = JsonListing(context.obj, json, "devices")
 
-    async def fetch() -> list[Device]:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return await farm.devices(device)
-
-    devices = listing.record(run_async(fetch))
+    devices = listing.record(connection.call(lambda farm: farm.devices(device)))
     if listing.is_on_stdout:
         return
     if not devices:
@@ -89,33 +83,23 @@ def list_(
             output.show(output.line(text, style=device_health.style_of(item.health.state)))
 
 
-def show(
-    context: typer.Context,
-    device: Annotated[str, typer.Argument(metavar="DEVICE", help="A device's id, its first characters, or its name.")],
-    json: options.ListJson = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
-) -> None:
+def show(context: typer.Context, connection: Connection, device: options.DeviceId, json: options.ListJson = None) -> None:
     """Show all that is known of a device, and what last happened to its health."""
-    from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal import output
     from etfarm.client.cli.views import device_health
 
     listing = JsonListing(context.obj, json, "device", is_list=False)
 
-    async def fetch() -> tuple[Device, list[HealthEvent]]:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            known = await farm.device(device)
-            try:
-                return known, [] if listing.is_on_stdout else await farm.device_health(known.id, limit=_SHOWN_EVENTS)
-            except EtfarmError as error:
-                if error.reason != "UNIMPLEMENTED":  # a server of etfarm 0.2
-                    raise
-                return known, []
+    async def fetch(farm: AsyncFarm) -> tuple[Device, list[HealthEvent]]:
+        known = await farm.device(device)
+        try:
+            return known, [] if listing.is_on_stdout else await farm.device_health(known.id, limit=_SHOWN_EVENTS)
+        except EtfarmError as error:
+            if error.reason != "UNIMPLEMENTED":  # a server of etfarm 0.2
+                raise
+            return known, []
 
-    known, events = run_async(fetch)
+    known, events = connection.call(fetch)
     listing.record(known)
     if not listing.is_on_stdout:
         output.show(output.facts(facts(known, datetime.now(UTC))))
@@ -126,25 +110,17 @@ def show(
 
 def health(
     context: typer.Context,
-    device: Annotated[str, typer.Argument(metavar="DEVICE", help="A device's id, its first characters, or its name.")],
+    connection: Connection,
+    device: options.DeviceId,
     limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, max=1000, help="Only the newest N.")] = 50,
     json: options.ListJson = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """List a device's faults and health runs, newest first, and what was done about them."""
-    from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.views import device_health
 
     listing = JsonListing(context.obj, json, "health_events")
 
-    async def fetch() -> list[HealthEvent]:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return await farm.device_health(device, limit=limit)
-
-    events = listing.record(run_async(fetch))
+    events = listing.record(connection.call(lambda farm: farm.device_health(device, limit=limit)))
     if listing.is_on_stdout:
         return
     device_health.show_events(events)
@@ -152,64 +128,38 @@ def health(
         tell(f"Nothing has happened to the health of {device}.")
 
 
-def check(
-    context: typer.Context,
-    device: Annotated[str, typer.Argument(metavar="DEVICE", help="A device's id, its first characters, or its name.")],
-    json: options.ListJson = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
-) -> None:
+def check(context: typer.Context, connection: Connection, device: options.DeviceId, json: options.ListJson = None) -> None:
     """Run the farm's health program on a device, after what it runs now. Fails if the device returns wrong outputs."""
-    from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.views import device_health
     from etfarm.wire.errors import Fault, error_of
 
     listing = JsonListing(context.obj, json, "health_event", is_list=False)
 
-    async def run() -> HealthEvent:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return await farm.check_device(device)
-
-    event = listing.record(run_async(run))
+    event = listing.record(connection.call(lambda farm: farm.check_device(device)))
     if not listing.is_on_stdout:
         device_health.show_events([event])
     if event.run is not None and not event.run.passed:
         raise error_of(Fault.DEVICE, event.reason, event.message, f"See `etfarm devices health {device}`.")
 
 
-def clear(
-    devices: Annotated[list[str], typer.Argument(metavar="DEVICE", help="Ids, their first characters, or names.")],
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
-) -> None:
+def clear(connection: Connection, devices: options.DeviceIds) -> None:
     """Forget the faults of devices, and let them be used again; a failing health run quarantines them anew. Admins only."""
-    from etfarm.client.aio import AsyncFarm
 
-    async def change() -> None:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            for device in devices:
-                changed = await farm.clear_device(device)
-                tell(f"The health of {changed.name} ({changed.id}) is {changed.health.state.value}.")
+    async def change(farm: AsyncFarm) -> None:
+        for device in devices:
+            changed = await farm.clear_device(device)
+            tell(f"The health of {changed.name} ({changed.id}) is {changed.health.state.value}.")
 
-    run_async(change)
+    connection.call(change)
 
 
 def label(
-    device: Annotated[str, typer.Argument(metavar="DEVICE", help="A device's id, its first characters, or its name.")],
+    connection: Connection,
+    device: options.DeviceId,
     labels: Annotated[list[str] | None, typer.Argument(metavar="K=V", help="Labels to set.", show_default=False)] = None,
     remove: Annotated[list[str] | None, typer.Option("--remove", metavar="K", help="A label to remove; repeatable.")] = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """Set and remove a device's labels. They take precedence over its agent's, and stay when it reconnects. Admins only."""
-    from etfarm.client.aio import AsyncFarm
-
     pairs: dict[str, str] = {}
     for key, value in map(_pair, labels or ()):
         if key in pairs:
@@ -218,79 +168,55 @@ def label(
     if not pairs and not remove:
         raise error_for("USAGE", "Give at least one K=V or --remove.", "For example `etfarm devices label board-7 rack=3`.")
 
-    async def change() -> Device:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return await farm.label_device(device, pairs, remove=remove or ())
-
-    changed = run_async(change)
+    changed = connection.call(lambda farm: farm.label_device(device, pairs, remove=remove or ()))
     tell(f"{changed.name} has the labels {list_labels(changed)}." if changed.labels else f"{changed.name} has no labels.")
 
 
 def drain(
-    devices: Annotated[list[str], typer.Argument(metavar="DEVICE", help="Ids, their first characters, or names.")],
+    connection: Connection,
+    devices: options.DeviceIds,
     reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why, for people who wait for the device.")] = "",
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """Place nothing new on devices until `undrain`; what they run continues. Admins only."""
-    from etfarm.client.aio import AsyncFarm
 
-    async def change() -> None:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            for device in devices:
-                changed = await farm.drain_device(device, reason)
-                running = "; what it runs now continues" if changed.attempt_id else ""
-                tell(f"{changed.name} ({changed.id}) takes nothing new{running}.")
+    async def change(farm: AsyncFarm) -> None:
+        for device in devices:
+            changed = await farm.drain_device(device, reason)
+            running = "; what it runs now continues" if changed.attempt_id else ""
+            tell(f"{changed.name} ({changed.id}) takes nothing new{running}.")
 
-    run_async(change)
+    connection.call(change)
 
 
-def undrain(
-    devices: Annotated[list[str], typer.Argument(metavar="DEVICE", help="Ids, their first characters, or names.")],
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
-) -> None:
+def undrain(connection: Connection, devices: options.DeviceIds) -> None:
     """Place runs on drained devices again. Admins only."""
-    from etfarm.client.aio import AsyncFarm
 
-    async def change() -> None:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            for device in devices:
-                changed = await farm.undrain_device(device)
-                tell(f"{changed.name} ({changed.id}) is {changed.state.value.lower()}.")
+    async def change(farm: AsyncFarm) -> None:
+        for device in devices:
+            changed = await farm.undrain_device(device)
+            tell(f"{changed.name} ({changed.id}) is {changed.state.value.lower()}.")
 
-    run_async(change)
+    connection.call(change)
 
 
-def forget(
-    device: Annotated[str, typer.Argument(metavar="DEVICE", help="A device's id, its first characters, or its name.")],
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
-) -> None:
+def forget(connection: Connection, device: options.DeviceId) -> None:
     """Remove an offline device from the farm. Its reports stay; it comes back when an agent announces it: `retire` keeps it away.
 
     Admins only.
     """
-    from etfarm.client.aio import AsyncFarm
 
-    async def remove() -> Device:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            known = await farm.device(device)
-            await farm.forget_device(known.id)
-            return known
+    async def remove(farm: AsyncFarm) -> Device:
+        known = await farm.device(device)
+        await farm.forget_device(known.id)
+        return known
 
-    removed = run_async(remove)
+    removed = connection.call(remove)
     tell(f"Device {removed.name} ({removed.id}) is forgotten.")
 
 
 def retire(
-    device: Annotated[str, typer.Argument(metavar="DEVICE", help="A device's id, its first characters, or its name.")],
+    connection: Connection,
+    device: options.DeviceId,
     now: Annotated[bool, typer.Option("--now", help="End what it runs; other devices take its runs over.")] = False,
     drain: Annotated[
         float,
@@ -298,52 +224,38 @@ def retire(
             "--drain-timeout", metavar="S", min=0, max=86_400, callback=options.finite, help="How long what it runs may take."
         ),
     ] = 3600.0,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """Remove a device for good, offline or not: drain it, let what it runs end, revoke its agent's token, forget it. Admins only.
 
     Its reports and its place in histories stay. If its agent has other devices, the agent keeps its token.
     """
-    from etfarm.client.aio import AsyncFarm
 
-    async def remove() -> RetiredDevice:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            known = await farm.device(device)
-            if running := 0 if now else len(known.attempt_ids):
-                what = f"{running} run{'s' if running > 1 else ''}"
-                tell(f"{known.name} takes nothing new, and still has {what}. Ctrl-C leaves it drained; --now ends the rest.")
-            return await farm.retire_device(known.id, now=now, drain_s=drain)
+    async def remove(farm: AsyncFarm) -> RetiredDevice:
+        known = await farm.device(device)
+        if running := 0 if now else len(known.attempt_ids):
+            what = f"{running} run{'s' if running > 1 else ''}"
+            tell(f"{known.name} takes nothing new, and still has {what}. Ctrl-C leaves it drained; --now ends the rest.")
+        return await farm.retire_device(known.id, now=now, drain_s=drain)
 
-    for line in describe_retirement(run_async(remove)):
+    for line in describe_retirement(connection.call(remove)):
         tell(line)
 
 
 def restrict(
-    device: Annotated[str, typer.Argument(metavar="DEVICE", help="A device's id, its first characters, or its name.")],
+    connection: Server,
+    device: options.DeviceId,
     project: Annotated[
         list[str] | None, typer.Option("--project", metavar="P", help="A project that may use the device; repeatable.")
     ] = None,
     all_: Annotated[bool, typer.Option("--all", help="Let every project use the device.")] = False,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
 ) -> None:
     """Let only some projects use a device; others do not see it. What runs on it now continues. Admins only."""
-    from etfarm.client.aio import AsyncFarm
-
     if bool(project) == all_:
         raise error_for(
             "USAGE", "Give either --project or --all.", "For example `etfarm devices restrict board-7 --project vision`."
         )
 
-    async def change() -> Device:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return await farm.restrict_device(device, project or ())
-
-    changed = run_async(change)
+    changed = connection.call(lambda farm: farm.restrict_device(device, project or ()))
     tell(f"{changed.name} runs jobs of {', '.join(changed.projects) or 'every project'}.")
 
 

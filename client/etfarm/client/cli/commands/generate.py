@@ -11,6 +11,7 @@ import typer
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
 from etfarm.client.cli.arguments import needs_export, prepare_archives, report_random_weights, require_data_program
+from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.outcome import Outcome
@@ -30,9 +31,8 @@ def main(argv: list[str]) -> int:
 
 def generate(
     context: typer.Context,
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="x.pte; or a model as in `etfarm bench`, which is compiled first.")
-    ],
+    connection: Connection,
+    model: options.ProgramOrModel,
     prompt_ids: Annotated[
         str | None, typer.Option("--prompt-ids", metavar="ID[,ID]...", help="The prompt as token ids, for example 1,15,27.")
     ] = None,
@@ -56,30 +56,20 @@ def generate(
         float | None,
         typer.Option("--max-time", metavar="S", min=0, callback=options.finite, help="Seconds after which the text ends. [600]"),
     ] = None,
-    recipe: Annotated[
-        str | None, typer.Option("--recipe", metavar="R", help="For a model that is not a .pte. [xnnpack_fp32]")
-    ] = None,
-    device: Annotated[str, typer.Option("--device", metavar="SELECTOR", help="A device that matches. [any]")] = "",
-    threads: Annotated[
-        int | None, typer.Option("--threads", metavar="N", min=1, max=1024, help="Threads. [the fastest cluster's cores]")
-    ] = None,
+    recipe: options.RecipeOfModel = None,
+    device: options.OneDevice = "",
+    threads: options.Threads = None,
     prefill_method: Annotated[
         str, typer.Option("--prefill-method", metavar="M", help="The method for prompts. [recognized]")
     ] = "",
     decode_method: Annotated[
         str, typer.Option("--decode-method", metavar="M", help="The method for single tokens. [recognized]")
     ] = "",
-    data: Annotated[
-        list[Path] | None, typer.Option("--data", metavar="X.ptd", help="A named data file of the .pte; repeatable.")
-    ] = None,
+    data: options.Data = None,
     timeout: options.Timeout = None,
     reservation: options.Reservation = None,
     json: options.ListJson = None,
     verbose: options.Verbose = False,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> int:
     """Generate tokens with a language model on a device, and print them as they come.
 
@@ -120,7 +110,7 @@ def generate(
         device=device, reservation=reservation, threads=threads,
         recipe=read, recipe_name=None if isinstance(spec, PteFile) else read.text,
         data=data or (), max_time_s=max_time, timeout_s=timeout, prefill_method=prefill_method, decode_method=decode_method,
-        server=server, tls_ca=tls_ca, verbose=verbose, exports=needs_export([source]),
+        connection=connection, verbose=verbose, exports=needs_export([source]),
     )  # fmt: skip
     return run_async(lambda: text_generation.carry_out(wanted, document), outcome)
 

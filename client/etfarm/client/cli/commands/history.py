@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
-from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.client.errors import EtfarmError
 
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from etfarm.client.aio import AsyncFarm
     from etfarm.client.jobs.history import HistoryEntry, Point, Series
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -43,6 +43,7 @@ def main(argv: list[str]) -> int:
 
 def history(
     context: typer.Context,
+    connection: Connection,
     model: Annotated[
         str,
         typer.Argument(
@@ -62,10 +63,6 @@ def history(
     json: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write etfarm.history/1 there, on failure too; - is stdout.")
     ] = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> int:
     """Show how a model's numbers went: a table for each recipe, device, method and thread count, the newest report last.
 
@@ -73,7 +70,6 @@ def history(
     runs of one program may differ as much. Below a report is what was another than then: toolchain, runner, model, recipe, state
     of the device.
     """
-    from etfarm.client.aio import AsyncFarm
     from etfarm.client.export.spec import label_of
     from etfarm.client.jobs import history as past
     from etfarm.wire import selectors
@@ -83,17 +79,16 @@ def history(
     outcome.document = lambda error: past.document(model, (), error)
     selectors.parse(device)
 
-    async def fetch() -> list[HistoryEntry]:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            read = partial(farm.history, device=device, recipe=recipe, method=method, threads=threads, limit=limit)
-            try:
-                return await read(model)
-            except EtfarmError as error:
-                if error.reason != "NO_HISTORY" or (label := label_of(model)) == model:
-                    raise
-                return await read(label)
+    async def fetch(farm: AsyncFarm) -> list[HistoryEntry]:
+        read = partial(farm.history, device=device, recipe=recipe, method=method, threads=threads, limit=limit)
+        try:
+            return await read(model)
+        except EtfarmError as error:
+            if error.reason != "NO_HISTORY" or (label := label_of(model)) == model:
+                raise
+            return await read(label)
 
-    entries = run_async(fetch, outcome)
+    entries = connection.call(fetch, outcome)
     outcome.document = lambda error: past.document(model, entries, error)
     to_stderr = json == STDOUT
     series = past.trends(entries)

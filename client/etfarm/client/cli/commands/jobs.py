@@ -11,6 +11,7 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import Command, execute
+from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.outcome import STDOUT, Outcome
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from etfarm.client.aio import AsyncFarm
     from etfarm.client.jobs.job import AsyncJob
     from etfarm.client.models import JobInfo
 
@@ -42,6 +44,7 @@ def main(argv: list[str]) -> int:
 
 def list_(
     context: typer.Context,
+    connection: Connection,
     name: Annotated[str, typer.Option("--name", metavar="TEXT", help="Only jobs with this text in their name.")] = "",
     label: Annotated[
         list[str] | None, typer.Option("--label", metavar="K=V", help="Only jobs with this label; repeatable.")
@@ -61,13 +64,8 @@ def list_(
     ] = "",
     limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Number of jobs, newest first.")] = 20,
     json: options.ListJson = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """List the jobs of the farm, newest first."""
-    from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal import output
     from etfarm.client.formats import units
     from etfarm.client.jobs import summary
@@ -85,22 +83,21 @@ def list_(
     # The server knows WAITING jobs as RUNNING ones.
     asked = list(dict.fromkeys(JobState.RUNNING.value if text == summary.WAITING else text for text in states))
 
-    async def fetch() -> list[JobInfo]:
+    async def fetch(farm: AsyncFarm) -> list[JobInfo]:
         listed: list[JobInfo] = []
         size = max(limit, _SIZE) if summary.WAITING in states else limit
         token = ""
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            for _ in range(_PAGES):
-                page = await farm.job_page(
-                    token, size=size, name=name, labels=labels, states=asked, owner=owner, model=model, since=start
-                )
-                listed += [job for job in page.jobs if not states or {job.state.value, summary.describe_state(job)} & set(states)]
-                token = page.next_page_token
-                if not token or len(listed) >= limit:
-                    break
+        for _ in range(_PAGES):
+            page = await farm.job_page(
+                token, size=size, name=name, labels=labels, states=asked, owner=owner, model=model, since=start
+            )
+            listed += [job for job in page.jobs if not states or {job.state.value, summary.describe_state(job)} & set(states)]
+            token = page.next_page_token
+            if not token or len(listed) >= limit:
+                break
         return listed[:limit]
 
-    jobs = listing.record(run_async(fetch))
+    jobs = listing.record(connection.call(fetch))
     if listing.is_on_stdout:
         return
     if not jobs:
@@ -140,29 +137,19 @@ def list_(
     output.show_table(heads, rows, right=("TOOK",), shrink=("NAME", "WHAT"), spare=("TOOK", "OWNER", "SUBMITTED", "PROJECT"))
 
 
-def show(
-    context: typer.Context,
-    job: options.JobId,
-    json: options.ListJson = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
-) -> None:
+def show(context: typer.Context, connection: Connection, job: options.JobId, json: options.ListJson = None) -> None:
     """Show a job and its cells."""
-    from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal import output
     from etfarm.client.formats import units
     from etfarm.client.jobs import summary
 
     listing = JsonListing(context.obj, json, "job", is_list=False)
 
-    async def fetch() -> tuple[JobInfo, dict[str, str]]:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            handle = await farm.job(job)
-            return handle.info, {device.id: device.name for device in await farm.devices()}
+    async def fetch(farm: AsyncFarm) -> tuple[JobInfo, dict[str, str]]:
+        handle = await farm.job(job)
+        return handle.info, {device.id: device.name for device in await farm.devices()}
 
-    info, devices = run_async(fetch)
+    info, devices = connection.call(fetch)
     listing.record(info)
     if listing.is_on_stdout:
         return
@@ -198,6 +185,7 @@ def show(
 
 def watch(
     context: typer.Context,
+    connection: Connection,
     jobs: Annotated[
         list[str] | None, typer.Argument(metavar="JOB", help="Ids, their first characters, tags, names, or latest.")
     ] = None,
@@ -205,10 +193,6 @@ def watch(
     owner: Annotated[str, typer.Option("--owner", metavar="NAME", help="With --all: only jobs of this principal.")] = "",
     json: options.JsonFile = None,
     verbose: options.Verbose = False,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> int:
     """Wait for a job and show its reports; for several or --all jobs, show their states. Ctrl-C leaves the jobs alone."""
     if all_ == bool(jobs):
@@ -216,20 +200,19 @@ def watch(
     if owner and not all_:
         raise error_for("USAGE", "--owner requires --all.", "Leave it out.")
     if jobs is not None and len(jobs) == 1:
-        return _watch_one(context, jobs[0], json, verbose, server, tls_ca)
+        return _watch_one(context, jobs[0], json, verbose, connection)
     if json is not None or verbose:
         raise error_for(
             "USAGE", "--json and --verbose require exactly one job.", "Leave them out; `etfarm report export` writes reports."
         )
     if jobs:
-        return run_async(lambda: watching.watch_jobs(jobs, server, tls_ca, build_table=_live_table, describe=_progress))
-    run_async(lambda: watching.watch_all_jobs(owner, server, tls_ca, build_table=_live_table, describe=_progress))
+        return run_async(lambda: watching.watch_jobs(jobs, connection, build_table=_live_table, describe=_progress))
+    run_async(lambda: watching.watch_all_jobs(owner, connection, build_table=_live_table, describe=_progress))
     return 0
 
 
-def _watch_one(context: typer.Context, job: str, json: str | None, verbose: bool, server: str | None, tls_ca: str | None) -> int:
+def _watch_one(context: typer.Context, job: str, json: str | None, verbose: bool, connection: Connection) -> int:
     """Wait for a job and show its reports."""
-    from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal.display import open_display
     from etfarm.client.cli.views.results import print_result
     from etfarm.client.cli.workflows import job as flow
@@ -241,7 +224,7 @@ def _watch_one(context: typer.Context, job: str, json: str | None, verbose: bool
 
     async def follow() -> int:
         with open_display() as display:
-            async with AsyncFarm(server, tls_ca=tls_ca, on_status=display.status) as farm:
+            async with connection.farm(display.status) as farm:
                 handle = await farm.job(job)
                 outcome.document = handle.document_without_reports
                 try:
@@ -262,100 +245,77 @@ def _left(job: AsyncJob) -> Interrupted:
     return Interrupted(f"Interrupted; job {job.id} continues.", remedy, job=job.id)
 
 
-def cancel(
-    job: options.JobId,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
-) -> None:
+def cancel(connection: Connection, job: options.JobId) -> None:
     """End the live cells of a job."""
-    from etfarm.client.aio import AsyncFarm
 
-    async def end() -> str:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            handle = await farm.job(job)
-            before = handle.state
-            if before.is_terminal:
-                return f"Job {handle.id} was already done: {before.value}."
-            after = await handle.cancel()
-            return f"Job {handle.id}: {after.value}."
+    async def end(farm: AsyncFarm) -> str:
+        handle = await farm.job(job)
+        before = handle.state
+        if before.is_terminal:
+            return f"Job {handle.id} was already done: {before.value}."
+        after = await handle.cancel()
+        return f"Job {handle.id}: {after.value}."
 
-    tell(run_async(end))
+    tell(connection.call(end))
 
 
 def retry(
     context: typer.Context,
+    connection: Connection,
     job: options.JobId,
     detach: Annotated[bool, typer.Option("--detach", help="Submit, print the new job's id and exit.")] = False,
     json: options.JsonFile = None,
     verbose: options.Verbose = False,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> int:
     """Submit the failed cells of a job as a new job, labelled retry_of=JOB, wait for it and show its reports."""
-    from etfarm.client.aio import AsyncFarm
 
-    async def submit() -> str:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            before = await farm.job(job)
-            again = await before.retry()
-            count = len(again.info.cells)
-            tell(f"Job {again.id} runs {count} of {len(before.info.cells)} cells of job {before.id} again.", to_stderr=True)
-            return again.id
+    async def submit(farm: AsyncFarm) -> str:
+        before = await farm.job(job)
+        again = await before.retry()
+        count = len(again.info.cells)
+        tell(f"Job {again.id} runs {count} of {len(before.info.cells)} cells of job {before.id} again.", to_stderr=True)
+        return again.id
 
-    again = run_async(submit)
+    again = connection.call(submit)
     if detach:
         tell(again)
         return 0
-    return _watch_one(context, again, json, verbose, server, tls_ca)
+    return _watch_one(context, again, json, verbose, connection)
 
 
 def delete(
+    connection: Connection,
     job: Annotated[list[str], typer.Argument(metavar="JOB", help="Ids, their first characters, tags, names, or latest.")],
     force: Annotated[bool, typer.Option("--force", help="Delete jobs that have tags, too, and the tags.")] = False,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """Delete finished jobs with their logs and reports, which leave the history as well.
 
     `etfarm artifacts collect`, or the server's retention, then deletes the files that only they needed.
     """
-    from etfarm.client.aio import AsyncFarm
 
-    async def remove() -> None:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            for each in job:
-                tell(f"Deleted job {await farm.delete_job(each, force=force)}.")
+    async def remove(farm: AsyncFarm) -> None:
+        for each in job:
+            tell(f"Deleted job {await farm.delete_job(each, force=force)}.")
 
-    run_async(remove)
+    connection.call(remove)
 
 
 def logs(
+    connection: Connection,
     job: options.JobId,
     cell: Annotated[int | None, typer.Option("--cell", metavar="N", min=0, help="One cell's lines only.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the log until the job is done.")] = False,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """Show what the compilers and runners of a job printed: time in UTC, cell, source and text of each line."""
-    from etfarm.client.aio import AsyncFarm
 
-    async def tail() -> None:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            handle = await farm.job(job)
-            index = {known.id: str(known.index) for known in handle.info.cells}
-            async for line in handle.logs(cell=cell, follow=follow):
-                at = line.at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-                tell(f"{at} {index.get(line.cell_id, '-'):>3} {line.source.lower():<8} {line.text}", flush=follow)
+    async def tail(farm: AsyncFarm) -> None:
+        handle = await farm.job(job)
+        index = {known.id: str(known.index) for known in handle.info.cells}
+        async for line in handle.logs(cell=cell, follow=follow):
+            at = line.at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+            tell(f"{at} {index.get(line.cell_id, '-'):>3} {line.source.lower():<8} {line.text}", flush=follow)
 
-    run_async(tail)
+    connection.call(tail)
 
 
 def _live_table(console: Console, jobs: Sequence[JobInfo]) -> Table:

@@ -10,13 +10,14 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import Command, execute
-from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.wire.errors import error_for
 
 if TYPE_CHECKING:
     from etfarm.client.admin.projects import AsyncProjects
+    from etfarm.client.aio import AsyncFarm
     from etfarm.client.models import Project
 
 Answer = TypeVar("Answer")
@@ -41,73 +42,48 @@ def main(argv: list[str]) -> int:
     )
 
 
-def list_(
-    context: typer.Context,
-    json: options.ListJson = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
-) -> None:
+def list_(context: typer.Context, connection: Connection, json: options.ListJson = None) -> None:
     """List your projects; an admin sees all."""
     listing = JsonListing(context.obj, json, "projects")
-    projects = listing.record(_call(lambda projects: projects.list(), server, tls_ca))
+    projects = listing.record(connection.call(lambda farm: farm.projects.list()))
     if not listing.is_on_stdout:
         _show(projects)
 
 
 def create(
+    connection: Connection,
     project: Annotated[str, typer.Argument(metavar="PROJECT", help="Lower-case letters, digits, dots, dashes, underscores.")],
     member: Annotated[list[str] | None, typer.Option("--member", metavar="NAME", help="A token's name; repeatable.")] = None,
     storage: Storage = "",
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    owner: options.Project = None,
 ) -> None:
     """Create a project."""
     limit_bytes = size_of(storage)
-    created = _call(
-        lambda projects: projects.create(project, member or (), storage_limit_bytes=limit_bytes), server, tls_ca
-    )  # fmt: skip
+    created = connection.call(lambda farm: farm.projects.create(project, member or (), storage_limit_bytes=limit_bytes))
     _show([created])
 
 
 def add(
+    connection: Connection,
     project: Name,
     members: Annotated[list[str], typer.Argument(metavar="NAME", help="Names of tokens.")],
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    owner: options.Project = None,
 ) -> None:
     """Add members to a project. A member's first project replaces `default`, unless you add the member there as well."""
-    _show([_each(members, lambda projects, name: projects.add_member(project, name), server, tls_ca)])
+    _show([_each(members, lambda projects, name: projects.add_member(project, name), connection)])
 
 
 def remove(
+    connection: Connection,
     project: Name,
     members: Annotated[list[str], typer.Argument(metavar="NAME", help="Names of tokens.")],
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    owner: options.Project = None,
 ) -> None:
     """Remove members from a project. Someone without any project is a member of `default`; to lock them out, revoke the token."""
-    _show([_each(members, lambda projects, name: projects.remove_member(project, name), server, tls_ca)])
+    _show([_each(members, lambda projects, name: projects.remove_member(project, name), connection)])
 
 
-def limit(
-    project: Name,
-    storage: Storage,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    owner: options.Project = None,
-) -> None:
+def limit(connection: Connection, project: Name, storage: Storage) -> None:
     """Change the storage limit of a project's artifacts."""
     limit_bytes = size_of(storage)
-    _show([_call(lambda projects: projects.limit(project, limit_bytes), server, tls_ca)])
+    _show([connection.call(lambda farm: farm.projects.limit(project, limit_bytes))])
 
 
 def size_of(text: str) -> int | None:
@@ -126,23 +102,11 @@ def size_of(text: str) -> int | None:
     return int(match[1]) * _UNITS[match[2].upper()]
 
 
-def _call(do: Callable[[AsyncProjects], Awaitable[Answer]], server: str | None, tls_ca: str | None) -> Answer:
-    from etfarm.client.aio import AsyncFarm
+def _each(names: Sequence[str], do: Callable[[AsyncProjects, str], Awaitable[Project]], connection: Connection) -> Project:
+    async def change(farm: AsyncFarm) -> Project:
+        return [await do(farm.projects, name) for name in names][-1]
 
-    async def call() -> Answer:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return await do(farm.projects)
-
-    return run_async(call)
-
-
-def _each(
-    names: Sequence[str], do: Callable[[AsyncProjects, str], Awaitable[Project]], server: str | None, tls_ca: str | None
-) -> Project:
-    async def change(projects: AsyncProjects) -> Project:
-        return [await do(projects, name) for name in names][-1]
-
-    return _call(change, server, tls_ca)
+    return connection.call(change)
 
 
 def _show(projects: Sequence[Project]) -> None:

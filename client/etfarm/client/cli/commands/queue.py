@@ -9,7 +9,7 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
-from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.listing import JsonListing
 
 if TYPE_CHECKING:
@@ -24,29 +24,16 @@ def main(argv: list[str]) -> int:
     return execute(queue, argv, "queue")
 
 
-def queue(
-    context: typer.Context,
-    json: options.ListJson = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
-) -> None:
+def queue(context: typer.Context, connection: Connection, json: options.ListJson = None) -> None:
     """Show what waits for a device, in its order: cells of jobs, and sessions.
 
     PRIORITY is as submitted. AGED orders the queue: it adds the time since the submission and the nearness of a deadline, and
     subtracts for what the project and the owner have used lately. STARTS IN is an estimate from earlier equal runs; without such
     runs it is empty.
     """
-    from etfarm.client.aio import AsyncFarm
-
     listing = JsonListing(context.obj, json, "queue", is_list=False)
 
-    async def fetch() -> Queue:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return await farm.queue()
-
-    waiting = listing.record(run_async(fetch))
+    waiting = listing.record(connection.call(lambda farm: farm.queue()))
     if not listing.is_on_stdout:
         _show(waiting)
 

@@ -9,13 +9,14 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
-from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.listing import JsonListing
 from etfarm.client.fleet.recipe_devices import FarmRecipe, describe_missing_device, locate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from etfarm.client.aio import AsyncFarm
     from etfarm.client.models import Device, RecipeInfo
     from etfarm.wire.recipes import Component, Recipe
 
@@ -35,13 +36,10 @@ def main(argv: list[str]) -> int:
 
 def list_(
     context: typer.Context,
+    connection: Connection,
     available: Annotated[bool, typer.Option("--available", help="Only those that compile here.")] = False,
     all_: Annotated[bool, typer.Option("--all", help="Show all recipes and devices on a terminal too.")] = False,
     json: options.ListJson = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """List the recipes, those of plug-ins too: which compile here, and which devices of this farm run them.
 
@@ -52,7 +50,7 @@ def list_(
     from etfarm.client.cli.terminal import output
 
     listing = JsonListing(context.obj, json, "recipes")
-    recipes, devices = _fetch(server, tls_ca)
+    recipes, devices = connection.call(_fetch)
     rows = [
         locate(recipe, devices)
         for recipe in sorted(recipes, key=lambda recipe: not recipe.available)
@@ -93,6 +91,7 @@ def _places(row: FarmRecipe, most: int | None = None) -> str:
 
 def show(
     context: typer.Context,
+    connection: Connection,
     recipe: Annotated[
         str,
         typer.Argument(
@@ -100,10 +99,6 @@ def show(
         ),
     ],
     json: options.ListJson = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """Show a recipe: what it does, its arguments, stages and digest, whether it compiles here, and which devices run it."""
     from etfarm.client.cli.terminal import output
@@ -116,7 +111,7 @@ def show(
     needs_arguments = known is not None and any(argument.required for argument in known.arguments)
     parsed = None if needs_arguments else read_recipe(recipe)
     listing = JsonListing(context.obj, json, "recipe", is_list=False)
-    recipes, devices = _fetch(server, tls_ca)
+    recipes, devices = connection.call(_fetch)
     here = {info.name: locate(info, devices) for info in recipes}
     names = [recipe] if parsed is None else [part.name for part in parsed.parts]
     listing.record(
@@ -190,11 +185,5 @@ def _values(values: Mapping[str, object]) -> str:
     return ", ".join(f"{key}={literal(value)}" for key, value in sorted(values.items()))
 
 
-def _fetch(server: str | None, tls_ca: str | None) -> tuple[list[RecipeInfo], list[Device]]:
-    from etfarm.client.aio import AsyncFarm
-
-    async def fetch() -> tuple[list[RecipeInfo], list[Device]]:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return await farm.recipes(), await farm.devices()
-
-    return run_async(fetch)
+async def _fetch(farm: AsyncFarm) -> tuple[list[RecipeInfo], list[Device]]:
+    return await farm.recipes(), await farm.devices()

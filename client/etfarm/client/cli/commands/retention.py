@@ -8,12 +8,12 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
-from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.terminal.capabilities import tell
 
 if TYPE_CHECKING:
-    from etfarm.client.models import RetentionResult
+    pass
 
 
 def main(argv: list[str]) -> int:
@@ -23,6 +23,7 @@ def main(argv: list[str]) -> int:
 
 def retention(
     context: typer.Context,
+    connection: Connection,
     keep: Annotated[
         list[str] | None,
         typer.Option(
@@ -34,26 +35,17 @@ def retention(
     ] = None,
     dry_run: options.DryRun = False,
     json: options.ListJson = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """Delete what the server's limits no longer keep, which the server does every hour by itself. Admins only.
 
     Live and tagged jobs stay, as does everything that a job, a report, a session or an upload needs.
     """  # fmt: skip
-    from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal import output
     from etfarm.client.formats import units
 
     listing = JsonListing(context.obj, json, "retention")
 
-    async def apply() -> list[RetentionResult]:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return await farm.apply_retention(keep or (), dry_run=dry_run)
-
-    results = listing.record(run_async(apply))
+    results = listing.record(connection.call(lambda farm: farm.apply_retention(keep or (), dry_run=dry_run)))
     if listing.is_on_stdout:
         return
     rows = [(row.name, row.limit, f"{row.count:,}", units.size(row.size_bytes)) for row in results]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,11 +20,15 @@ from etfarm.client.cli.arguments import (
     require_data_program,
     require_file,
 )
+from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.files import require_writable
 from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.wire.errors import error_for
 from etfarm.wire.tensors import Scalar, Tensor, Value
+
+if TYPE_CHECKING:
+    from etfarm.client.aio import AsyncFarm
 
 
 def main(argv: list[str]) -> int:
@@ -34,12 +38,9 @@ def main(argv: list[str]) -> int:
 
 def run(
     context: typer.Context,
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="x.pte; or a model as in `etfarm bench`, which is compiled first.")
-    ],
-    recipe: Annotated[
-        str | None, typer.Option("--recipe", metavar="R", help="For a model that is not a .pte. [xnnpack_fp32]")
-    ] = None,
+    connection: Connection,
+    model: options.ProgramOrModel,
+    recipe: options.RecipeOfModel = None,
     inputs: Annotated[
         Path | None,
         typer.Option(
@@ -51,7 +52,7 @@ def run(
         Path | None,
         typer.Option("-o", "--output", metavar="PATH", help="Output file X.npz, or a folder for a data set."),
     ] = None,
-    device: Annotated[str, typer.Option("--device", metavar="SELECTOR", help="A device that matches. [any]")] = "",
+    device: options.OneDevice = "",
     devices: Annotated[
         int | None, typer.Option("--devices", metavar="N", min=1, max=10_000, help="Split a data set over N equal devices. [1]")
     ] = None,
@@ -64,12 +65,8 @@ def run(
     keep_going: Annotated[bool, typer.Option("--keep-going", help="Continue after a sample that failed.")] = False,
     reset: Annotated[bool, typer.Option("--reset", help="Load the program again for each sample, without its state.")] = False,
     method: Annotated[str, typer.Option("--method", metavar="M", help="The method to run. [forward, or the only one]")] = "",
-    threads: Annotated[
-        int | None, typer.Option("--threads", metavar="N", min=1, max=1024, help="Threads. [the fastest cluster's cores]")
-    ] = None,
-    data: Annotated[
-        list[Path] | None, typer.Option("--data", metavar="X.ptd", help="A named data file of the .pte; repeatable.")
-    ] = None,
+    threads: options.Threads = None,
+    data: options.Data = None,
     keep_mutations: options.KeepMutations = False,
     name: options.Name = "",
     timeout: options.Timeout = None,
@@ -79,10 +76,6 @@ def run(
     max_wait: options.MaxWait = None,
     json: options.JsonFile = None,
     verbose: options.Verbose = False,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> int:
     """Run a program once on a device and fetch its outputs; or a data set, one sample after the other.
 
@@ -130,7 +123,7 @@ def run(
         score = dataset.metric_of(metric) if metric is not None else None
         wanted = dataset.Wanted(
             source, inputs, batched, device, None if all_devices else devices or 1, chosen, output, score,
-            server, tls_ca, verbose, needs_export([source]),
+            connection, verbose, needs_export([source]),
         )  # fmt: skip
         return run_async(lambda: dataset.carry_out(wanted, outcome), outcome)
     if inputs is not None:
@@ -140,7 +133,6 @@ def run(
         require_writable(output)
     report_generated_inputs([spec], inputs)
 
-    from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal.display import Display, open_display
     from etfarm.client.cli.views.results import print_result
     from etfarm.client.cli.workflows import job as flow
@@ -182,7 +174,7 @@ def run(
     async def carry_out() -> int:
         with open_display() as display:
             task = flow.Task(
-                submit, finish, server, tls_ca, exports=needs_export([source]), compiles=needs_compiler([source]), verbose=verbose
+                submit, finish, connection, exports=needs_export([source]), compiles=needs_compiler([source]), verbose=verbose
             )
             _, result = await flow.carry_out(task, outcome, display)
         return 0 if result is not None and result.state is JobState.SUCCEEDED else 1

@@ -9,7 +9,7 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
-from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.client.errors import EtfarmError, Kind
@@ -26,6 +26,7 @@ def main(argv: list[str]) -> int:
 
 def show(
     context: typer.Context,
+    connection: Connection,
     all_: Annotated[
         bool,
         typer.Option(
@@ -33,26 +34,19 @@ def show(
         ),
     ] = False,
     json: options.ListJson = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """Show the farm's server: version, state, disk and your role; for admins, its settings and metrics.
 
     Each setting is shown with the option, variable or line of a file that it comes from. Secrets are not shown, and of URLs only
     the host.
     """
-    from etfarm.client.aio import AsyncFarm
-
     listing = JsonListing(context.obj, json, "server", is_list=False)
 
-    async def fetch() -> tuple[str, ServerInfo, ServerStatus | None]:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            info = await farm.info()
-            return farm.address, info, await _fetch_status(farm, info)
+    async def fetch(farm: AsyncFarm) -> tuple[str, ServerInfo, ServerStatus | None]:
+        info = await farm.info()
+        return farm.address, info, await _fetch_status(farm, info)
 
-    address, info, status = run_async(fetch)
+    address, info, status = connection.call(fetch)
     listing.record(_document(info, status))
     if not listing.is_on_stdout:
         _show(address, info, status, is_all=all_)

@@ -12,7 +12,7 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import Command, execute
-from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.connection import Connection, Server
 from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.outcome import STDOUT
 from etfarm.client.cli.terminal.capabilities import in_a_line, put, tell
@@ -38,6 +38,7 @@ def main(argv: list[str]) -> int:
 
 
 def create(
+    connection: Server,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the person, script or agent that the token is for.")],
     role: Annotated[str, typer.Option("--role", metavar="ROLE", help="admin, user, viewer or agent. [user]")] = "",
     agent: Annotated[
@@ -53,12 +54,9 @@ def create(
         list[str] | None, typer.Option("--project", metavar="P", help="Make NAME a member of this project; repeatable.")
     ] = None,
     json: Json = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
 ) -> None:
     """Create a token and print its secret. The secret is not shown again."""
-    from etfarm.client.admin.access import open_access
+    from etfarm.client.admin.access import AccessControl
 
     if role not in ("", "admin", "user", "viewer", "agent"):
         raise error_for("USAGE", f"--role must be admin, user, viewer or agent, got {role!r}.", value=role)
@@ -68,37 +66,28 @@ def create(
     lifetime = expires or (_ENROLMENT_LIFETIME if agent else "")
     lifetime_s = options.seconds_of("--expires", lifetime) if lifetime else None
 
-    async def send() -> tuple[Token, str]:
-        async with open_access(server, tls_ca=tls_ca) as access:
-            return await access.create_token(
-                name, role or ("agent" if agent else "user"), lifetime_s=lifetime_s, projects=project or (), enrolment=agent
-            )
-
-    token, secret = run_async(send)
+    token, secret = connection.call_stubs(
+        lambda stubs: AccessControl(stubs).create_token(
+            name, role or ("agent" if agent else "user"), lifetime_s=lifetime_s, projects=project or (), enrolment=agent
+        )
+    )
     _show_secret(token, secret, json)
 
 
 def list_(
     context: typer.Context,
+    connection: Connection,
     all_: Annotated[bool, typer.Option("--all", help="One-time tokens that were used, too.")] = False,
     json: options.ListJson = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """List the tokens without their secrets, newest first; those of the server's --tokens file come last."""
-    from etfarm.client.admin.access import open_access
+    from etfarm.client.admin.access import AccessControl
     from etfarm.client.cli.terminal import output
     from etfarm.client.formats import units
 
     listing = JsonListing(context.obj, json, "tokens")
 
-    async def fetch() -> list[Token]:
-        async with open_access(server, tls_ca=tls_ca) as access:
-            return await access.tokens()
-
-    known = run_async(fetch)
+    known = connection.call_stubs(lambda stubs: AccessControl(stubs).tokens())
     tokens = listing.record([token for token in known if all_ or token.state != "used"])
     if listing.is_on_stdout:
         return
@@ -124,43 +113,28 @@ def list_(
 
 
 def revoke(
+    connection: Connection,
     token: Annotated[
         str, typer.Argument(metavar="ID|NAME", help="The token's id, or the name that it alone has; see `etfarm tokens list`.")
     ],
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """Revoke a token at once, and end the calls that use it."""
-    from etfarm.client.admin.access import open_access
+    from etfarm.client.admin.access import AccessControl
 
-    async def send() -> Token:
-        async with open_access(server, tls_ca=tls_ca) as access:
-            return await access.revoke_token(token)
-
-    ended = run_async(send)
+    ended = connection.call_stubs(lambda stubs: AccessControl(stubs).revoke_token(token))
     print(in_a_line(f"Revoked: {ended.id} of {ended.principal} ({ended.role})."))
 
 
 def rotate(
+    connection: Connection,
     token: Annotated[str, typer.Argument(metavar="ID", help="The token's id; your own token when left out.")] = "",
     json: Json = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """Replace a token's secret at once, and print the new one. It is not shown again."""
-    from etfarm.client.admin.access import open_access
+    from etfarm.client.admin.access import AccessControl
 
     _check(json)
-
-    async def send() -> tuple[Token, str]:
-        async with open_access(server, tls_ca=tls_ca) as access:
-            return await access.rotate_token(token)
-
-    _show_secret(*run_async(send), json)
+    _show_secret(*connection.call_stubs(lambda stubs: AccessControl(stubs).rotate_token(token)), json)
 
 
 def _show_secret(token: Token, secret: str, json: str | None) -> None:

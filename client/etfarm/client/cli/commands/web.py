@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
+from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.client.errors import EtfarmError, Interrupted, Kind, extra_missing
@@ -40,6 +40,7 @@ def main(argv: list[str]) -> int:
 
 
 def web(
+    connection: Connection,
     listen: Annotated[
         str, typer.Option("--listen", metavar="HOST:PORT", help="Where browsers connect to; port 0: the system chooses.")
     ] = LISTEN,
@@ -74,10 +75,6 @@ def web(
     ] = None,
     exit_with_stdin: Annotated[bool, typer.Option("--exit-with-stdin", help="End when stdin ends.")] = False,
     key_from_stdin: Annotated[bool, typer.Option("--key-from-stdin", hidden=True)] = False,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> int:
     """Serve the farm's web page until Ctrl-C: what is free, who holds what and since when, live in a browser.
 
@@ -106,17 +103,18 @@ def web(
             at_end_of_stdin(stop.set)
         async with AsyncExitStack() as stack:
             # A server that starts its page may not lead the farm, nor find who leads, at that moment.
-            farm_address, is_own = (server, False) if server and key else await _find_farm(stack, server, tls_ca)
+            known = connection.server if key else None
+            farm_address, is_own = (known, False) if known else await _find_farm(stack, connection)
             listener = page.listen(host.strip("[]"), int(port)) if listen_fd is None else page.adopt(listen_fd)
             if not is_own:  # a farm of this command inherits its limits
                 _limit_memory()
             web_options = WebOptions(
-                farm_address, Path(tls_ca) if tls_ca else None, public_url=public_url, allowed_hosts=hosts,
+                farm_address, Path(connection.tls_ca) if connection.tls_ca else None, public_url=public_url, allowed_hosts=hosts,
                 is_https=tls_cert is not None, trusted_proxies=proxies, forwarded_key=key,
             )  # fmt: skip
             url = public_url.rstrip("/") or f"{scheme}://{host}:{listener.getsockname()[1]}"
             # The embedded farm's token, or ETFARM_TOKEN: that of whoever runs this command.
-            token = Access.of(farm_address, tls_ca).token
+            token = Access.of(farm_address, connection.tls_ca).token
 
             def tell_address(visitors: Visitors) -> None:
                 print(f"etfarm web: the page of {farm_address} is at {url}/", flush=True)
@@ -140,17 +138,17 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, hard))
 
 
-async def _find_farm(stack: AsyncExitStack, server: str | None, tls_ca: str | None) -> tuple[str, bool]:
+async def _find_farm(stack: AsyncExitStack, connection: Connection) -> tuple[str, bool]:
     """Return the address of the farm, and whether it is the user's own, which runs until the stack ends."""
     from etfarm.client.aio import AsyncFarm
 
-    address = server or os.environ.get(SERVER_VARIABLE)
+    address = connection.server or os.environ.get(SERVER_VARIABLE)
     if not address:
         farm = await stack.enter_async_context(AsyncFarm(on_status=lambda text: tell(text, to_stderr=True)))
         return farm.address, True
     parse_addresses(address)
     try:
-        async with AsyncFarm(address, tls_ca=tls_ca):
+        async with AsyncFarm(address, tls_ca=connection.tls_ca):
             pass
     except EtfarmError as error:
         # Visitors bring tokens of their own, and the server may start later.

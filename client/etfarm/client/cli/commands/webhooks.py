@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import Command, execute
-from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.client.errors import DONE, FAILED
@@ -36,19 +36,12 @@ def main(argv: list[str]) -> int:
     return execute(commands, argv, "webhooks", about)
 
 
-def list_(
-    context: typer.Context,
-    json: options.ListJson = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
-) -> None:
+def list_(context: typer.Context, connection: Connection, json: options.ListJson = None) -> None:
     """List the farm's webhooks. Admins only."""
     from etfarm.client.cli.terminal import output
 
     listing = JsonListing(context.obj, json, "webhooks")
-    webhooks = listing.record(_call(lambda farm: farm.webhooks.list(), server, tls_ca))
+    webhooks = listing.record(connection.call(lambda farm: farm.webhooks.list()))
     if listing.is_on_stdout:
         return
     if not webhooks:
@@ -70,6 +63,7 @@ def list_(
 
 
 def add(
+    connection: Connection,
     url: Annotated[str, typer.Argument(metavar="URL", help="https://HOST/PATH, or http://HOST:PORT/PATH.")],
     event: Annotated[
         list[str] | None,
@@ -77,38 +71,22 @@ def add(
             "--event", metavar="E", help="job.ended, gate.failed, device.quarantined or device.offline; repeatable. [all]"
         ),
     ] = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """Add a webhook, and print the secret that signs its notices. Admins only."""
-    webhook, key = _call(lambda farm: farm.webhooks.add(url, event or ()), server, tls_ca)
+    webhook, key = connection.call(lambda farm: farm.webhooks.add(url, event or ()))
     tell(f"Webhook {webhook.id} gets {', '.join(webhook.events)}. Its secret, which is not shown again:", to_stderr=True)
     print(key)
 
 
-def remove(
-    webhook_id: WebhookId,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
-) -> None:
+def remove(connection: Connection, webhook_id: WebhookId) -> None:
     """Remove a webhook, with what waits to be sent to it. Admins only."""
-    webhook = _call(lambda farm: farm.webhooks.remove(webhook_id), server, tls_ca)
+    webhook = connection.call(lambda farm: farm.webhooks.remove(webhook_id))
     tell(f"Removed webhook {webhook.id} ({webhook.url}).")
 
 
-def test(
-    webhook_id: WebhookId,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
-) -> int:
+def test(connection: Connection, webhook_id: WebhookId) -> int:
     """Send a test to a webhook, and exit with 1 if it does not arrive. Admins only."""
-    delivery = _call(lambda farm: farm.webhooks.test(webhook_id), server, tls_ca)
+    delivery = connection.call(lambda farm: farm.webhooks.test(webhook_id))
     if delivery.state == "DELIVERED":
         tell(f"{delivery.url} answered with {delivery.status}.")
         return DONE
@@ -119,14 +97,11 @@ def test(
 
 def deliveries(
     context: typer.Context,
+    connection: Connection,
     job: Annotated[str, typer.Option("--job", metavar="JOB", help="Only notices of this job.")] = "",
     webhook: Annotated[str, typer.Option("--webhook", metavar="ID", help="Only notices to this webhook.")] = "",
     limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, max=10_000, help="How many to list at most.")] = 50,
     json: options.ListJson = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """List what was sent and what waits, newest first. Callers who are not admins see the notices of their projects' jobs."""
     from rich.text import Text
@@ -139,7 +114,7 @@ def deliveries(
         job_id = (await farm.job(job)).id if job else ""
         return await farm.webhooks.deliveries(webhook_id=webhook, job_id=job_id, limit=limit)
 
-    rows_of_log = listing.record(_call(fetch, server, tls_ca))
+    rows_of_log = listing.record(connection.call(fetch))
     if listing.is_on_stdout:
         return
     if not rows_of_log:
@@ -163,14 +138,9 @@ def deliveries(
     output.show_table(heads, rows, right=("#", "TRIES"), shrink=("LAST", "URL"))
 
 
-def secret(
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
-) -> None:
+def secret(connection: Connection) -> None:
     """Print the secret that signs the notices to the addresses of your project's jobs (`--notify`)."""
-    known = _call(lambda farm: farm.webhooks.secret(), server, tls_ca)
+    known = connection.call(lambda farm: farm.webhooks.secret())
     tell(f"The secret of project {known.project}:", to_stderr=True)
     print(known.secret)
 
@@ -178,13 +148,3 @@ def secret(
 def _instant(delivery: WebhookDelivery) -> str:
     assert delivery.next_at is not None
     return delivery.next_at.astimezone().strftime("%H:%M:%S")
-
-
-def _call(do: Callable[[AsyncFarm], Awaitable[Answer]], server: str | None, tls_ca: str | None) -> Answer:
-    from etfarm.client.aio import AsyncFarm
-
-    async def call() -> Answer:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return await do(farm)
-
-    return run_async(call)

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from etfarm.client.aio import AsyncFarm
+from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.files import require_writable
 from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.client.cli.terminal import output
@@ -47,8 +47,7 @@ class Wanted:
     options: Options
     output: Path | None
     metric: Metric | None
-    server: str | None
-    tls_ca: str | None
+    connection: Connection
     verbose: bool
     exports: bool
     """Whether the model is eager, so that its export needs torch."""
@@ -155,7 +154,7 @@ async def carry_out(wanted: Wanted, outcome: Outcome) -> int:
             # Importing torch takes seconds, and so may starting a farm: they run concurrently.
             daemon_thread.start(import_torch)
         try:
-            async with AsyncFarm(wanted.server, tls_ca=wanted.tls_ca, on_status=progress.status) as farm:
+            async with wanted.connection.farm(progress.status) as farm:
                 dataset = dataset_devices.dataset(
                     farm, wanted.model, source.samples, wanted.device,
                     devices=wanted.devices, labels=wanted.metric is not None, options=options,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from etfarm.client import reports
 from etfarm.client.aio import AsyncFarm
+from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.outcome import Outcome
 from etfarm.client.cli.terminal.display import Display
 from etfarm.client.embedded.lease import Lease, is_lasting
@@ -45,10 +46,9 @@ class Task:
     """The job of one command."""
 
     submit: Callable[[AsyncFarm, Display], Awaitable[AsyncJob]]
-    finish: Callable[[AsyncJob, JobResult, Display], Awaitable[None]] | None = None
+    finish: Callable[[AsyncJob, JobResult, Display], Awaitable[None]]
     """Callback that downloads files and shows the result before the farm is left: leaving an embedded one takes a moment."""
-    server: str | None = None
-    tls_ca: str | None = None
+    connection: Connection
     detach: bool = False
     exports: bool = False
     """Whether `submit` exports models, which needs torch."""
@@ -67,7 +67,7 @@ async def carry_out(task: Task, outcome: Outcome, display: Display) -> tuple[Asy
         EtfarmError: the job cannot be submitted or watched.
         Interrupted: Ctrl-C; the job was cancelled.
     """
-    farm = AsyncFarm(task.server, tls_ca=task.tls_ca, on_status=display.status, prewarm=task.compiles)
+    farm = task.connection.farm(display.status, prewarm=task.compiles)
     if task.exports:
         # Importing torch takes seconds, and so may starting a farm: they run concurrently.
         daemon_thread.start(import_torch)
@@ -162,8 +162,7 @@ async def _with_farm(task: Task, farm: AsyncFarm, outcome: Outcome, display: Dis
         outcome.failed_job = job.id if await _printed(job, result) else ""
         if any(report.runner is not None and report.runner.kind == "python" for report in result.reports):
             await _show_bundle_error(farm, display)
-        if task.finish is not None:
-            await task.finish(job, result, display)
+        await task.finish(job, result, display)
     except asyncio.CancelledError as cancelled:
         if _FARM_LOST in cancelled.args:
             raise

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from etfarm.client.cli import options
+from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.terminal.capabilities import tell
@@ -21,6 +22,7 @@ from etfarm.wire.errors import error_for
 from etfarm.wire.names import RESERVATION_VARIABLE, SERVER_VARIABLE
 
 if TYPE_CHECKING:
+    from etfarm.client.aio import AsyncFarm
     from etfarm.client.models import ReservationInfo
     from etfarm.wire.errors import EtfarmError
 
@@ -33,6 +35,7 @@ ReservationId = Annotated[str, typer.Argument(metavar="ID", help="The reservatio
 
 def reserve(
     context: typer.Context,
+    connection: Connection,
     selector: Annotated[str, typer.Argument(metavar="SELECTOR", help="Selects the devices, as arch=aarch64; '' for any.")],
     command: Annotated[
         list[str] | None,
@@ -42,17 +45,12 @@ def reserve(
     duration: Duration = "30m",
     reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why, for people who wait for the devices.")] = "",
     json: options.ListJson = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> int:
     """Reserve devices, all or none: only runs and sessions with --reservation ID are placed on them until it ends.
 
     COMMAND finds the id in ETFARM_RESERVATION, which `etfarm` commands use by themselves. Busy devices are reserved at once and
     become yours as soon as their current run ends.
     """
-    from etfarm.client.aio import AsyncFarm
     from etfarm.client.embedded.lease import is_lasting
 
     minutes = options.seconds_of("--for", duration) / 60
@@ -60,16 +58,16 @@ def reserve(
     if command:
         if listing.is_on_stdout:
             raise error_for("USAGE", "--json - cannot be combined with COMMAND, which writes to stdout.", "Name a file.")
-        return run_async(lambda: _hold(command, selector, count, minutes, reason, server, tls_ca, listing))
+        return run_async(lambda: _hold(command, selector, count, minutes, reason, connection, listing))
 
     async def create() -> ReservationInfo:
-        if not (server or os.environ.get(SERVER_VARIABLE)) and not await is_lasting():
+        if not (connection.server or os.environ.get(SERVER_VARIABLE)) and not await is_lasting():
             raise error_for(
                 "NEEDS_LASTING_FARM",
                 "A reservation without a command needs a farm that stays: the embedded farm ends with this command.",
                 "Give a command after --, run `etfarm up` in another terminal first, or name a server.",
             )
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+        async with connection.farm() as farm:
             return await farm.reserve_devices(selector, count=count, minutes=minutes, reason=reason)
 
     reserved = listing.record(run_async(create))
@@ -81,68 +79,45 @@ def reserve(
 
 def renew(
     context: typer.Context,
+    connection: Connection,
     reservation: ReservationId,
     duration: Annotated[str, typer.Option("--for", metavar="TIME", help="Time from now, as 30m. [as reserved]")] = "",
     json: options.ListJson = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """Let a reservation end later."""
-    from etfarm.client.aio import AsyncFarm
-
     minutes = options.seconds_of("--for", duration) / 60 if duration else None
     listing = JsonListing(context.obj, json, "reservation", is_list=False)
 
-    async def change() -> ReservationInfo:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return await farm.renew_reservation(reservation, minutes=minutes)
-
-    renewed = listing.record(run_async(change))
+    renewed = listing.record(connection.call(lambda farm: farm.renew_reservation(reservation, minutes=minutes)))
     if not listing.is_on_stdout:
         tell(_described(renewed))
 
 
 def release(
+    connection: Connection,
     reservations: Annotated[list[str], typer.Argument(metavar="ID", help="Ids of reservations.")],
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """End reservations: yours; an admin, any. What runs on the devices continues, and what waits for them fails."""
-    from etfarm.client.aio import AsyncFarm
 
-    async def end() -> None:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            for reservation in reservations:
-                await farm.release_reservation(reservation)
-                tell(f"The reservation {reservation} is released.")
+    async def end(farm: AsyncFarm) -> None:
+        for reservation in reservations:
+            await farm.release_reservation(reservation)
+            tell(f"The reservation {reservation} is released.")
 
-    run_async(end)
+    connection.call(end)
 
 
-def reservations(
-    context: typer.Context,
-    json: options.ListJson = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
-) -> None:
+def reservations(context: typer.Context, connection: Connection, json: options.ListJson = None) -> None:
     """List the current reservations of your projects, the next to expire first."""
-    from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal import output
     from etfarm.client.formats import units
 
     listing = JsonListing(context.obj, json, "reservations")
 
-    async def fetch() -> tuple[list[ReservationInfo], dict[str, str]]:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return await farm.reservations(), {device.id: device.name for device in await farm.devices()}
+    async def fetch(farm: AsyncFarm) -> tuple[list[ReservationInfo], dict[str, str]]:
+        return await farm.reservations(), {device.id: device.name for device in await farm.devices()}
 
-    listed, names = run_async(fetch)
+    listed, names = connection.call(fetch)
     listing.record(listed)
     if listing.is_on_stdout:
         return
@@ -168,18 +143,16 @@ async def _hold(
     count: int,
     minutes: float,
     reason: str,
-    server: str | None,
-    tls_ca: str | None,
+    connection: Connection,
     listing: JsonListing,
 ) -> int:
     """Run a command while devices are reserved; return its exit code."""
-    from etfarm.client.aio import AsyncFarm
 
     def warn(error: EtfarmError) -> None:
         tell(f"etfarm: {error} The command continues without it.", to_stderr=True)
 
     async with (
-        AsyncFarm(server, tls_ca=tls_ca) as farm,
+        connection.farm() as farm,
         farm.reserve(selector, count=count, minutes=minutes, reason=reason, on_end=warn) as reservation,
     ):
         listing.record(reservation.info)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from etfarm.client.cli import options
-from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.terminal.capabilities import tell
 
@@ -23,31 +23,23 @@ _WIDEST: Final = 120
 
 def telemetry(
     context: typer.Context,
-    device: Annotated[str, typer.Argument(metavar="DEVICE", help="A device's id, its first characters, or its name.")],
+    connection: Connection,
+    device: options.DeviceId,
     since: Annotated[
         str, typer.Option("--since", metavar="TIME", help="From when on: a duration such as 2h, or an ISO time.")
     ] = "2h",
     json: options.ListJson = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """Show the stored readings of a device: of each minute for a day, of each tenth minute for a week.
 
     On a terminal, a small plot for each kind of reading; else a line for each time.
     """
-    from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal import output
 
     start = options.instant_of("--since", since)
     listing = JsonListing(context.obj, json, "telemetry")
 
-    async def fetch() -> list[Telemetry]:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return await farm.device_telemetry(device, since=start)
-
-    readings = listing.record(run_async(fetch))
+    readings = listing.record(connection.call(lambda farm: farm.device_telemetry(device, since=start)))
     if listing.is_on_stdout:
         return
     keys = [key for key in FORMATS if any(key in reading.values for reading in readings)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from etfarm.client.aio import AsyncFarm
+from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.terminal.capabilities import printable, tell
 from etfarm.client.cli.terminal.progress import open_progress
@@ -52,8 +52,7 @@ class Wanted:
     timeout_s: float | None
     prefill_method: str
     decode_method: str
-    server: str | None
-    tls_ca: str | None
+    connection: Connection
     verbose: bool
     exports: bool
     """Whether the model is eager, so that its export needs torch."""
@@ -109,7 +108,7 @@ async def carry_out(wanted: Wanted, document: JsonListing) -> int:
         daemon_thread.start(import_torch)
     async with AsyncExitStack() as stack:
         progress = stack.enter_context(open_progress(wanted.tokens))
-        farm = await stack.enter_async_context(AsyncFarm(wanted.server, tls_ca=wanted.tls_ca, on_status=progress.status))
+        farm = await stack.enter_async_context(wanted.connection.farm(progress.status))
         # Output of a user's factory must not mix with the tokens.
         with redirect_stdout(sys.stderr):
             session = await stack.enter_async_context(

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.terminal.live_table import ChangeDisplay, open_live_table
 
 if TYPE_CHECKING:
@@ -21,22 +22,19 @@ SHOWN_JOBS = 40
 
 async def watch_devices(
     selector: str,
-    server: str | None,
-    tls_ca: str | None,
+    connection: Connection,
     *,
     build_table: Callable[[Console, Sequence[Device]], Table],
     describe: Callable[[Device], str],
 ) -> None:
     """Show the devices that match a selector, and their changes, until interrupted."""
-    from etfarm.client.aio import AsyncFarm
-
     devices: dict[str, Device] = {}
 
     def in_order() -> list[Device]:
         return sorted(devices.values(), key=lambda device: (device.name, device.id))
 
     with open_live_table(lambda console: build_table(console, in_order())) as display:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+        async with connection.farm() as farm:
             async for change in farm.watch_devices(selector):
                 if change.device is not None:
                     devices[change.device_id] = change.device
@@ -47,18 +45,15 @@ async def watch_devices(
 
 async def watch_all_jobs(
     owner: str,
-    server: str | None,
-    tls_ca: str | None,
+    connection: Connection,
     *,
     build_table: Callable[[Console, Sequence[JobInfo]], Table],
     describe: Callable[[JobInfo], str],
 ) -> None:
     """Show all live jobs, and those to come, until interrupted."""
-    from etfarm.client.aio import AsyncFarm
-
     jobs: dict[str, JobInfo] = {}
     with open_live_table(lambda console: build_table(console, list(jobs.values()))) as display:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+        async with connection.farm() as farm:
             lines: dict[str, str] = {}
             async for job in farm.watch_jobs(owner):
                 jobs[job.id] = job
@@ -70,17 +65,15 @@ async def watch_all_jobs(
 
 async def watch_jobs(
     keys: Sequence[str],
-    server: str | None,
-    tls_ca: str | None,
+    connection: Connection,
     *,
     build_table: Callable[[Console, Sequence[JobInfo]], Table],
     describe: Callable[[JobInfo], str],
 ) -> int:
     """Show the states of jobs until all have ended; return the exit code."""
-    from etfarm.client.aio import AsyncFarm
     from etfarm.client.models import JobState
 
-    async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+    async with connection.farm() as farm:
         watched: dict[str, AsyncJob] = {}
         for key in keys:
             job = await farm.job(key)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.outcome import Outcome
 from etfarm.wire import comparison
+
+if TYPE_CHECKING:
+    from etfarm.client.aio import AsyncFarm
 
 JobOrFile = Annotated[
     str,
@@ -36,7 +39,7 @@ class ReportDocument:
     """The job's id in the farm; empty for a file, whose job may be unknown to the farm."""
 
 
-def find(name: str, outcome: Outcome, *, server: str | None, tls_ca: str | None, with_series: bool) -> ReportDocument:
+def find(name: str, outcome: Outcome, connection: Connection, *, with_series: bool) -> ReportDocument:
     """Return the reports that JOB|FILE names; for a job, those of the finished cells.
 
     Args:
@@ -48,19 +51,17 @@ def find(name: str, outcome: Outcome, *, server: str | None, tls_ca: str | None,
         REPORT_NOT_FOUND: no report matches the choice after `#`.
         EtfarmError: JOB_NOT_FOUND; SERVER_UNREACHABLE.
     """
-    from etfarm.client.aio import AsyncFarm
     from etfarm.client.jobs import report_file
 
     name, choice = comparison.split_choice(name)
     if report_file.is_named(name):
         return ReportDocument(chosen(report_file.read(Path(name)), name, choice), "")
 
-    async def fetch() -> ReportDocument:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            job = await farm.job(name)
-            return ReportDocument(chosen(await job.document(with_series=with_series), None, choice), job.id)
+    async def fetch(farm: AsyncFarm) -> ReportDocument:
+        job = await farm.job(name)
+        return ReportDocument(chosen(await job.document(with_series=with_series), None, choice), job.id)
 
-    return run_async(fetch, outcome)
+    return connection.call(fetch, outcome)
 
 
 def chosen(document: dict[str, Any], file: str | None, choice: str | None) -> dict[str, Any]:

@@ -6,13 +6,13 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from etfarm.client import formats
-from etfarm.client.cli import options
 from etfarm.client.cli.commands.report import documents
+from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.files import require_writable, write_whole
 from etfarm.client.cli.outcome import STDOUT, Outcome
@@ -22,6 +22,9 @@ from etfarm.client.formats import tables, units
 from etfarm.client.jobs.file_names import safe_name
 from etfarm.wire import comparison
 from etfarm.wire.errors import error_for
+
+if TYPE_CHECKING:
+    from etfarm.client.aio import AsyncFarm
 
 _SUFFIXES = {
     "json": ".json", "csv": ".csv", "parquet": ".parquet", "html": ".html", "markdown": ".md", "junit": ".junit.xml",
@@ -41,6 +44,7 @@ _SLASHES = tuple(filter(None, (os.sep, os.altsep)))
 
 def export(
     context: typer.Context,
+    connection: Connection,
     job: documents.JobOrFile,
     format_: Annotated[str, typer.Option("--format", "-f", metavar="|".join(formats.NAMES), help="The format to write.")] = "",
     output: Annotated[
@@ -56,10 +60,6 @@ def export(
         str | None,
         typer.Option("--against", metavar="BASE", help="With html: an earlier job, tag or file to compare with."),
     ] = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> int:
     """Export a job's or a file's reports: JSON, CSV, Parquet, HTML, Markdown, JUnit, Perfetto, a graph, ExecuTorch's files."""
     outcome: Outcome = context.obj
@@ -77,7 +77,7 @@ def export(
 
         parquet.must_be_there()
     if format_ == "executorch":
-        return save_raw_files(job, output, report or [], outcome, server=server, tls_ca=tls_ca)
+        return save_raw_files(job, output, report or [], outcome, connection)
     target = None if output is None or output == STDOUT else Path(output)
     in_folder = target is not None and (str(output).endswith(_SLASHES) or target.is_dir())
     if target is not None:
@@ -86,12 +86,12 @@ def export(
         if format_ in _BINARY and sys.stdout.isatty():
             raise error_for("USAGE", f"A terminal cannot show {format_}.", "Give -o FILE.")
         target = Path(STDOUT)
-    source = documents.find(job, outcome, server=server, tls_ca=tls_ca, with_series=format_ not in _WITHOUT_SERIES)
+    source = documents.find(job, outcome, connection, with_series=format_ not in _WITHOUT_SERIES)
     document = formats.only(source.document, report or [])
     if against is not None:
         from etfarm.client.formats import html
 
-        compared = comparison_of(against, job, outcome, server=server, tls_ca=tls_ca)
+        compared = comparison_of(against, job, outcome, connection)
         files = {f"{stem_of(document)}.html": html.write(document, compared)}
     else:
         files = written(document, format_, what, folder=in_folder)
@@ -111,19 +111,18 @@ def export(
     return 0
 
 
-def comparison_of(base: str, candidate: str, outcome: Outcome, *, server: str | None, tls_ca: str | None) -> Mapping[str, Any]:
+def comparison_of(base: str, candidate: str, outcome: Outcome, connection: Connection) -> Mapping[str, Any]:
     """Return the document etfarm.comparison/1.
 
     Raises:
         EtfarmError: as `etfarm.client.jobs.comparison.compare`.
     """
-    from etfarm.client.aio import AsyncFarm
     from etfarm.client.jobs import comparison as comparisons
 
     async def compare() -> Mapping[str, Any]:
         if not comparisons.needs_farm(base, candidate):
             return (await comparisons.compare(None, base, candidate)).json()
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+        async with connection.farm() as farm:
             return (await farm.compare(base, candidate)).json()
 
     return run_async(compare, outcome)
@@ -189,16 +188,13 @@ def plain_name(text: str) -> str:
     return safe_name("".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in text))
 
 
-def save_raw_files(
-    job: str, output: str | None, reports: list[str], outcome: Outcome, *, server: str | None, tls_ca: str | None
-) -> int:
+def save_raw_files(job: str, output: str | None, reports: list[str], outcome: Outcome, connection: Connection) -> int:
     """Save ExecuTorch's own files of a job's reports: one report into the folder, several into subfolders.
 
     Raises:
         USAGE: `job` is a file, or `output` is not a folder.
         EtfarmError: the job or report does not exist, or a file cannot be downloaded.
     """
-    from etfarm.client.aio import AsyncFarm
     from etfarm.client.jobs import report_file
 
     job, choice = comparison.split_choice(job)
@@ -213,24 +209,23 @@ def save_raw_files(
     if output is not None:
         must_be_folder(Path(output))
 
-    async def fetch() -> list[Path]:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            handle = await farm.job(job)
-            document = formats.only(documents.chosen(await handle.document(with_series=False), None, choice), reports)
-            folder = Path(output) if output is not None else Path(f"{stem_of(document)}-executorch")
-            cells = {cell.id: cell.index for cell in handle.info.cells}
-            chosen = [(cells[entry["cell"]], entry) for entry in document["reports"]]
-            if not chosen:
-                raise error_for("USAGE", f"Job {handle.id} has no report yet.", f"Wait for it: etfarm jobs watch {handle.id}.")
-            folders = []
-            for index, entry in chosen:
-                parts = (str(index), (entry["model"] or {}).get("name"), entry["recipe"], entry["method"])
-                below = plain_name("-".join(part for part in parts if part))
-                folders.append(folder if len(chosen) == 1 else folder / below)
-                await handle.save_raw_files(folders[-1], index)
-            return folders
+    async def fetch(farm: AsyncFarm) -> list[Path]:
+        handle = await farm.job(job)
+        document = formats.only(documents.chosen(await handle.document(with_series=False), None, choice), reports)
+        folder = Path(output) if output is not None else Path(f"{stem_of(document)}-executorch")
+        cells = {cell.id: cell.index for cell in handle.info.cells}
+        chosen = [(cells[entry["cell"]], entry) for entry in document["reports"]]
+        if not chosen:
+            raise error_for("USAGE", f"Job {handle.id} has no report yet.", f"Wait for it: etfarm jobs watch {handle.id}.")
+        folders = []
+        for index, entry in chosen:
+            parts = (str(index), (entry["model"] or {}).get("name"), entry["recipe"], entry["method"])
+            below = plain_name("-".join(part for part in parts if part))
+            folders.append(folder if len(chosen) == 1 else folder / below)
+            await handle.save_raw_files(folders[-1], index)
+        return folders
 
-    for folder in run_async(fetch, outcome):
+    for folder in connection.call(fetch, outcome):
         tell(f"Wrote {folder}: see README.txt there.", to_stderr=True)
     return 0
 

@@ -12,6 +12,7 @@ from etfarm.client.cli.app import Command, execute
 from etfarm.client.cli.commands.report import documents
 from etfarm.client.cli.commands.report.export import export
 from etfarm.client.cli.commands.report.tag import analyze, tag
+from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.wire import views
 from etfarm.wire.errors import error_for
@@ -25,6 +26,7 @@ def main(argv: list[str]) -> int:
 
 def show(
     context: typer.Context,
+    connection: Connection,
     job: documents.JobOrFile,
     by: Annotated[
         str | None, typer.Option("--by", metavar="|".join(views.BY), help="Group operators; modules are a tree. [each by itself]")
@@ -37,10 +39,6 @@ def show(
     ] = None,
     report: documents.Reports = None,
     json: options.JsonFile = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> int:
     """Show a job's reports, those of finished cells while it runs; or those of a file."""
     from rich.text import Text
@@ -55,7 +53,7 @@ def show(
         raise error_for("USAGE", "--sort requires --by.", f"Give --by {', '.join(views.BY)} too.")
     if by is not None:
         views.check(by, sort or "total")
-    source = documents.find(job, outcome, server=server, tls_ca=tls_ca, with_series=json is not None)
+    source = documents.find(job, outcome, connection, with_series=json is not None)
     document = formats.only(source.document, report or ())
     outcome.document = lambda error: document
     console = output.open_console(to_stderr=json == STDOUT)

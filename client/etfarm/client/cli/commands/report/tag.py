@@ -8,66 +8,51 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from etfarm.client.cli import options
-from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.client.formats import units
 from etfarm.wire.errors import error_for
 
 if TYPE_CHECKING:
+    from etfarm.client.aio import AsyncFarm
     from etfarm.client.models import JobResult
 
 
 def tag(
-    job: Annotated[str, typer.Argument(metavar="JOB", help="A job's id, its first characters, a tag, a name, or latest.")],
+    connection: Connection,
+    job: options.JobId,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Letters, digits, dots, dashes and underscores.")] = "",
     remove: Annotated[bool, typer.Option("--remove", help="Remove the tag, as does `tag NAME --remove`.")] = False,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
 ) -> None:
     """Name a job, as a baseline: the name stands for it wherever a job's id does. It moves from the job that had it."""
-    from etfarm.client.aio import AsyncFarm
-
     if not name and not remove:
         raise error_for("USAGE", "A tag's name is missing.", "Give for example `etfarm report tag latest baseline`.")
 
-    async def change() -> str:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            if remove:
-                had = await farm.untag(name or job, job if name else "")
-                return f"Job {had} is no longer {name or job}."
-            tagged = (await farm.job(job)).id
-            before = await farm.tag(tagged, name)
-            moved = f"; before it was job {before}" if before and before != tagged else ""
-            return f"Job {tagged} is {name}{moved}."
+    async def change(farm: AsyncFarm) -> str:
+        if remove:
+            had = await farm.untag(name or job, job if name else "")
+            return f"Job {had} is no longer {name or job}."
+        tagged = (await farm.job(job)).id
+        before = await farm.tag(tagged, name)
+        moved = f"; before it was job {before}" if before and before != tagged else ""
+        return f"Job {tagged} is {name}{moved}."
 
-    tell(run_async(change))
+    tell(connection.call(change))
 
 
-def analyze(
-    context: typer.Context,
-    job: options.JobId,
-    json: options.JsonFile = None,
-    server: options.Server = None,
-    tls_ca: options.TlsCa = None,
-    server_wait: options.ServerWait = None,
-    project: options.Project = None,
-) -> int:
+def analyze(context: typer.Context, connection: Connection, job: options.JobId, json: options.JsonFile = None) -> int:
     """Analyze a job's reports again from the stored files, with the server's version, and replace the old ones."""
-    from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal import output
     from etfarm.client.cli.views import render
 
     outcome: Outcome = context.obj
     outcome.goes_to(json)
 
-    async def work() -> JobResult:
-        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return await farm.analyze((await farm.job(job)).id)
+    async def work(farm: AsyncFarm) -> JobResult:
+        return await farm.analyze((await farm.job(job)).id)
 
-    result = run_async(work, outcome)
+    result = connection.call(work, outcome)
     outcome.document = lambda error: result.json()
     console = output.open_console(to_stderr=json == STDOUT)
     reports = result.json()["reports"]
