@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from etfarm.client.sessions.open_calls import Line, TextCallback
     from etfarm.client.sessions.program import SharedModel
     from etfarm.client.sessions.session import AsyncSession
+    from etfarm.client.submit.job_options import DeviceJobOptions, JobOptions
     from etfarm.client.submit.preparation import ExampleInputs, Model
     from etfarm.client.submit.prepared import PreparedModel
     from etfarm.client.submit.recipes import Recipes
@@ -87,18 +88,7 @@ class AsyncSubmissions(AsyncConnected):
 
     async def submit_bench(self, model: Model | Sequence[Model], options: BenchOptions) -> AsyncJob:
         """Submit a benchmark with one options object; otherwise the same as `bench`."""
-        from etfarm.client.submit.submission import SubmissionRequest
-
-        request = SubmissionRequest(
-            model,
-            options.chosen_recipes,
-            options.example_inputs,
-            options.calibration,
-            options.batched,
-            options.data,
-            options.inputs,
-        )
-        return await self._submit(options.job_spec(), request, options.on_upload, options.on_status)
+        return await self._submit_to_devices(model, options)
 
     async def inspect(self, path: str | Path, *, name: str = "") -> PreparedModel:
         """Upload a .pt2 or .pte, and return it as a model to submit, as the farm describes it.
@@ -160,7 +150,7 @@ class AsyncSubmissions(AsyncConnected):
             for each in parsed:
                 check_stop_after(each, options.stop_after)
         request = SubmissionRequest(model, parsed, options.example_inputs, options.calibration, options.batched)
-        return await self._submit(options.job_spec(), request, options.on_upload, options.on_status)
+        return await self._submit(options, request)
 
     @takes_keywords_of(RunOptions)
     async def run(self, model: Model, options: RunOptions) -> AsyncJob:
@@ -178,18 +168,7 @@ class AsyncSubmissions(AsyncConnected):
 
     async def submit_run(self, model: Model, options: RunOptions) -> AsyncJob:
         """Submit one run with one options object; otherwise the same as `run`."""
-        from etfarm.client.submit.submission import SubmissionRequest
-
-        request = SubmissionRequest(
-            model,
-            options.chosen_recipes,
-            options.example_inputs,
-            options.calibration,
-            options.batched,
-            options.data,
-            options.inputs,
-        )
-        return await self._submit(options.job_spec(), request, options.on_upload, options.on_status)
+        return await self._submit_to_devices(model, options)
 
     def session(
         self,
@@ -276,15 +255,19 @@ class AsyncSubmissions(AsyncConnected):
 
         return AsyncSession(connect, on_wait=on_wait, on_log=on_log)
 
-    async def _submit(
-        self,
-        spec: job_pb2.JobSpec,
-        parts: SubmissionRequest,
-        on_upload: transfers.Moved | None,
-        on_status: Callable[[str], None] | None,
-    ) -> AsyncJob:
+    async def _submit_to_devices(self, model: Model | Sequence[Model], options: DeviceJobOptions) -> AsyncJob:
+        from etfarm.client.submit.submission import SubmissionRequest
+
+        request = SubmissionRequest(
+            model, options.chosen_recipes, options.example_inputs, options.calibration, options.batched, options.data,
+            options.inputs,
+        )  # fmt: skip
+        return await self._submit(options, request)
+
+    async def _submit(self, options: JobOptions, parts: SubmissionRequest) -> AsyncJob:
         from etfarm.client.submit.early_checks import require_accepted
 
+        spec, say = options.job_spec(), options.on_status
         # Cheap checks come before expensive ones.
         parsed = [read_recipe(recipe) for recipe in parts.listed_recipes]
         for choice in spec.devices:
@@ -294,10 +277,10 @@ class AsyncSubmissions(AsyncConnected):
         # Samples and exports may be larger than memory, so they stay in files until they are sent. A thread that Ctrl-C leaves
         # behind may still write there while the folder is removed.
         with tempfile.TemporaryDirectory(prefix="etfarm-submission-", ignore_cleanup_errors=True) as folder:
-            submission = await in_thread(lambda: parts.gather(spec, parsed, Path(folder), on_status))
-            if on_status is not None:
-                on_status("Submitting.")
-            await transfers.upload_missing(stubs, submission.blobs, on_progress=on_upload)
+            submission = await in_thread(lambda: parts.gather(spec, parsed, Path(folder), say))
+            if say is not None:
+                say("Submitting.")
+            await transfers.upload_missing(stubs, submission.blobs, on_progress=options.on_upload)
         return await self._submit_spec(submission)
 
     async def _submit_spec(self, submission: Submission) -> AsyncJob:
