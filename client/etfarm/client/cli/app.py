@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import sys
 import traceback
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextvars import copy_context
-from functools import partial
+from dataclasses import is_dataclass
+from functools import partial, wraps
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from etfarm.client.cli.connection import Project
 from etfarm.client.cli.help_texts import make_readable
-from etfarm.client.cli.options import with_options
+from etfarm.client.cli.listing import JsonListing
+from etfarm.client.cli.options import ListJson, finite
 from etfarm.client.cli.outcome import Outcome
 from etfarm.client.cli.terminal.capabilities import printable, tell
 from etfarm.client.cli.usage import describe_bad_value
@@ -20,6 +25,7 @@ from etfarm.client.errors import Interrupted, OutputUnwritable, exit_code
 from etfarm.client.transport.daemon_thread import leave_busy_threads
 from etfarm.client.transport.server_wait import SAY_AWAY
 from etfarm.wire.errors import EtfarmError, FarmError, error_for
+from etfarm.wire.options import Option, built, options_of
 
 Command = Callable[..., int | None]
 
@@ -110,3 +116,56 @@ def _json_file(argv: list[str]) -> str | None:
         if argument == "--json" and index + 1 < len(argv):
             return argv[index + 1]
     return None
+
+
+def with_options(command: Command) -> Command:
+    """Return the command as typer takes it: with options in place of the parameters that are made of them.
+
+    These have a dataclass of options as their type, or are a `JsonListing`, whose option is `--json`. The options of positional
+    ones come last. A parameter of the type `Outcome` gets the command's.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    parts = {name: kind for name, kind in hints.items() if is_dataclass(kind) and isinstance(kind, type) and kind is not Outcome}
+    listings = {name: hint.__metadata__[0] for name, hint in hints.items() if getattr(hint, "__origin__", None) is JsonListing}
+
+    @wraps(command)
+    def call(context: typer.Context, **values: Any) -> int | None:
+        for name, hint in hints.items():
+            if hint is Outcome:
+                values[name] = context.obj
+        for name, kind in parts.items():
+            chosen = {each.name: values.pop(f"{name}_{each.name}") for each in options_of(kind)}
+            values[name] = built(kind, Namespace(**chosen))
+        for name, key in listings.items():
+            values[name] = JsonListing(context.obj, values.pop(f"{name}_json"), key.name, is_list=key.is_list)
+        return command(**values)
+
+    parameters = [Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
+    last: list[Parameter] = []
+    for each in signature(command).parameters.values():
+        if each.name in listings:
+            last.append(Parameter(f"{each.name}_json", Parameter.KEYWORD_ONLY, default=None, annotation=ListJson))
+        elif each.name in parts:
+            own = [_parameter_of(each.name, option) for option in options_of(parts[each.name])]
+            (parameters if each.kind is Parameter.KEYWORD_ONLY else last).extend(own)
+        elif hints[each.name] is not Outcome:
+            parameters.append(each.replace(annotation=hints[each.name]))
+    call.__annotations__ = {each.name: each.annotation for each in (*parameters, *last)}
+    call.__signature__ = Signature([*parameters, *last])  # type: ignore[attr-defined]
+    return call
+
+
+def _parameter_of(owner: str, option: Option) -> Parameter:
+    """Return the parameter of a command that takes an option of the parameter `owner`."""
+    value: Any = bool if option.default is False else option.read or str
+    value = value if option.default is not None else value | None
+    limits = {} if option.range is None else option.range._asdict()
+    declared = typer.Option(
+        option.flag,
+        metavar=option.metavar,
+        help=f"{option.help} [{option.without}]" if option.without else str(option.help),
+        callback=finite if option.read is float else None,
+        **limits,
+    )
+    name = f"{owner}_{option.name}"
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=option.default, annotation=Annotated[value, declared])

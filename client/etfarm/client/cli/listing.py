@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import UTC, datetime
 from enum import Enum
 from typing import Any, TypeVar
@@ -13,6 +13,15 @@ from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.wire.errors import EtfarmError
 
 Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Key:
+    """The key of a listing's value in its document, in the annotation of a command's parameter of the type `JsonListing`."""
+
+    name: str
+    is_list: bool = True
+    """Whether the value is a list, which is empty in the document of a command that failed; null otherwise."""
 
 
 class JsonListing:

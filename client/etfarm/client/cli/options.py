@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from functools import wraps
-from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.wire.durations import read_period_s, read_size
 from etfarm.wire.errors import error_for
-from etfarm.wire.options import Option, built, options_of
 
 if TYPE_CHECKING:
     from etfarm.client.export.spec import ModelSpec
@@ -111,50 +107,6 @@ Deadline = Annotated[
 MaxWait = Annotated[
     str | None, typer.Option("--max-wait", metavar="TIME", help="As 10m: a cell that waits longer for a device fails. [no limit]")
 ]
-
-
-def with_options(command: Callable[..., int | None]) -> Callable[..., int | None]:
-    """Return the command with the options of each parameter whose type is a dataclass of options, in place of the parameter.
-
-    The options of a positional parameter come last.
-    """
-    hints = get_type_hints(command, include_extras=True)
-    kinds = {name: kind for name, kind in hints.items() if is_dataclass(kind) and isinstance(kind, type)}
-
-    @wraps(command)
-    def call(**values: Any) -> int | None:
-        for name, kind in kinds.items():
-            chosen = {each.name: values.pop(f"{name}_{each.name}") for each in options_of(kind)}
-            values[name] = built(kind, Namespace(**chosen))
-        return command(**values)
-
-    parameters: list[Parameter] = []
-    last: list[Parameter] = []
-    for each in signature(command).parameters.values():
-        if each.name not in kinds:
-            parameters.append(each.replace(annotation=hints[each.name]))
-        else:
-            own = [_parameter_of(each.name, option) for option in options_of(kinds[each.name])]
-            (parameters if each.kind is Parameter.KEYWORD_ONLY else last).extend(own)
-    call.__annotations__ = {each.name: each.annotation for each in (*parameters, *last)}
-    call.__signature__ = Signature([*parameters, *last])  # type: ignore[attr-defined]
-    return call
-
-
-def _parameter_of(owner: str, option: Option) -> Parameter:
-    """Return the parameter of a command that takes an option of the parameter `owner`."""
-    value: Any = bool if option.default is False else option.read or str
-    value = value if option.default is not None else value | None
-    limits = {} if option.range is None else option.range._asdict()
-    declared = typer.Option(
-        option.flag,
-        metavar=option.metavar,
-        help=f"{option.help} [{option.without}]" if option.without else str(option.help),
-        callback=finite if option.read is float else None,
-        **limits,
-    )
-    name = f"{owner}_{option.name}"
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=option.default, annotation=Annotated[value, declared])
 
 
 def seconds_of(option: str, text: str) -> float:

@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
@@ -323,21 +322,19 @@ def test_labels_may_hold_equals_signs() -> None:
 def test_the_document_is_written_with_what_is_known_when_a_command_fails(tmp_path: Path) -> None:
     target = tmp_path / "x.json"
 
-    def command(context: Any) -> None:
-        outcome: Outcome = context.obj
+    def command(outcome: Outcome) -> None:
         outcome.json_file = str(target)
         outcome.document = lambda error: {"job": "known", "error": error and error.reason}
         raise error_of(Fault.FARM, "INTERNAL", "Broken.")
 
-    command.__annotations__ = {"context": typer.Context}
     assert execute(command, [], "test") == 1
     assert json.loads(target.read_text()) == {"job": "known", "error": "INTERNAL"}
 
 
 @pytest.mark.parametrize("verbose", [False, True])
 def test_what_lies_behind_an_error_is_shown_where_it_is_asked_for(verbose: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    def command(context: typer.Context) -> None:
-        context.obj.takes_verbose(verbose)
+    def command(outcome: Outcome) -> None:
+        outcome.takes_verbose(verbose)
         try:
             raise ValueError("torch's own words")
         except ValueError as error:
@@ -353,9 +350,9 @@ def test_what_lies_behind_an_error_is_shown_where_it_is_asked_for(verbose: bool,
 
 
 def test_a_job_that_failed_names_its_log_once(capsys: pytest.CaptureFixture[str]) -> None:
-    def command(context: typer.Context) -> int:
-        context.obj.takes_verbose(False)
-        context.obj.failed_job = "j1"
+    def command(outcome: Outcome) -> int:
+        outcome.takes_verbose(False)
+        outcome.failed_job = "j1"
         return 1
 
     assert execute(command, [], "test") == 1
@@ -431,11 +428,10 @@ def test_a_hint_shows_how_to_load_a_stages_program(
 def test_a_defect_of_ours_is_written_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "x.json"
 
-    def command(context: Any) -> None:
-        context.obj.json_file = str(target)
+    def command(outcome: Outcome) -> None:
+        outcome.json_file = str(target)
         raise ZeroDivisionError("oh")
 
-    command.__annotations__ = {"context": typer.Context}
     assert execute(command, [], "test") == 1
     error = json.loads(target.read_text())["error"]
     assert (error["fault"], error["reason"]) == ("FARM", "INTERNAL")

@@ -13,7 +13,8 @@ import typer
 from etfarm.client.cli import options
 from etfarm.client.cli.app import Command, execute
 from etfarm.client.cli.connection import Connection
-from etfarm.client.cli.listing import JsonListing
+from etfarm.client.cli.listing import JsonListing, Key
+from etfarm.client.cli.outcome import Outcome
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.client.errors import DONE, FAILED
 from etfarm.wire.errors import EtfarmError, error_for
@@ -39,11 +40,9 @@ def main(argv: list[str]) -> int:
     return execute(commands, argv, "agents", "List agents, bind them to tokens, upgrade and remove them. Admins only.")
 
 
-def list_(context: typer.Context, connection: Connection, json: options.ListJson = None) -> None:
+def list_(listing: Annotated[JsonListing, Key("agents")], connection: Connection) -> None:
     """List the known agents with their principals and versions, and unbound identities that were refused."""
     from etfarm.client.cli.terminal import output
-
-    listing = JsonListing(context.obj, json, "agents")
 
     agents = listing.record(connection.call(lambda farm: farm.agents()))
     if listing.is_on_stdout:
@@ -94,7 +93,8 @@ def remove(
 
 
 def upgrade(
-    context: typer.Context,
+    outcome: Outcome,
+    listing: Annotated[JsonListing, Key("agents")],
     connection: Connection,
     selector: Annotated[str, typer.Argument(metavar="SELECTOR", help="The agents of the devices that match.")] = "",
     wheel: Annotated[
@@ -133,14 +133,12 @@ def upgrade(
             help="How long a new version may take to connect before the former one runs again.",
         ),
     ] = 60.0,
-    json: options.ListJson = None,
 ) -> int:
     """Upgrade agents to a wheel, one after the other: drain their devices, install, restart. Stop after one that fails.
 
     Agents take upgrades if they were started with --allow-upgrade; others are listed and left out. An agent whose new version
     does not connect in time runs its former version again. Exits with 1 if an agent was not upgraded.
     """
-    listing = JsonListing(context.obj, json, "agents")
     if bool(selector) == all_:
         raise error_for("USAGE", "Give a SELECTOR, or --all.", "For example: etfarm agents upgrade label.rack=3 --wheel FILE.")
     if wheel is not None and not wheel.is_file():
@@ -171,7 +169,7 @@ def upgrade(
         tell(f"Versions now: {summary}.", to_stderr=listing.is_on_stdout)
         return code
 
-    return connection.call(upgrade_chosen, context.obj)
+    return connection.call(upgrade_chosen, outcome)
 
 
 async def _choose(farm: AsyncFarm, selector: str) -> list[Agent]:

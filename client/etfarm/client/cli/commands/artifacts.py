@@ -11,7 +11,7 @@ from etfarm.client.cli import options
 from etfarm.client.cli.app import Command, execute
 from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.files import require_writable
-from etfarm.client.cli.listing import JsonListing
+from etfarm.client.cli.listing import JsonListing, Key
 from etfarm.client.cli.terminal.capabilities import in_a_line, tell
 
 if TYPE_CHECKING:
@@ -33,10 +33,9 @@ def main(argv: list[str]) -> int:
 
 
 def list_(
-    context: typer.Context,
+    listing: Annotated[JsonListing, Key("artifacts")],
     connection: Connection,
     limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="How many to list at most.")] = 50,
-    json: options.ListJson = None,
 ) -> None:
     """List the artifacts of your projects, newest first."""
     from etfarm.client.admin import artifacts
@@ -44,8 +43,6 @@ def list_(
     from etfarm.client.formats import units
     from etfarm.client.models import Artifact
     from etfarm.client.transport.decode import decoded
-
-    listing = JsonListing(context.obj, json, "artifacts")
 
     async def fetch(stubs: Stubs) -> list[Artifact]:
         return [decoded(Artifact, row) async for row in artifacts.list_all(stubs, limit)]
@@ -114,13 +111,12 @@ def delete(
 
 
 def collect(
-    context: typer.Context,
+    listing: Annotated[JsonListing, Key("collected", is_list=False)],
     connection: Connection,
     keep: Annotated[
         str | None, typer.Option("--keep", metavar="SIZE", help="Keep the most recently used up to this size, such as 200GiB.")
     ] = None,
     dry_run: options.DryRun = False,
-    json: options.ListJson = None,
 ) -> None:
     """Delete artifacts that nothing refers to and nobody used within the last hour, least recently used first. Admins only.
 
@@ -128,7 +124,6 @@ def collect(
     """
     from etfarm.client.formats import units
 
-    listing = JsonListing(context.obj, json, "collected", is_list=False)
     keep_bytes = None if keep is None else options.size_of("--keep", keep)
 
     done = listing.record(connection.call(lambda farm: farm.collect(keep_bytes, dry_run=dry_run)))

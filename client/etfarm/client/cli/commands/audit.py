@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
 from etfarm.client.cli.connection import Connection
-from etfarm.client.cli.listing import JsonListing
+from etfarm.client.cli.listing import JsonListing, Key
 
 if TYPE_CHECKING:
     pass
@@ -21,14 +20,13 @@ def main(argv: list[str]) -> int:
 
 
 def audit(
-    context: typer.Context,
+    listing: Annotated[JsonListing, Key("audit")],
     connection: Connection,
     principal: Annotated[str, typer.Option("--principal", metavar="NAME", help="Only what this principal did.")] = "",
     action: Annotated[str, typer.Option("--action", metavar="RPC", help="Only this rpc, such as JobService.Submit.")] = "",
     most: Annotated[
         int, typer.Option("--most", metavar="N", min=1, max=1_000_000, help="How many entries to list at most.")
     ] = 100,
-    json: options.ListJson = None,
 ) -> None:
     """List who changed what, and who was refused, newest first. Admins only."""
     from rich.text import Text
@@ -36,7 +34,6 @@ def audit(
     from etfarm.client.admin.access import AccessControl
     from etfarm.client.cli.terminal import output
 
-    listing = JsonListing(context.obj, json, "audit")
     entries = listing.record(
         connection.call_stubs(lambda stubs: AccessControl(stubs).audit(principal=principal, action=action, most=most))
     )

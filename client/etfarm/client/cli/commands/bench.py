@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
 
 
 def bench(
-    context: typer.Context,
+    outcome: Outcome,
     connection: Connection,
     models: Annotated[
         list[str],
@@ -120,7 +120,6 @@ def bench(
 
     Each model with each recipe, on each device choice, with each method and thread count is one cell of the job.
     """
-    outcome: Outcome = context.obj
     outcome.takes_verbose(verbose)
     outcome.goes_to(json)
     outcome.goes_to_html(html)

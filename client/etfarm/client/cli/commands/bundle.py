@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
 from etfarm.client.cli.connection import Connection
-from etfarm.client.cli.listing import JsonListing
+from etfarm.client.cli.listing import JsonListing, Key
 from etfarm.client.cli.terminal.capabilities import tell
 
 if TYPE_CHECKING:
@@ -49,10 +48,8 @@ def add_(
         )
 
 
-def list_bundles(context: typer.Context, connection: Connection, json: options.ListJson = None) -> None:
+def list_bundles(listing: Annotated[JsonListing, Key("bundles")], connection: Connection) -> None:
     """List the runner bundles of the farm, newest first: for each architecture the one that is used."""
-    listing = JsonListing(context.obj, json, "bundles")
-
     bundles = listing.record(connection.call(lambda farm: farm.bundles()))
     if listing.is_on_stdout:
         return

@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
 
 
 def compare(
-    context: typer.Context,
+    outcome: Outcome,
     connection: Connection,
     base: Annotated[str, typer.Argument(metavar="BASE", help=_SIDE)],
     candidate: Annotated[str, typer.Argument(metavar="CANDIDATE", help="What to compare with BASE, in the same form.")],
@@ -99,7 +99,6 @@ def compare(
     from etfarm.client.jobs import report_file
     from etfarm.wire import comparison
 
-    outcome: Outcome = context.obj
     outcome.document = comparison.failed
     if markdown == json == STDOUT:
         raise error_for("USAGE", "--json and --markdown cannot both be on stdout.", "Give one of them a file.")

@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
 
 
 def compile_(
-    context: typer.Context,
+    outcome: Outcome,
     connection: Connection,
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="x.pt2, file.py:factory, package.module:factory, hf:FOLDER or demo:NAME.")
@@ -80,7 +80,6 @@ def compile_(
     A program's named data files (.ptd) and the names of its inputs and outputs (x.inputs.json) are written beside it; of several
     methods, each one's files are x.METHOD.pt2.
     """
-    outcome: Outcome = context.obj
     outcome.takes_verbose(verbose)
     outcome.goes_to(json)
     labels = options.labels_of(label or ())

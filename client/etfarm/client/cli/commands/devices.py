@@ -11,7 +11,8 @@ from etfarm.client.cli import options
 from etfarm.client.cli.app import Command, execute
 from etfarm.client.cli.connection import Connection, Server
 from etfarm.client.cli.event_loop import run_async
-from etfarm.client.cli.listing import JsonListing
+from etfarm.client.cli.listing import JsonListing, Key
+from etfarm.client.cli.outcome import Outcome
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.client.cli.views.devices import (
     build_table,
@@ -44,7 +45,7 @@ def main(argv: list[str]) -> int:
 
 
 def list_(
-    context: typer.Context,
+    outcome: Outcome,
     connection: Connection,
     device: Annotated[str, typer.Option("--device", metavar="SELECTOR", help="Only those that match.")] = "",
     watch: Annotated[bool, typer.Option("--watch", help="Show changes until Ctrl-C: a live table, or lines in a pipe.")] = False,
@@ -59,7 +60,7 @@ def list_(
             raise error_for("USAGE", "--watch cannot be combined with --json.", "Leave one of them out.")
         run_async(lambda: watching.watch_devices(device, connection, build_table=build_table, describe=describe))
         return
-    listing = JsonListing(context.obj, json, "devices")
+    listing = JsonListing(outcome, json, "devices")
 
     devices = listing.record(connection.call(lambda farm: farm.devices(device)))
     if listing.is_on_stdout:
@@ -83,12 +84,10 @@ def list_(
             output.show(output.line(text, style=device_health.style_of(item.health.state)))
 
 
-def show(context: typer.Context, connection: Connection, device: options.DeviceId, json: options.ListJson = None) -> None:
+def show(listing: Annotated[JsonListing, Key("device", is_list=False)], connection: Connection, device: options.DeviceId) -> None:
     """Show all that is known of a device, and what last happened to its health."""
     from etfarm.client.cli.terminal import output
     from etfarm.client.cli.views import device_health
-
-    listing = JsonListing(context.obj, json, "device", is_list=False)
 
     async def fetch(farm: AsyncFarm) -> tuple[Device, list[HealthEvent]]:
         known = await farm.device(device)
@@ -109,16 +108,13 @@ def show(context: typer.Context, connection: Connection, device: options.DeviceI
 
 
 def health(
-    context: typer.Context,
+    listing: Annotated[JsonListing, Key("health_events")],
     connection: Connection,
     device: options.DeviceId,
     limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, max=1000, help="Only the newest N.")] = 50,
-    json: options.ListJson = None,
 ) -> None:
     """List a device's faults and health runs, newest first, and what was done about them."""
     from etfarm.client.cli.views import device_health
-
-    listing = JsonListing(context.obj, json, "health_events")
 
     events = listing.record(connection.call(lambda farm: farm.device_health(device, limit=limit)))
     if listing.is_on_stdout:
@@ -128,12 +124,12 @@ def health(
         tell(f"Nothing has happened to the health of {device}.")
 
 
-def check(context: typer.Context, connection: Connection, device: options.DeviceId, json: options.ListJson = None) -> None:
+def check(
+    listing: Annotated[JsonListing, Key("health_event", is_list=False)], connection: Connection, device: options.DeviceId
+) -> None:
     """Run the farm's health program on a device, after what it runs now. Fails if the device returns wrong outputs."""
     from etfarm.client.cli.views import device_health
     from etfarm.wire.errors import Fault, error_of
-
-    listing = JsonListing(context.obj, json, "health_event", is_list=False)
 
     event = listing.record(connection.call(lambda farm: farm.check_device(device)))
     if not listing.is_on_stdout:

@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
 
 
 def generate(
-    context: typer.Context,
+    outcome: Outcome,
     connection: Connection,
     model: options.ProgramOrModel,
     prompt_ids: Annotated[
@@ -78,7 +78,6 @@ def generate(
 
     stdout gets the token ids, or with --tokenizer their text, and nothing else.
     """
-    outcome: Outcome = context.obj
     outcome.takes_verbose(verbose)
     document = JsonListing(outcome, json, "generation", is_list=False)
 

@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
 
 
 def history(
-    context: typer.Context,
+    outcome: Outcome,
     connection: Connection,
     model: Annotated[
         str,
@@ -74,7 +74,6 @@ def history(
     from etfarm.client.jobs import history as past
     from etfarm.wire import selectors
 
-    outcome: Outcome = context.obj
     outcome.goes_to(json)
     outcome.document = lambda error: past.document(model, (), error)
     selectors.parse(device)

@@ -13,7 +13,7 @@ from etfarm.client.cli import options
 from etfarm.client.cli.app import Command, execute
 from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.event_loop import run_async
-from etfarm.client.cli.listing import JsonListing
+from etfarm.client.cli.listing import JsonListing, Key
 from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.client.cli.workflows import watching
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
 
 
 def list_(
-    context: typer.Context,
+    listing: Annotated[JsonListing, Key("jobs")],
     connection: Connection,
     name: Annotated[str, typer.Option("--name", metavar="TEXT", help="Only jobs with this text in their name.")] = "",
     label: Annotated[
@@ -63,7 +63,6 @@ def list_(
         str, typer.Option("--since", metavar="TIME", help="Only jobs submitted since: a duration such as 2d, or an ISO time.")
     ] = "",
     limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Number of jobs, newest first.")] = 20,
-    json: options.ListJson = None,
 ) -> None:
     """List the jobs of the farm, newest first."""
     from etfarm.client.cli.terminal import output
@@ -71,7 +70,6 @@ def list_(
     from etfarm.client.jobs import summary
     from etfarm.client.models import JobState
 
-    listing = JsonListing(context.obj, json, "jobs")
     labels = options.labels_of(label or ())
     states = [text.upper() for text in state or ()]
     start = options.instant_of("--since", since) if since else None
@@ -137,13 +135,11 @@ def list_(
     output.show_table(heads, rows, right=("TOOK",), shrink=("NAME", "WHAT"), spare=("TOOK", "OWNER", "SUBMITTED", "PROJECT"))
 
 
-def show(context: typer.Context, connection: Connection, job: options.JobId, json: options.ListJson = None) -> None:
+def show(listing: Annotated[JsonListing, Key("job", is_list=False)], connection: Connection, job: options.JobId) -> None:
     """Show a job and its cells."""
     from etfarm.client.cli.terminal import output
     from etfarm.client.formats import units
     from etfarm.client.jobs import summary
-
-    listing = JsonListing(context.obj, json, "job", is_list=False)
 
     async def fetch(farm: AsyncFarm) -> tuple[JobInfo, dict[str, str]]:
         handle = await farm.job(job)
@@ -184,7 +180,7 @@ def show(context: typer.Context, connection: Connection, job: options.JobId, jso
 
 
 def watch(
-    context: typer.Context,
+    outcome: Outcome,
     connection: Connection,
     jobs: Annotated[
         list[str] | None, typer.Argument(metavar="JOB", help="Ids, their first characters, tags, names, or latest.")
@@ -200,7 +196,7 @@ def watch(
     if owner and not all_:
         raise error_for("USAGE", "--owner requires --all.", "Leave it out.")
     if jobs is not None and len(jobs) == 1:
-        return _watch_one(context, jobs[0], json, verbose, connection)
+        return _watch_one(outcome, jobs[0], json, verbose, connection)
     if json is not None or verbose:
         raise error_for(
             "USAGE", "--json and --verbose require exactly one job.", "Leave them out; `etfarm report export` writes reports."
@@ -211,14 +207,13 @@ def watch(
     return 0
 
 
-def _watch_one(context: typer.Context, job: str, json: str | None, verbose: bool, connection: Connection) -> int:
+def _watch_one(outcome: Outcome, job: str, json: str | None, verbose: bool, connection: Connection) -> int:
     """Wait for a job and show its reports."""
     from etfarm.client.cli.terminal.display import open_display
     from etfarm.client.cli.views.results import print_result
     from etfarm.client.cli.workflows import job as flow
     from etfarm.client.models import JobState
 
-    outcome: Outcome = context.obj
     outcome.takes_verbose(verbose)
     outcome.goes_to(json)
 
@@ -260,7 +255,7 @@ def cancel(connection: Connection, job: options.JobId) -> None:
 
 
 def retry(
-    context: typer.Context,
+    outcome: Outcome,
     connection: Connection,
     job: options.JobId,
     detach: Annotated[bool, typer.Option("--detach", help="Submit, print the new job's id and exit.")] = False,
@@ -280,7 +275,7 @@ def retry(
     if detach:
         tell(again)
         return 0
-    return _watch_one(context, again, json, verbose, connection)
+    return _watch_one(outcome, again, json, verbose, connection)
 
 
 def delete(

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
 
-from etfarm.client.cli import options
 from etfarm.client.cli.app import Command, execute
 from etfarm.client.cli.connection import Connection
-from etfarm.client.cli.listing import JsonListing
+from etfarm.client.cli.listing import JsonListing, Key
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.wire.errors import error_for
 
@@ -42,9 +41,8 @@ def main(argv: list[str]) -> int:
     )
 
 
-def list_(context: typer.Context, connection: Connection, json: options.ListJson = None) -> None:
+def list_(listing: Annotated[JsonListing, Key("projects")], connection: Connection) -> None:
     """List your projects; an admin sees all."""
-    listing = JsonListing(context.obj, json, "projects")
     projects = listing.record(connection.call(lambda farm: farm.projects.list()))
     if not listing.is_on_stdout:
         _show(projects)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
 from etfarm.client.cli.connection import Connection
-from etfarm.client.cli.listing import JsonListing
+from etfarm.client.cli.listing import JsonListing, Key
 
 if TYPE_CHECKING:
     from etfarm.client.models import Queue
@@ -24,15 +21,13 @@ def main(argv: list[str]) -> int:
     return execute(queue, argv, "queue")
 
 
-def queue(context: typer.Context, connection: Connection, json: options.ListJson = None) -> None:
+def queue(listing: Annotated[JsonListing, Key("queue", is_list=False)], connection: Connection) -> None:
     """Show what waits for a device, in its order: cells of jobs, and sessions.
 
     PRIORITY is as submitted. AGED orders the queue: it adds the time since the submission and the nearness of a deadline, and
     subtracts for what the project and the owner have used lately. STARTS IN is an estimate from earlier equal runs; without such
     runs it is empty.
     """
-    listing = JsonListing(context.obj, json, "queue", is_list=False)
-
     waiting = listing.record(connection.call(lambda farm: farm.queue()))
     if not listing.is_on_stdout:
         _show(waiting)

@@ -10,7 +10,8 @@ import typer
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
 from etfarm.client.cli.connection import Connection
-from etfarm.client.cli.listing import JsonListing
+from etfarm.client.cli.listing import JsonListing, Key
+from etfarm.client.cli.outcome import Outcome
 from etfarm.client.fleet.recipe_devices import FarmRecipe, describe_missing_device, locate
 
 if TYPE_CHECKING:
@@ -35,11 +36,10 @@ def main(argv: list[str]) -> int:
 
 
 def list_(
-    context: typer.Context,
+    listing: Annotated[JsonListing, Key("recipes")],
     connection: Connection,
     available: Annotated[bool, typer.Option("--available", help="Only those that compile here.")] = False,
     all_: Annotated[bool, typer.Option("--all", help="Show all recipes and devices on a terminal too.")] = False,
-    json: options.ListJson = None,
 ) -> None:
     """List the recipes, those of plug-ins too: which compile here, and which devices of this farm run them.
 
@@ -49,7 +49,6 @@ def list_(
 
     from etfarm.client.cli.terminal import output
 
-    listing = JsonListing(context.obj, json, "recipes")
     recipes, devices = connection.call(_fetch)
     rows = [
         locate(recipe, devices)
@@ -90,7 +89,7 @@ def _places(row: FarmRecipe, most: int | None = None) -> str:
 
 
 def show(
-    context: typer.Context,
+    outcome: Outcome,
     connection: Connection,
     recipe: Annotated[
         str,
@@ -110,7 +109,7 @@ def show(
     known = RECIPES.get(recipe)
     needs_arguments = known is not None and any(argument.required for argument in known.arguments)
     parsed = None if needs_arguments else read_recipe(recipe)
-    listing = JsonListing(context.obj, json, "recipe", is_list=False)
+    listing = JsonListing(outcome, json, "recipe", is_list=False)
     recipes, devices = connection.call(_fetch)
     here = {info.name: locate(info, devices) for info in recipes}
     names = [recipe] if parsed is None else [part.name for part in parsed.parts]

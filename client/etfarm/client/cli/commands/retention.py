@@ -9,7 +9,7 @@ import typer
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
 from etfarm.client.cli.connection import Connection
-from etfarm.client.cli.listing import JsonListing
+from etfarm.client.cli.listing import JsonListing, Key
 from etfarm.client.cli.terminal.capabilities import tell
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
 
 
 def retention(
-    context: typer.Context,
+    listing: Annotated[JsonListing, Key("retention")],
     connection: Connection,
     keep: Annotated[
         list[str] | None,
@@ -34,7 +34,6 @@ def retention(
         ),
     ] = None,
     dry_run: options.DryRun = False,
-    json: options.ListJson = None,
 ) -> None:
     """Delete what the server's limits no longer keep, which the server does every hour by itself. Admins only.
 
@@ -42,8 +41,6 @@ def retention(
     """  # fmt: skip
     from etfarm.client.cli.terminal import output
     from etfarm.client.formats import units
-
-    listing = JsonListing(context.obj, json, "retention")
 
     results = listing.record(connection.call(lambda farm: farm.apply_retention(keep or (), dry_run=dry_run)))
     if listing.is_on_stdout:

@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
 
 
 def run(
-    context: typer.Context,
+    outcome: Outcome,
     connection: Connection,
     model: options.ProgramOrModel,
     recipe: options.RecipeOfModel = None,
@@ -81,7 +81,6 @@ def run(
 
     A data set is a folder with an .npz a sample, or --batched. What a program keeps in its state stays from sample to sample.
     """
-    outcome: Outcome = context.obj
     outcome.takes_verbose(verbose)
     outcome.goes_to(json)
 

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
 from etfarm.client.cli.connection import Connection
-from etfarm.client.cli.listing import JsonListing
+from etfarm.client.cli.listing import JsonListing, Key
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.client.errors import EtfarmError, Kind
 
@@ -25,7 +24,7 @@ def main(argv: list[str]) -> int:
 
 
 def show(
-    context: typer.Context,
+    listing: Annotated[JsonListing, Key("server", is_list=False)],
     connection: Connection,
     all_: Annotated[
         bool,
@@ -33,14 +32,12 @@ def show(
             "--all", help="Also show options that have their default, and metrics of calls and of the server's process."
         ),
     ] = False,
-    json: options.ListJson = None,
 ) -> None:
     """Show the farm's server: version, state, disk and your role; for admins, its settings and metrics.
 
     Each setting is shown with the option, variable or line of a file that it comes from. Secrets are not shown, and of URLs only
     the host.
     """
-    listing = JsonListing(context.obj, json, "server", is_list=False)
 
     async def fetch(farm: AsyncFarm) -> tuple[str, ServerInfo, ServerStatus | None]:
         info = await farm.info()

@@ -13,7 +13,7 @@ import typer
 from etfarm.client.cli import options
 from etfarm.client.cli.app import Command, execute
 from etfarm.client.cli.connection import Connection, Server
-from etfarm.client.cli.listing import JsonListing
+from etfarm.client.cli.listing import JsonListing, Key
 from etfarm.client.cli.outcome import STDOUT
 from etfarm.client.cli.terminal.capabilities import in_a_line, put, tell
 from etfarm.wire.errors import error_for
@@ -75,17 +75,14 @@ def create(
 
 
 def list_(
-    context: typer.Context,
+    listing: Annotated[JsonListing, Key("tokens")],
     connection: Connection,
     all_: Annotated[bool, typer.Option("--all", help="One-time tokens that were used, too.")] = False,
-    json: options.ListJson = None,
 ) -> None:
     """List the tokens without their secrets, newest first; those of the server's --tokens file come last."""
     from etfarm.client.admin.access import AccessControl
     from etfarm.client.cli.terminal import output
     from etfarm.client.formats import units
-
-    listing = JsonListing(context.obj, json, "tokens")
 
     known = connection.call_stubs(lambda stubs: AccessControl(stubs).tokens())
     tokens = listing.record([token for token in known if all_ or token.state != "used"])

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from etfarm.client.cli import options
 from etfarm.client.cli.app import Command, execute
 from etfarm.client.cli.connection import Connection
-from etfarm.client.cli.listing import JsonListing
+from etfarm.client.cli.listing import JsonListing, Key
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.client.errors import DONE, FAILED
 
@@ -36,11 +35,10 @@ def main(argv: list[str]) -> int:
     return execute(commands, argv, "webhooks", about)
 
 
-def list_(context: typer.Context, connection: Connection, json: options.ListJson = None) -> None:
+def list_(listing: Annotated[JsonListing, Key("webhooks")], connection: Connection) -> None:
     """List the farm's webhooks. Admins only."""
     from etfarm.client.cli.terminal import output
 
-    listing = JsonListing(context.obj, json, "webhooks")
     webhooks = listing.record(connection.call(lambda farm: farm.webhooks.list()))
     if listing.is_on_stdout:
         return
@@ -96,19 +94,16 @@ def test(connection: Connection, webhook_id: WebhookId) -> int:
 
 
 def deliveries(
-    context: typer.Context,
+    listing: Annotated[JsonListing, Key("deliveries")],
     connection: Connection,
     job: Annotated[str, typer.Option("--job", metavar="JOB", help="Only notices of this job.")] = "",
     webhook: Annotated[str, typer.Option("--webhook", metavar="ID", help="Only notices to this webhook.")] = "",
     limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, max=10_000, help="How many to list at most.")] = 50,
-    json: options.ListJson = None,
 ) -> None:
     """List what was sent and what waits, newest first. Callers who are not admins see the notices of their projects' jobs."""
     from rich.text import Text
 
     from etfarm.client.cli.terminal import output
-
-    listing = JsonListing(context.obj, json, "deliveries")
 
     async def fetch(farm: AsyncFarm) -> Sequence[WebhookDelivery]:
         job_id = (await farm.job(job)).id if job else ""

@@ -16,7 +16,8 @@ import typer
 from etfarm.client.cli import options
 from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.event_loop import run_async
-from etfarm.client.cli.listing import JsonListing
+from etfarm.client.cli.listing import JsonListing, Key
+from etfarm.client.cli.outcome import Outcome
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.wire.errors import error_for
 from etfarm.wire.names import RESERVATION_VARIABLE, SERVER_VARIABLE
@@ -34,7 +35,7 @@ ReservationId = Annotated[str, typer.Argument(metavar="ID", help="The reservatio
 
 
 def reserve(
-    context: typer.Context,
+    outcome: Outcome,
     connection: Connection,
     selector: Annotated[str, typer.Argument(metavar="SELECTOR", help="Selects the devices, as arch=aarch64; '' for any.")],
     command: Annotated[
@@ -54,7 +55,7 @@ def reserve(
     from etfarm.client.embedded.lease import is_lasting
 
     minutes = options.seconds_of("--for", duration) / 60
-    listing = JsonListing(context.obj, json, "reservation", is_list=False)
+    listing = JsonListing(outcome, json, "reservation", is_list=False)
     if command:
         if listing.is_on_stdout:
             raise error_for("USAGE", "--json - cannot be combined with COMMAND, which writes to stdout.", "Name a file.")
@@ -78,7 +79,7 @@ def reserve(
 
 
 def renew(
-    context: typer.Context,
+    outcome: Outcome,
     connection: Connection,
     reservation: ReservationId,
     duration: Annotated[str, typer.Option("--for", metavar="TIME", help="Time from now, as 30m. [as reserved]")] = "",
@@ -86,7 +87,7 @@ def renew(
 ) -> None:
     """Let a reservation end later."""
     minutes = options.seconds_of("--for", duration) / 60 if duration else None
-    listing = JsonListing(context.obj, json, "reservation", is_list=False)
+    listing = JsonListing(outcome, json, "reservation", is_list=False)
 
     renewed = listing.record(connection.call(lambda farm: farm.renew_reservation(reservation, minutes=minutes)))
     if not listing.is_on_stdout:
@@ -107,12 +108,10 @@ def release(
     connection.call(end)
 
 
-def reservations(context: typer.Context, connection: Connection, json: options.ListJson = None) -> None:
+def reservations(listing: Annotated[JsonListing, Key("reservations")], connection: Connection) -> None:
     """List the current reservations of your projects, the next to expire first."""
     from etfarm.client.cli.terminal import output
     from etfarm.client.formats import units
-
-    listing = JsonListing(context.obj, json, "reservations")
 
     async def fetch(farm: AsyncFarm) -> tuple[list[ReservationInfo], dict[str, str]]:
         return await farm.reservations(), {device.id: device.name for device in await farm.devices()}

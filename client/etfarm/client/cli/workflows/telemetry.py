@@ -11,6 +11,7 @@ import typer
 from etfarm.client.cli import options
 from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.listing import JsonListing
+from etfarm.client.cli.outcome import Outcome
 from etfarm.client.cli.terminal.capabilities import tell
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ _WIDEST: Final = 120
 
 
 def telemetry(
-    context: typer.Context,
+    outcome: Outcome,
     connection: Connection,
     device: options.DeviceId,
     since: Annotated[
@@ -37,7 +38,7 @@ def telemetry(
     from etfarm.client.cli.terminal import output
 
     start = options.instant_of("--since", since)
-    listing = JsonListing(context.obj, json, "telemetry")
+    listing = JsonListing(outcome, json, "telemetry")
 
     readings = listing.record(connection.call(lambda farm: farm.device_telemetry(device, since=start)))
     if listing.is_on_stdout:

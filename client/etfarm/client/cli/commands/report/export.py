@@ -43,7 +43,7 @@ _SLASHES = tuple(filter(None, (os.sep, os.altsep)))
 
 
 def export(
-    context: typer.Context,
+    outcome: Outcome,
     connection: Connection,
     job: documents.JobOrFile,
     format_: Annotated[str, typer.Option("--format", "-f", metavar="|".join(formats.NAMES), help="The format to write.")] = "",
@@ -62,7 +62,6 @@ def export(
     ] = None,
 ) -> int:
     """Export a job's or a file's reports: JSON, CSV, Parquet, HTML, Markdown, JUnit, Perfetto, a graph, ExecuTorch's files."""
-    outcome: Outcome = context.obj
     must_be_format(format_)
     if what is not None and format_ not in ("csv", "parquet"):
         raise error_for("USAGE", f"--what requires csv or parquet, got {format_}.", "Leave it out.")

@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
 
 
 def show(
-    context: typer.Context,
+    outcome: Outcome,
     connection: Connection,
     job: documents.JobOrFile,
     by: Annotated[
@@ -47,7 +47,6 @@ def show(
     from etfarm.client.cli.views import groupings as grouped
     from etfarm.client.cli.views import render
 
-    outcome: Outcome = context.obj
     outcome.goes_to(json)
     if by is None and sort is not None:
         raise error_for("USAGE", "--sort requires --by.", f"Give --by {', '.join(views.BY)} too.")

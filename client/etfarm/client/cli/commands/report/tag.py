@@ -41,12 +41,11 @@ def tag(
     tell(connection.call(change))
 
 
-def analyze(context: typer.Context, connection: Connection, job: options.JobId, json: options.JsonFile = None) -> int:
+def analyze(outcome: Outcome, connection: Connection, job: options.JobId, json: options.JsonFile = None) -> int:
     """Analyze a job's reports again from the stored files, with the server's version, and replace the old ones."""
     from etfarm.client.cli.terminal import output
     from etfarm.client.cli.views import render
 
-    outcome: Outcome = context.obj
     outcome.goes_to(json)
 
     async def work(farm: AsyncFarm) -> JobResult:
