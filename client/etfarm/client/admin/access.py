@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from etfarm.client.transport.connection import open_stubs
-from etfarm.client.transport.paging import iterate_pages
+from etfarm.client.transport.paging import iterate_rows
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import audit_pb2, common_pb2, token_pb2
-
-_PAGE = 500
 
 
 @dataclass(frozen=True)
@@ -77,11 +75,8 @@ class AccessControl:
 
     async def tokens(self) -> list[Token]:
         """Return every token, newest first; those of the server's `--tokens` file come last."""
-        tokens: list[Token] = []
-        request = token_pb2.ListTokensRequest(page_size=_PAGE)
-        async for page in iterate_pages(self._stubs.tokens.List, request, server=self._stubs.server):
-            tokens += map(_token, page.tokens)
-        return tokens
+        rows = iterate_rows(self._stubs.tokens.List, token_pb2.ListTokensRequest(), "tokens", server=self._stubs.server)
+        return [_token(row) async for row in rows]
 
     async def revoke_token(self, token: str) -> Token:
         """Revoke a token and end the calls that use it.
@@ -101,16 +96,9 @@ class AccessControl:
 
     async def audit(self, *, principal: str = "", action: str = "", most: int = 100) -> list[AuditEntry]:
         """Return at most `most` entries of the audit log, newest first."""
-        entries: list[AuditEntry] = []
-        if most <= 0:
-            return entries
-        request = audit_pb2.ListAuditEntriesRequest(principal=principal, action=action, page_size=min(_PAGE, most))
-        async for page in iterate_pages(self._stubs.audit.List, request, server=self._stubs.server):
-            entries += map(_entry, page.entries)
-            if len(entries) >= most:
-                break
-            request.page_size = min(_PAGE, most - len(entries))
-        return entries
+        request = audit_pb2.ListAuditEntriesRequest(principal=principal, action=action)
+        rows = iterate_rows(self._stubs.audit.List, request, "entries", server=self._stubs.server, limit=most)
+        return [_entry(row) async for row in rows]
 
 
 @asynccontextmanager

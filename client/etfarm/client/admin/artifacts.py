@@ -10,14 +10,13 @@ import grpc
 
 from etfarm.client.errors import from_rpc_error
 from etfarm.client.transport import transfers
-from etfarm.client.transport.paging import iterate_pages
+from etfarm.client.transport.paging import iterate_rows
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.v1.artifact_pb2 import StoredArtifact
 from etfarm.wire import chunks
 from etfarm.wire.errors import error_for
 
-_PAGE = 500
 _HEX = re.compile(r"[0-9a-f]{1,64}", re.ASCII)
 _WHOLE = 64
 
@@ -28,18 +27,9 @@ async def list_all(stubs: Stubs, limit: int | None = None) -> AsyncIterator[Stor
     Raises:
         EtfarmError: as ArtifactService.List says.
     """
-    if limit is not None and limit <= 0:
-        return
-    left = limit
-    request = artifact_pb2.ListArtifactsRequest(page_size=_PAGE if left is None else min(left, _PAGE))
-    async for page in iterate_pages(stubs.artifacts.List, request, server=stubs.server):
-        for row in page.artifacts:
-            yield row
-        if left is not None:
-            left -= len(page.artifacts)
-            if left <= 0:
-                return
-            request.page_size = min(left, _PAGE)
+    request = artifact_pb2.ListArtifactsRequest()
+    async for row in iterate_rows(stubs.artifacts.List, request, "artifacts", server=stubs.server, limit=limit):
+        yield row
 
 
 async def find(stubs: Stubs, digest: str) -> common_pb2.Artifact:

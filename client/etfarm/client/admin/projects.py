@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from etfarm.client.models import Project
 from etfarm.client.transport.decode import decoded
-from etfarm.client.transport.paging import iterate_pages
+from etfarm.client.transport.paging import iterate_rows
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import project_pb2
 
@@ -25,11 +25,8 @@ class AsyncProjects:
 
     async def list(self) -> list[Project]:
         """Return the projects, sorted by name."""
-        projects: list[Project] = []
-        request = project_pb2.ListProjectsRequest()
-        async for page in iterate_pages(self._stubs.List, request, server=self._server):
-            projects += [decoded(Project, message) for message in page.projects]
-        return projects
+        rows = iterate_rows(self._stubs.List, project_pb2.ListProjectsRequest(), "projects", server=self._server)
+        return [decoded(Project, message) async for message in rows]
 
     async def create(self, name: str, members: Sequence[str] = (), *, storage_limit_bytes: int | None = None) -> Project:
         """Create a project.

@@ -11,12 +11,11 @@ import grpc
 from etfarm.client.admin import artifacts
 from etfarm.client.models import Artifact, ArtifactUse, Cell
 from etfarm.client.transport.decode import decoded
-from etfarm.client.transport.paging import iterate_pages
+from etfarm.client.transport.paging import PAGE_SIZE, iterate_rows
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import artifact_pb2, common_pb2, job_pb2
 from etfarm.wire import chunks
 
-_PAGE = 500
 _CONCURRENT = 8
 
 
@@ -44,15 +43,10 @@ class AsyncArtifacts:
             jobs: maximum number of jobs to read.
         """
         uses: dict[str, list[ArtifactUse]] = {}
-        left = jobs
-        request = job_pb2.ListJobsRequest(page_size=min(jobs, _PAGE))
-        async for page in iterate_pages(self._stubs.jobs.List, request, server=self._stubs.server):
-            for job in page.jobs[:left]:
-                for use in _uses_of(job):
-                    uses.setdefault(use.digest, []).append(use)
-            left -= len(page.jobs)
-            if left <= 0:
-                break
+        rows = iterate_rows(self._stubs.jobs.List, job_pb2.ListJobsRequest(), "jobs", server=self._stubs.server, limit=jobs)
+        async for job in rows:
+            for use in _uses_of(job):
+                uses.setdefault(use.digest, []).append(use)
         return uses
 
     async def uses_of(self, digest: str, jobs: int = 500, submissions: int = 100) -> Sequence[ArtifactUse]:
@@ -63,7 +57,7 @@ class AsyncArtifacts:
             jobs: maximum number of jobs whose cells are read.
             submissions: maximum number of the newest of them whose submissions are read, with a call for each.
         """
-        page = await self._stubs.jobs.List(job_pb2.ListJobsRequest(page_size=min(submissions, _PAGE)))
+        page = await self._stubs.jobs.List(job_pb2.ListJobsRequest(page_size=min(submissions, PAGE_SIZE)))
         places = asyncio.Semaphore(_CONCURRENT)
 
         async def of_submission(job_id: str) -> list[ArtifactUse]:

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 
 from etfarm.client.models import NotifySecret, Webhook, WebhookDelivery
 from etfarm.client.transport.decode import decoded
-from etfarm.client.transport.paging import iterate_pages
+from etfarm.client.transport.paging import iterate_rows
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import webhook_pb2
-
-_PAGE = 500
 
 
 class AsyncWebhooks:
@@ -23,11 +21,8 @@ class AsyncWebhooks:
 
     async def list(self) -> list[Webhook]:
         """Return the webhooks, oldest first."""
-        webhooks: list[Webhook] = []
-        request = webhook_pb2.ListWebhooksRequest(page_size=_PAGE)
-        async for page in iterate_pages(self._stubs.List, request, server=self._server):
-            webhooks += [decoded(Webhook, message) for message in page.webhooks]
-        return webhooks
+        rows = iterate_rows(self._stubs.List, webhook_pb2.ListWebhooksRequest(), "webhooks", server=self._server)
+        return [decoded(Webhook, message) async for message in rows]
 
     async def add(self, url: str, events: Sequence[str] = ()) -> tuple[Webhook, str]:
         """Add a webhook. Return it and the secret that signs its notices, which cannot be read again.
@@ -67,14 +62,9 @@ class AsyncWebhooks:
             webhook_id: only those to this webhook.
             job_id: only those about this job: its whole id.
         """
-        deliveries: list[WebhookDelivery] = []
-        request = webhook_pb2.ListWebhookDeliveriesRequest(page_size=min(_PAGE, limit), webhook_id=webhook_id, job_id=job_id)
-        async for page in iterate_pages(self._stubs.ListDeliveries, request, server=self._server):
-            deliveries += [decoded(WebhookDelivery, message) for message in page.deliveries]
-            if len(deliveries) >= limit:
-                break
-            request.page_size = min(_PAGE, limit - len(deliveries))
-        return deliveries
+        request = webhook_pb2.ListWebhookDeliveriesRequest(webhook_id=webhook_id, job_id=job_id)
+        rows = iterate_rows(self._stubs.ListDeliveries, request, "deliveries", server=self._server, limit=limit)
+        return [decoded(WebhookDelivery, message) async for message in rows]
 
     async def secret(self) -> NotifySecret:
         """Return the secret that signs the notices to the addresses of the project's jobs (`notify`)."""

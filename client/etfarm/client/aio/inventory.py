@@ -13,7 +13,7 @@ import grpc
 from etfarm.client.admin.projects import AsyncProjects
 from etfarm.client.admin.stored_artifacts import AsyncArtifacts
 from etfarm.client.admin.webhooks import AsyncWebhooks
-from etfarm.client.aio.connected import PAGE_SIZE, AsyncConnected
+from etfarm.client.aio.connected import AsyncConnected
 from etfarm.client.errors import from_rpc_error
 from etfarm.client.models import (
     Agent,
@@ -33,7 +33,6 @@ from etfarm.client.models import (
 )
 from etfarm.client.transport import transfers
 from etfarm.client.transport.decode import decoded
-from etfarm.client.transport.paging import iterate_pages
 from etfarm.client.transport.timestamps import to_timestamp
 from etfarm.v1 import agent_pb2, compile_pb2, device_pb2, farm_pb2
 from etfarm.wire import chunks, selectors
@@ -56,11 +55,9 @@ class AsyncInventory(AsyncConnected):
             UserError: `selector` is not a valid selector.
         """
         selectors.parse(selector)
-        request = device_pb2.ListDevicesRequest(selector=selector, page_size=PAGE_SIZE)
-        devices: list[Device] = []
-        async for page in iterate_pages(self._open.devices.List, request, server=self._open.server):
-            devices += [decoded(Device, device) for device in page.devices]
-        return devices
+        request = device_pb2.ListDevicesRequest(selector=selector)
+        rows = self._rows(self._open.devices.List, request, "devices")
+        return [decoded(Device, device) async for device in rows]
 
     async def device(self, device_id: str) -> Device:
         """Return a device by its id, a unique prefix of its id, or its name.
@@ -104,11 +101,9 @@ class AsyncInventory(AsyncConnected):
 
     async def agents(self) -> list[Agent]:
         """Return the known agent identities and the principals whose tokens may use them. Admins only."""
-        request = agent_pb2.ListAgentsRequest(page_size=PAGE_SIZE)
-        agents: list[Agent] = []
-        async for page in iterate_pages(self._open.agents.ListAgents, request, server=self._open.server):
-            agents += [decoded(Agent, agent) for agent in page.agents]
-        return agents
+        request = agent_pb2.ListAgentsRequest()
+        rows = self._rows(self._open.agents.ListAgents, request, "agents")
+        return [decoded(Agent, agent) async for agent in rows]
 
     async def bind_agent(self, agent_id: str, principal: str) -> Agent:
         """Bind an agent identity to the principal whose token may use it from now on. Admins only.
@@ -281,11 +276,9 @@ class AsyncInventory(AsyncConnected):
 
     async def reservations(self) -> list[ReservationInfo]:
         """Return the current reservations of the caller's projects, the next to expire first."""
-        request = device_pb2.ListReservationsRequest(page_size=PAGE_SIZE)
-        reservations: list[ReservationInfo] = []
-        async for page in iterate_pages(self._open.devices.ListReservations, request, server=self._open.server):
-            reservations += [decoded(ReservationInfo, message) for message in page.reservations]
-        return reservations
+        request = device_pb2.ListReservationsRequest()
+        rows = self._rows(self._open.devices.ListReservations, request, "reservations")
+        return [decoded(ReservationInfo, message) async for message in rows]
 
     async def watch_devices(self, selector: str = "", *, telemetry: bool = True) -> AsyncIterator[DeviceChange]:
         """Yield the devices that match, and then each change, until the caller leaves.
@@ -322,10 +315,8 @@ class AsyncInventory(AsyncConnected):
             end_time=to_timestamp(until),
             page_size=TELEMETRY_PAGE_SIZE,
         )
-        readings: list[Telemetry] = []
-        async for page in iterate_pages(self._open.devices.ListTelemetry, request, server=self._open.server):
-            readings += [decoded(Telemetry, message) for message in page.telemetry]
-        return readings
+        rows = self._rows(self._open.devices.ListTelemetry, request, "telemetry")
+        return [decoded(Telemetry, message) async for message in rows]
 
     async def device_health(self, device_id: str, *, limit: int = 100) -> list[HealthEvent]:
         """Return what happened to a device's health, newest first: faults, health runs, and what was done about them.
@@ -342,13 +333,9 @@ class AsyncInventory(AsyncConnected):
         """
         if limit < 1:
             raise UserError(f"`limit` must be at least 1, got {limit}.")
-        request = device_pb2.ListHealthEventsRequest(device_id=device_id, page_size=min(limit, PAGE_SIZE))
-        events: list[HealthEvent] = []
-        async for page in iterate_pages(self._open.devices.ListHealthEvents, request, server=self._open.server):
-            events += [decoded(HealthEvent, event) for event in page.events]
-            if len(events) >= limit:
-                break
-        return events[:limit]
+        request = device_pb2.ListHealthEventsRequest(device_id=device_id)
+        rows = self._rows(self._open.devices.ListHealthEvents, request, "events", limit=limit)
+        return [decoded(HealthEvent, event) async for event in rows]
 
     async def check_device(self, device_id: str) -> HealthEvent:
         """Run the farm's health program on a device, after what it runs now, and return the result.
@@ -389,19 +376,15 @@ class AsyncInventory(AsyncConnected):
 
     async def recipes(self) -> list[RecipeInfo]:
         """Return all recipes, with what the server lacks for those that it cannot run."""
-        request = compile_pb2.ListRecipesRequest(page_size=PAGE_SIZE)
-        recipes: list[RecipeInfo] = []
-        async for page in iterate_pages(self._open.compiler.ListRecipes, request, server=self._open.server):
-            recipes += [decoded(RecipeInfo, recipe) for recipe in page.recipes]
-        return recipes
+        request = compile_pb2.ListRecipesRequest()
+        rows = self._rows(self._open.compiler.ListRecipes, request, "recipes")
+        return [decoded(RecipeInfo, recipe) async for recipe in rows]
 
     async def bundles(self) -> list[Bundle]:
         """Return the runner bundles that the farm sends to devices, newest first."""
-        request = farm_pb2.ListBundlesRequest(page_size=PAGE_SIZE)
-        bundles: list[Bundle] = []
-        async for page in iterate_pages(self._open.farm.ListBundles, request, server=self._open.server):
-            bundles += [decoded(Bundle, bundle) for bundle in page.bundles]
-        return bundles
+        request = farm_pb2.ListBundlesRequest()
+        rows = self._rows(self._open.farm.ListBundles, request, "bundles")
+        return [decoded(Bundle, bundle) async for bundle in rows]
 
     async def add_bundle(self, path: str | Path, *, on_upload: transfers.Moved | None = None) -> Bundle:
         """Upload a runner bundle and offer it to the devices of its architecture.

@@ -10,11 +10,11 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from etfarm.client import reports
-from etfarm.client.aio.connected import PAGE_SIZE, AsyncConnected
+from etfarm.client.aio.connected import AsyncConnected
 from etfarm.client.models import JobInfo, JobPage, JobState, Queue, QueuedRun
 from etfarm.client.submit.options import require_at_least, to_list
 from etfarm.client.transport.decode import decoded
-from etfarm.client.transport.paging import iterate_pages
+from etfarm.client.transport.paging import PAGE_SIZE, iterate_pages
 from etfarm.client.transport.timestamps import to_timestamp
 from etfarm.v1 import job_pb2, report_pb2
 from etfarm.wire.errors import error_for

@@ -14,7 +14,7 @@ from etfarm.client import reports
 from etfarm.client.formats import units
 from etfarm.client.formats.answers import REFERENCES
 from etfarm.client.reports.enums import VerdictStatus
-from etfarm.client.transport.paging import iterate_pages
+from etfarm.client.transport.paging import iterate_rows
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import comparison_pb2, report_pb2
 from etfarm.wire import changes, selectors
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from etfarm.client.reports import GenerationPoint, GenerationReference, Report
 
 SCHEMA: Final = "etfarm.history/1"
-
-_PAGE = 500
 
 
 @dataclass(frozen=True)
@@ -155,16 +153,9 @@ async def fetch(
 ) -> list[HistoryEntry]:
     """See `AsyncFarm.history`."""
     selectors.parse(device)
-    entries: list[HistoryEntry] = []
-    request = report_pb2.ListHistoryRequest(
-        model=model, device=device, recipe=recipe, method=method, threads=threads, page_size=min(_PAGE, limit)
-    )
-    async for page in iterate_pages(stubs.reports.ListHistory, request, server=stubs.server):
-        entries += [_entry(entry) for entry in page.entries]
-        if len(entries) >= limit:
-            break
-        request.page_size = min(_PAGE, limit - len(entries))
-    return entries
+    request = report_pb2.ListHistoryRequest(model=model, device=device, recipe=recipe, method=method, threads=threads)
+    rows = iterate_rows(stubs.reports.ListHistory, request, "entries", server=stubs.server, limit=limit)
+    return [_entry(row) async for row in rows]
 
 
 def trends(entries: Sequence[HistoryEntry]) -> tuple[Series, ...]:

@@ -393,10 +393,11 @@ class AsyncJob:
     async def _reports(self, cell_id: str = "") -> list[report_pb2.Report]:
         """Return all existing reports of the job, or those of one cell."""
         request = report_pb2.GetReportsRequest(job_id=self.id, cell=cell_id)
-        reports: list[report_pb2.Report] = []
-        async for page in iterate_pages(self._stubs.reports.Get, request, server=self._stubs.server):
-            reports += page.reports
-        return reports
+        return [
+            each
+            async for page in iterate_pages(self._stubs.reports.Get, request, server=self._stubs.server)
+            for each in page.reports
+        ]
 
     async def _download(self, artifacts: Mapping[str, common_pb2.Artifact], files: Mapping[str, Path]) -> list[Path]:
         for name, artifact in artifacts.items():

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from etfarm.wire.errors import error_for
+
+PAGE_SIZE: Final = 500
+"""Requested number of rows on a page: the most that a server returns of most lists."""
 
 MAX_PAGES: Final = 100_000
 """Maximum number of pages of one list: at 500 rows a page, 50 million rows."""
@@ -66,3 +69,31 @@ async def iterate_pages(
         server=server,
         max_pages=max_pages,
     )
+
+
+async def iterate_rows(
+    rpc: Callable[[Any], Awaitable[Any]], request: Any, field: str, *, server: str, limit: int | None = None
+) -> AsyncIterator[Any]:
+    """Yield the rows of a list, at most `limit`.
+
+    Args:
+        rpc, server: as of `iterate_pages`.
+        request: without a `page_size`, pages have PAGE_SIZE rows.
+        field: the field of a page that has its rows.
+
+    Raises:
+        EtfarmError: as `iterate_pages`.
+    """
+    if limit is not None and limit <= 0:
+        return
+    left, most = limit, request.page_size or PAGE_SIZE
+    request.page_size = most if left is None else min(left, most)
+    async for page in iterate_pages(rpc, request, server=server):
+        rows = getattr(page, field)
+        for row in rows[:left]:
+            yield row
+        if left is not None:
+            left -= len(rows)
+            if left <= 0:
+                return
+            request.page_size = min(left, most)
