@@ -103,7 +103,7 @@ class AsyncSubmissions(AsyncConnected):
             EtfarmError: the file is not what its name says, or its loading could execute code; see CompileService.Inspect and
                 ArtifactService.Upload.
         """
-        from etfarm.client.submit.inspection import inspect_on_farm
+        from etfarm.client.submit.submission import inspect_on_farm
 
         return await inspect_on_farm(self._open, Path(path), name)
 

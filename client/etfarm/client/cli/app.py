@@ -15,12 +15,11 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from etfarm.client.cli.connection import Project
-from etfarm.client.cli.help_texts import make_readable
+from etfarm.client.cli.help_texts import describe_bad_value, make_readable
 from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.options import ListJson, finite
 from etfarm.client.cli.outcome import Outcome
 from etfarm.client.cli.terminal.capabilities import printable, tell
-from etfarm.client.cli.usage import describe_bad_value
 from etfarm.client.errors import Interrupted, OutputUnwritable, exit_code
 from etfarm.client.transport.daemon_thread import leave_busy_threads
 from etfarm.client.transport.server_wait import SAY_AWAY

@@ -15,9 +15,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 
-from etfarm.client.datasets.dispatch import Deal
+from etfarm.client.datasets.dispatch import Deal, Tally, Work
 from etfarm.client.datasets.samples import Sample
-from etfarm.client.datasets.tally import Tally, Work
 from etfarm.client.errors import EtfarmError, Fault
 from etfarm.client.models import Device
 from etfarm.client.sessions.calls import Outputs

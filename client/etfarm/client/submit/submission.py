@@ -16,10 +16,13 @@ from etfarm.client.submit.input_names import InputMissing, Named
 from etfarm.client.submit.input_types import require_fitting
 from etfarm.client.submit.inputs import Inputs, files_of, read_samples, values_of
 from etfarm.client.submit.preparation import ExampleInputs, Say, prepare
-from etfarm.client.submit.prepared import PreparedModel, distinct_names
+from etfarm.client.submit.prepared import PreparedMethod, PreparedModel, distinct_names
 from etfarm.client.submit.recipes import reads_values
 from etfarm.client.submit.value_names import ValueNames
-from etfarm.wire import tensors
+from etfarm.client.transport import transfers
+from etfarm.client.transport.stubs import Stubs
+from etfarm.v1 import compile_pb2
+from etfarm.wire import chunks, tensors
 from etfarm.wire.errors import UserError, error_for
 from etfarm.wire.samples import MAX_SAMPLES, MAX_SAMPLES_BYTES, AccuracySamples
 
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from etfarm.client.submit.prepared import PreparedExport
     from etfarm.v1 import common_pb2, job_pb2
     from etfarm.wire.recipes import Recipe
+
 
 _MAX_NAMED: Final = 64
 """Number of forgotten names, and of differing sizes, that a server accepts; the first ones are sent."""
@@ -314,3 +318,20 @@ class SubmissionRequest:
 def several(one_or_more: Any) -> list[Any]:
     """Return the items of a list or tuple, or a list with the only item."""
     return list(one_or_more) if isinstance(one_or_more, list | tuple) else [one_or_more]
+
+
+async def inspect_on_farm(stubs: Stubs, path: Path, name: str) -> PreparedModel:
+    """Upload a .pt2 or .pte, and return it as the farm describes it; see `AsyncSubmissions.inspect`."""
+    artifact = await chunks.artifact_of_file(path)
+    await transfers.upload_missing(stubs, {artifact.digest: (artifact, path)})
+    is_program = path.suffix.lower() == ".pte"
+    wanted = compile_pb2.MODEL_FORMAT_PTE if is_program else compile_pb2.MODEL_FORMAT_PT2
+    described = await stubs.compiler.Inspect(compile_pb2.InspectRequest(digest=artifact.digest, format=wanted))
+    label = name or path.stem
+    if is_program:
+        return PreparedModel(label, program=path)
+    method = PreparedMethod(
+        path, input_names=tuple(described.input_names), output_names=tuple(described.output_names),
+        transformed=described.transformed, quantized=described.quantized,
+    )  # fmt: skip
+    return PreparedModel.of(label, {"forward": method})

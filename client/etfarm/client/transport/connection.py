@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
@@ -16,11 +17,12 @@ from etfarm.client.embedded.lease import Lease, join
 from etfarm.client.transport.retry import Patience, repeat
 from etfarm.client.transport.server_wait import BRIEF_S, SAY_AWAY, chosen_wait_s
 from etfarm.client.transport.stubs import Stubs
-from etfarm.client.transport.versions import require_common_version
+from etfarm.v1 import farm_pb2
 from etfarm.wire import names
 from etfarm.wire.channel import Access, open_channel, socket_token
 from etfarm.wire.errors import EtfarmError, error_for
 from etfarm.wire.failover import settle
+from etfarm.wire.names import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 
 CHOSEN_PROJECT: Final[ContextVar[str | None]] = ContextVar("chosen_project", default=None)
 """The project of `--project`, for every farm that a command connects to."""
@@ -166,3 +168,27 @@ async def open_stubs(server: str | None = None, tls_ca: str | Path | None = None
         yield connection.stubs
     finally:
         await connection.close()
+
+
+def require_common_version(info: farm_pb2.ServerInfo, *, server: str) -> None:
+    """Check that a server and this client speak a common version of the contract.
+
+    Raises:
+        SERVER_TOO_OLD, CLIENT_TOO_OLD: they have none in common; the remedy names what to install.
+    """
+    if info.protocol_version < OLDEST_PROTOCOL_VERSION:
+        raise error_for(
+            "SERVER_TOO_OLD",
+            f"The server at {server} is etfarm {info.version}, which this version cannot talk to.",
+            "Update the server, or stop the `etfarm up` of the old version.",
+            server=server,
+            version=info.version,
+        )
+    if info.oldest_protocol_version > PROTOCOL_VERSION:
+        raise error_for(
+            "CLIENT_TOO_OLD",
+            f"The server at {server} is etfarm {info.version}, which no longer serves etfarm {version('etfarm')}.",
+            f"Install the server's version: pip install 'etfarm=={info.version}'.",
+            server=server,
+            version=info.version,
+        )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from etfarm.client.formats import answers, compared, units
-from etfarm.client.formats.compared_fact import Fact
+from etfarm.client.formats.compared import Fact
 from etfarm.wire import views
 
 Json = Mapping[str, Any]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from etfarm.client.cli.arguments import require_file
-from etfarm.client.cli.usage import describe_bad_value
+from etfarm.client.cli.help_texts import describe_bad_value
 from tests.support.refusals import refuses
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from etfarm.client.transport.versions import require_common_version
+from etfarm.client.transport.connection import require_common_version
 from etfarm.v1.farm_pb2 import ServerInfo
 from etfarm.wire.names import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from tests.support.golden import Golden

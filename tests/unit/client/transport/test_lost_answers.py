@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from etfarm.client import AsyncFarm
-from etfarm.client.cli.views.retirement import describe_removal, describe_retirement
+from etfarm.client.cli.views.devices import describe_removal, describe_retirement
 from etfarm.v1 import agent_pb2, agent_pb2_grpc, device_pb2, device_pb2_grpc
 from etfarm.wire.errors import EtfarmError, Fault, Kind, error_of
 from etfarm.wire.status import to_status

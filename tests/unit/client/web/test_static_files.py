@@ -8,7 +8,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.testclient import TestClient
 
-from etfarm.client.web.static_files import BUNDLES, StaticFiles
+from etfarm.client.web.app import BUNDLES, StaticFiles
 from etfarm.client.web.templating import STATIC_FOLDERS
 
 

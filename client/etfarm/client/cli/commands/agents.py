@@ -86,7 +86,7 @@ def remove(
     agent: Annotated[str, typer.Argument(metavar="ID|NAME", help="The agent's id, or the principal that has this agent only.")],
 ) -> None:
     """Remove an agent without devices: revoke its token, end its connection, and forget its identity."""
-    from etfarm.client.cli.views.retirement import describe_removal
+    from etfarm.client.cli.views.devices import describe_removal
 
     for line in describe_removal(connection.call(lambda farm: farm.remove_agent(agent))):
         tell(line)

@@ -19,10 +19,10 @@ from etfarm.client.cli.views.devices import (
     describe,
     describe_drain,
     describe_reservation,
+    describe_retirement,
     facts,
     list_labels,
 )
-from etfarm.client.cli.views.retirement import describe_retirement
 from etfarm.client.cli.workflows import reserving, telemetry, watching
 from etfarm.client.fleet.runners import describe_runner
 from etfarm.wire.errors import EtfarmError, error_for

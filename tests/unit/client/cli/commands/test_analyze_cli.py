@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from etfarm.client.cli.commands.report.tag import worked_out
+from etfarm.client.cli.commands.report.main import worked_out
 
 
 def report_of(cached: bool | None = False, state: str = "SUCCEEDED", version: str = "1.2.0") -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 
 from etfarm.client.cli.commands import run
 from etfarm.client.cli.terminal.progress import SampleLines, left
-from etfarm.client.datasets.tally import Tally, Work
+from etfarm.client.datasets.dispatch import Tally, Work
 from etfarm.client.models import Device
 from etfarm.client.transport.decode import decoded
 from etfarm.v1 import device_pb2
