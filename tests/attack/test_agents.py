@@ -6,7 +6,6 @@ import asyncio
 import platform
 from array import array
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import grpc
 import pytest
@@ -22,7 +21,6 @@ from etfarm.v1 import (
     device_pb2,
     device_pb2_grpc,
     job_pb2,
-    job_pb2_grpc,
     project_pb2,
     project_pb2_grpc,
     session_pb2,
@@ -31,14 +29,13 @@ from etfarm.v1 import (
 )
 from etfarm.wire import digest
 from etfarm.wire.channel import Access, open_channel
-from etfarm.wire.chunks import artifact_of, upload
 from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 from tests.support.farm import private_file, serve
-from tests.support.farm_calls import open_channels
+from tests.support.farm_calls import FarmCalls, open_channels
 from tests.support.programs import program
 from tests.support.runner import runner_archive
-from tests.support.session_ends import Agent, Caller
+from tests.support.session_ends import Agent, Caller, answered, welcomed
 
 pytestmark = pytest.mark.slow(reason="attacks a real server with agents")
 
@@ -75,12 +72,6 @@ async def refusal(agent: Agent) -> str:
     return ""
 
 
-async def is_welcome(agent: Agent) -> None:
-    async with asyncio.timeout(WAIT_S):
-        message = await agent.stream.read()
-    assert message.HasField("welcome"), message
-
-
 async def leave(agent: Agent) -> None:
     agent.outgoing.put_nowait(agent_pb2.AgentMessage(goodbye=agent_pb2.Goodbye()))
     await refusal(agent)
@@ -89,41 +80,33 @@ async def leave(agent: Agent) -> None:
 async def test_a_silent_agents_identity_and_devices_cannot_be_taken_with_another_token(
     channels: dict[str, grpc.aio.Channel],
 ) -> None:
-    board = Agent(channels["rack"], "board")
-    await is_welcome(board)
+    board = await welcomed(channels["rack"], "board")
     await leave(board)
     assert await refusal(Agent(channels["thief"], "board")) == "AGENT_NOT_YOURS"
     # As an agent of its own with the board's devices.
     assert await refusal(Agent(channels["thief"], "fresh", devices=board.devices)) == "DEVICE_NOT_YOURS"
     # By an update, once it is welcome with a device of its own.
-    thief = Agent(channels["thief"], "thief")
-    await is_welcome(thief)
+    thief = await welcomed(channels["thief"], "thief")
     update = agent_pb2.DeviceUpdate(device=board.devices[0])
-    thief.outgoing.put_nowait(agent_pb2.AgentMessage(device_update=update))
+    thief.send(agent_pb2.AgentMessage(device_update=update))
+    await thief.has_read_all()
     devices = device_pb2_grpc.DeviceServiceStub(channels["ann"])
-    # What comes after the update has been taken was answered after it.
-    thief.outgoing.put_nowait(agent_pb2.AgentMessage(run_result=agent_pb2.RunResult(attempt_id="late")))
-    async with asyncio.timeout(WAIT_S):
-        assert (await thief.stream.read()).ack.attempt_id == "late"
     known = await devices.Get(device_pb2.GetDeviceRequest(device_id=board.devices[0].id))
     assert (known.agent_id, known.state) == ("board", device_pb2.DEVICE_STATE_OFFLINE)
     await leave(thief)
-    again = Agent(channels["rack"], "board")
-    await is_welcome(again)
+    again = await welcomed(channels["rack"], "board")
     await leave(again)
 
 
 @pytest.mark.remedy("DEVICE_CONNECTED")
 async def test_an_admin_moves_an_identity_and_forgets_devices(channels: dict[str, grpc.aio.Channel]) -> None:
     admin = agent_pb2_grpc.AgentServiceStub(channels["root"])
-    old = Agent(channels["rack"], "moved")
-    await is_welcome(old)
+    old = await welcomed(channels["rack"], "moved")
     bound = await admin.BindAgent(agent_pb2.BindAgentRequest(agent_id="moved", principal="thief"))
     assert (bound.principal, sorted(bound.device_ids)) == ("thief", sorted(device.id for device in old.devices))
     assert await refusal(old) == "", "its stream ends"
     assert await refusal(Agent(channels["rack"], "moved")) == "AGENT_NOT_YOURS"
-    new = Agent(channels["thief"], "moved")
-    await is_welcome(new)
+    new = await welcomed(channels["thief"], "moved")
     devices = device_pb2_grpc.DeviceServiceStub(channels["root"])
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await devices.Forget(device_pb2.ForgetDeviceRequest(device_id=new.devices[0].id))
@@ -142,58 +125,21 @@ async def test_an_admin_moves_an_identity_and_forgets_devices(channels: dict[str
 async def test_a_forged_measurement_is_a_device_fault_and_never_valid(
     channels: dict[str, grpc.aio.Channel], executed: str, words: str
 ) -> None:
-    data = program("add").path.read_bytes()
-    pte = artifact_of(data)
-    await upload(artifact_pb2_grpc.ArtifactServiceStub(channels["ann"]), pte, data)
-    samples = array("q", [1] * 1000).tobytes()
-    forged = artifact_of(samples)
-    thief = Agent(channels["thief"], f"forger-{executed}")
-    await is_welcome(thief)
-    await upload(artifact_pb2_grpc.ArtifactServiceStub(channels["thief"]), forged, samples)
-    jobs = job_pb2_grpc.JobServiceStub(channels["ann"])
-    spec = job_pb2.JobSpec(
-        name="forged", candidates=[job_pb2.Candidate(name="linear", program=compile_pb2.Program(pte=pte))],
-        devices=[job_pb2.DeviceChoice(selector=f"id={thief.devices[0].id}")],
-        measurement=job_pb2.Measurement(iterations=1000),
+    forged = await FarmCalls(channels["thief"]).put(array("q", [1] * 1000).tobytes())
+    thief = await welcomed(channels["thief"], f"forger-{executed}")
+    result = agent_pb2.CandidateResult(
+        threads=1, iterations=1000, duration_ns=1_000_000_000, stop_reason=common_pb2.STOP_REASON_ENOUGH, samples=forged,
+        outputs=forged,
     )  # fmt: skip
-    job = await jobs.Submit(
-        job_pb2.SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id=f"forged-{executed}", spec=spec)
-    )
-    for _ in range(3):
-        start = await thief.started()
-        (candidate,) = start.candidates
-        result = agent_pb2.CandidateResult(
-            cell_id=candidate.cell_id, threads=1, iterations=1000, duration_ns=1_000_000_000,
-            stop_reason=common_pb2.STOP_REASON_ENOUGH, samples=forged, outputs=forged,
-        )  # fmt: skip
-        if executed:
-            getattr(result, executed).samples = 3
-        answer = agent_pb2.RunResult(attempt_id=start.attempt_id, device_id=start.device_id, candidates=[result])
-        thief.outgoing.put_nowait(agent_pb2.AgentMessage(run_result=answer))
-    async with asyncio.timeout(WAIT_S):
-        async for event in jobs.Watch(job_pb2.WatchJobRequest(job_id=job.id)):
-            last = event
-    assert last.job_state == job_pb2.JOB_STATE_FAILED
-    (cell,) = (await jobs.Get(job_pb2.GetJobRequest(job_id=job.id))).cells
+    if executed:
+        getattr(result, executed).samples = 3
+    job = await answered(channels["ann"], thief, result, measurement=job_pb2.Measurement(iterations=1000))
+    assert job.state == job_pb2.JOB_STATE_FAILED
+    (cell,) = job.cells
     assert (cell.error.reason, cell.error.fault) == ("RESULT_IMPLAUSIBLE", common_pb2.FAULT_DEVICE)
     assert words in f"{cell.error.reason} {cell.error.message}"
     assert [attempt.error.reason for attempt in cell.attempts] == ["RESULT_IMPLAUSIBLE"] * 3
     await leave(thief)
-
-
-async def test_only_an_admin_sees_and_binds_identities(channels: dict[str, grpc.aio.Channel], tmp_path: Path) -> None:
-    for name in ("ann", "rack"):
-        stub = agent_pb2_grpc.AgentServiceStub(channels[name])
-        for call in (
-            stub.ListAgents(agent_pb2.ListAgentsRequest()),
-            stub.BindAgent(agent_pb2.BindAgentRequest(agent_id="board", principal=name)),
-        ):
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await call
-            assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await device_pb2_grpc.DeviceServiceStub(channels[name]).Forget(device_pb2.ForgetDeviceRequest(device_id="b"))
-        assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
 async def enrolled(root: grpc.aio.Channel, server: str, principal: str, agent_id: str) -> str:
@@ -214,8 +160,7 @@ async def test_an_enrolled_identity_cannot_be_taken_before_its_agent_connects(
     token = await enrolled(channels["root"], server, "board-8", "enrolled")
     assert await refusal(Agent(channels["thief"], "enrolled")) == "AGENT_NOT_YOURS"
     async with open_channel(Access(server, token)) as channel:
-        board = Agent(channel, "enrolled")
-        await is_welcome(board)
+        board = await welcomed(channel, "enrolled")
         await leave(board)
 
 
@@ -224,34 +169,26 @@ async def test_a_restricted_device_stays_restricted_under_a_new_id(server: str, 
     await project_pb2_grpc.ProjectServiceStub(root).Create(project_pb2.CreateProjectRequest(name="cage"))
     devices = device_pb2_grpc.DeviceServiceStub(root)
     async with open_channel(Access(server, await enrolled(root, server, "caged", "caged"))) as channel:
-        caged = Agent(channel, "caged")
-        await is_welcome(caged)
+        caged = await welcomed(channel, "caged")
         for device in caged.devices:
             await devices.Restrict(device_pb2.RestrictDeviceRequest(device_id=device.id, projects=["cage"]))
         alias = device_pb2.Device(id="alias-of-caged", name="free", arch="x86_64", cores=2)
         caged.outgoing.put_nowait(agent_pb2.AgentMessage(device_update=agent_pb2.DeviceUpdate(device=alias)))
-        caged.outgoing.put_nowait(agent_pb2.AgentMessage(run_result=agent_pb2.RunResult(attempt_id="late")))
-        async with asyncio.timeout(WAIT_S):
-            assert (await caged.stream.read()).ack.attempt_id == "late"
+        await caged.has_read_all()
         assert list((await devices.Get(device_pb2.GetDeviceRequest(device_id=alias.id))).projects) == ["cage"]
         await leave(caged)
         # By a Hello, and over a restriction that an admin lifts.
         await devices.Restrict(device_pb2.RestrictDeviceRequest(device_id=alias.id, projects=[]))
         second = device_pb2.Device(id="second-of-caged", name="second", arch="x86_64", cores=2)
-        uncaged = Agent(channel, "caged", devices=[second])
-        await is_welcome(uncaged)
+        uncaged = await welcomed(channel, "caged", devices=[second])
         assert not (await devices.Get(device_pb2.GetDeviceRequest(device_id=second.id))).projects, "as its free device"
         await leave(uncaged)
 
 
 async def test_a_sessions_answers_do_not_delete_uploads_of_others(channels: dict[str, grpc.aio.Channel]) -> None:
-    artifacts = artifact_pb2_grpc.ArtifactServiceStub(channels["ann"])
-    data, fresh = program("add").path.read_bytes(), b"uploaded for a job that is submitted next"
-    for each in (data, fresh):
-        await upload(artifacts, artifact_of(each), each)
-    pte, victim = artifact_of(data), artifact_of(fresh)
-    thief = Agent(channels["thief"], "deleter")
-    await is_welcome(thief)
+    ann = FarmCalls(channels["ann"])
+    pte, victim = [await ann.put(each) for each in (program("add").bytes, b"uploaded for a job that is submitted next")]
+    thief = await welcomed(channels["thief"], "deleter")
     created = compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
     request = session_pb2.OpenSessionRequest(selector=f"id={thief.devices[0].id}", program=created)
     caller = Caller(channels["ann"], request)
@@ -264,13 +201,9 @@ async def test_a_sessions_answers_do_not_delete_uploads_of_others(channels: dict
     await caller.event("ended")
     async with asyncio.timeout(WAIT_S):
         assert await caller.events.read() is grpc.aio.EOF
-    missing = await artifacts.FindMissing(artifact_pb2.FindMissingArtifactsRequest(digests=[victim.digest]))
+    missing = await ann.artifacts.FindMissing(artifact_pb2.FindMissingArtifactsRequest(digests=[victim.digest]))
     assert not missing.missing
     await leave(thief)
-
-
-async def test_an_overlong_agent_id_is_refused(channels: dict[str, grpc.aio.Channel]) -> None:
-    assert await refusal(Agent(channels["thief"], "n" * 101, devices=[])) == "LIMIT_EXCEEDED"
 
 
 async def downloads(channel: grpc.aio.Channel, wanted: str) -> str:
@@ -288,30 +221,22 @@ async def downloads(channel: grpc.aio.Channel, wanted: str) -> str:
 
 @pytest.mark.remedy("ARTIFACT_NOT_OF_ATTEMPT")
 async def test_an_agent_can_only_download_its_attempts_artifacts(channels: dict[str, grpc.aio.Channel]) -> None:
-    artifacts = artifact_pb2_grpc.ArtifactServiceStub(channels["ann"])
-    data, private = program("conv").path.read_bytes(), b"a model of ann's that no device has asked for"
-    for each in (data, private):
-        await upload(artifacts, artifact_of(each), each)
-    pte, absent = artifact_of(data).digest, "ARTIFACT_NOT_OF_ATTEMPT"
-    board = Agent(channels["rack"], "reader")
-    await is_welcome(board)
+    ann, absent = FarmCalls(channels["ann"]), "ARTIFACT_NOT_OF_ATTEMPT"
+    candidate, private = await ann.program(program("conv").bytes, "conv"), await ann.put(b"a model that no device has asked for")
+    pte = candidate.program.pte.digest
+    board = await welcomed(channels["rack"], "reader")
     assert await downloads(channels["rack"], pte) == absent, "before the attempt"
-    spec = job_pb2.JobSpec(
-        name="read", candidates=[job_pb2.Candidate(name="conv", program=compile_pb2.Program(pte=artifact_of(data)))],
-        devices=[job_pb2.DeviceChoice(selector=f"id={board.devices[0].id}")],
-    )  # fmt: skip
-    jobs = job_pb2_grpc.JobServiceStub(channels["ann"])
-    job = await jobs.Submit(job_pb2.SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id="read", spec=spec))
+    devices = [job_pb2.DeviceChoice(selector=f"id={board.devices[0].id}")]
+    job = await ann.submit(job_pb2.JobSpec(candidates=[candidate], devices=devices))
     start = await board.started()
     assert start.candidates[0].program.pte.digest == pte
     assert await downloads(channels["rack"], pte) == ""
     assert await downloads(channels["rack"], start.candidates[0].bundle.artifact.digest) == ""
-    assert await downloads(channels["rack"], artifact_of(private).digest) == absent
+    assert await downloads(channels["rack"], private.digest) == absent
     assert await downloads(channels["thief"], pte) == absent, "another agent's attempt"
     board.ended(start, "PROGRAM_FAILED", common_pb2.FAULT_USER)
     async with asyncio.timeout(WAIT_S):
-        async for event in jobs.Watch(job_pb2.WatchJobRequest(job_id=job.id)):
-            last = event
+        (*_, last) = await ann.watch(job.id)
         while not (message := await board.stream.read()).HasField("ack"):
             pass
     assert (last.job_state, message.ack.attempt_id) == (job_pb2.JOB_STATE_FAILED, start.attempt_id)
@@ -325,32 +250,17 @@ async def test_a_device_named_like_an_architecture_does_not_capture_its_jobs(
     # The first by name, with a runner of its own that can do nothing.
     lacking = device_pb2.DeviceRunner(kind=common_pb2.RUNNER_KIND_OWN, backends=["None"], operators=["none"])
     captor = device_pb2.Device(id=platform.machine(), name=" ", arch="none", cores=7, own_runners=[lacking])
-    impostor = Agent(channels["thief"], "impostor", devices=[captor])
-    await is_welcome(impostor)
-    board = Agent(channels["rack"], "honest")
-    await is_welcome(board)
+    impostor = await welcomed(channels["thief"], "impostor", devices=[captor])
+    board = await welcomed(channels["rack"], "honest")
     honest = device_pb2.Device(id="honest-of-7", name="honest-of-7", arch=platform.machine(), cores=7)
     board.outgoing.put_nowait(agent_pb2.AgentMessage(device_update=agent_pb2.DeviceUpdate(device=honest)))
-    board.outgoing.put_nowait(agent_pb2.AgentMessage(run_result=agent_pb2.RunResult(attempt_id="late")))
-    async with asyncio.timeout(WAIT_S):
-        assert (await board.stream.read()).ack.attempt_id == "late"
-    data = program("conv").path.read_bytes()
-    await upload(artifact_pb2_grpc.ArtifactServiceStub(channels["ann"]), artifact_of(data), data)
-    spec = job_pb2.JobSpec(
-        name="any", candidates=[job_pb2.Candidate(name="conv", program=compile_pb2.Program(pte=artifact_of(data)))],
-        devices=[job_pb2.DeviceChoice(selector="cores=7")],
-    )  # fmt: skip
-    jobs = job_pb2_grpc.JobServiceStub(channels["ann"])
-    job = await jobs.Submit(job_pb2.SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id="any", spec=spec))
-    started = asyncio.ensure_future(board.started())
-
-    async def over() -> None:
-        async for _ in jobs.Watch(job_pb2.WatchJobRequest(job_id=job.id)):
-            pass
-
-    ending = asyncio.ensure_future(over())
+    await board.has_read_all()
+    ann = FarmCalls(channels["ann"])
+    candidates = [await ann.program(program("conv").bytes, "conv")]
+    job = await ann.submit(job_pb2.JobSpec(candidates=candidates, devices=[job_pb2.DeviceChoice(selector="cores=7")]))
+    started, ending = asyncio.ensure_future(board.started()), asyncio.ensure_future(ann.watch(job.id))
     await asyncio.wait({started, ending}, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
-    assert started.done(), (await jobs.Get(job_pb2.GetJobRequest(job_id=job.id))).cells[0].error
+    assert started.done(), (await ann.jobs.Get(job_pb2.GetJobRequest(job_id=job.id))).cells[0].error
     assert started.result().device_id == honest.id
     board.ended(started.result(), "PROGRAM_FAILED", common_pb2.FAULT_USER)
     await ending

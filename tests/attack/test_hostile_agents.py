@@ -20,20 +20,19 @@ from etfarm.v1 import (
     common_pb2,
     compile_pb2,
     job_pb2,
-    job_pb2_grpc,
     session_pb2,
 )
 from etfarm.wire import digest
 from etfarm.wire.channel import CLIENT_OPTIONS, Access, open_channel
-from etfarm.wire.chunks import artifact_of, upload
+from etfarm.wire.chunks import artifact_of
 from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 from tests.support.agent_stream import AgentStream
 from tests.support.farm import private_file, serve
-from tests.support.farm_calls import open_channels
+from tests.support.farm_calls import FarmCalls, open_channels
 from tests.support.programs import program
 from tests.support.runner import runner_archive
-from tests.support.session_ends import Agent, Caller
+from tests.support.session_ends import Caller, answered, welcomed
 
 pytestmark = pytest.mark.slow(reason="attacks a real server with agents")
 
@@ -108,8 +107,7 @@ async def test_an_agent_that_does_not_read_its_answers_is_not_read_either(server
     monkeypatch.setattr(etfarm.wire.channel, "CLIENT_OPTIONS", [*CLIENT_OPTIONS, ("grpc.http2.bdp_probe", 0)])
     sent, acknowledged = 9_000, 0
     async with open_channel(Access(server, TOKENS["thief"])) as channel:
-        deaf = Agent(channel, "deaf", devices=[])
-        await is_welcome(deaf)
+        deaf = await welcomed(channel, "deaf", devices=[])
         for _ in range(sent):
             deaf.send(agent_pb2.AgentMessage(run_result=agent_pb2.RunResult(attempt_id="\N{PILE OF POO}" * 1_000)))
         deaf.outgoing.put_nowait(None)
@@ -124,24 +122,16 @@ async def test_an_agent_that_does_not_read_its_answers_is_not_read_either(server
     assert 0 < acknowledged < sent / 2
 
 
-async def stored(channel: grpc.aio.Channel, data: bytes) -> common_pb2.Artifact:
-    artifact = artifact_of(data)
-    await upload(artifact_pb2_grpc.ArtifactServiceStub(channel), artifact, data)
-    return artifact
-
-
 async def test_an_answer_of_a_session_has_what_its_agent_uploaded_or_is_the_devices_fault(
     channels: dict[str, grpc.aio.Channel],
 ) -> None:
-    pte = await stored(channels["ann"], program("add").path.read_bytes())
-    thief = Agent(channels["thief"], "server")
-    await is_welcome(thief)
+    pte = await FarmCalls(channels["ann"]).put(program("add").bytes)
+    thief = await welcomed(channels["thief"], "server")
     created = compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
     caller = Caller(channels["ann"], session_pb2.OpenSessionRequest(selector=f"id={thief.devices[0].id}", program=created))
     serving = thief.serve(await thief.started())
     await caller.event("ready")
-    own = await stored(channels["thief"], b"an output")
-    never = await stored(channels["thief"], b"an output that no call asked for")
+    own, never = [await FarmCalls(channels["thief"]).put(each) for each in (b"an output", b"that no call asked for")]
     Tensors = session_pb2.SessionTensors
     wrong = [
         (1, Tensors(artifact=artifact_of(b"never uploaded"))),
@@ -178,67 +168,34 @@ async def test_an_answer_of_a_session_has_what_its_agent_uploaded_or_is_the_devi
 async def test_a_result_that_contradicts_its_files_or_plan_is_the_devices_fault(
     channels: dict[str, grpc.aio.Channel], claim: dict[str, object], request: pytest.FixtureRequest
 ) -> None:
-    name = request.node.callspec.id
-    pte = await stored(channels["ann"], program("add").path.read_bytes())
-    samples = await stored(channels["thief"], array("q", [1_000_000] * 100).tobytes())
-    thief = Agent(channels["thief"], name)
-    await is_welcome(thief)
-    jobs = job_pb2_grpc.JobServiceStub(channels["ann"])
-    spec = job_pb2.JobSpec(
-        name=name, candidates=[job_pb2.Candidate(name="add", program=compile_pb2.Program(pte=pte))],
-        devices=[job_pb2.DeviceChoice(selector=f"id={thief.devices[0].id}")],
-        measurement=job_pb2.Measurement(iterations=100, no_profile=True),
+    samples = await FarmCalls(channels["thief"]).put(array("q", [1_000_000] * 100).tobytes())
+    thief = await welcomed(channels["thief"], request.node.callspec.id)
+    result = agent_pb2.CandidateResult(
+        threads=1, iterations=100, duration_ns=100_000_000, stop_reason=common_pb2.STOP_REASON_ENOUGH, samples=samples,
+        outputs=samples,
     )  # fmt: skip
-    job = await jobs.Submit(job_pb2.SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id=name, spec=spec))
-    for _ in range(3):
-        start = await thief.started()
-        result = agent_pb2.CandidateResult(
-            cell_id=start.candidates[0].cell_id, threads=1, iterations=100, duration_ns=100_000_000,
-            stop_reason=common_pb2.STOP_REASON_ENOUGH, samples=samples, outputs=samples,
-        )  # fmt: skip
-        for field, value in claim.items():
-            if isinstance(value, int):
-                getattr(result, field).size_bytes = value
-            elif isinstance(value, list):
-                getattr(result, field).extend(value)
-        answer = agent_pb2.RunResult(attempt_id=start.attempt_id, device_id=start.device_id, candidates=[result])
-        await asyncio.sleep(0.2)  # the pass takes 0.1 s
-        thief.send(agent_pb2.AgentMessage(run_result=answer))
-    async with asyncio.timeout(WAIT_S):
-        async for _ in jobs.Watch(job_pb2.WatchJobRequest(job_id=job.id)):
-            pass
-    (cell,) = (await jobs.Get(job_pb2.GetJobRequest(job_id=job.id))).cells
+    for field, value in claim.items():
+        if isinstance(value, int):
+            getattr(result, field).size_bytes = value
+        elif isinstance(value, list):
+            getattr(result, field).extend(value)
+    measurement = job_pb2.Measurement(iterations=100, no_profile=True)
+    # The pass takes 0.1 s.
+    (cell,) = (await answered(channels["ann"], thief, result, pause_s=0.2, measurement=measurement)).cells
     assert (cell.error.reason, cell.error.fault) == ("RESULT_IMPLAUSIBLE", common_pb2.FAULT_DEVICE)
     thief.close()
 
 
 async def test_a_job_stays_small_whatever_its_agent_reports(channels: dict[str, grpc.aio.Channel]) -> None:
-    pte = await stored(channels["ann"], program("add").path.read_bytes())
-    thief = Agent(channels["thief"], "chatty")
-    await is_welcome(thief)
-    jobs = job_pb2_grpc.JobServiceStub(channels["ann"])
-    spec = job_pb2.JobSpec(
-        name="chatty", candidates=[job_pb2.Candidate(name="add", program=compile_pb2.Program(pte=pte))],
-        devices=[job_pb2.DeviceChoice(selector=f"id={thief.devices[0].id}")],
-    )  # fmt: skip
-    job = await jobs.Submit(job_pb2.SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id="chatty", spec=spec))
+    thief = await welcomed(channels["thief"], "chatty")
     texts = {f"text {number}": "\N{PILE OF POO}" * 30_000 for number in range(100)}
-    for _ in range(3):
-        start = await thief.started()
-        result = agent_pb2.CandidateResult(
-            cell_id=start.candidates[0].cell_id,
-            error=common_pb2.Error(
-                fault=common_pb2.FAULT_DEVICE, reason="BROKEN", message="m" * 30_000, remedy="r" * 8_000, metadata=texts
-            ),
-        )
-        for _ in range(1_000):
-            result.phases.add(phase="\N{PILE OF POO}" * 1_000)
-        answer = agent_pb2.RunResult(attempt_id=start.attempt_id, device_id=start.device_id, candidates=[result])
-        thief.send(agent_pb2.AgentMessage(run_result=answer))
-    async with asyncio.timeout(WAIT_S):
-        async for _ in jobs.Watch(job_pb2.WatchJobRequest(job_id=job.id)):
-            pass
-    ended = await jobs.Get(job_pb2.GetJobRequest(job_id=job.id))
+    error = common_pb2.Error(
+        fault=common_pb2.FAULT_DEVICE, reason="BROKEN", message="m" * 30_000, remedy="r" * 8_000, metadata=texts
+    )
+    result = agent_pb2.CandidateResult(error=error)
+    for _ in range(1_000):
+        result.phases.add(phase="\N{PILE OF POO}" * 1_000)
+    ended = await answered(channels["ann"], thief, result)
     (cell,) = ended.cells
     assert (cell.error.reason, cell.error.fault) == ("BROKEN", common_pb2.FAULT_DEVICE)
     assert cell.error.message.startswith("m" * 4_000) and cell.error.metadata

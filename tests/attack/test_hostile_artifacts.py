@@ -155,47 +155,11 @@ async def test_announced_bytes_count_against_the_quota(callers: dict[str, Caller
                 assert status.from_rpc_error(failed, server="").reason == "QUOTA_EXCEEDED"
 
 
-@pytest.mark.parametrize(
-    ("size", "reason", "kind"),
-    [((16 << 30) + 1, "LIMIT_EXCEEDED", "RESOURCE_EXHAUSTED"), (-1, "BAD_UPLOAD", "INVALID_ARGUMENT"),
-     (-(1 << 63), "BAD_UPLOAD", "INVALID_ARGUMENT"), ((1 << 63) - 1, "LIMIT_EXCEEDED", "RESOURCE_EXHAUSTED")],
-)  # fmt: skip
-async def test_absurd_sizes_are_refused_before_any_data(callers: dict[str, Caller], size: int, reason: str, kind: str) -> None:
-    error = await refusal(await callers["ann"].begin(Artifact(digest="e" * 64, size_bytes=size)))
-    assert (error.reason, error.kind) == (reason, kind)
-
-
 async def test_a_path_as_a_digest_is_refused(callers: dict[str, Caller], served: FarmProcess) -> None:
     for digest in ("../../tokens", "/etc/passwd", "A" * 64, "a" * 63 + "\n", ""):
         for work in (callers["root"].read(Artifact(digest=digest)), callers["ann"].read(Artifact(digest=digest))):
             assert (await refusal(work)).reason == "DIGEST_MALFORMED"
         assert (await refusal(await callers["ann"].begin(Artifact(digest=digest, size_bytes=1)))).reason == "DIGEST_MALFORMED"
-
-
-async def test_streams_without_a_header_and_out_of_order_are_refused(callers: dict[str, Caller]) -> None:
-    ann, artifact = callers["ann"], artifact_of(b"abcdef")
-    header = UploadArtifactRequest(header=UploadHeader(artifact=artifact))
-    for requests, reason in (
-        ([UploadArtifactRequest()], "NO_HEADER"),
-        ([UploadArtifactRequest(chunk=Chunk(data=b"abcdef"))], "NO_HEADER"),
-        ([header, header], "BAD_UPLOAD"),
-        ([header, UploadArtifactRequest()], "BAD_UPLOAD"),
-        ([header, UploadArtifactRequest(chunk=Chunk(offset=3, data=b"def"))], "CHUNK_OUT_OF_PLACE"),
-        ([header, UploadArtifactRequest(chunk=Chunk(offset=-1, data=b"abcdef"))], "CHUNK_OUT_OF_PLACE"),
-        ([header, UploadArtifactRequest(chunk=Chunk(data=b"abcdefg"))], "TOO_MANY_BYTES"),
-    ):
-        assert (await refusal(ann.stub.Upload(iter(requests)))).reason == reason
-    assert await ann.upload(b"abcdef") == artifact
-
-
-async def test_only_an_admin_can_verify_artifacts(callers: dict[str, Caller]) -> None:
-    async def verify(name: str) -> artifact_pb2.VerifyArtifactsProgress:
-        return [reported async for reported in callers[name].stub.Verify(artifact_pb2.VerifyArtifactsRequest())][-1]
-
-    for name in ("ann", "pi"):
-        assert (await refusal(verify(name))).reason == "PERMISSION_DENIED"
-    last = await verify("root")
-    assert last.done == last.total > 0 and not last.damaged
 
 
 def test_the_attacks_leave_no_misnamed_files(served: FarmProcess) -> None:

@@ -149,27 +149,45 @@ async def test_an_upload_of_a_stored_artifact_returns_without_reading_data(serve
 
 @pytest.mark.remedy("NO_HEADER", "BAD_UPLOAD")
 async def test_an_upload_begins_with_a_single_header(served: Served) -> None:
-    assert (await served.upload_error()).reason == "NO_HEADER"
-    assert (await served.upload_error(chunk(0, DATA))).reason == "NO_HEADER"
     assert (await served.upload_error(header(), chunk(0, DATA[:5]), header())).reason == "BAD_UPLOAD"
     assert (await served.status()).committed_bytes == 5
     await chunks.upload(served.stub, ARTIFACT, DATA)
     assert (await served.status()).committed_bytes == len(DATA)
 
 
-async def test_uploads_are_refused_as_the_contract_says(served: Served) -> None:
-    error = await served.upload_error(header(), chunk(7, DATA))
-    assert (error.reason, error.kind, error.metadata["committed_bytes"]) == ("CHUNK_OUT_OF_PLACE", "OUT_OF_RANGE", "0")
-    error = await served.upload_error(header(artifact_of(b"abc")), chunk(0, b"abd"))
-    assert (error.reason, error.kind) == ("DIGEST_MISMATCH", "DATA_LOSS")
-    error = await served.upload_error(header(artifact_of(b"abc")), chunk(0, b"abcd"))
-    assert (error.reason, error.kind) == ("TOO_MANY_BYTES", "INVALID_ARGUMENT")
-    error = await served.upload_error(header(Artifact(digest="ABC", size_bytes=3)))
-    assert (error.reason, error.kind) == ("DIGEST_MALFORMED", "INVALID_ARGUMENT")
-    error = await served.upload_error(header(Artifact(digest="a" * 64, size_bytes=(16 << 30) + 1)))
-    assert (error.reason, error.kind, error.metadata["limit_bytes"]) == ("LIMIT_EXCEEDED", "RESOURCE_EXHAUSTED", str(16 << 30))
-    error = await served.upload_error(header(Artifact(digest="a" * 64, size_bytes=-1)))
-    assert (error.reason, error.kind) == ("BAD_UPLOAD", "INVALID_ARGUMENT")
+ABC = header(artifact_of(b"abc"))
+ABSURD = {size: header(Artifact(digest="a" * 64, size_bytes=size)) for size in ((16 << 30) + 1, (1 << 63) - 1, -1, -(1 << 63))}
+
+
+@pytest.mark.parametrize(
+    ("requests", "reason", "kind", "metadata"),
+    [
+        ([], "NO_HEADER", "INVALID_ARGUMENT", {}),
+        ([UploadArtifactRequest()], "NO_HEADER", "INVALID_ARGUMENT", {}),
+        ([chunk(0, DATA)], "NO_HEADER", "INVALID_ARGUMENT", {}),
+        ([ABC, ABC], "BAD_UPLOAD", "INVALID_ARGUMENT", {}),
+        ([ABC, UploadArtifactRequest()], "BAD_UPLOAD", "INVALID_ARGUMENT", {}),
+        ([ABC, chunk(7, b"abc")], "CHUNK_OUT_OF_PLACE", "OUT_OF_RANGE", {"committed_bytes": "0"}),
+        ([ABC, chunk(-1, b"abc")], "CHUNK_OUT_OF_PLACE", "OUT_OF_RANGE", {"committed_bytes": "0"}),
+        ([ABC, chunk(0, b"abd")], "DIGEST_MISMATCH", "DATA_LOSS", {}),
+        ([ABC, chunk(0, b"abcd")], "TOO_MANY_BYTES", "INVALID_ARGUMENT", {}),
+        ([header(), chunk(0, bytes(MAX_CHUNK_BYTES + 1))], "TOO_MANY_BYTES", "INVALID_ARGUMENT", {}),
+        ([header(Artifact(digest="ABC", size_bytes=3))], "DIGEST_MALFORMED", "INVALID_ARGUMENT", {}),
+        *(
+            ([request], "LIMIT_EXCEEDED", "RESOURCE_EXHAUSTED", {"limit_bytes": str(16 << 30)}) if size > 0
+            else ([request], "BAD_UPLOAD", "INVALID_ARGUMENT", {})
+            for size, request in ABSURD.items()
+        ),
+    ],
+    ids=range(15),
+)  # fmt: skip
+async def test_uploads_are_refused_as_the_contract_says(
+    served: Served, requests: list[UploadArtifactRequest], reason: str, kind: str, metadata: dict[str, str]
+) -> None:
+    error = await served.upload_error(*requests)
+    assert (error.reason, error.kind) == (reason, kind)
+    assert metadata.items() <= error.metadata.items()
+    await chunks.upload(served.stub, artifact_of(b"abc"), b"abc")
 
 
 async def test_an_upload_that_does_not_fit_on_the_disk_is_refused(tmp_path: Path) -> None:
@@ -192,12 +210,6 @@ async def test_a_second_stream_of_an_upload_is_refused_with_a_retry(served: Serv
             await first.write(chunk(start, DATA[start : start + MAX_CHUNK_BYTES]))
         await first.done_writing()
         assert (await first).complete
-
-
-async def test_a_chunk_over_the_limit_is_refused(served: Served) -> None:
-    big = bytes(MAX_CHUNK_BYTES + 1)
-    error = await served.upload_error(header(), chunk(0, big))
-    assert (error.reason, error.kind) == ("TOO_MANY_BYTES", "INVALID_ARGUMENT")
 
 
 @pytest.mark.parametrize("digests", [["abc"], ["A" * 64], ["a" * 64] * 10_001])

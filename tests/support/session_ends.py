@@ -14,11 +14,14 @@ from etfarm.v1 import (
     agent_pb2_grpc,
     common_pb2,
     device_pb2,
+    job_pb2,
     session_pb2,
     session_pb2_grpc,
 )
 from etfarm.wire.names import PROTOCOL_VERSION, boot_id
 from tests.support.agent_stream import AgentStream
+from tests.support.farm_calls import FarmCalls
+from tests.support.programs import program
 
 WAIT_S = 120.0
 """An answer may have to wait until the compile workers are warm, on a busy machine."""
@@ -72,6 +75,18 @@ class Agent(AgentStream):
                     start: agent_pb2.StartRun = message.start_run
                     return start
 
+    def finish(self, start: agent_pb2.StartRun, candidate: agent_pb2.CandidateResult) -> None:
+        """Report what became of a run's only candidate."""
+        candidate.cell_id = start.candidates[0].cell_id
+        result = agent_pb2.RunResult(attempt_id=start.attempt_id, device_id=start.device_id, candidates=[candidate])
+        self.outgoing.put_nowait(agent_pb2.AgentMessage(run_result=result))
+
+    async def has_read_all(self) -> None:
+        """Wait until the server has taken all messages so far: it acknowledges a result of an unknown attempt."""
+        self.outgoing.put_nowait(agent_pb2.AgentMessage(run_result=agent_pb2.RunResult(attempt_id="late")))
+        async with asyncio.timeout(WAIT_S):
+            assert (await self.stream.read()).ack.attempt_id == "late"
+
     def ended(self, start: agent_pb2.StartRun, reason: str, fault: common_pb2.Fault.ValueType) -> None:
         """Report how a run ended."""
         error = common_pb2.Error(fault=fault, reason=reason, message=f"{reason}.")
@@ -81,6 +96,36 @@ class Agent(AgentStream):
     def serve(self, start: agent_pb2.StartRun) -> Serving:
         """Return a session's stream, ready."""
         return Serving(self.stub, start.attempt_id)
+
+
+async def welcomed(channel: grpc.aio.Channel, name: str, **more: Any) -> Agent:
+    """Return an agent that the server has welcomed."""
+    agent = Agent(channel, name, **more)
+    async with asyncio.timeout(WAIT_S):
+        message = await agent.stream.read()
+    assert isinstance(message, agent_pb2.ServerMessage) and message.HasField("welcome"), message
+    return agent
+
+
+async def answered(
+    owner: grpc.aio.Channel, agent: Agent, result: agent_pb2.CandidateResult, pause_s: float = 0.0, **spec: Any
+) -> job_pb2.Job:
+    """Have a program measured on an agent's device, which answers each of three attempts with a result after a pause.
+
+    Returns:
+        The job, which has ended.
+    """
+    calls = FarmCalls(owner)
+    candidates = [await calls.program(program("add").bytes, "add")]
+    devices = [job_pb2.DeviceChoice(selector=f"id={agent.devices[0].id}")]
+    job = await calls.submit(job_pb2.JobSpec(candidates=candidates, devices=devices, **spec))
+    for _ in range(3):
+        start = await agent.started()
+        await asyncio.sleep(pause_s)
+        agent.finish(start, result)
+    await calls.watch(job.id)
+    ended: job_pb2.Job = await calls.call(calls.jobs.Get, job_pb2.GetJobRequest(job_id=job.id))
+    return ended
 
 
 class Serving:
