@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from etfarm.client import Farm
 from etfarm.client.export import ModelSource
-from tests.support.farm import FarmProcess
+from tests.support.quick_jobs import QUICK, warned
 
 pytestmark = [pytest.mark.slow(reason="a farm measures a program with two thread counts"), pytest.mark.numeric]
 
@@ -30,24 +31,21 @@ class Counted(nn.Module):
         return self.table(words) * scale * self.count
 
 
-def test_accuracy_is_of_the_samples_before_one_that_fails_on_the_device(farm: FarmProcess, tmp_path: Path) -> None:
+def test_accuracy_is_of_the_samples_before_one_that_fails_on_the_device(client: Farm, tmp_path: Path) -> None:
     torch.manual_seed(0)
     folder = tmp_path / "samples"
     folder.mkdir()
     for place, words in enumerate(([1, 2], [3, 4], [5, 99], [6, 7])):
         np.savez(folder / f"{place}.npz", scale=np.full(1, 10.0**place, np.float32), words=np.array(words, np.int64))
     source = ModelSource.of(Counted().eval(), (torch.tensor([1, 2]), torch.ones(1)))
-    with farm.client() as client:
-        options = {"iterations": 3, "warmup": 1, "min_time_s": 0.0, "profile": False}
-        reports = client.bench(source, recipes="portable", inputs=folder, threads=[1, 2], **options).result().reports
+    reports = client.bench(source, recipes="portable", inputs=folder, threads=[1, 2], **QUICK).result().reports
     rows = [report.accuracy[0] for report in reports if report.accuracy]
     for row in rows:
         assert row.samples == 2 and row.samples_digest
         assert row.sqnr_db is not None and row.sqnr_db > 120  # each sample starts from the initial count
     assert rows[0].to_dict() == rows[1].to_dict()
     for report in reports:
-        assert report.compile is not None
-        (left_out,) = [each for each in report.compile.warnings if each.code == "SAMPLES_LEFT_OUT"]
-        assert left_out.message.startswith("Accuracy is over 2 samples: ")
-        assert "test_accuracy_samples.py" in left_out.message and "self.table(words)" in left_out.message
-        assert "An index is outside of its table" in left_out.message
+        (left_out,) = warned(report, "SAMPLES_LEFT_OUT")
+        assert left_out.startswith("Accuracy is over 2 samples: ")
+        assert "test_accuracy_samples.py" in left_out and "self.table(words)" in left_out
+        assert "An index is outside of its table" in left_out

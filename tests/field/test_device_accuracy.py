@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,34 +11,20 @@ from torch import Tensor, nn
 
 from etfarm.client import Farm
 from etfarm.client.export import ModelSource
-from tests.support.farm import FarmProcess
+from tests.support.exports import Function
+from tests.support.quick_jobs import QUICK, warned
 
 pytestmark = [pytest.mark.slow(reason="programs are compiled and run on a farm"), pytest.mark.numeric]
-
-QUICK: dict[str, Any] = {"iterations": 3, "warmup": 1, "min_time_s": 0.0, "profile": False}
-
-
-@pytest.fixture(scope="module")
-def client(farm: FarmProcess) -> Iterator[Farm]:
-    with farm.client() as client:
-        yield client
 
 
 def measure(client: Farm, source: ModelSource, recipe: str, **options: Any) -> tuple[Any, list[str]]:
     """Return a report with its warnings of wrong outputs, of the compilation and of the device."""
     (report,) = client.bench(source, recipes=recipe, **QUICK, **options).result().reports
-    assert report.compile is not None
-    codes = ("LOW_ACCURACY", "OUTPUTS_DIFFER")
-    return report, [warning.message for warning in report.compile.warnings if warning.code in codes]
-
-
-class Sigmoid(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sigmoid(x)
+    return report, warned(report, "LOW_ACCURACY", "OUTPUTS_DIFFER")
 
 
 def test_nan_for_the_jobs_inputs_is_named_and_portable_helps(client: Farm) -> None:
-    source = ModelSource.of(Sigmoid().eval(), (torch.rand(4),))
+    source = ModelSource.of(Function(torch.sigmoid).eval(), (torch.rand(4),))
     inputs = {"x": np.array([1e30, 1, 2, 3], np.float32)}
     report, (message,) = measure(client, source, "xnnpack_fp32", inputs=inputs)
     assert message.startswith("On the device, forward is far from the model: ")
@@ -72,15 +57,8 @@ def test_masked_logits_beyond_the_calibration_are_named_and_calibrating_with_the
     assert not messages and report.accuracy[0].sqnr_db > 20
 
 
-class Remainder(nn.Module):
-    """Differs from PyTorch for negative integers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x % 4).float() + 0.5
-
-
 def test_what_the_compilation_warns_of_is_not_repeated_for_the_device(client: Farm) -> None:
-    source = ModelSource.of(Remainder().eval(), (torch.arange(-8, 0),))
+    source = ModelSource.of(Function(lambda x: (x % 4).float() + 0.5).eval(), (torch.arange(-8, 0),))  # truncates
     report, messages = measure(client, source, "portable")
     assert not report.accuracy[0].equal
     assert len(messages) == 1 and messages[0].startswith("forward gives other results than eager PyTorch: ")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from etfarm.client import Farm
 from etfarm.client.export import ModelSource
 from etfarm.client.submit import npz
 from tests.support.farm import FarmProcess, etfarm
+from tests.support.quick_jobs import QUICK
 
 pytestmark = pytest.mark.slow(reason="programs are compiled and run on a farm")
 
@@ -45,6 +46,14 @@ class Pyramid(nn.Module):
         return {True: x + 1, False: x - 1, "levels": levels, **anchors, (8, True): x.relu()}
 
 
+class Normalizes(nn.Module):
+    """Works in place on its input, and returns what it computes under keys of all kinds."""
+
+    def forward(self, x: Tensor) -> dict[Any, Any]:
+        x.sub_(0.5).div_(0.25)
+        return {"température": x * 2, "box/score": x + 1, ("a", 1): x.relu(), 7: x - 1, 0: {"plain": x.sum(1)}}
+
+
 class Clashing(nn.Module):
     """Two outputs whose paths read the same, one that reads like a place, and one that has no text at all."""
 
@@ -60,14 +69,9 @@ CASES: Final[list[tuple[Callable[[], nn.Module], list[str] | None]]] = [
             "True", "False", "levels_5", "levels_3", "levels_4", "(16, 'w')", "(16, 'h')", "(8, 'w')", "(8, 'h')", "(8, True)",
         ],
     ),
+    (Normalizes, ["température", "box/score", "('a', 1)", "7", "0_plain"]),
     (Clashing, None),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def client(farm: FarmProcess) -> Iterator[Farm]:
-    with farm.client() as client:
-        yield client
 
 
 def leaves(value: Any) -> list[np.ndarray]:
@@ -79,7 +83,9 @@ def leaves(value: Any) -> list[np.ndarray]:
     return [value.numpy()]
 
 
-@pytest.mark.parametrize(("build", "names"), CASES, ids=["labels", "numbers, bools and tuples", "names that clash"])
+@pytest.mark.parametrize(
+    ("build", "names"), CASES, ids=["labels", "numbers, bools and tuples", "of written inputs", "names that clash"]
+)
 def test_each_output_has_its_own_value_under_one_name_everywhere(
     farm: FarmProcess, client: Farm, tmp_path: Path, build: Callable[[], nn.Module], names: list[str] | None
 ) -> None:
@@ -87,9 +93,8 @@ def test_each_output_has_its_own_value_under_one_name_everywhere(
     model = build().eval()
     x = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        expected = leaves(model(x))
-    source = ModelSource.of(model, (x,))
-    job = client.bench(source, recipes="portable", iterations=3, warmup=1, min_time_s=0.0, profile=False)
+        expected = leaves(model(x.clone()))
+    job = client.bench(ModelSource.of(model, (x.clone(),)), recipes="portable", **QUICK)
     report = job.result().report
     reported = [row.output for row in report.accuracy or ()]
     assert len(set(reported)) == len(expected) and names in (None, reported)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from etfarm.client import Farm, Job, Report
 from etfarm.client.export import ModelSource
-from tests.support.farm import FarmProcess
+from tests.support.quick_jobs import QUICK, warned
 
 pytestmark = [pytest.mark.slow(reason="a farm compiles two dozen programs"), pytest.mark.numeric]
 
@@ -26,20 +25,13 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(scope="module")
-def client(farm: FarmProcess) -> Iterator[Farm]:
-    with farm.client() as client:
-        yield client
-
-
 def bench(client: Farm, model: ModelSource | list[ModelSource], recipes: str | list[str], **more: Any) -> Job:
-    return client.bench(model, recipes=recipes, iterations=3, warmup=1, min_time_s=0.0, profile=False, **more)
+    return client.bench(model, recipes=recipes, **QUICK, **more)
 
 
 def far(report: Report) -> list[str]:
     """Return the warnings that the program is not what its quantized graph says."""
-    assert report.compile is not None
-    return [warning.message for warning in report.compile.warnings if warning.code == "FAR_FROM_QUANTIZED_GRAPH"]
+    return warned(report, "FAR_FROM_QUANTIZED_GRAPH")
 
 
 class PyramidHead(nn.Module):

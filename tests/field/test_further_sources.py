@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from etfarm.client import Farm, Job
 from etfarm.client.export import usercode
 from etfarm.wire.tensors import Tensor, to_array
-from tests.support.farm import FarmProcess
+from tests.support.quick_jobs import QUICK
 
 pytestmark = pytest.mark.slow(reason="a farm compiles and measures")
 
@@ -130,12 +130,6 @@ def scaled():
 """
 
 
-@pytest.fixture(scope="module")
-def client(farm: FarmProcess) -> Iterator[Farm]:
-    with farm.client() as client:
-        yield client
-
-
 @pytest.fixture(autouse=True)
 def registered_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let factories run in this process again: those of other tests have registered operators."""
@@ -151,7 +145,7 @@ def write(folder: Path, files: Mapping[str, str]) -> str:
 
 
 def bench(client: Farm, *models: str) -> Job:
-    return client.bench(list(models), recipes="portable", iterations=3, warmup=1, min_time_s=0.0, profile=False)
+    return client.bench(list(models), recipes="portable", **QUICK)
 
 
 def output(job: Job, cell: int = 0) -> NDArray[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from etfarm.client import Farm, Report
 from etfarm.client.export import ModelSource
 from etfarm.wire.errors import EtfarmError
-from tests.support.farm import FarmProcess
+from tests.support.quick_jobs import QUICK, codes_of, warned
+from tests.support.refusals import refuses
+from tests.support.shared_state import counter
 
 pytestmark = pytest.mark.slow(reason="programs are compiled and run on a farm")
 
@@ -183,15 +185,8 @@ def gain_control() -> ModelSource:
     return ModelSource(methods=methods, example_inputs=dict.fromkeys(methods, (torch.full((8,), 3.0),)))
 
 
-@pytest.fixture(scope="module")
-def client(farm: FarmProcess) -> Iterator[Farm]:
-    with farm.client() as client:
-        yield client
-
-
 def measured(client: Farm, model: ModelSource, *methods: str) -> tuple[Report, ...]:
-    job = client.bench(model, recipes="portable", methods=methods, iterations=3, warmup=1, min_time_s=0.0, profile=False)
-    return job.result().reports
+    return client.bench(model, recipes="portable", methods=methods, **QUICK).result().reports
 
 
 @pytest.mark.parametrize("recipe", ["portable", "xnnpack_fp32"])
@@ -208,20 +203,28 @@ def test_calls_continue_the_state_of_other_methods_or_the_model_is_refused(clien
         assert refused.reason == "STATE_NOT_SHARED" and refused.remedy
 
 
+def test_exported_programs_share_a_buffer_on_a_device(client: Farm) -> None:
+    calls = [("set", 5.0), ("add", 1.0), ("add", 1.0), ("get", 10.0), ("set", 1.0), ("get", 1.0)]
+    eager = counter()
+    programs = {name: torch.export.export(module, (torch.ones(2),)) for name, module in counter().methods.items()}
+    with client.session(program=programs, recipe="portable") as session, torch.no_grad():
+        for method, value in calls:
+            inputs = torch.full((2,), value)
+            expected = eager.methods[method](inputs)
+            assert session.run(method, inputs.numpy()).array().tolist() == expected.tolist(), method
+
+
 def test_a_measuring_device_executes_the_calls_too(client: Farm) -> None:
     (report,) = measured(client, streams(), "step")
-    assert report.compile is not None
-    warnings = {warning.code: warning.message for warning in report.compile.warnings}
-    assert warnings.keys() == {"STATE_SHARED"}
-    assert "state is shared by start, step" in warnings["STATE_SHARED"], warnings
-    assert "frames is shared by peek, push, score" in warnings["STATE_SHARED"], warnings
+    assert set(codes_of(report)) == {"STATE_SHARED"}
+    said = warned(report, "STATE_SHARED")[-1]
+    assert "state is shared by start, step" in said and "frames is shared by peek, push, score" in said, said
     assert "CALLS" in [phase.phase for phase in report.timeline]
 
 
 def test_shared_state_that_does_not_start_at_zero_is_refused_by_name(client: Farm) -> None:
-    with pytest.raises(EtfarmError) as refused:
+    with refuses("STATE_NOT_SHARED") as refused:
         _ = client.compile(gain_control(), recipe="portable").result().report
-    assert refused.value.reason == "STATE_NOT_SHARED"
     assert "level" in refused.value.message and re.search(r"zero|\b0\b", refused.value.message), refused.value
     assert "share_mutable_buffers" in refused.value.remedy
 
@@ -326,8 +329,8 @@ def test_models_that_write_to_their_inputs_give_their_own_outputs(client: Farm) 
         for method, (_, inputs, written) in WRITERS.items():
             expected, _ = eager(method)
             report = reports[method]
-            assert report.compile is not None and report.accuracy is not None
-            copied = [warning.message for warning in report.compile.warnings if warning.code == "INPUT_COPIED"]
+            assert report.accuracy is not None
+            copied = warned(report, "INPUT_COPIED")
             for name, size in written.items():
                 assert any(f"'{name}' ({size:,} bytes)" in message for message in copied), copied
             assert [row.output for row in report.accuracy] == list(expected)

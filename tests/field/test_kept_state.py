@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,12 @@ from torch import Tensor, nn
 
 from etfarm.client import Farm
 from etfarm.client.export import ModelSource
-from tests.support.farm import FarmProcess
+from tests.support.exports import Function
+from tests.support.quick_jobs import QUICK, codes_of, warned
 
 pytestmark = [pytest.mark.slow(reason="programs are compiled and run on a farm"), pytest.mark.numeric]
 
 INT8 = "xnnpack_pt2e_int8_static_per_channel"
-
-
-@pytest.fixture(scope="module")
-def client(farm: FarmProcess) -> Iterator[Farm]:
-    with farm.client() as client:
-        yield client
 
 
 class Named(nn.Module):
@@ -152,12 +146,10 @@ def test_each_sample_starts_without_what_others_have_written(client: Farm, recip
     torch.manual_seed(0)
     steps = [(torch.randn(1, 3), torch.tensor([place])) for place in range(4)]
     source = ModelSource.of(Named().eval(), steps[0], calibration_inputs=steps[1:])
-    job = client.bench(source, recipes=recipe, iterations=3, warmup=1, min_time_s=0.0)
-    (report,) = job.result().reports
-    assert report.accuracy is not None and report.compile is not None
-    (output,) = report.accuracy
+    (report,) = client.bench(source, recipes=recipe, **QUICK).result().reports
+    (output,) = report.accuracy or ()
     assert output.samples == 4 and output.sqnr_db > (100 if recipe == "xnnpack_fp32" else 25), output
-    assert not {"LOW_ACCURACY", "OUTPUTS_DIFFER", "FAR_FROM_QUANTIZED_GRAPH"} & {each.code for each in report.compile.warnings}
+    assert not warned(report, "LOW_ACCURACY", "OUTPUTS_DIFFER", "FAR_FROM_QUANTIZED_GRAPH")
 
 
 def test_quantization_keeps_state_and_knows_its_range(client: Farm) -> None:
@@ -166,7 +158,7 @@ def test_quantization_keeps_state_and_knows_its_range(client: Farm) -> None:
     source = ModelSource.of(Integrator().eval(), (frames[0],), calibration_inputs=[(frame,) for frame in frames[1:]])
     (report,) = client.compile(source, recipes=INT8).result().reports
     # The sum grows with each call, so that a session longer than calibration leaves the range.
-    assert report.compile is not None and [warning.code for warning in report.compile.warnings] == ["STATE_GROWS"]
+    assert codes_of(report) == ["STATE_GROWS"]
     eager = Integrator().eval()
     eager.load_state_dict(source.methods["forward"].state_dict())
     with client.session(source, recipe=INT8) as session:
@@ -266,40 +258,14 @@ def test_a_weight_that_changes_is_not_quantized(client: Farm, recipe: str) -> No
     assert report.error is not None and "the model changes w, which is the weight" in report.error.message
     assert "test_kept_state.py:" in report.error.message and "use the recipe portable" in report.error.remedy
     (report,) = client.compile(source, recipes="portable").result().reports
-    assert report.error is None and report.compile is not None
-    assert [warning.code for warning in report.compile.warnings] == ["INITIALIZED_MUTABLE_BUFFERS"]
-
-
-class Remainder(nn.Module):
-    """Differs from PyTorch for negative integers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x % 4
+    assert report.error is None and codes_of(report) == ["INITIALIZED_MUTABLE_BUFFERS"]
 
 
 def test_a_session_says_what_the_compilation_warns_of(client: Farm, caplog: pytest.LogCaptureFixture) -> None:
-    source = ModelSource.of(Remainder().eval(), (torch.arange(3),))
+    source = ModelSource.of(Function(lambda x: x % 4).eval(), (torch.arange(3),))
     status: list[str] = []
     with client.session(source, recipe="portable", on_status=status.append) as session:
         session.run(np.arange(3))
     assert any(line.startswith("warning: REMAINDERS_TRUNCATED: ") and "aten::remainder at " in line for line in status)
     with client.session(source, recipe="portable"):
         assert any("aten::remainder at " in record.getMessage() for record in caplog.records)
-
-
-class Lookup(nn.Module):
-    """Wrong on the device only for inputs unlike the example's."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x % 4).float() + 0.5
-
-
-def test_outputs_that_are_wrong_only_for_the_devices_inputs_are_a_warning(client: Farm) -> None:
-    source = ModelSource.of(Lookup().eval(), (torch.arange(8),))
-    job = client.bench(
-        source, recipes="portable", inputs={"x": np.arange(-8, 0)}, iterations=3, warmup=1, min_time_s=0.0, profile=False
-    )
-    (report,) = job.result().reports
-    assert report.compile is not None
-    (message,) = [warning.message for warning in report.compile.warnings if warning.code == "LOW_ACCURACY"]
-    assert message.startswith("On the device, forward is far from the model: 0 has ")
