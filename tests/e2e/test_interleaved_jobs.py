@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,23 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.farm import FarmProcess, etfarm
+from tests.support.farm import FarmProcess
 from tests.support.programs import program
+from tests.support.quick_jobs import bench
 
 pytestmark = pytest.mark.slow(reason="a farm measures interleaved jobs")
 
-QUICK = ("--min-time", "0.1", "--no-profile")
 
-
-def bench(farm: FarmProcess, folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
+def interleave(farm: FarmProcess, folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
     """Run bench; return the reports and the printed text."""
-    done = etfarm("bench", *arguments, *QUICK, "--interleave", "--json", "r.json", "--server", farm.address, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return json.loads((folder / "r.json").read_text(), parse_constant=pytest.fail)["reports"], done.stdout
+    document, printed = bench(farm, folder, *arguments, "--min-time", "0.1", "--no-profile", "--interleave")
+    return document["reports"], printed
 
 
 def test_a_slower_program_is_detected_in_a_single_attempt(farm: FarmProcess, tmp_path: Path) -> None:
-    (base, other), printed = bench(farm, tmp_path, str(program("add").path), str(program("conv").path), "--threads", "1")
+    (base, other), printed = interleave(farm, tmp_path, str(program("add").path), str(program("conv").path), "--threads", "1")
     assert base["attempt"] == other["attempt"]
     assert base["interleaved"] is None
     result = other["interleaved"]
@@ -46,7 +43,7 @@ def test_a_slower_program_is_detected_in_a_single_attempt(farm: FarmProcess, tmp
 
 def test_a_program_is_compared_with_itself(farm: FarmProcess, tmp_path: Path) -> None:
     conv = str(program("conv").path)
-    (base, other), printed = bench(farm, tmp_path, conv, conv)
+    (base, other), printed = interleave(farm, tmp_path, conv, conv)
     result = other["interleaved"]
     assert result["base_cell"] == base["cell"]
     assert result["ratio_ci95"][0] <= result["ratio"] <= result["ratio_ci95"][1]
@@ -56,19 +53,12 @@ def test_a_program_is_compared_with_itself(farm: FarmProcess, tmp_path: Path) ->
 
 def test_each_choice_has_a_separate_comparison(farm: FarmProcess, tmp_path: Path) -> None:
     add, conv = (str(program(name).path) for name in ("add", "conv"))
-    reports, _ = bench(farm, tmp_path, add, conv, conv, "--threads", "1,2")
+    reports, _ = interleave(farm, tmp_path, add, conv, conv, "--threads", "1,2")
     assert [report["threads"] for report in reports] == [1, 2] * 3
     by_threads = [{report["attempt"] for report in reports if report["threads"] == count} for count in (1, 2)]
     assert all(len(attempts) == 1 for attempts in by_threads) and by_threads[0] != by_threads[1]
     bases = [report["interleaved"] and report["interleaved"]["base_cell"] for report in reports]
     assert bases == [None, None, *[reports[0]["cell"], reports[1]["cell"]] * 2]
-
-
-def test_recipes_of_one_model_are_compared(farm: FarmProcess, tmp_path: Path) -> None:
-    recipes = ("--recipe", "portable", "--recipe", "xnnpack_fp32")
-    (_, other), printed = bench(farm, tmp_path, "demo:ds_cnn", *recipes)
-    assert other["interleaved"]["ratio_ci95"][1] < 1
-    assert "xnnpack_fp32 / portable" in printed and "times as fast" in printed
 
 
 def test_a_candidate_is_measured_alone_if_the_other_cannot_run(farm: FarmProcess) -> None:

@@ -6,41 +6,20 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from etfarm.client import AsyncFarm, LocalSession, Session
 from etfarm.wire import tensors
 from etfarm.wire.errors import EtfarmError
 from tests.support.farm import FarmProcess
-from tests.support.programs import cache_folder, program
+from tests.support.local_sessions import Open, local_data  # noqa: F401 - a fixture
+from tests.support.programs import program
+from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.slow(reason="sessions generate text on a farm and on a runner of this machine")
-
-Open = Callable[..., AbstractContextManager[Session]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def local_data() -> Iterator[None]:
-    """Local runners are built once, outside of the user's own folder."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ETFARM_DATA", str(cache_folder() / "data"))
-        yield
-
-
-@pytest.fixture(params=["farm", "local"])
-def open_session(request: pytest.FixtureRequest) -> Iterator[Open]:
-    if request.param == "local":
-        yield LocalSession
-        return
-    farm: FarmProcess = request.getfixturevalue("farm")
-    with farm.client() as client:
-        yield client.session
 
 
 def texts(name: str) -> tuple[list[int], list[int]]:
@@ -125,9 +104,8 @@ def test_a_text_that_ends_before_its_first_token_changes_nothing(open_session: O
 def test_other_programs_are_no_language_models(open_session: Open) -> None:
     with open_session(program("counter").path) as session:
         session.run("forward", np.zeros(1, np.float32))
-        with pytest.raises(EtfarmError) as refused:
+        with refuses("NOT_A_LANGUAGE_MODEL"):
             session.generate([1], 1).result()
-        assert refused.value.reason == "NOT_A_LANGUAGE_MODEL"
         (value,) = session.run("forward", np.zeros(1, np.float32))
         assert value.item() == 2.0, "the state has stayed"
         session.reset()
@@ -149,22 +127,6 @@ def test_a_loop_that_is_left_early_stops_the_device(open_session: Open) -> None:
         result = stream.result()
         assert (list(result.tokens), result.finish_reason, result.context_tokens) == (after[:5], "CANCELLED", 17)
         assert seen == after[:5]
-
-
-async def test_generations_take_turns_and_a_cancelled_one_leaves(farm: FarmProcess) -> None:
-    prompt, after = texts("decoder_long")
-    async with AsyncFarm(farm.address) as client, client.session(program("decoder_long").path, threads=1) as session:
-        first = session.generate(prompt, 16_000)
-        tokens = aiter(first)
-        assert await anext(tokens) == after[0]
-        waiting = session.generate(prompt, 3, position=0)
-        import asyncio
-
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2):
-                await waiting.result()
-        await tokens.aclose()  # type: ignore[attr-defined]
-        assert [token async for token in session.generate(prompt, 3, position=0)] == after[:3]
 
 
 def test_the_command_prints_the_tokens_as_they_come(farm: FarmProcess, tmp_path: Path) -> None:

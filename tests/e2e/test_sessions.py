@@ -10,21 +10,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from etfarm.client import AsyncFarm, LocalSession, Session
+from etfarm.client import AsyncFarm, LocalSession
 from etfarm.client.models import DeviceState
 from etfarm.wire import tensors
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.sessions import INLINE_BYTES
 from tests.support import models
-from tests.support.farm import PROMPTLY_S, FarmProcess, etfarm, runners, wait_until
+from tests.support.exports import Function
+from tests.support.farm import PROMPTLY_S, FarmProcess, runners, wait_until
+from tests.support.local_sessions import Open, local_data  # noqa: F401 - a fixture
 from tests.support.programs import Program, program
 from tests.support.refusals import refuses
 
@@ -35,30 +35,7 @@ FREE_S = 1.0
 TRIES = 10
 """Of a time that a busy machine may exceed."""
 
-Open = Callable[..., AbstractContextManager[Session]]
-"""Makes a session of a program, on the farm or locally."""
-
 ZERO = np.zeros(1, np.float32)
-
-
-@pytest.fixture(params=["farm", "local"])
-def open_session(request: pytest.FixtureRequest) -> Iterator[Open]:
-    if request.param == "local":
-        yield LocalSession
-        return
-    farm: FarmProcess = request.getfixturevalue("farm")
-    with farm.client() as client:
-        yield client.session
-
-
-@pytest.fixture(scope="session", autouse=True)
-def local_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Local runners are built once, outside of the user's own folder."""
-    from tests.support.programs import cache_folder
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ETFARM_DATA", str(cache_folder() / "data"))
-        yield
 
 
 def arrays(created: Program) -> list[np.ndarray]:
@@ -69,12 +46,6 @@ def arrays(created: Program) -> list[np.ndarray]:
 def expected(created: Program) -> list[np.ndarray]:
     """torch's outputs for them."""
     return [tensors.to_array(value) for value in created.expected if isinstance(value, tensors.Tensor)]
-
-
-def is_idle(farm: FarmProcess) -> bool:
-    """Return whether all devices of the farm are free."""
-    with farm.client() as client:
-        return all(device.state is DeviceState.IDLE for device in client.devices())
 
 
 @pytest.mark.parametrize("name", ["add", "conv", "channels_last", "batch", "scalars"])
@@ -105,9 +76,8 @@ def test_a_call_without_a_method_uses_the_only_one(open_session: Open) -> None:
     with open_session(program("batch").path) as session:
         assert np.allclose(session.run(x)[0], session.run("forward", x)[0])
     with open_session(program("counters").path) as session:
-        with pytest.raises(EtfarmError, match=r"has 2 methods.*run\('ones', x\).*ones, tens") as caught:
+        with refuses("METHOD_MISSING", match=r"has 2 methods.*run\('ones', x\).*ones, tens"):
             session.run(ZERO)
-        assert caught.value.reason == "METHOD_MISSING"
         assert session.run("tens", ZERO)[0].item() == 10.0, "the session stays usable"
 
 
@@ -210,9 +180,8 @@ def test_inputs_that_do_not_fit_are_named_and_a_constant_has_its_value(open_sess
 
 def test_an_unknown_method_is_refused_with_the_available_ones(open_session: Open) -> None:
     with open_session(program("counters").path) as session:
-        with pytest.raises(EtfarmError, match="ones, tens") as refused:
+        with refuses("METHOD_MISSING", match="ones, tens"):
             session.run("forward", ZERO)
-        assert refused.value.reason == "METHOD_MISSING"
         assert session.run("ones", ZERO)[0].item() == 1.0
     with pytest.raises(EtfarmError, match="ones, tens"), open_session(program("counters").path, methods=["forward"]):
         pass
@@ -238,10 +207,8 @@ def test_a_loop_without_inputs_generates_them(open_session: Open) -> None:
 
 @pytest.mark.parametrize("iterations", [0, -1, 10_000_000])
 def test_a_loop_of_no_or_too_many_iterations_is_refused(open_session: Open, iterations: int) -> None:
-    with open_session(program("add").path) as session:
-        with pytest.raises(EtfarmError, match="1 to 1,000,000") as refused:
-            session.loop(iterations)
-        assert refused.value.reason == "BAD_CALL"
+    with open_session(program("add").path) as session, refuses("BAD_CALL", match="1 to 1,000,000"):
+        session.loop(iterations)
 
 
 @pytest.mark.remedy("SESSION_CLOSED")
@@ -249,9 +216,8 @@ def test_a_call_of_a_closed_session_is_refused(open_session: Open) -> None:
     session = open_session(program("counter").path)
     with session as opened:
         assert opened.run("forward", ZERO)
-    with pytest.raises(EtfarmError) as refused:
+    with refuses("SESSION_CLOSED"):
         opened.run("forward", ZERO)
-    assert refused.value.reason == "SESSION_CLOSED"
 
 
 def test_an_invalid_program_is_refused(open_session: Open, tmp_path: Path) -> None:
@@ -288,9 +254,8 @@ def test_a_local_session_ends_without_output_on_stderr() -> None:
 @pytest.mark.remedy("LOCAL_NEEDS_PROGRAM", "LOCAL_RUNNER_FAILED")
 def test_a_local_session_needs_a_compiled_program_and_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = models.save(models.conv, tmp_path / "conv.pt2")
-    with pytest.raises(EtfarmError, match="is not compiled") as refused, LocalSession(path):
+    with refuses("LOCAL_NEEDS_PROGRAM", match="is not compiled"), LocalSession(path):
         pass
-    assert refused.value.reason == "LOCAL_NEEDS_PROGRAM"
     with monkeypatch.context() as without_agent:
         without_agent.setattr(sys, "executable", "/bin/false")
         with refuses("LOCAL_RUNNER_FAILED"), LocalSession(program("counter").path):
@@ -330,34 +295,16 @@ def test_a_model_is_compiled_first_and_has_named_inputs(farm: FarmProcess) -> No
             session.run("forward", a, rite=b)
 
 
-def test_outputs_have_the_names_of_the_models_keys(farm: FarmProcess, tmp_path: Path) -> None:
-    class Split(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> dict[str, object]:
-            return {"logits": x + 1, "sum": x.sum(), "hidden": [x * 2]}
-
-    x, names = torch.rand(3), ("logits", "sum", "hidden_0")
-    options = {"recipe": "portable", "example_inputs": (x,)}
+def test_outputs_of_a_local_session_have_the_names_of_the_models_keys(farm: FarmProcess, tmp_path: Path) -> None:
+    x, model = torch.rand(3), Function(lambda x: {"logits": x + 1, "sum": x.sum(), "hidden": [x * 2]}).eval()
     with farm.client() as client:
-        with client.session(Split().eval(), **options) as session:
-            outputs = session.run(x)
-            assert outputs.names == names and tuple(outputs.as_dict()) == names
-            np.testing.assert_allclose(outputs["logits"], x + 1)
-            assert session.loop(3).outputs.names == names
-        compiled = client.compile(Split().eval(), **options)
+        compiled = client.compile(model, recipe="portable", example_inputs=(x,))
         compiled.result()
         compiled.save_program(tmp_path / "x.pte")
-        job = client.run(tmp_path / "x.pte")
-        job.result()
-        assert [value.name for value in job.outputs()] == list(names)
-        assert job.output_names == {"forward": names}
     with LocalSession(tmp_path / "x.pte") as session:
-        np.testing.assert_allclose(session.run(x).array("hidden_0"), x * 2)
-    np.savez(tmp_path / "in.npz", x=x.numpy())
-    done = etfarm("run", "x.pte", "--inputs", "in.npz", "-o", "out.npz", "--server", farm.address, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    with np.load(tmp_path / "out.npz") as arrays:
-        assert tuple(arrays) == names
-        np.testing.assert_allclose(arrays["sum"], x.sum())
+        outputs = session.run(x)
+        assert outputs.names == tuple(outputs.as_dict()) == session.loop(3).outputs.names == ("logits", "sum", "hidden_0")
+        np.testing.assert_allclose(outputs.array("hidden_0"), x * 2)
 
 
 def test_a_device_with_a_session_is_busy_for_jobs_until_it_ends(farm: FarmProcess) -> None:
@@ -370,7 +317,7 @@ def test_a_device_with_a_session_is_busy_for_jobs_until_it_ends(farm: FarmProces
             assert device.name in waited.message  # type: ignore[union-attr]
             session.run("forward", ZERO)
         assert job.result().report.state == "SUCCEEDED"
-    assert wait_until(lambda: is_idle(farm), PROMPTLY_S)
+    assert wait_until(farm.is_idle, PROMPTLY_S)
 
 
 def test_a_device_is_free_within_a_second_after_a_session(farm: FarmProcess) -> None:
@@ -381,7 +328,7 @@ def test_a_device_is_free_within_a_second_after_a_session(farm: FarmProcess) -> 
                 session.run("forward", ZERO)
                 session.close()
                 ended_s = time.monotonic()
-                assert wait_until(lambda: is_idle(farm))
+                assert wait_until(farm.is_idle)
                 took_s.append(time.monotonic() - ended_s)
     assert min(took_s) < FREE_S, took_s
 
@@ -409,34 +356,18 @@ def test_two_callers_queue_for_one_device(farm: FarmProcess) -> None:
 def test_an_idle_session_ends_and_frees_its_device(farm: FarmProcess) -> None:
     with farm.client() as client, client.session(program("counter").path, idle_timeout_s=2.5) as session:
         assert session.run("forward", ZERO)[0].item() == 1.0
-        assert wait_until(lambda: is_idle(farm))
-        with pytest.raises(EtfarmError, match=r"2\.5 s") as ended:
+        assert wait_until(farm.is_idle)
+        with refuses("SESSION_IDLE", match=r"2\.5 s"):
             session.run("forward", ZERO)
-        assert ended.value.reason == "SESSION_IDLE"
         with client.session(program("counter").path, idle_timeout_s=60.0) as again:
             assert again.run("forward", ZERO)[0].item() == 1.0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ({"device": "arch=pdp11"}, "NO_SUCH_DEVICE"),
-        ({"threads": 0}, "BAD_SESSION"),
-        ({"threads": 5000}, "BAD_SESSION"),
-        ({"threads": 1024}, "TOO_MANY_THREADS"),
-        ({"idle_timeout_s": -1.0}, "BAD_SESSION"),
-        ({"cores": "enormous"}, "CORES_UNKNOWN"),
-    ],
-    ids=lambda value: str(value),
-)
-def test_an_impossible_session_is_refused_and_holds_no_device(
-    farm: FarmProcess, arguments: dict[str, object], reason: str
-) -> None:
-    with farm.client() as client:
-        with pytest.raises(EtfarmError) as refused, client.session(program("add").path, **arguments):  # type: ignore[arg-type]
-            pass
-        assert refused.value.reason == reason
-    assert wait_until(lambda: is_idle(farm), PROMPTLY_S)
+@pytest.mark.parametrize("arguments", [{"threads": 0}, {"threads": 5000}, {"idle_timeout_s": -1.0}], ids=str)
+def test_an_impossible_session_is_refused_and_holds_no_device(farm: FarmProcess, arguments: dict[str, float]) -> None:
+    with farm.client() as client, refuses("BAD_SESSION"), client.session(program("add").path, **arguments):  # type: ignore[arg-type]
+        pass
+    assert wait_until(farm.is_idle, PROMPTLY_S)
 
 
 async def test_a_caller_that_stops_waiting_leaves_the_queue(farm: FarmProcess) -> None:
@@ -454,7 +385,7 @@ async def test_a_caller_that_stops_waiting_leaves_the_queue(farm: FarmProcess) -
             with pytest.raises(asyncio.CancelledError):
                 await waiting
             assert (await first.run("forward", ZERO))[0].item() == 1.0
-        assert await asyncio.to_thread(wait_until, lambda: is_idle(farm), PROMPTLY_S)
+        assert await asyncio.to_thread(wait_until, farm.is_idle, PROMPTLY_S)
 
 
 def test_an_exception_of_a_listener_is_raised_by_open() -> None:

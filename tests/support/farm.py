@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self
 import psutil
 
 from etfarm.client import Farm
+from etfarm.client.models import DeviceState
 from etfarm.device_agents.daemon.own_runners import REMEMBERED
 from tests.support.credentials import ADMIN, Credentials
 from tests.support.forks import COMMAND, Fork, Template, exporting
@@ -271,6 +272,11 @@ class FarmProcess:
     def client(self) -> Farm:
         """Return a client of this farm; use it in a with statement."""
         return Farm(self.address)
+
+    def is_idle(self) -> bool:
+        """Return whether all devices of this farm are free."""
+        with self.client() as client:
+            return all(device.state is DeviceState.IDLE for device in client.devices())
 
     def admin(self) -> Farm:
         """Return a client of the farm's admin, who everybody is without credentials."""
