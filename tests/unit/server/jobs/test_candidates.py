@@ -76,6 +76,7 @@ REFUSED: dict[str, tuple[str, Change]] = {
     "stage_in_nan_time": ("BAD_JOB", done("TORCH_EXPORT", duration_ms=float("nan"))),
     "stage_in_infinite_time": ("BAD_JOB", done("TORCH_EXPORT", duration_ms=float("inf"))),
     "stop_after_a_stage_of_another_recipe": ("BAD_STAGES", lambda spec: setattr(spec, "stop_after", "QUANTIZE")),
+    "stop_after_a_stage_of_a_program": ("BAD_JOB", lambda s: (s.candidates.pop(0), setattr(s, "stop_after", "TORCH_EXPORT"))),
     "run_without_a_program": ("BAD_JOB", lambda spec: (spec.candidates.pop(), spec.MergeFrom(NO_PROGRAM))),
     "options_of_another_method": ("BAD_RECIPE_FIELD", lambda spec: setattr(spec.candidates[0], "recipe", OPTIONS_OF_ANOTHER)),
     "recipe_of_eager_modules": ("RECIPE_NEEDS_EAGER_MODULE", lambda spec: setattr(spec.candidates[0], "recipe", EAGER)),
@@ -97,11 +98,6 @@ async def test_a_candidate_that_cannot_be_is_refused(golden: Golden, world: Worl
     with golden.refuses(reason) as refused:
         await world.make(spec)
     assert refused.value.kind is Kind.INVALID_ARGUMENT
-
-
-async def test_a_ready_program_has_no_stages_to_stop_after(golden: Golden, world: World) -> None:
-    with golden.refuses("BAD_JOB"):
-        await world.make(JobSpec(candidates=[await world.ready()], stop_after="TORCH_EXPORT"))
 
 
 @pytest.mark.parametrize("stage", ["TORCH_EXPORT", "TO_EDGE_TRANSFORM_AND_LOWER", "TO_EXECUTORCH"])

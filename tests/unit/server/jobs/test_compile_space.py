@@ -20,5 +20,6 @@ async def test_a_compilation_waits_until_the_disk_has_space(world: World, tmp_pa
     assert event.progress.message == "the server's disk is full: 10 bytes are free"
     assert world.compiler.calls == 0
     free = 1000
-    states, _ = await world.end(job)
+    states, (report,) = await world.end(job)
     assert (states, world.compiler.calls) == (["COMPILING", "SUCCEEDED"], 1)
+    assert report.HasField("compile") and not report.HasField("attempt")

@@ -41,12 +41,6 @@ async def test_a_cell_goes_its_way_and_its_agent_may_forget_it_once_the_result_i
     assert (await world.journal.results_of(run.attempt_id))[job.cells[0].id].threads == 4
 
 
-async def test_a_compile_only_cell_ends_with_its_compilation(world: World) -> None:
-    states, (report,) = await world.end(await world.submit(on_device=False))
-    assert states == ["COMPILING", "SUCCEEDED"]
-    assert report.HasField("compile") and not report.HasField("attempt")
-
-
 async def test_a_cell_that_does_not_compile_fails_with_the_reason_and_a_report(world: World) -> None:
     world.compiler.error = UserError("Bad graph.", "Change it.", stage="TORCH_EXPORT")
     job = await world.submit()
@@ -122,15 +116,6 @@ async def test_a_bug_fails_the_cell_by_the_farms_fault(world: World) -> None:
     states, (report,) = await world.end(await world.submit())
     assert states[-1] == "FAILED"
     assert (report.error.fault, "oops" in report.error.message) == (common_pb2.FAULT_FARM, True)
-
-
-async def test_a_users_fault_on_the_device_is_not_tried_again(world: World) -> None:
-    agent = await world.agent()
-    job = await world.submit()
-    await agent.finish(error("USER", "PROGRAM_CRASHED"))
-    states, (report,) = await world.end(job)
-    assert states == [*STATES_TO_SUCCESS[:3], "FAILED"]
-    assert report.error.reason == "PROGRAM_CRASHED"
 
 
 @pytest.mark.remedy("ATTEMPT_LOST")
@@ -242,23 +227,13 @@ async def test_a_program_that_the_device_cannot_run_is_refused_without_being_sen
 PYTHON = DeviceRunner(kind=common_pb2.RUNNER_KIND_PYTHON, backends=["XnnpackBackend"], operators=["aten::add.out"])
 
 
-async def test_without_a_bundle_a_run_is_sent_for_the_devices_own_runner(bare_world: World) -> None:
-    world = bare_world
-    agent = await world.agent(own_runners=[PYTHON])
-    job = await world.submit()
-    run = await agent.started()
-    assert not run.candidates[0].HasField("bundle")
-    agent.answer(run)
-    states, _ = await world.end(job)
-    assert states[-1] == "SUCCEEDED"
-
-
 async def test_without_a_bundle_a_device_with_a_runner_of_its_own_is_preferred(bare_world: World) -> None:
     world = bare_world
     bare = await world.agent("a")
     agent = await world.agent(own_runners=[PYTHON])
     await world.submit()
-    assert (await agent.started()).device_id == "pi"
+    run = await agent.started()
+    assert (run.device_id, run.candidates[0].HasField("bundle")) == ("pi", False)
     assert bare.session._outgoing.empty()
 
 

@@ -15,8 +15,6 @@ from etfarm.v1.job_pb2 import Attempt, DeviceChoice, Job, JobSpec, JobState, Mea
 from tests.support.refusals import refuses
 from tests.support.submissions import Service, World, world
 
-pytestmark = pytest.mark.usefixtures("each_database")
-
 __all__ = ["world"]
 
 FAILED, DONE, CANCELLED = model.FAILED, model.SUCCEEDED, model.CANCELLED

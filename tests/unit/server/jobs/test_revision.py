@@ -12,8 +12,6 @@ from etfarm.server.state.paging import BadPageToken
 from etfarm.v1 import report_pb2
 from etfarm.v1.report_pb2 import Report
 
-pytestmark = pytest.mark.usefixtures("each_database")
-
 EAGER, QUANTIZED = report_pb2.REFERENCE_EAGER, report_pb2.REFERENCE_QUANTIZED
 
 

@@ -16,8 +16,6 @@ from etfarm.server.jobs.takeups import IN_HAND, MOST, Hands, Takeups, find_left_
 from etfarm.v1 import agent_pb2, common_pb2, job_pb2
 from tests.support.cells import STATES_TO_SUCCESS, WAIT_S, World
 
-pytestmark = pytest.mark.usefixtures("each_database")
-
 
 async def compiles(world: World, job: job_pb2.Job) -> None:
     """Wait until the compiler has the job."""

@@ -1,90 +1,12 @@
-"""The order of a cell's stages, from each state in which a server may take it up."""
+"""What a cell's run sends to the device beside its program: samples, calls, and whether there is state."""
 
 from __future__ import annotations
 
-import pytest
-
-from etfarm.server.jobs import model
 from etfarm.server.jobs.cells.cell_run import CellRun
-from etfarm.v1.common_pb2 import Artifact, CellState
+from etfarm.v1.common_pb2 import Artifact
 from etfarm.v1.compile_pb2 import Compilation
 from etfarm.v1.job_pb2 import Candidate, Cell, Job, JobSpec, Measurement, MethodSource, Model
-from etfarm.wire.errors import UserError
 from etfarm.wire.samples import MAX_SAMPLES, MAX_SAMPLES_BYTES
-
-
-class Recorded:
-    """Stages that record their names and advance the cell as the real ones do."""
-
-    def __init__(self, *, on_device: bool = True, fails: str = "", device_faults: int = 0) -> None:
-        self.names: list[str] = []
-        self._on_device = on_device
-        self._fails = fails
-        self._device_faults = device_faults
-
-    def _record(self, run: CellRun, name: str, to: CellState.ValueType | None = None) -> None:
-        self.names.append(name)
-        if name == self._fails:
-            raise UserError("It cannot be.")
-        if to is not None:
-            run.cell.state = to
-
-    async def compile(self, run: CellRun) -> None:
-        self._record(run, "compile", model.WAITING if self._on_device else model.SUCCEEDED)
-
-    async def recover(self, run: CellRun) -> None:
-        self._record(run, "recover")
-
-    async def place_and_run(self, run: CellRun) -> None:
-        self._device_faults -= 1
-        self._record(run, "place_and_run", model.WAITING if self._device_faults >= 0 else model.ANALYZING)
-
-    def leave(self, run: CellRun) -> None:
-        self.names.append("leave")
-
-    async def analyze(self, run: CellRun) -> None:
-        self._record(run, "analyze", model.SUCCEEDED)
-
-
-def run_in(state: CellState.ValueType) -> CellRun:
-    return CellRun(Job(), Cell(state=state))
-
-
-@pytest.mark.parametrize(
-    ("state", "names"),
-    [
-        (model.QUEUED, ["compile", "place_and_run", "leave", "analyze"]),
-        (model.COMPILING, ["compile", "place_and_run", "leave", "analyze"]),
-        (model.WAITING, ["recover", "place_and_run", "leave", "analyze"]),
-        (model.RUNNING, ["recover", "place_and_run", "leave", "analyze"]),
-        (model.ANALYZING, ["recover", "leave", "analyze"]),
-    ],
-)
-async def test_a_cell_goes_on_in_order_from_any_state(state: CellState.ValueType, names: list[str]) -> None:
-    stages, run = Recorded(), run_in(state)
-    await run.lead(stages)
-    assert stages.names == names
-    assert run.is_over
-
-
-async def test_a_cell_without_a_device_is_over_once_it_is_compiled() -> None:
-    stages = Recorded(on_device=False)
-    await run_in(model.QUEUED).lead(stages)
-    assert stages.names == ["compile", "leave"]
-
-
-async def test_a_cell_is_placed_again_as_often_as_it_waits_again() -> None:
-    stages = Recorded(device_faults=2)
-    await run_in(model.QUEUED).lead(stages)
-    assert stages.names == ["compile", *["place_and_run"] * 3, "leave", "analyze"]
-
-
-@pytest.mark.parametrize("stage", ["compile", "place_and_run"])
-async def test_a_cell_that_fails_leaves_those_that_wait_for_it(stage: str) -> None:
-    stages = Recorded(fails=stage)
-    with pytest.raises(UserError):
-        await run_in(model.QUEUED).lead(stages)
-    assert stages.names[-2:] == [stage, "leave"]
 
 
 def measured(*calibration_bytes: int) -> CellRun:

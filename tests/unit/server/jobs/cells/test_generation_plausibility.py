@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +18,24 @@ from etfarm.wire.chunks import artifact_of
 from etfarm.wire.language_models import MAX_VOCAB
 from tests.support.generated import flow_plan, plan, process
 
-ASKED = plan((8, 0), (8, 16))
+ASKED, FLOW = plan((8, 0), (8, 16)), flow_plan((8, 0), (8, 16))
 TIMES = [[9_000, 1_000, 1_100, 900]] * 6
 
 
-def honest(folder: Path, processes: int = 1) -> agent_pb2.CandidateResult:
+def honest(
+    folder: Path, processes: int = 1, *, asked: generation_pb2.GenerationPlan = ASKED, encoded: int = 0
+) -> agent_pb2.CandidateResult:
+    """Return what a real agent sends, whose prompts begin behind encoded positions."""
     result = agent_pb2.CandidateResult(cell_id="c", threads=1, warmup_ns=1_000)
-    result.generations.extend(process(folder, ASKED, TIMES) for _ in range(processes))
-    result.generations[-1].prefill.MergeFrom(agent_pb2.GenerationTrace(traced_ns=[8_000], tokens=8, position=0))
-    result.generations[-1].decode.MergeFrom(agent_pb2.GenerationTrace(traced_ns=[1_000], tokens=1, position=8))
+    result.generations.extend(process(folder, asked, TIMES) for _ in range(processes))
+    result.generations[-1].prefill.MergeFrom(agent_pb2.GenerationTrace(traced_ns=[8_000], tokens=8, position=encoded))
+    result.generations[-1].decode.MergeFrom(agent_pb2.GenerationTrace(traced_ns=[1_000], tokens=1, position=encoded + 8))
     return result
 
 
-def check(result: agent_pb2.CandidateResult, folder: Path, repeat: int = 1, elapsed_s: float = 3.0) -> None:
+def check(result: agent_pb2.CandidateResult, folder: Path, repeat: int = 1, asked: generation_pb2.GenerationPlan = ASKED) -> None:
     measurement = job_pb2.Measurement(repeat=repeat, generation=GenerationOptions(tokens=4))
-    check_candidate(
-        result, Plan(frozenset({"c"}), elapsed_s, measurement, generation={"c": ASKED}), lambda digest: folder / digest
-    )
+    check_candidate(result, Plan(frozenset({"c"}), 3.0, measurement, generation={"c": asked}), lambda digest: folder / digest)
 
 
 def test_an_honest_result_is_plausible(tmp_path: Path) -> None:
@@ -50,14 +52,13 @@ def scores(probabilities: list[float], best: list[int], logits: list[float]) -> 
     return array("f", probabilities).tobytes() + array("i", best).tobytes() + array("f", logits).tobytes()
 
 
-def check_scores(folder: Path, data: bytes, **changes: int) -> None:
+def check_scores(folder: Path, data: bytes, tokens: int = 4, vocabulary: int = 2) -> None:
     result = honest(folder)
     score = result.generations[0].score
-    score.tokens, score.vocabulary = changes.get("tokens", 4), changes.get("vocabulary", 2)
+    score.tokens, score.vocabulary = tokens, vocabulary
     score.values.CopyFrom(artifact_of(data))
     (folder / score.values.digest).write_bytes(data)
-    measurement = job_pb2.Measurement(generation=GenerationOptions(tokens=4))
-    check_candidate(result, Plan(frozenset({"c"}), 3.0, measurement, generation={"c": SCORED}), lambda digest: folder / digest)
+    check(result, folder, asked=SCORED)
 
 
 PROBABILITIES, BEST, LOGITS = [-1.0, -0.5, -math.inf, 0.0], [0, 1, 0, 1], [1.0, -math.inf, 3.0, 4.0]
@@ -96,6 +97,10 @@ def _replace(result: agent_pb2.CandidateResult, folder: Path, name: str, data: b
     (folder / holder.digest).write_bytes(data)
 
 
+def _add_parts(result: agent_pb2.CandidateResult, _: Path) -> None:
+    result.generations[0].points[0].parts.add(method="forward", prefill_ns=[1] * 3, decode_ns=[1] * 3)
+
+
 def _add_series(telemetry: report_pb2.RunTelemetry) -> None:
     for _ in range(121):
         telemetry.series.add()
@@ -132,6 +137,7 @@ def test_more_logits_than_the_vocabulary_are_no_fault_of_the_device(tmp_path: Pa
         (lambda result, folder: _replace(result, folder, "tokens", array("i", [1 << 24] * 24).tobytes()), "not below 16,777,216"),
         (lambda result, folder: _replace(result, folder, "tokens", array("i", [-1] * 24).tobytes()), "negative"),
         (lambda result, folder: result.samples.CopyFrom(result.generations[0].tokens), "samples of a timed pass"),
+        (_add_parts, "not those of the methods"),
     ],
 )  # fmt: skip
 def test_a_contradiction_is_refused(
@@ -159,24 +165,8 @@ def test_a_point_with_an_error_needs_no_repetition(tmp_path: Path) -> None:
         check(result, tmp_path)
 
 
-FLOW = flow_plan((8, 0), (8, 16))
-
-
-def honest_flow(folder: Path) -> agent_pb2.CandidateResult:
-    result = agent_pb2.CandidateResult(cell_id="c", threads=1, warmup_ns=1_000)
-    result.generations.append(process(folder, FLOW, TIMES))
-    result.generations[0].prefill.MergeFrom(agent_pb2.GenerationTrace(traced_ns=[8_000], tokens=8, position=16))
-    result.generations[0].decode.MergeFrom(agent_pb2.GenerationTrace(traced_ns=[1_000], tokens=1, position=24))
-    return result
-
-
-def check_flow(result: agent_pb2.CandidateResult, folder: Path) -> None:
-    measurement = job_pb2.Measurement(generation=GenerationOptions(tokens=4))
-    check_candidate(result, Plan(frozenset({"c"}), 3.0, measurement, generation={"c": FLOW}), lambda digest: folder / digest)
-
-
 def test_the_parts_of_a_flow_are_plausible(tmp_path: Path) -> None:
-    check_flow(honest_flow(tmp_path), tmp_path)
+    check(honest(tmp_path, asked=FLOW, encoded=16), tmp_path, asked=FLOW)
 
 
 @pytest.mark.parametrize(
@@ -192,17 +182,10 @@ def test_the_parts_of_a_flow_are_plausible(tmp_path: Path) -> None:
     ],
 )
 def test_impossible_parts_are_a_device_fault(tmp_path: Path, change: Callable[[Any], object], why: str) -> None:
-    result = honest_flow(tmp_path)
+    result = honest(tmp_path, asked=FLOW, encoded=16)
     change(result.generations[0].points[1].parts)
     with pytest.raises(ImplausibleResult, match=why):
-        check_flow(result, tmp_path)
-
-
-def test_parts_without_a_flow_are_a_device_fault(tmp_path: Path) -> None:
-    result = honest(tmp_path)
-    result.generations[0].points[0].parts.add(method="forward", prefill_ns=[1] * 3, decode_ns=[1] * 3)
-    with pytest.raises(ImplausibleResult, match="not those of the methods"):
-        check(result, tmp_path)
+        check(result, tmp_path, asked=FLOW)
 
 
 def encoded(folder: Path, *traces: tuple[str, int, int]) -> agent_pb2.CandidateResult:
@@ -229,11 +212,7 @@ def encoded(folder: Path, *traces: tuple[str, int, int]) -> agent_pb2.CandidateR
 )
 def test_traced_encoders_are_those_of_the_program(tmp_path: Path, traces: list[tuple[str, int, int]], why: str) -> None:
     result = encoded(tmp_path, *traces)
-    measurement = job_pb2.Measurement(generation=GenerationOptions(tokens=4))
-    planned = Plan(frozenset({"c"}), 3.0, measurement, generation={"c": flow_plan((8, 0))})
-    if why:
-        with pytest.raises(ImplausibleResult, match=why):
-            check_candidate(result, planned, lambda digest: tmp_path / digest)
-    else:
-        check_candidate(result, planned, lambda digest: tmp_path / digest)
+    with pytest.raises(ImplausibleResult, match=why) if why else nullcontext():
+        check(result, tmp_path, asked=flow_plan((8, 0)))
+    if not why:
         assert (artifact_of(b"etdump") in list(artifacts_of(result))) == bool(traces)

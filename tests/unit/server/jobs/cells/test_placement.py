@@ -92,6 +92,7 @@ async def placed(task: asyncio.Task[Device]) -> str:
 async def test_an_idle_device_is_given_at_once_and_occupied() -> None:
     world = World("pi")
     assert await placed(await world.ask("c1")) == "pi"
+    world.placement.free("a-never")
     assert world.runs.busy() == {"pi": "a-c1"}
     assert world.reasons == []
 
@@ -108,26 +109,20 @@ async def test_a_freed_device_goes_to_the_next_by_priority() -> None:
     assert await placed(low) == "pi"
 
 
-async def test_a_device_that_comes_online_is_given() -> None:
+async def test_a_device_that_comes_online_is_given_and_the_reason_for_waiting_is_reported_only_when_it_changes() -> None:
     world = World("pi")
     world.devices.switch("pi", False)
     task = await world.ask("c1")
-    assert world.reasons == ["c1: pi is known but offline"]
-    world.devices.switch("pi", True)
-    assert await placed(task) == "pi"
-
-
-async def test_the_reason_for_waiting_is_reported_only_when_it_changes() -> None:
-    world = World("pi")
-    world.devices.switch("pi", False)
-    task = await world.ask("c1")
-    world.placement.place()
     world.placement.place()
     assert world.reasons == ["c1: pi is known but offline"]
     world.runs.begin("other", "pi", lambda _: None)
     world.devices.switch("pi", True)
     assert world.reasons == ["c1: pi is known but offline", "c1: pi is busy"]
-    task.cancel()
+    world.devices.switch("pi", False)
+    world.placement.free("other")
+    assert not task.done()
+    world.devices.switch("pi", True)
+    assert await placed(task) == "pi"
 
 
 async def test_a_cell_cancelled_while_waiting_gets_no_device() -> None:
@@ -153,24 +148,6 @@ async def test_a_cell_cancelled_while_it_is_placed_passes_its_device_on() -> Non
         await second
     assert await placed(third) == "pi"
     assert world.runs.busy() == {"pi": "a-c3"}
-
-
-async def test_freeing_what_has_no_device_changes_nothing() -> None:
-    world = World("pi")
-    await placed(await world.ask("c1"))
-    world.placement.free("a-never")
-    assert world.runs.busy() == {"pi": "a-c1"}
-
-
-async def test_many_cells_share_the_devices_that_they_match() -> None:
-    world = World("d1", "d2")
-    tasks = [await world.ask("c1", "id=d2"), await world.ask("c2", "id=d2"), await world.ask("c3")]
-    assert await placed(tasks[0]) == "d2"
-    assert await placed(tasks[2]) == "d1"
-    world.placement.free("a-c3")
-    assert not tasks[1].done()
-    world.placement.free("a-c1")
-    assert await placed(tasks[1]) == "d2"
 
 
 async def test_a_cell_that_waits_too_long_or_past_its_deadline_fails_with_the_reason(golden: Golden) -> None:

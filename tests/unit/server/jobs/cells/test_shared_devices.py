@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from datetime import timedelta
 
-import pytest
-
 from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells.placement import Placement
@@ -60,7 +58,6 @@ async def test_shared_runs_survive_a_restart_of_the_server(world: World) -> None
         assert states[-1] == "SUCCEEDED"
 
 
-@pytest.mark.usefixtures("each_database")
 async def test_a_new_server_knows_who_used_devices_for_how_long_and_for_what(world: World) -> None:
     agent = await world.agent("pi")
     measurement = Measurement(warmup=3)

@@ -125,18 +125,6 @@ async def test_wrong_outputs_quarantine_a_device_and_good_runs_readmit_it(world:
     assert states[-1] == "SUCCEEDED"
 
 
-async def test_a_job_says_that_its_device_is_quarantined(world: World) -> None:
-    agent = await world.agent()
-    async with probed(world):
-        await lead(agent, wrong=True)
-    job = await world.submit()
-    async with asyncio.timeout(WAIT_S):
-        async for event in world.journal.watch(job.id, 0):
-            if event.HasField("progress") and "quarantined" in event.progress.message:
-                assert event.progress.message.startswith("pi is quarantined: its health run failed at")
-                return
-
-
 @pytest.mark.parametrize(
     ("reason", "fault"),
     [("PROGRAM_CRASHED", common_pb2.FAULT_USER), ("NO_RUNNER", common_pb2.FAULT_FARM), ("BACKEND_MISSING", DEVICE)],
@@ -217,21 +205,6 @@ async def test_after_a_device_fault_the_health_run_precedes_the_next_attempt(wor
     assert states[-1] == "SUCCEEDED"
     kinds = [(event.kind, event.reason, event.run.trigger) for event in await events(world)]
     assert kinds[:2] == [(RUN, "", AFTER_FAULT), (FAULT, "DEVICE_SELF_TEST_FAILED", 0)]
-
-
-async def test_a_program_that_crashes_costs_its_device_nothing(world: World) -> None:
-    agent = await world.agent()
-    async with probed(world):
-        await lead(agent)
-        crashed = Error(fault=common_pb2.FAULT_USER, reason="PROGRAM_CRASHED", message="It crashed.")
-        for _ in range(5):
-            job = await world.submit()
-            users = await agent.started()
-            assert agent.answer(users, crashed)
-            await world.end(job)
-            await agent.expect_message("ack", users.attempt_id)
-    health = world.registry.get("pi").health
-    assert (health.state, health.fault_score) == (GOOD, 0.0)
 
 
 async def test_a_cancelled_job_and_a_stopped_agent_cost_nothing(world: World) -> None:

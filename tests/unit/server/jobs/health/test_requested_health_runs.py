@@ -158,18 +158,6 @@ async def test_a_draining_server_ends_health_runs_and_begins_none(world: World) 
     assert await events(world) == []
 
 
-async def test_a_requested_run_is_told_that_the_server_stops(world: World) -> None:
-    agent = await world.agent()
-    async with probed(world) as health:
-        await lead(agent)
-        asked = asyncio.create_task(health.check(world.registry.get("pi"), caller="ann", is_admin=True))
-        start = await agent.started()
-        await health.drain()
-        with pytest.raises(HealthRunAborted, match="about to stop"):
-            await asked
-        await agent.expect_message("cancel_run", start.attempt_id)
-
-
 async def test_requested_runs_that_wait_keep_no_due_one_from_its_turn(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing, "MAX_RUNS", 1)
     agent = await world.agent()

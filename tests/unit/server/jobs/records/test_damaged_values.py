@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,11 +35,22 @@ class World(JournalWorld):
         spec = JobSpec(labels={"k": "v"}, candidates=[Candidate(name="resnet8")])
         return await self.submit(name, 2, spec=spec, cell={"candidate_name": "resnet8"})
 
-    async def end(self, job: Job) -> None:
-        for cell in job.cells:
-            report = Report(id=f"r{cell.id}", cell=cell.id)
-            report.create_time.FromDatetime(AT)
-            await self.journal.change(model.advance(cell, model.FAILED, at=AT), report=report)
+    async def submit_ended(self, names: str) -> None:
+        """Write jobs with failed cells and their reports."""
+        for name in names:
+            for cell in (await self.submit_named(name)).cells:
+                report = Report(id=f"r{cell.id}", cell=cell.id)
+                report.create_time.FromDatetime(AT)
+                await self.journal.change(model.advance(cell, model.FAILED, at=AT), report=report)
+
+    async def body(self, report: str) -> bytes:
+        """Return what is stored of a report."""
+        query = select(schema.reports.c.body).where(schema.reports.c.id == report)
+        return await self.database.read(lambda connection: connection.execute(query).scalar_one())
+
+    async def overwrite(self, report: str, body: bytes) -> None:
+        change = update(schema.reports).where(schema.reports.c.id == report).values(body=body)
+        await self.database.write(lambda connection: connection.execute(change))
 
     async def damage(self, table: Table, column: Column[Any], key: Column[Any], value: str) -> None:
         """Flip a bit in the middle of a stored value."""
@@ -57,8 +69,7 @@ def world(database: Database) -> World:
 
 
 async def test_a_damaged_cell_is_its_error_in_its_job_and_in_lists(world: World) -> None:
-    for name in "ab":
-        await world.end(await world.submit_named(name))
+    await world.submit_ended("ab")
     assert await world.damaged() == []
     await world.damage(schema.cells, schema.cells.c.body, schema.cells.c.id, "a-0")
     for job in (await world.journal.get("a", EVERYTHING), (await world.journal.list(10, None, EVERYTHING))[0][1]):
@@ -71,8 +82,7 @@ async def test_a_damaged_cell_is_its_error_in_its_job_and_in_lists(world: World)
 
 @pytest.mark.remedy("VALUE_DAMAGED")
 async def test_a_damaged_specification_or_report_is_refused_and_its_job_can_be_deleted(world: World) -> None:
-    for name in "ab":
-        await world.end(await world.submit_named(name))
+    await world.submit_ended("ab")
     await world.damage(schema.jobs, schema.jobs.c.spec, schema.jobs.c.id, "a")
     await world.damage(schema.reports, schema.reports.c.body, schema.reports.c.id, "ra-1")
     with pytest.raises(ValueDamaged, match="The specification of job a is damaged"):
@@ -90,11 +100,10 @@ async def test_a_damaged_specification_or_report_is_refused_and_its_job_can_be_d
 
 @pytest.mark.remedy("REPORT_INCOMPLETE")
 async def test_a_job_whose_report_lacks_its_state_is_refused_by_the_client_and_can_be_deleted(world: World) -> None:
-    await world.end(await world.submit_named("a"))
+    await world.submit_ended("a")
     cut = Report(id="ra-1", cell="a-1")
     cut.create_time.FromDatetime(AT)
-    of_earlier_release = update(schema.reports).where(schema.reports.c.id == "ra-1").values(body=cut.SerializeToString())
-    await world.database.write(lambda connection: connection.execute(of_earlier_release))
+    await world.overwrite("ra-1", cut.SerializeToString())  # as an earlier release stored it
 
     async def get(request: GetReportsRequest) -> GetReportsResponse:
         return GetReportsResponse(reports=await world.journal.reports.of_job(request.job_id))
@@ -108,8 +117,7 @@ async def test_a_job_whose_report_lacks_its_state_is_refused_by_the_client_and_c
 
 
 async def test_a_damaged_event_ends_the_watch_of_its_job_alone(world: World) -> None:
-    for name in "ab":
-        await world.end(await world.submit_named(name))
+    await world.submit_ended("ab")
     await world.damage(schema.events, schema.events.c.body, schema.events.c.job_id, "a")
     with pytest.raises(ValueDamaged, match="An event of job a"):
         assert [event async for event in world.journal.watch("a", 0)]
@@ -164,32 +172,24 @@ def test_a_value_is_read_as_it_was_written_also_by_releases_without_checksums() 
     assert unseal(Cell, seal(Cell()), "a cell", "a") == Cell()
 
 
-@pytest.mark.parametrize("tail", [b"", b"\0"], ids=["cut off", "zeroed"])
-async def test_a_value_without_its_tail_is_damaged(world: World, tail: bytes) -> None:
-    await world.end(await world.submit_named("a"))
-    report = schema.reports.c
-    body = await world.database.read(lambda c: c.execute(select(report.body).where(report.id == "ra-0")).scalar_one())
-    body = body[:-20] + tail * 20
-    await world.database.write(lambda c: c.execute(update(schema.reports).where(report.id == "ra-0").values(body=body)))
-    with pytest.raises(ValueDamaged):
-        unseal(Report, body, "a report", "a")
-    assert await world.damaged() == ["a report of job a"]
+FIRST_FIELDS = Report(id="ra-0", cell="a-0").SerializeToString()
 
 
-@pytest.mark.parametrize("left", [0, 1], ids=["nothing", "its first fields"])
-async def test_a_report_of_which_only_the_start_is_left_is_damaged(world: World, left: int) -> None:
-    await world.end(await world.submit_named("a"))
-    report = schema.reports.c
-    body = Report(id="ra-0", cell="a-0").SerializeToString() * left
-    await world.database.write(lambda c: c.execute(update(schema.reports).where(report.id == "ra-0").values(body=body)))
+@pytest.mark.parametrize(
+    "cut",
+    [lambda body: body[:-20], lambda body: body[:-20] + bytes(20), lambda body: b"", lambda body: FIRST_FIELDS],
+    ids=["without its tail", "with a zeroed tail", "nothing", "its first fields"],
+)
+async def test_a_report_of_which_a_part_is_left_is_damaged(world: World, cut: Callable[[bytes], bytes]) -> None:
+    await world.submit_ended("a")
+    await world.overwrite("ra-0", cut(await world.body("ra-0")))
     with pytest.raises(ValueDamaged, match="A report of job a is damaged"):
         await world.journal.reports.of_job("a")
     assert await world.damaged() == ["a report of job a"]
 
 
 async def test_values_are_read_by_their_size(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in "abc":
-        await world.end(await world.submit_named(name))
+    await world.submit_ended("abc")
     report = schema.reports.c
     for cell in ("a-0", "b-1", "c-1"):
         await world.damage(schema.reports, report.body, report.id, f"r{cell}")

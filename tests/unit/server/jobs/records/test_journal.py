@@ -266,24 +266,6 @@ async def test_what_is_no_job_is_refused(golden: Golden, world: World, key: str)
     assert [(await world.journal.get(job.id, EVERYTHING)).id for job in listed] == ["abcdef02", "abcdef01"]
 
 
-async def test_latest_of_no_job_is_refused(world: World) -> None:
-    with refuses("JOB_NOT_FOUND"):
-        await world.journal.get("latest", EVERYTHING)
-
-
-async def test_jobs_are_listed_newest_first_in_pages_without_specs(world: World) -> None:
-    for number in range(5):
-        await world.submit(f"job-{number}")
-    seen, before = [], None
-    for expected in (2, 2, 1):
-        page, before = await world.journal.list(2, before, EVERYTHING)
-        assert len(page) == expected
-        seen += page
-    assert before is None
-    assert [job.id for job in seen] == ["job-4", "job-3", "job-2", "job-1", "job-0"]
-    assert not any(job.HasField("spec") for job in seen)
-
-
 async def all_pages(world: World, filter_: JobFilter, size: int = 2) -> list[str]:
     """Return the ids of all jobs that match, read page by page."""
     ids, before = [], None
@@ -433,18 +415,9 @@ async def test_a_page_of_jobs_ends_before_it_is_too_large(world: World) -> None:
         for cell in job.cells:
             cell.method = f"{cell.index}" * 20_000
         await submit(world.journal, job)
-    listed: list[str] = []
-    before: int | None = None
-    pages = 0
-    while True:
-        jobs, before = await world.journal.list(500, before, EVERYTHING)
-        assert sum(job.ByteSize() for job in jobs) <= 16 << 20
-        listed += [job.id for job in jobs]
-        pages += 1
-        if before is None:
-            break
-    assert listed == [f"job-{number:02}" for number in reversed(range(12))]
-    assert pages > 1
+    jobs, _ = await world.journal.list(500, None, EVERYTHING)
+    assert len(jobs) < 12 and sum(job.ByteSize() for job in jobs) <= 16 << 20
+    assert await all_pages(world, JobFilter(), 500) == [f"job-{number:02}" for number in reversed(range(12))]
 
 
 VISION, AUDIO = Scope(frozenset({"vision"}), "vision"), Scope(frozenset({"audio"}), "audio")
@@ -476,6 +449,8 @@ async def test_a_prefix_is_unique_among_the_jobs_that_one_sees(world: World) -> 
 
 
 async def test_latest_is_the_newest_of_the_active_project(world: World) -> None:
+    with refuses("JOB_NOT_FOUND"):
+        await world.journal.get("latest", EVERYTHING)
     for number, project in enumerate(("vision", "audio", "vision", "audio")):
         await world.submit(f"job-{number}", project=project)
     both = frozenset({"audio", "vision"})
@@ -484,16 +459,18 @@ async def test_latest_is_the_newest_of_the_active_project(world: World) -> None:
     assert (await world.journal.get("latest", Scope(both))).id == "job-3"
 
 
-async def test_pages_of_jobs_are_of_the_scope(world: World) -> None:
+async def test_jobs_of_the_scope_are_listed_newest_first_in_pages_without_specs(world: World) -> None:
     for number in range(6):
-        await world.submit(f"job-{number}", project=("vision", "audio")[number % 2])
-    seen, before = [], None
-    for expected in (2, 1):
-        page, before = await world.journal.list(2, before, VISION)
-        assert len(page) == expected
-        seen += page
-    assert before is None
-    assert [job.id for job in seen] == ["job-4", "job-2", "job-0"]
+        await world.submit(f"job-{number}", project=("vision", "audio")[number % 2], spec=JobSpec(name="n"))
+    for scope, sizes, numbers in ((VISION, (2, 1), (4, 2, 0)), (EVERYTHING, (2, 2, 2), (5, 4, 3, 2, 1, 0))):
+        seen, before = [], None
+        for size in sizes:
+            page, before = await world.journal.list(2, before, scope)
+            assert len(page) == size
+            seen += page
+        assert before is None
+        assert [job.id for job in seen] == [f"job-{number}" for number in numbers]
+        assert not any(job.HasField("spec") for job in seen)
     assert await world.journal.list(2, None, Scope(frozenset())) == ([], None)
 
 
