@@ -14,8 +14,6 @@ from etfarm.server.rpc.door.token_file import LOCAL
 from etfarm.server.state.engine import Database
 from etfarm.v1 import job_pb2, token_pb2
 
-pytestmark = pytest.mark.usefixtures("each_database")
-
 
 class Clock:
     now = 1000.0

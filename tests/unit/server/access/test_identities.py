@@ -14,8 +14,6 @@ from etfarm.v1.common_pb2 import Principal, Role
 from tests.support.golden import Golden
 from tests.support.refusals import refuses
 
-pytestmark = pytest.mark.usefixtures("each_database")
-
 ADMIN = Principal(name="root", role=Role.ROLE_ADMIN)
 RACK = Principal(name="rack", role=Role.ROLE_AGENT)
 DESK = Principal(name="desk", role=Role.ROLE_AGENT)

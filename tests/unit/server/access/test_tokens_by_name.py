@@ -12,8 +12,6 @@ from etfarm.v1.common_pb2 import ROLE_AGENT, ROLE_USER
 from tests.support.golden import Golden
 from tests.support.refusals import refuses
 
-pytestmark = pytest.mark.usefixtures("each_database")
-
 
 class Clock:
     def __init__(self) -> None:

@@ -33,8 +33,6 @@ from tests.support.golden import Golden
 from tests.support.refusals import refuses
 from tests.support.stores import HeldUpload, Stores, damage
 
-pytestmark = pytest.mark.usefixtures("each_database")
-
 DATA = bytes(range(256)) * 4
 DIGEST = artifact_of(DATA).digest
 WAIT_S = 60.0

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-import pytest
 from sqlalchemy import select
 
 from etfarm.server.artifacts.uses import GRANULARITY_S, Uses
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
-
-pytestmark = pytest.mark.usefixtures("each_database")
 
 USED = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 

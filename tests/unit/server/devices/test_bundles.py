@@ -22,8 +22,6 @@ from etfarm.wire.bundles import NotABundle
 from etfarm.wire.errors import FarmError, Kind
 from tests.support.refusals import refuses
 
-pytestmark = pytest.mark.usefixtures("each_database")
-
 PROGRAM = b"a program"
 FILES = {"ld.so": {"digest": hashlib.sha256(PROGRAM).hexdigest(), "size": len(PROGRAM)}}
 MANIFEST = {

@@ -23,8 +23,6 @@ from etfarm.v1.agent_pb2 import RunnerBundle
 from etfarm.v1.device_pb2 import Device, DeviceTelemetry, HealthEvent, HealthEventKind
 from tests.support.registries import NOON, RegistryWorld
 
-pytestmark = pytest.mark.usefixtures("each_database")
-
 
 def cut_first(body: bytes) -> bytes:
     """Damage that no parser accepts."""

@@ -17,8 +17,6 @@ from etfarm.wire import selectors
 from tests.support.refusals import refuses
 from tests.support.registries import NOON, RegistryWorld, board
 
-pytestmark = pytest.mark.usefixtures("each_database")
-
 IDLE, DRAINING, OFFLINE = (
     DeviceState.DEVICE_STATE_IDLE, DeviceState.DEVICE_STATE_DRAINING, DeviceState.DEVICE_STATE_OFFLINE
 )  # fmt: skip

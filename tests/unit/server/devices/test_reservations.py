@@ -26,8 +26,6 @@ from etfarm.wire import selectors
 from tests.support.refusals import refuses
 from tests.support.registries import NOON, RegistryWorld, board
 
-pytestmark = pytest.mark.usefixtures("each_database")
-
 ANN, BOB, ADMIN = (
     Holder("ann", scope=Scope(frozenset({"vision"}))), Holder("bob", scope=Scope(frozenset({"audio"}))), Holder("root", True)
 )  # fmt: skip
@@ -252,23 +250,6 @@ async def test_a_clock_that_was_ahead_prolongs_no_reservation_beyond_its_duratio
     assert reservation.expire_time.ToDatetime(UTC) == NOON + timedelta(seconds=60)
 
 
-async def test_tending_expires_in_time(world: World) -> None:
-    await world.connect("a")
-    tending = asyncio.create_task(world.reservations.tend())
-    try:
-        device, attempt = await asyncio.wait_for(world.place(project="audio"), 5)
-        reserved = await world.reserve("", 1)
-        world.placement.free(attempt)
-        blocked = world.place(project="audio")
-        await asyncio.sleep(0)
-        assert not blocked.done()
-        world.later(1)
-        assert (await asyncio.wait_for(blocked, 15))[0].id == device.id
-    finally:
-        tending.cancel()
-    assert world.reservations.current(EVERYTHING) == [] and reserved.id == "r1"
-
-
 async def test_a_full_disk_ends_no_reservation_late_and_leaves_no_device_reserved(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,33 +275,6 @@ async def test_a_full_disk_ends_no_reservation_late_and_leaves_no_device_reserve
         with pytest.raises(DatabaseFull):
             await world.reserve("id=a", 1)
         assert world.changes == [["a"], ["a write"], ["a"]], "no run is placed during the write, and afterwards runs are again"
-
-
-async def test_only_runs_that_name_the_reservation_are_placed(world: World) -> None:
-    await world.connect("a")
-    reserved = await world.reserve()
-    other, own = world.place(), world.place(reserved.id)
-    assert (await asyncio.wait_for(own, 60))[0].id == "a"
-    assert not other.done()
-    other.cancel()
-
-
-async def test_a_run_that_waits_when_the_reservation_ends_fails(world: World) -> None:
-    await world.connect("a")
-    _, occupying = await world.place()
-    reserved = await world.reserve()
-    waiting = world.place(reserved.id)
-    for _ in range(5):
-        await asyncio.sleep(0)
-    await world.reservations.release(reserved.id, ANN)
-    with pytest.raises(ReservationEnded, match="was released by ann"):
-        await waiting
-    world.placement.free(occupying)
-    assert world.registry.get("a").attempt_id == "", "nothing holds the device"
-    with pytest.raises(ReservationEnded):
-        await world.place(reserved.id)
-    with pytest.raises(ReservationNotFound):
-        await world.place("r99")
 
 
 async def test_a_cancelled_wait_leaves_the_device_free(world: World) -> None:

@@ -196,21 +196,9 @@ def test_a_device_that_failed_the_cell_comes_last_then_an_emulated_one(avoid: st
     assert schedule([cell(avoid=avoid)], known) == [Assignment("c", chosen)]
 
 
-def test_a_cell_that_waits_for_a_busy_device_delays_no_other() -> None:
-    known = [device("pi", BUSY), device("other")]
-    waiting = [cell("first", "id=pi", priority=9), cell("second")]
-    assert schedule(waiting, known) == [Assignment("second", "other")]
-
-
-def test_matching_takes_offline_devices_too_and_puts_emulated_ones_last() -> None:
-    known = [device("a", emulated=True), device("c", OFFLINE), device("b", BUSY)]
-    assert [one.id for one in select_devices(selectors.parse(""), "", known)] == ["b", "c", "a"]
-
-
-def test_a_device_that_cannot_be_used_matches_and_gets_nothing() -> None:
-    known = [device("phone", UNUSABLE, problem=FULL)]
-    assert [one.id for one in select_devices(selectors.parse("id=phone"), "id=phone", known)] == ["phone"]
-    assert schedule([cell(text="id=phone")], known) == []
+def test_matching_takes_devices_that_are_offline_or_cannot_be_used_too_and_puts_emulated_ones_last() -> None:
+    known = [device("a", emulated=True), device("d", UNUSABLE, problem=FULL), device("c", OFFLINE), device("b", BUSY)]
+    assert [one.id for one in select_devices(selectors.parse(""), "", known)] == ["b", "c", "d", "a"]
 
 
 @pytest.mark.remedy("NO_SUCH_DEVICE")

@@ -13,8 +13,6 @@ from etfarm.server.state.engine import Database
 from etfarm.v1.device_pb2 import DeviceTelemetry
 from tests.support.refusals import refuses
 
-pytestmark = pytest.mark.usefixtures("each_database")
-
 NOON = datetime(2026, 6, 1, 12, tzinfo=UTC)
 
 

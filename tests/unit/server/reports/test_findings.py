@@ -102,7 +102,6 @@ def quiet(_: str) -> None:
     """Ignore the log."""
 
 
-@pytest.mark.usefixtures("each_database")
 async def test_the_same_files_are_analyzed_once(findings: Findings, workers: Workers, tmp_path: Path) -> None:
     first = await findings.of(request(tmp_path), quiet)
     assert (first.latency.min_ns, first.analysis.cached) == (1000, False)
@@ -251,7 +250,6 @@ async def test_the_oldest_findings_make_room(workers: Workers, store: Store, dat
     assert 0 < len(kept) < 3 and kept == keys[-len(kept) :]
 
 
-@pytest.mark.usefixtures("each_database")
 async def test_a_damaged_finding_is_computed_again(findings: Findings, database: Database, tmp_path: Path) -> None:
     first = await findings.of(request(tmp_path), quiet)
     assert (await findings.of(request(tmp_path), quiet)).analysis.cached

@@ -11,8 +11,6 @@ from etfarm.server.state.engine import Database
 from etfarm.server.state.steady_clock import SteadyClock
 from tests.support.jobs import JournalWorld
 
-pytestmark = pytest.mark.usefixtures("each_database")
-
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 HOUR = timedelta(hours=1)
 DAY = timedelta(days=1)

@@ -304,11 +304,6 @@ async def test_a_flood_of_output_neither_blocks_nor_breaks(workers: Workers) -> 
     assert "\N{REPLACEMENT CHARACTER}" * 2 in log
 
 
-async def test_children_run_side_by_side_up_to_the_concurrency(workers: Workers) -> None:
-    finished = await asyncio.gather(*(workers.run(f"{TASKS}:echo", n, deadline_s=60) for n in range(8)))
-    assert [f.result for f in finished] == [str(n).encode() for n in range(8)]
-
-
 async def test_a_killed_forkserver_is_replaced(workers: Workers) -> None:
     await workers.ready()
     first = workers.forkserver_pid

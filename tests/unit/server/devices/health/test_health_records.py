@@ -18,8 +18,6 @@ from etfarm.server.state.engine import Database
 from etfarm.v1.device_pb2 import Device, HealthEvent, HealthEventKind
 from etfarm.wire.errors import DeviceError
 
-pytestmark = pytest.mark.usefixtures("each_database")
-
 AT = datetime(2026, 1, 2, tzinfo=UTC)
 
 

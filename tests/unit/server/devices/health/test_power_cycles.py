@@ -122,7 +122,6 @@ async def test_power_cycles_are_limited_in_rate_and_number(world: World, tmp_pat
     assert (events[0].exit_code, events[0].message) == (0, f"{rule.command[0]}: exit code 0: switched")
 
 
-@pytest.mark.usefixtures("each_database")
 async def test_the_limits_of_power_cycles_hold_after_a_restart_of_the_server(world: World, tmp_path: Path) -> None:
     await world.lose_pi()
     rule = PowerRule((script(tmp_path, "exit 0"),), frozenset({"pi"}))
@@ -171,18 +170,6 @@ async def test_a_power_cycle_of_a_clock_that_was_ahead_blocks_no_others_for_long
     assert cycles.find_hung() == [], "it may have been a moment ago"
     world.later(rule.min_interval_s)
     assert len(cycles.find_hung()) == 1
-
-
-async def test_the_task_calls_the_command_by_itself(world: World, tmp_path: Path) -> None:
-    await world.lose_pi()
-    task = asyncio.create_task(world.cycles(PowerRule((script(tmp_path, "exit 3"),), frozenset({"pi"}))).run())
-    async with asyncio.timeout(30):
-        events: list[HealthEvent] = []
-        while not (events and events[0].HasField("exit_code")):
-            events, _ = await world.book.events("pi", 0, 500)
-            await asyncio.sleep(0.01)
-    task.cancel()
-    assert (events[0].exit_code, world.book.of("pi").state) == (3, standing.UNKNOWN)
 
 
 async def test_a_command_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
