@@ -41,7 +41,7 @@ from etfarm.server.workers.reader_threads import Readers
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire.chunks import artifact_of
-from tests.support.databases import new_database
+from tests.support.databases import new_database, opened
 from tests.support.jobs import AT, queued_job, submit
 
 WAIT_S = 60.0
@@ -65,13 +65,11 @@ class Compiles:
         self.gate: asyncio.Event | None = None
         self.error: Exception | None = None
         self.outcome = Outcome(compiled())
-        self.stop_after = ""
         self.calls = 0
         self.stopped = 0
 
-    async def compile(self, candidate: object, *, listener: Listener, stop_after: str, **_: object) -> Outcome:
+    async def compile(self, candidate: object, *, listener: Listener, **_: object) -> Outcome:
         self.calls += 1
-        self.stop_after = stop_after
         listener.on_stage("QUANTIZE", 2.0, cached=True)
         if self.gate is not None:
             try:
@@ -241,12 +239,11 @@ class World:
         cells: int = 1,
         *,
         on_device: bool = True,
-        stop_after: str = "",
         threads: int | None = None,
         measurement: job_pb2.Measurement | None = None,
     ) -> job_pb2.Job:
         cell = {"method": "forward", "device_index": 0 if on_device else None, "threads": threads}
-        spec = job_pb2.JobSpec(stop_after=stop_after, measurement=measurement)
+        spec = job_pb2.JobSpec(measurement=measurement)
         spec.candidates.add(name="net").program.pte.CopyFrom(artifact_of(b"pte"))
         return await self.begin(queued_job(f"job-{self.ids()}", cells, cell=cell, spec=spec))
 
@@ -255,6 +252,21 @@ class World:
         written = await submit(self.journal, job)
         self.conductor.start(written)
         return written
+
+    async def running(self, **more: Any) -> tuple[Agent, job_pb2.Job, agent_pb2.StartRun]:
+        """Submit a job to a device of an agent; return the agent, the job and the run that it was sent."""
+        agent, job = await self.agent(), await self.submit(**more)
+        return agent, job, await agent.started()
+
+    async def cancel_between(self, job: job_pb2.Job, begun: asyncio.Event, goes_on: asyncio.Event) -> None:
+        """Cancel a job when something has begun, which goes on once the cancellation has arrived."""
+        async with asyncio.timeout(WAIT_S):
+            await begun.wait()
+            cancelling = asyncio.create_task(self.conductor.cancel(job))
+            for _ in range(5):
+                await asyncio.sleep(0)  # the cancellation arrives
+            goes_on.set()
+            await cancelling
 
     async def until(self, job: job_pb2.Job, state: int) -> None:
         """Wait until a cell of the job is in the state."""
@@ -275,14 +287,12 @@ class World:
 @asynccontextmanager
 async def opened_world(folder: Path, *bundles: agent_pb2.RunnerBundle) -> AsyncIterator[World]:
     """A world whose devices have runners from these bundles."""
-    database = new_database(folder / "farm.sqlite")
-    await database.open()
-    numbers = itertools.count()
-    created = World(database, folder, lambda: f"id{next(numbers):04}", *bundles)
-    yield created
-    await created.stop()
-    await created.log.flush()
-    database.close()
+    async with opened(new_database(folder / "farm.sqlite")) as database:
+        numbers = itertools.count()
+        created = World(database, folder, lambda: f"id{next(numbers):04}", *bundles)
+        yield created
+        await created.stop()
+        await created.log.flush()
 
 
 @pytest.fixture

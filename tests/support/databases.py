@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
 from typing import NoReturn
@@ -81,6 +82,16 @@ def _empty() -> Iterator[str]:
     yield "DELETE FROM commits"
 
 
+@asynccontextmanager
+async def opened(database: Database) -> AsyncIterator[Database]:
+    """Open a database for the time of a block."""
+    try:
+        await database.open()
+        yield database
+    finally:
+        database.close()
+
+
 class Refusal:
     """A guard that refuses every transaction that writes, with an error."""
 
@@ -113,11 +124,8 @@ def _migrated() -> bytes:
     """Return a SQLite database that no test has written to."""
 
     async def migrate(path: Path) -> None:
-        database = create_database(path)
-        try:
-            await database.open()
-        finally:
-            database.close()
+        async with opened(create_database(path)):
+            pass
 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as thread:
         path = Path(folder) / "farm.sqlite"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from etfarm.v1 import agent_pb2, common_pb2
 from etfarm.v1.common_pb2 import Error
 from etfarm.v1.device_pb2 import HealthEventKind, HealthRunTrigger
 from etfarm.wire import tensors
-from tests.support.cells import WAIT_S, Agent, World
+from tests.support.cells import Agent, World
 
 RUN, FAULT = HealthEventKind.HEALTH_EVENT_KIND_RUN, HealthEventKind.HEALTH_EVENT_KIND_FAULT
 ENROLMENT, PERIODIC, AFTER_FAULT, PROBE = (
@@ -80,12 +80,6 @@ async def probed(
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         readers.close()
-
-
-async def becomes(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110 - of what no event tells
-            await asyncio.sleep(0.005)
 
 
 def state(world: World) -> int:

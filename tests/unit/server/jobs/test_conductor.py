@@ -1,13 +1,15 @@
-"""A cell's way: each step written down, device faults placed again, cancelling and restarting at any point."""
+"""A cell's way: each step written down, device faults placed again, cancelling, draining and restarting at any point."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from etfarm.server.access.scope import EVERYTHING, Scope
+from etfarm.server.artifacts.room import Room
 from etfarm.server.compile.cache import FOUND_EARLIER, CompilationNotFound, Outcome
 from etfarm.server.compile.errors import StageFailed
 from etfarm.server.jobs import model
@@ -19,24 +21,19 @@ from etfarm.v1.device_pb2 import DeviceRunner
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import UserError
 from tests.support.cells import BUNDLE, STATES_TO_SUCCESS, WAIT_S, Agent, World, compiled, error
+from tests.support.waiting import becomes
 
 
 async def test_a_cell_goes_its_way_and_its_agent_may_forget_it_once_the_result_is_written(world: World) -> None:
-    agent = await world.agent()
-    job = await world.submit()
-    run = await agent.started()
+    agent, job, run = await world.running()
     assert (run.device_id, run.deadline_s, run.candidates[0].method) == ("pi", 600.0, "forward")
     assert run.candidates[0].program == compiled().program, "its data files too"
     assert world.conductor.live == 1
     await agent.settle(run, threads=4)
     states, (report,) = await world.end(job)
     assert states == STATES_TO_SUCCESS
-    assert (report.state, report.attempt, report.threads, report.latency.p50_ns) == (
-        common_pb2.CELL_STATE_SUCCEEDED,
-        run.attempt_id,
-        4,
-        5.0,
-    )
+    assert report.state == common_pb2.CELL_STATE_SUCCEEDED
+    assert (report.attempt, report.threads, report.latency.p50_ns) == (run.attempt_id, 4, 5.0)
     assert world.runs.busy() == {}
     assert (await world.journal.results_of(run.attempt_id))[job.cells[0].id].threads == 4
 
@@ -50,6 +47,22 @@ async def test_a_cell_that_does_not_compile_fails_with_the_reason_and_a_report(w
     (cell,) = (await world.journal.get(job.id, EVERYTHING)).cells
     assert cell.error == report.error
     assert cell.report_id == report.id
+
+
+async def test_a_compilation_waits_until_the_disk_has_space(world: World, tmp_path: Path) -> None:
+    free = 10
+    world.store.room = Room(tmp_path, 10, 100, free=lambda _: free)
+    job = await world.submit(on_device=False)
+    async with asyncio.timeout(WAIT_S):
+        async for event in world.journal.watch(job.id, 0):
+            if event.progress.phase == "WAIT_FOR_ROOM":
+                break
+    assert event.progress.message == "the server's disk is full: 10 bytes are free"
+    assert world.compiler.calls == 0
+    free = 1000
+    states, (report,) = await world.end(job)
+    assert (states, world.compiler.calls) == (["COMPILING", "SUCCEEDED"], 1)
+    assert report.HasField("compile") and not report.HasField("attempt")
 
 
 @pytest.mark.remedy("TOO_MANY_THREADS")
@@ -91,14 +104,6 @@ async def test_a_compilation_that_failed_leaves_its_stages_in_the_report_and_say
     (cell,) = (await world.journal.get(job.id, EVERYTHING)).cells
     assert (cell.compilation_key, cell.compile_cached) == ("key", cached)
     assert not cell.HasField("program")
-
-
-async def test_a_compilation_that_stops_ends_without_a_program(world: World) -> None:
-    world.compiler.outcome = Outcome(compile_pb2.Compilation(key="key", stopped_after="TORCH_EXPORT"))
-    job = await world.submit(on_device=False, stop_after="TORCH_EXPORT")
-    states, (report,) = await world.end(job)
-    assert states == ["COMPILING", "SUCCEEDED"]
-    assert world.compiler.stop_after == report.compile.compilation.stopped_after == "TORCH_EXPORT"
 
 
 async def test_a_stage_of_an_earlier_compilation_is_reported_as_cached(world: World) -> None:
@@ -150,9 +155,7 @@ async def test_an_agent_without_a_result_long_after_the_deadline_gives_one_once_
 ) -> None:
     loop = asyncio.get_running_loop()
     clock = loop.time
-    agent = await world.agent()
-    job = await world.submit()
-    run = await agent.started()
+    agent, job, run = await world.running()
     with monkeypatch.context() as later:
         later.setattr(loop, "time", lambda: clock() + run.deadline_s + GRACE_S)
         while run.attempt_id in world.runs.busy().values():  # noqa: ASYNC110 - nothing tells of it
@@ -169,9 +172,7 @@ async def test_an_agent_without_a_result_long_after_the_deadline_gives_one_once_
 
 @pytest.mark.remedy("RESULT_MISSING")
 async def test_a_cell_without_a_result_is_placed_again(world: World) -> None:
-    agent = await world.agent()
-    job = await world.submit()
-    start = await agent.started()
+    agent, job, start = await world.running()
     world.runs.deliver(agent_pb2.RunResult(attempt_id=start.attempt_id, device_id=start.device_id))
     agent.answer(await agent.started_after_acks())
     states, _ = await world.end(job)
@@ -195,12 +196,9 @@ async def test_devices_that_leave_before_an_attempt_is_sent_use_up_no_attempts(w
     job = await world.submit()
     for _ in range(MAX_ATTEMPTS + 1):
         agent = await world.agent()
-        async with asyncio.timeout(WAIT_S):
-            while not world.runs.busy():  # noqa: ASYNC110 - nothing tells of it
-                await asyncio.sleep(0)
-            await agent.leave()  # while the attempt is written to the journal
-            while world.runs.busy():  # noqa: ASYNC110 - nothing tells of it
-                await asyncio.sleep(0)
+        await becomes(world.runs.busy, pause_s=0)
+        await agent.leave()  # while the attempt is written to the journal
+        await becomes(lambda: not world.runs.busy(), pause_s=0)
     agent = await world.agent()
     agent.answer(await agent.started_after_acks())
     states, _ = await world.end(job)
@@ -268,27 +266,20 @@ async def test_a_bundle_that_is_being_built_is_waited_for_though_the_device_has_
 
 @pytest.mark.parametrize("state", ["COMPILING", "WAITING_FOR_DEVICE", "RUNNING", "ANALYZING"])
 async def test_cancelling_ends_the_cell_wherever_it_is(world: World, state: str) -> None:
-    gate = asyncio.Event()
-    if state == "COMPILING":
-        world.compiler.gate = gate
-    if state == "ANALYZING":
-        world.analyst.gate = gate
+    world.compiler.gate = asyncio.Event() if state == "COMPILING" else None
+    world.analyst.gate = asyncio.Event()
     agent = await world.agent() if state in ("RUNNING", "ANALYZING") else None
     job = await world.submit()
-    await world.until(job, common_pb2.CellState.Value(f"CELL_STATE_{state}") if state != "ANALYZING" else model.RUNNING)
     run = await agent.started() if agent is not None else None
-    if state == "ANALYZING":
-        assert agent is not None and run is not None
+    if agent is not None and run is not None and state == "ANALYZING":
         agent.answer(run)
-        await world.until(job, model.ANALYZING)
+    await world.until(job, common_pb2.CellState.Value(f"CELL_STATE_{state}"))
     async with asyncio.timeout(WAIT_S):
         await world.conductor.cancel(await world.journal.get(job.id, EVERYTHING))
     states, (report,) = await world.end(job)
     assert states[-2:] == [state, "CANCELLED"]
     assert (report.state, report.error.reason) == (common_pb2.CELL_STATE_CANCELLED, "CANCELLED")
-    assert world.runs.busy() == {}
-    assert world.conductor.live == 0
-    assert world.compiler.stopped == (state == "COMPILING")
+    assert (world.runs.busy(), world.conductor.live, world.compiler.stopped) == ({}, 0, state == "COMPILING")
     if agent is not None and run is not None:
         await agent.expect_message("ack" if state == "ANALYZING" else "cancel_run", run.attempt_id)
 
@@ -312,13 +303,7 @@ async def test_cancelling_while_the_last_change_is_being_written_leaves_it_as_it
 
     world.journal.change = slow  # type: ignore[method-assign]
     job = await world.submit(on_device=False)
-    async with asyncio.timeout(WAIT_S):
-        await writing.wait()
-        cancelling = asyncio.create_task(world.conductor.cancel(job))
-        for _ in range(5):
-            await asyncio.sleep(0)  # the cancellation arrives
-        gate.set()
-        await cancelling
+    await world.cancel_between(job, writing, gate)
     states, (report,) = await world.end(job)
     assert states == ["COMPILING", "SUCCEEDED"]
     assert report.state == common_pb2.CELL_STATE_SUCCEEDED
@@ -363,9 +348,7 @@ async def test_a_new_server_goes_on_where_the_old_one_was(world: World, state: s
 
 
 async def test_a_new_server_waits_for_what_runs_before_any_agent_can_come_back(world: World) -> None:
-    agent = await world.agent()
-    job = await world.submit()
-    run = await agent.started()
+    _, job, run = await world.running()
     again = await world.resumed()
     assert again.runs.knows(run.attempt_id), "else the server would stop the agent's run"
     back = await Agent(again, "pi").connect(run.attempt_id)
@@ -377,9 +360,7 @@ async def test_a_new_server_waits_for_what_runs_before_any_agent_can_come_back(w
 
 
 async def test_a_new_server_places_again_what_the_agent_no_longer_runs(world: World) -> None:
-    agent = await world.agent()
-    job = await world.submit()
-    run = await agent.started()
+    _, job, run = await world.running()
     again = await world.resumed()
     back = await Agent(again, "pi").connect()
     second = await back.started_after_acks()
@@ -457,3 +438,47 @@ async def test_a_new_server_compiles_again_what_the_database_has_lost(world: Wor
     assert later.answer(run)
     _, (report,) = await again.end(job)
     assert (report.state, again.compiler.calls) == (common_pb2.CELL_STATE_SUCCEEDED, 1)
+
+
+async def states_of(world: World, *jobs: job_pb2.Job) -> list[str]:
+    cells = [cell for job in jobs for cell in (await world.journal.get(job.id, EVERYTHING)).cells]
+    return [common_pb2.CellState.Name(cell.state).removeprefix("CELL_STATE_") for cell in cells]
+
+
+async def test_a_server_that_drains_ends_a_running_cell_with_its_report_and_leaves_a_waiting_one(world: World) -> None:
+    agent = await world.agent()
+    running, waiting = await world.submit(), await world.submit()
+    run = await agent.started()
+    await world.until(waiting, model.WAITING)
+    draining = asyncio.create_task(world.conductor.drain())
+    await asyncio.sleep(0)
+    late = await world.submit()
+    assert not draining.done()
+    agent.answer(run)
+    async with asyncio.timeout(WAIT_S):
+        await draining
+    assert await states_of(world, running, waiting, late) == ["SUCCEEDED", "WAITING_FOR_DEVICE", "QUEUED"]
+    await agent.leave()
+    world = await world.restarted()
+    agent = await world.agent()
+    await world.conductor.resume()
+    for _ in range(2):
+        agent.answer(await agent.started())
+        await agent.next_message()
+    for job in (waiting, late):
+        await world.end(job)
+        assert await states_of(world, job) == ["SUCCEEDED"]
+
+
+async def test_a_server_that_drains_ends_a_compilation_whose_cell_does_not_take_a_device(world: World) -> None:
+    await world.agent()
+    world.compiler.gate = asyncio.Event()
+    job = await world.submit()
+    await world.until(job, model.COMPILING)
+    draining = asyncio.create_task(world.conductor.drain())
+    await asyncio.sleep(0)
+    world.compiler.gate.set()
+    async with asyncio.timeout(WAIT_S):
+        await draining
+    assert await states_of(world, job) == ["WAITING_FOR_DEVICE"]
+    assert (world.compiler.stopped, world.runs.busy()) == (0, {})

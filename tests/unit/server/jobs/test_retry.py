@@ -110,14 +110,6 @@ async def test_a_job_without_failed_cells_or_with_live_ones_is_refused(world: Wo
     assert len((await service.submit(await spec_of(world), "again")).cells) == len(done.cells)
 
 
-async def test_a_retry_of_a_device_that_the_farm_forgot_is_refused_as_a_submission_is(world: World) -> None:
-    service = Service(world)
-    job = await ended(service, await spec_of(world), FAILED, DONE, DONE, DONE)
-    world.devices.clear()
-    with refuses("NO_SUCH_DEVICE"):
-        await service.retry(job)
-
-
 async def test_a_retry_of_one_of_several_devices_that_was_forgotten_is_refused(world: World) -> None:
     service = Service(world)
     spec = JobSpec(candidates=[await world.model("one")], devices=[DeviceChoice(selector="", all=True)])

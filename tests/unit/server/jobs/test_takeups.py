@@ -15,6 +15,7 @@ from etfarm.server.jobs.cells.plausibility import Plan, check_attempt
 from etfarm.server.jobs.takeups import IN_HAND, MOST, Hands, Takeups, find_left_in_hand, keep_uncounted, take_left_in_hand
 from etfarm.v1 import agent_pb2, common_pb2, job_pb2
 from tests.support.cells import STATES_TO_SUCCESS, WAIT_S, World
+from tests.support.waiting import becomes
 
 
 async def compiles(world: World, job: job_pb2.Job) -> None:
@@ -73,20 +74,6 @@ async def test_the_job_that_kills_servers_is_set_aside_at_the_third_time_and_the
     assert (await world.end(await world.submit(on_device=False)))[0] == ["COMPILING", "SUCCEEDED"], "it is submitted again"
 
 
-async def test_deaths_without_evidence_count_for_no_job_and_delay_none(world: World) -> None:
-    jobs = await compiling(world, 8)
-    for _ in range(2 * MOST):
-        world = await crashed(world, {})
-        for job in jobs:
-            await compiles(world, job)
-        assert world.compiler.calls == len(jobs)
-        assert await counts(world) == {}
-    assert world.compiler.gate is not None
-    world.compiler.gate.set()
-    for job in jobs:
-        assert (await world.end(job))[0] == ["COMPILING", "SUCCEEDED"]
-
-
 async def test_a_suspect_that_takes_long_holds_up_the_others_for_some_seconds_only(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,9 +119,7 @@ async def test_what_other_servers_have_counted_does_not_set_a_job_aside_that_was
 async def test_a_job_that_waits_for_a_device_is_not_counted(world: World) -> None:
     job = await world.submit()
     await world.until(job, model.WAITING)
-    async with asyncio.timeout(WAIT_S):
-        while list((world.folder / IN_HAND).iterdir()):  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0)
+    await becomes(lambda: not list((world.folder / IN_HAND).iterdir()), pause_s=0)
     for _ in range(4):
         world = await crashed(world)
     assert await counts(world) == {}
@@ -153,9 +138,7 @@ async def test_a_running_suspect_is_adopted_at_once_and_its_result_is_checked_al
     agent = type(agent)(again, "pi")
     await agent.connect(run.attempt_id)
     assert agent.answer(run)
-    async with asyncio.timeout(WAIT_S):
-        while not again.hands.is_waiting(running.id):  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0)
+    await becomes(lambda: again.hands.is_waiting(running.id), pause_s=0)
     assert await counts(again) == {running.id: 1, compiled.id: 1}
     assert again.compiler.gate is not None
     again.compiler.gate.set()
@@ -172,9 +155,7 @@ async def test_a_result_that_is_being_checked_is_recorded(world: World, monkeypa
         check_attempt(answer, plan)
 
     monkeypatch.setattr("etfarm.server.jobs.cells.results.check_attempt", look)
-    agent = await world.agent()
-    job = await world.submit()
-    run = await agent.started()
+    agent, job, run = await world.running()
     assert take_left_in_hand(world.folder) == {}, "a job that only runs on its device is not handled"
     agent.answer(run)
     assert (await world.end(job))[0] == STATES_TO_SUCCESS

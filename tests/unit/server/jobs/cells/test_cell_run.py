@@ -1,8 +1,9 @@
-"""What a cell's run sends to the device beside its program: samples, calls, and whether there is state."""
+"""What a cell's run sends to the device beside its program: samples, calls, whether there is state, and a time limit."""
 
 from __future__ import annotations
 
 from etfarm.server.jobs.cells.cell_run import CellRun
+from etfarm.server.jobs.cells.dispatch import deadline_s
 from etfarm.v1.common_pb2 import Artifact
 from etfarm.v1.compile_pb2 import Compilation
 from etfarm.v1.job_pb2 import Candidate, Cell, Job, JobSpec, Measurement, MethodSource, Model
@@ -55,3 +56,18 @@ def test_a_ready_program_is_not_executed_on_further_samples() -> None:
     run.job.spec.inputs["forward"].digest = "given"
     run.job.spec.further_inputs["forward"].samples.add(digest="further")
     assert run.inputs is not None and run.samples == []
+
+
+def test_the_default_limit_grows_with_the_runs_and_the_candidates() -> None:
+    job = Job()
+    assert (deadline_s(job, 1), deadline_s(job, 3)) == (600, 1800)
+    job.spec.measurement.repeat = 5
+    assert deadline_s(job, 1) == 600 + 4 * 120
+    job.spec.measurement.min_time_s = 300
+    assert deadline_s(job, 1) == 600 + 4 * (80 + 60), "without a limit a timed pass ends after 60 s"
+    job.spec.measurement.max_time_s = 300
+    assert deadline_s(job, 1) == 600 + 4 * (80 + 300)
+    job.spec.measurement.min_time_s = job.spec.measurement.max_time_s = 1e7
+    assert deadline_s(job, 1) == 600 + 86_400, "a program that hangs occupies its device for a day at most"
+    job.spec.timeout_s = 30
+    assert deadline_s(job, 1) == 30

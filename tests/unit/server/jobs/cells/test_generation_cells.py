@@ -21,9 +21,7 @@ def compile_language_model(world: World) -> None:
 
 async def test_an_agent_gets_the_plan_and_time_for_its_points(world: World) -> None:
     compile_language_model(world)
-    agent = await world.agent()
-    job = await world.submit(measurement=GENERATE)
-    run = await agent.started()
+    _, job, run = await world.running(measurement=GENERATE)
     (candidate,) = run.candidates
     assert candidate.generation.model.decode_method == candidate.method == "forward" and not candidate.HasField("inputs")
     assert [(point.prompt_tokens, point.depth) for point in candidate.generation.points] == [(4, 0), (4, 39)]

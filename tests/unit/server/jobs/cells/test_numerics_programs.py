@@ -15,7 +15,7 @@ from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
 from etfarm.wire import recipes
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import UserError
-from tests.support.cells import FORWARD, STATES_TO_SUCCESS, World, compiled, error
+from tests.support.cells import FORWARD, STATES_TO_SUCCESS, Agent, World, compiled, error
 from tests.support.jobs import queued_job
 
 FP32 = recipes.parse("xnnpack_fp32")
@@ -75,6 +75,12 @@ async def submit(world: World, recipe: recipes.Recipe = FP32, method: str = "for
     return await world.begin(job)
 
 
+async def running(world: World, **more: Any) -> tuple[Agent, job_pb2.Job, agent_pb2.StartRun]:
+    """Submit such a job to a device of an agent; return the agent, the job and the run that it was sent."""
+    agent, job = await world.agent(), await submit(world, **more)
+    return agent, job, await agent.started()
+
+
 async def recorded(world: World) -> agent_pb2.NumericsResult:
     """Return what a numerics pass gave, its files uploaded."""
     files = {name: await world.store.put(name.encode(), "agent") for name in ("etdump", "debug", "outputs")}
@@ -86,9 +92,7 @@ def codes(report: report_pb2.Report) -> list[str]:
 
 
 async def test_the_device_gets_both_programs_and_the_report_names_both(world: World, both: Both) -> None:
-    agent = await world.agent()
-    job = await submit(world)
-    run = await agent.started()
+    agent, job, run = await running(world)
     (candidate,) = run.candidates
     assert (candidate.program.digest, candidate.numerics_program.digest) == ("program of timed", "program of separate")
     agent.answer(run, numerics=await recorded(world))
@@ -106,9 +110,7 @@ async def test_the_device_gets_both_programs_and_the_report_names_both(world: Wo
 
 
 async def test_a_recipe_without_xnnpack_is_compiled_once_and_runs_twice(world: World, both: Both) -> None:
-    agent = await world.agent()
-    job = await submit(world, recipes.parse("portable"))
-    run = await agent.started()
+    agent, job, run = await running(world, recipe=recipes.parse("portable"))
     assert run.candidates[0].numerics_program == run.candidates[0].program
     agent.answer(run, numerics=await recorded(world))
     _, (report,) = await world.end(job)
@@ -121,9 +123,7 @@ async def test_a_recipe_without_xnnpack_is_compiled_once_and_runs_twice(world: W
 
 async def test_a_second_program_that_does_not_compile_is_a_warning(world: World, both: Both) -> None:
     both.error = UserError("XNNPACK cannot.", "Do without.")
-    agent = await world.agent()
-    job = await submit(world)
-    run = await agent.started()
+    agent, job, run = await running(world)
     assert not run.candidates[0].HasField("numerics_program")
     agent.answer(run)
     states, (report,) = await world.end(job)
@@ -144,9 +144,8 @@ async def test_a_second_program_that_does_not_compile_is_a_warning(world: World,
 async def test_a_pass_that_gave_nothing_is_a_warning(
     world: World, both: Both, values: agent_pb2.NumericsResult | None, says: str
 ) -> None:  # fmt: skip
-    agent = await world.agent()
-    job = await submit(world)
-    agent.answer(await agent.started(), numerics=values)
+    agent, job, run = await running(world)
+    agent.answer(run, numerics=values)
     states, (report,) = await world.end(job)
     assert states == STATES_TO_SUCCESS
     assert codes(report) == ["NUMERICS_NOT_RUN"]
@@ -156,9 +155,8 @@ async def test_a_pass_that_gave_nothing_is_a_warning(
 
 
 async def test_a_cell_that_failed_on_the_device_has_no_second_complaint(world: World, both: Both) -> None:
-    agent = await world.agent()
-    job = await submit(world)
-    agent.answer(await agent.started(), error("USER"))
+    agent, job, run = await running(world)
+    agent.answer(run, error("USER"))
     states, (report,) = await world.end(job)
     assert states[-1] == "FAILED"
     assert codes(report) == []
@@ -172,9 +170,7 @@ async def test_what_has_nothing_to_be_compared_with_is_compiled_once_and_says_so
     world: World, both: Both, method: str, has_inputs: bool, says: str
 ) -> None:
     both.has_inputs = has_inputs
-    agent = await world.agent()
-    job = await submit(world, method=method)
-    run = await agent.started()
+    agent, job, run = await running(world, method=method)
     assert not run.candidates[0].HasField("numerics_program")
     agent.answer(run)
     _, (report,) = await world.end(job)

@@ -29,7 +29,6 @@ from tests.support.health_runs import (
     PERIODIC,
     RUN,
     answer,
-    becomes,
     deliver,
     events,
     lead,
@@ -38,6 +37,7 @@ from tests.support.health_runs import (
     state,
 )
 from tests.support.refusals import refuses
+from tests.support.waiting import becomes
 
 
 async def test_a_new_device_is_checked_alone_and_measured(world: World) -> None:

@@ -17,14 +17,13 @@ from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.v1.device_pb2 import Device, HealthEvent, HealthRunTrigger
 from etfarm.wire.names import boot_id
 from tests.support.cells import WAIT_S, Agent, World
-from tests.support.health_runs import PROMPT, answer, becomes, events, lead, probed
+from tests.support.health_runs import PROMPT, answer, events, lead, probed, settle
 from tests.support.refusals import refuses
+from tests.support.waiting import becomes
 
 
 async def test_a_requested_run_waits_for_the_device_and_precedes_other_jobs(world: World) -> None:
-    agent = await world.agent()
-    job = await world.submit()
-    users = await agent.started()
+    agent, job, users = await world.running()
     waiting = await world.submit()
     async with probed(world) as health:
         asked = asyncio.create_task(health.check(world.registry.get("pi"), caller="ann", is_admin=False))
@@ -35,10 +34,9 @@ async def test_a_requested_run_waits_for_the_device_and_precedes_other_jobs(worl
         await agent.settle(users)
         start = await agent.started()
         assert start.attempt_id == start.candidates[0].cell_id
-        answer(agent, start)
+        await settle(agent, start)
         event = await asked
         assert (event.run.passed, event.run.trigger) == (True, HealthRunTrigger.HEALTH_RUN_TRIGGER_REQUEST)
-        await agent.expect_message("ack", start.attempt_id)
         assert agent.answer(await agent.started())
         for each in (job, waiting):
             states, _ = await world.end(each)
@@ -65,10 +63,8 @@ async def test_requested_runs_count_for_the_baseline_only_on_an_idle_device_and_
         asked = asyncio.create_task(health.check(world.registry.get("pi"), caller="ann", is_admin=False))
         await asyncio.sleep(0)
         await agent.settle(users)
-        start = await agent.started()
-        answer(agent, start, 99_000)
+        await lead(agent, 99_000)
         assert list((await asked).run.doubts) == ["DEVICE_NOT_IDLE"]
-        await agent.expect_message("ack", start.attempt_id)
         assert world.registry.get("pi").health.next_run_time.ToDatetime(UTC) == due, "they put off nothing"
         assert not (await check(34_000)).run.doubts
         assert world.registry.get("pi").health.next_run_time.ToDatetime(UTC) == world.at + timedelta(days=1)
@@ -84,10 +80,8 @@ async def test_a_requested_run_takes_the_place_of_a_due_one_in_progress(world: W
         due = await agent.started()
         asked = asyncio.create_task(health.check(world.registry.get("pi"), caller="ann", is_admin=False))
         await agent.expect_message("cancel_run", due.attempt_id)
-        start = await agent.started()
-        answer(agent, start)
+        await lead(agent)
         assert not (await asked).run.doubts
-        await agent.expect_message("ack", start.attempt_id)
     assert [event.run.trigger for event in await events(world)] == [HealthRunTrigger.HEALTH_RUN_TRIGGER_REQUEST]
 
 
@@ -114,9 +108,8 @@ async def test_a_requested_run_for_which_somebody_waits_is_made_but_not_compared
         start = await agent.started()
         job = await world.submit()
         await world.until(job, model.WAITING)
-        answer(agent, start)
+        await settle(agent, start)
         assert list((await asked).run.doubts) == ["DEVICE_NOT_IDLE"]
-        await agent.expect_message("ack", start.attempt_id)
         assert agent.answer(await agent.started())
 
 

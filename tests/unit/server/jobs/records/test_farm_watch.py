@@ -16,8 +16,6 @@ from etfarm.server.state.engine import Database
 from etfarm.v1.job_pb2 import Cell, JobChange, JobEvent, JobSpec, JobState, Progress
 from tests.support.jobs import JournalWorld
 
-pytestmark = pytest.mark.usefixtures("each_database")
-
 WAIT_S = 60.0
 Changes = AsyncGenerator[JobChange]
 

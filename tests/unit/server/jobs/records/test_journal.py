@@ -423,23 +423,6 @@ async def test_a_page_of_jobs_ends_before_it_is_too_large(world: World) -> None:
 VISION, AUDIO = Scope(frozenset({"vision"}), "vision"), Scope(frozenset({"audio"}), "audio")
 
 
-async def test_a_job_of_another_project_is_one_that_does_not_exist(world: World) -> None:
-    job = await world.submit("abcdef01", project="vision")
-    await world.step(job.cells[0], model.COMPILING, model.SUCCEEDED, report=Report(id="r1", cell=job.cells[0].id))
-    await Tags(world.database, world.now).put("base", job.id, project="vision", caller="ann", is_admin=False)
-    for key in ("abcdef01", "abcd", "base", "latest"):
-        assert (await world.journal.get(key, VISION)).project == "vision"
-        with refuses("JOB_NOT_FOUND") as refused:
-            await world.journal.get(key, AUDIO)
-        assert str(refused.value) == f"There is no job {key!r}. See `etfarm jobs list`."
-    assert (await world.journal.reports.get("r1", VISION)).id == "r1"
-    with refuses("REPORT_NOT_FOUND") as missing:
-        await world.journal.reports.get("r1", AUDIO)
-    with refuses("REPORT_NOT_FOUND") as absent:
-        await world.journal.reports.get("r2", AUDIO)
-    assert str(missing.value) == str(absent.value).replace("r2", "r1")
-
-
 async def test_a_prefix_is_unique_among_the_jobs_that_one_sees(world: World) -> None:
     await world.submit("abcdef01", project="vision")
     await world.submit("abcdef02", project="audio")

@@ -17,8 +17,6 @@ from etfarm.v1.common_pb2 import LogSource
 from etfarm.v1.job_pb2 import LogLine
 from tests.support.jobs import AT, JournalWorld
 
-pytestmark = pytest.mark.usefixtures("each_database")
-
 WAIT_S = 60.0
 
 

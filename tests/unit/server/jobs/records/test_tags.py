@@ -12,8 +12,6 @@ from tests.support.golden import Golden
 from tests.support.jobs import AT, JournalWorld
 from tests.support.refusals import refuses
 
-pytestmark = pytest.mark.usefixtures("each_database")
-
 
 @pytest.fixture
 async def tags(database: Database) -> Tags:
@@ -57,12 +55,6 @@ async def test_a_tag_is_taken_away_only_by_its_owner_or_an_admin(golden: Golden,
     with golden.refuses("TAG_NOT_FOUND"):
         await remove(tags, "baseline")
     assert await put(tags, "baseline", "two", caller="bob") == ""
-
-
-async def test_a_job_may_have_several_tags(tags: Tags, database: Database) -> None:
-    for tag in ("v2", "baseline"):
-        await put(tags, tag, "one")
-    assert await of(database, "one") == ["baseline", "v2"]
 
 
 @pytest.mark.remedy("TOO_MANY_TAGS", "BAD_TAG")
