@@ -9,16 +9,14 @@ import pytest
 import structlog
 
 from etfarm.server.state.engine import Database
-from tests.support.databases import each_database, new_database, new_postgres, postgres_databases  # noqa: F401 - fixtures
+from tests.support.databases import each_database, new_database, new_postgres, opened, postgres_databases  # noqa: F401 - fixtures
 
 
 @pytest.fixture
 async def database(tmp_path: Path) -> AsyncIterator[Database]:
     """An open database of the engine of the running test."""
-    created = new_database(tmp_path / "farm.sqlite")
-    await created.open()
-    yield created
-    created.close()
+    async with opened(new_database(tmp_path / "farm.sqlite")) as created:
+        yield created
 
 
 @pytest.fixture(autouse=True)

@@ -128,25 +128,6 @@ def test_what_is_moved_cannot_be_mistaken_for_the_farm(
     assert not farm.path.exists()
 
 
-@pytest.mark.parametrize("what", ["rows copied", "rows compared", "artifacts copied"])
-def test_an_interrupted_move_leaves_the_farm_where_it_was_and_goes_on(
-    farm: FarmDatabase, database: DatabaseUrl, location: BucketLocation, what: str
-) -> None:
-    before, files = contents(farm), blobs_of(blobs(farm))
-    target = Place(database, location)
-    for start, end in ((LOCAL, target), (target, LOCAL)):
-        with pytest.raises(KeyboardInterrupt):
-            move(farm, start, end, interrupted_at(what, 1 / 3))
-        source = FarmDatabase(farm.path, start.database)
-        source.open()
-        assert contents(source) == before
-        move(farm, start, end)
-        assert contents(FarmDatabase(farm.path, end.database)) == before
-        farm.path.with_name("farm.sqlite.moved").unlink(missing_ok=True)
-    assert blobs_of(blobs(farm)) == files
-    assert objects_of(location) == files
-
-
 @pytest.mark.remedy("ARTIFACTS_LOST")
 def test_a_damaged_artifact_ends_a_move_or_is_left_behind(farm: FarmDatabase, location: BucketLocation) -> None:
     files = blobs_of(blobs(farm))

@@ -9,15 +9,16 @@ import shutil
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import text
 
 from etfarm.server.state import damage as damage_module
-from etfarm.server.state.damage import DatabaseDamaged
 from etfarm.server.state.revisions import HEAD
 from etfarm.server.state.sqlite import SqliteDatabase
-from etfarm.wire.errors import FarmError
+from etfarm.wire.errors import EtfarmError, FarmError
+from tests.support.databases import opened
 from tests.support.refusals import refuses
 
 PAGE = 4096
@@ -26,22 +27,22 @@ PAGE = 4096
 async def create_database(folder: Path, rows: int = 3000, prefix: str = "") -> Path:
     """Create a database with artifacts, and close it."""
     folder.mkdir(exist_ok=True)
-    path = folder / "farm.sqlite"
-    database = SqliteDatabase(path)
-    await database.open()
     values = ", ".join(f"('{prefix}{number:064x}', 1, 'ann', '2025-01-02 03:04:05')" for number in range(rows))
-    await database.write(lambda connection: connection.execute(text(f"INSERT INTO artifacts VALUES {values}")))
-    database.close()
+    async with opened(SqliteDatabase(path := folder / "farm.sqlite")) as database:
+        await database.write(lambda connection: connection.execute(text(f"INSERT INTO artifacts VALUES {values}")))
     return path
 
 
-async def refusal(path: Path) -> FarmError:
-    database = SqliteDatabase(path)
-    try:
-        with pytest.raises(FarmError) as refused:
-            await database.open()
-    finally:
-        database.close()
+async def scalars(path: Path, query: str) -> list[Any]:
+    """Open a database as a server does; return what a query finds."""
+    async with opened(SqliteDatabase(path)) as database:
+        return list(await database.read(lambda connection: connection.execute(text(query)).scalars()))
+
+
+async def refusal(path: Path, reason: str = "DATABASE_DAMAGED") -> EtfarmError:
+    with refuses(reason) as refused:
+        async with opened(SqliteDatabase(path)):
+            pass
     assert refused.value.remedy and str(path) in refused.value.message and "\n" not in str(refused.value)
     return refused.value
 
@@ -87,7 +88,6 @@ async def test_a_damaged_database_is_refused_and_left_as_it_is(tmp_path: Path, d
     damage(path)
     before = path.read_bytes()
     error = await refusal(path)
-    assert isinstance(error, DatabaseDamaged), error
     assert "aside" in error.remedy and "copy" in error.remedy
     assert path.read_bytes() == before
 
@@ -105,15 +105,11 @@ async def test_a_log_of_another_database_is_refused_and_nothing_of_it_is_taken(t
     shutil.copyfile(f"{other}-wal", f"{path}-wal")
     connection.close()
     before = path.read_bytes()
-    error = await refusal(path)
-    assert isinstance(error, DatabaseDamaged)
+    await refusal(path)
     assert path.read_bytes() == before
     path.with_name("farm.sqlite-wal").unlink()
     path.with_name("farm.sqlite-shm").unlink(missing_ok=True)
-    database = SqliteDatabase(path)
-    await database.open()
-    assert await database.read(lambda c: c.execute(text("SELECT count(*) FROM artifacts")).scalar()) == 3000
-    database.close()
+    assert await scalars(path, "SELECT count(*) FROM artifacts") == [3000]
 
 
 async def test_a_log_that_is_its_own_is_taken(tmp_path: Path) -> None:
@@ -125,24 +121,16 @@ async def test_a_log_that_is_its_own_is_taken(tmp_path: Path) -> None:
     for end in ("", "-wal"):  # as after a server that was killed
         shutil.copyfile(f"{path}{end}", f"{copy}{end}")
     connection.close()
-    database = SqliteDatabase(copy)
-    await database.open()
-    assert await database.read(lambda c: c.execute(text("SELECT DISTINCT owner FROM artifacts")).scalars().all()) == ["bob"]
-    database.close()
+    assert await scalars(copy, "SELECT DISTINCT owner FROM artifacts") == ["bob"]
 
 
-async def test_an_empty_file_with_a_log_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "farm.sqlite"
+async def test_an_empty_file_with_a_log_and_a_directory_in_its_place_are_refused(tmp_path: Path) -> None:
+    path, folder = tmp_path / "farm.sqlite", tmp_path / "folder.sqlite"
     path.touch()
     path.with_name("farm.sqlite-wal").write_bytes(b"something")
-    assert isinstance(await refusal(path), DatabaseDamaged)
-
-
-async def test_a_directory_in_its_place_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "farm.sqlite"
-    path.mkdir()
-    error = await refusal(path)
-    assert error.reason == "DATABASE_UNUSABLE" and "is a directory" in error.message
+    await refusal(path)
+    folder.mkdir()
+    assert "is a directory" in (await refusal(folder, "DATABASE_UNUSABLE")).message
 
 
 @pytest.mark.remedy("DATABASE_FOREIGN")
@@ -150,13 +138,10 @@ async def test_another_programs_database_is_refused_and_left_as_it_is(tmp_path: 
     path = tmp_path / "farm.sqlite"
     execute(path, "CREATE TABLE moz_places (id INTEGER)")
     before = path.read_bytes()
-    error = await refusal(path)
-    assert error.reason == "DATABASE_FOREIGN" and "moz_places" in error.message
+    assert "moz_places" in (await refusal(path, "DATABASE_FOREIGN")).message
     assert path.read_bytes() == before
     path.rename(tmp_path / "places.sqlite")
-    database = SqliteDatabase(path)
-    await database.open()
-    database.close()
+    assert await scalars(path, "SELECT count(*) FROM artifacts") == [0]
 
 
 @pytest.mark.remedy("DATABASE_TOO_NEW")
@@ -173,15 +158,12 @@ async def test_another_programs_database_is_refused_and_left_as_it_is(tmp_path: 
 async def test_a_revision_of_another_etfarm_or_program_is_refused(tmp_path: Path, revision: str, reason: str, named: str) -> None:
     path = await create_database(tmp_path)
     execute(path, f"UPDATE alembic_version SET version_num = '{revision}'")
-    database = SqliteDatabase(path)
     with refuses(reason) as refused:
-        await database.open()
-    database.close()
+        async with opened(SqliteDatabase(path)):
+            pass
     assert refused.value.remedy and re.search(named, str(refused.value))
     execute(path, f"UPDATE alembic_version SET version_num = '{HEAD}'")
-    database = SqliteDatabase(path)
-    await database.open()  # as by an etfarm of the version that wrote it
-    database.close()
+    assert await scalars(path, "SELECT 1") == [1], "as by an etfarm of the version that wrote it"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
@@ -206,17 +188,13 @@ def test_a_file_that_the_server_may_not_write_is_refused(tmp_path: Path) -> None
 
 
 async def test_pages_that_break_while_the_server_runs_end_its_writes(tmp_path: Path) -> None:
-    path = await create_database(tmp_path)
-    database = SqliteDatabase(path)
-    await database.open()
-    ends: list[FarmError] = []
-    database.on_damaged = ends.append
-    zero_a_page_of_a_table(path)
-    for _ in range(2):
-        with pytest.raises(DatabaseDamaged) as damaged:
-            await database.read(lambda c: c.execute(text("SELECT count(*) FROM artifacts WHERE owner = 'x'")).scalar())
-        assert damaged.value.reason == "DATABASE_DAMAGED" and "malformed" in damaged.value.message
-    assert len(ends) == 1
-    with pytest.raises(DatabaseDamaged):
-        await database.write(lambda c: c.execute(text("DELETE FROM jobs")))
-    database.close()
+    async with opened(SqliteDatabase(path := await create_database(tmp_path))) as database:
+        ends: list[FarmError] = []
+        database.on_damaged = ends.append
+        zero_a_page_of_a_table(path)
+        for _ in range(2):
+            with refuses("DATABASE_DAMAGED", match="malformed"):
+                await database.read(lambda c: c.execute(text("SELECT count(*) FROM artifacts WHERE owner = 'x'")).scalar())
+        assert len(ends) == 1
+        with refuses("DATABASE_DAMAGED"):
+            await database.write(lambda c: c.execute(text("DELETE FROM jobs")))

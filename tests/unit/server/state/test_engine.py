@@ -19,14 +19,14 @@ from sqlalchemy.exc import OperationalError
 from etfarm.server.state import revisions, schema, sqlite_tables
 from etfarm.server.state.engine import Database, DatabaseFull
 from etfarm.server.state.sqlite import SqliteDatabase
+from tests.support.databases import opened
 
 
 @pytest.fixture
 async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    created = SqliteDatabase(tmp_path / "farm.sqlite")
-    await created.open()
-    yield created
-    created.close()
+    """One that etfarm has made anew."""
+    async with opened(SqliteDatabase(tmp_path / "farm.sqlite")) as created:
+        yield created
 
 
 NOW = "2025-01-02 03:04:05"
@@ -47,20 +47,16 @@ def test_processes_that_open_a_new_file_at_the_same_time_agree(tmp_path: Path) -
         path = tmp_path / f"{attempt}.sqlite"
         together = threading.Barrier(2)
 
-        def opened(path: Path = path, together: threading.Barrier = together) -> int:
+        def open_new(path: Path = path, together: threading.Barrier = together) -> int:
             async def open_it() -> int:
-                database = SqliteDatabase(path)
                 together.wait(60)
-                await database.open()
-                try:
+                async with opened(SqliteDatabase(path)) as database:
                     return await database.read(count)
-                finally:
-                    database.close()
 
             return asyncio.run(open_it())
 
         with ThreadPoolExecutor(2) as pool:
-            assert [each.result(60) for each in [pool.submit(opened), pool.submit(opened)]] == [0, 0]
+            assert [each.result(60) for each in [pool.submit(open_new), pool.submit(open_new)]] == [0, 0]
 
 
 async def test_a_read_sees_every_write_that_has_returned(database: Database) -> None:
@@ -80,17 +76,6 @@ async def test_a_read_is_one_snapshot_whatever_is_written_meanwhile(database: Da
 
     assert await database.read(twice) == (1, 1)
     assert await database.read(count) == 2
-
-
-async def test_a_write_that_fails_leaves_nothing(database: Database) -> None:
-    def fail(connection: Connection) -> None:
-        add(connection)
-        raise RuntimeError("no")
-
-    with pytest.raises(RuntimeError):
-        await database.write(fail)
-    await database.write(lambda connection: add(connection, "b"))
-    assert await database.read(lambda connection: connection.execute(select(schema.artifacts.c.digest)).scalars().all()) == ["b"]
 
 
 async def test_a_commit_that_fails_leaves_a_connection_that_writes_on(database: Database) -> None:
@@ -115,9 +100,8 @@ async def test_a_write_that_ends_an_iterator_too_early_fails_alone(database: Dat
 
 
 async def test_all_work_after_the_close_is_refused(tmp_path: Path) -> None:
-    closed = SqliteDatabase(tmp_path / "farm.sqlite")
-    await closed.open()
-    closed.close()
+    async with opened(SqliteDatabase(tmp_path / "farm.sqlite")) as closed:
+        pass
     for _ in range(2):
         async with asyncio.timeout(10):
             with pytest.raises(RuntimeError, match="after shutdown"):
@@ -141,27 +125,16 @@ async def test_a_durable_write_waits_for_the_disk(database: Database, durable: b
     assert await database.read(lambda connection: connection.execute(text("PRAGMA journal_mode")).scalar_one()) == "wal"
 
 
-async def test_it_opens_again_with_what_was_written(database: Database, tmp_path: Path) -> None:
-    await database.write(add)
-    again = SqliteDatabase(tmp_path / "farm.sqlite")
-    await again.open()
-    assert await again.read(count) == 1
-    again.close()
-
-
 async def test_a_creation_that_is_cut_off_leaves_nothing_half_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "farm.sqlite"
     with monkeypatch.context() as broken:
         broken.setattr(sqlite_tables, "insert", fail)
-        first = SqliteDatabase(path)
         with pytest.raises(RuntimeError, match="cut"):
-            await first.open()
-        first.close()
+            async with opened(SqliteDatabase(path)):
+                pass
     assert sqlite3.connect(path).execute("SELECT name FROM sqlite_master").fetchall() == []
-    second = SqliteDatabase(path)
-    await second.open()
-    assert await second.read(count) == 0
-    second.close()
+    async with opened(SqliteDatabase(path)) as second:
+        assert await second.read(count) == 0
 
 
 def fail(*_: object, **__: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ from sqlalchemy import delete, func, insert, select, update
 
 from etfarm.server.state import schema
 from etfarm.server.state.database_url import DatabaseUrl
-from etfarm.server.state.databases import create_database
 from etfarm.server.transfer import rows
 from etfarm.server.transfer.database import FarmDatabase, copy_rows
 from etfarm.server.transfer.errors import RowRefused
@@ -118,20 +116,13 @@ def test_no_server_opens_a_database_with_an_unfinished_copy(farm: FarmDatabase, 
     with pytest.raises(Interrupted):
         copy(farm, empty, interrupt_at(1))
 
-    async def open_() -> None:
-        database = create_database(empty.path, empty.url)
-        try:
-            await database.open()
-        finally:
-            database.close()
-
     with refuses("COPY_UNFINISHED", match="unfinished copy of the farm"):
-        asyncio.run(open_())
+        empty.open()
     copy(farm, empty)
     with refuses("COPY_UNFINISHED"):
-        asyncio.run(open_())
+        empty.open()
     take(empty)
-    asyncio.run(open_())
+    empty.open()
 
 
 @pytest.mark.slow(reason="copies large tables")
