@@ -22,8 +22,10 @@ from etfarm.server.artifacts.store import Store
 from etfarm.server.state import identity
 from etfarm.server.state.engine import Database
 from etfarm.server.state.identity import NEVER, Identity
+from etfarm.server.transfer.database import FarmDatabase
 from etfarm.wire.chunks import artifact_of
-from tests.support.databases import new_database
+from tests.support.databases import new_database, opened
+from tests.support.full_farm import committed
 from tests.support.golden import Golden
 from tests.support.s3 import S3Server
 from tests.support.s3_proxy import proxy_to
@@ -74,16 +76,14 @@ def stores(location: BucketLocation) -> Iterator[Stores]:
 async def running(stores: Stores, folder: Path) -> AsyncIterator[Farm]:
     """Yield a farm of the bucket's folder, whose server does its late work."""
     folder.mkdir()
-    database = new_database(folder / "farm.sqlite")
-    await database.open()
-    await database.write(identity.renew)  # that of a test's database is the template's
-    farm = Farm(database, stores.create(folder / "artifacts", database, patience_s=1.0))
-    try:
-        await farm.store.open()
-        yield farm
-    finally:
-        farm.store.close()
-        database.close()
+    async with opened(new_database(folder / "farm.sqlite")) as database:
+        await database.write(identity.renew)  # that of a test's database is the template's
+        farm = Farm(database, stores.create(folder / "artifacts", database, patience_s=1.0))
+        try:
+            await farm.store.open()
+            yield farm
+        finally:
+            farm.store.close()
 
 
 async def test_a_second_farm_neither_stores_nor_deletes_in_the_folder_of_another(
@@ -213,12 +213,9 @@ def test_no_server_starts_on_another_farms_folder(location: BucketLocation, tmp_
     with pytest.raises(BlobsUnusable, match="another farm, another, and this is a new one"):
         require()
     assert not path.exists()
-    database = new_database(path)
-    try:
-        asyncio.run(database.open())
-        own = asyncio.run(database.read(identity.read))
-    finally:
-        database.close()
+    FarmDatabase(path).open()
+    with committed(FarmDatabase(path)) as connection:
+        own = identity.read(connection)
     with pytest.raises(BlobsUnusable, match=f"this is {own.farm_id}") as refused:
         require()
     assert f"delete the object {location.url}/{OWNER}" in refused.value.remedy

@@ -21,6 +21,7 @@ from etfarm.server.state import identity
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.databases import create_database, identity_of
 from etfarm.server.state.engine import Database
+from etfarm.server.transfer.database import FarmDatabase
 from tests.support.databases import new_postgres as new_postgres
 from tests.support.databases import postgres_databases as postgres_databases
 from tests.support.golden import Golden
@@ -45,11 +46,7 @@ def test_an_empty_database_beside_artifacts_is_refused_and_the_farms_own_is_not(
         require_known(tmp_path, path, url, WAIT_S)
     assert str(tmp_path / ARTIFACTS) in refused.value.message
     assert not path.exists(), "nothing is created"
-    database = create_database(path, url)
-    try:
-        asyncio.run(database.open())
-    finally:
-        database.close()
+    FarmDatabase(path, url).open()
     require_known(tmp_path, path, url, WAIT_S)
     assert (tmp_path / ARTIFACTS / "blobs" / blob.digest[:2] / blob.digest).exists()
 
@@ -125,15 +122,6 @@ def test_an_empty_database_takes_a_shared_folder_after_its_claim_is_deleted(
         require_known(data, data / "farm.sqlite", url, WAIT_S, begin_empty=True)
     (data / ARTIFACTS / OWNER).unlink()
     require_known(data, data / "farm.sqlite", url, WAIT_S, begin_empty=True)
-
-
-def test_objects_of_a_bucket_count_as_well(tmp_path: Path, s3_server: S3Server) -> None:
-    location = s3_server.new_location()
-    require_known(tmp_path, tmp_path / "farm.sqlite", None, WAIT_S, location)
-    asyncio.run(Bucket(location).put(key_of("ab" * 32), b"of the farm"))
-    with refuses("DATABASE_LOST") as refused:
-        require_known(tmp_path, tmp_path / "farm.sqlite", None, WAIT_S, location)
-    assert location.place in refused.value.message
 
 
 def test_the_first_token_is_refused_beside_a_bucket_of_a_farm(

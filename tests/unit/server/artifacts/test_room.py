@@ -14,6 +14,7 @@ class Disk:
     def __init__(self) -> None:
         self.free = 1000
         self.room = Room(Path("/"), reserve_bytes=100, work_bytes=200, free=lambda _: self.free)
+        self.plain = Room(Path("/"), reserve_bytes=100, free=lambda _: self.free)
 
     def is_full(self) -> bool:
         return self.room.measure().is_full
@@ -48,5 +49,35 @@ def test_on_a_full_disk_results_still_fit_and_users_uploads_are_refused() -> Non
 
 
 def test_without_a_threshold_of_its_own_new_work_needs_the_reserve() -> None:
-    room = Room(Path("/"), reserve_bytes=100, free=lambda _: 100)
+    disk = Disk()
+    disk.free, room = 100, disk.plain
     assert (room.measure().work_bytes, room.measure().is_full) == (100, False)
+
+
+def test_what_is_announced_counts_once_and_what_is_written_no_more() -> None:
+    disk = Disk()
+    room = disk.plain
+    room.reserve("a", 500)
+    with pytest.raises(DiskFull) as refused:
+        room.reserve("b", 401)
+    assert refused.value.metadata == {"needed_bytes": "401", "free_bytes": "500"}
+    room.reserve("b", 400)
+    disk.free -= 300
+    room.shrink("a", 200)
+    with pytest.raises(DiskFull):
+        room.reserve("c", 1)
+    room.release("b")
+    room.reserve("c", 400)
+
+
+def test_results_use_what_attempts_set_aside_and_others_do_not() -> None:
+    room = Disk().plain
+    room.reserve_results("attempt", 600)
+    with pytest.raises(DiskFull):
+        room.reserve("upload", 301)
+    room.reserve("result", 301, is_result=True)
+    with pytest.raises(DiskFull):
+        room.reserve_results("second", 1)
+    room.release_results("attempt")
+    room.release_results("attempt")
+    room.reserve("upload", 301)

@@ -1,4 +1,4 @@
-"""Staging, room, quotas and integrity of the artifact store, below the wire."""
+"""Staging, quotas and integrity of the artifact store, below the wire."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from sqlalchemy import Connection, text, update
 
 from etfarm.server.artifacts.errors import ArtifactDamaged
 from etfarm.server.artifacts.limits import StoreLimits
-from etfarm.server.artifacts.room import Room
-from etfarm.server.artifacts.store import DiskFull, Store
+from etfarm.server.artifacts.store import Store
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.server.state.sqlite import SqliteDatabase
@@ -29,6 +28,7 @@ from etfarm.v1.artifact_pb2 import Chunk
 from etfarm.v1.common_pb2 import Artifact
 from etfarm.wire.chunks import artifact_of
 from tests.support.databases import new_database
+from tests.support.databases import opened as opened_database
 from tests.support.golden import Golden
 from tests.support.refusals import refuses
 from tests.support.stores import HeldUpload, Stores, damage
@@ -58,15 +58,13 @@ Opened = Callable[..., AbstractAsyncContextManager[Store]]
 def opening(stores: Stores) -> Opened:
     @asynccontextmanager
     async def opened(folder: Path, limits: StoreLimits | None = None, database: Database | None = None) -> AsyncIterator[Store]:
-        database = database or new_database(folder / "farm.sqlite")
-        await database.open()
-        store = stores.create(folder / "artifacts", database, limits)
-        try:
-            await store.open()
-            yield store
-        finally:
-            store.close()
-            database.close()
+        async with opened_database(database or new_database(folder / "farm.sqlite")) as database:
+            store = stores.create(folder / "artifacts", database, limits)
+            try:
+                await store.open()
+                yield store
+            finally:
+                store.close()
 
     return opened
 
@@ -189,39 +187,6 @@ async def play(store: Store, steps: list[Step], number: int) -> set[str]:
         assert {holder for holder in HOLDERS if await store.is_held(digest, [holder])} == holders
         assert not holders or store.path(digest).read_bytes() == data
     return ends
-
-
-class TestRoom:
-    def test_what_is_announced_counts_once_and_what_is_written_no_more(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        free = [1000]
-        monkeypatch.setattr("shutil.disk_usage", lambda _: type("USAGE", (), {"free": free[0]}))
-        room = Room(tmp_path, reserve_bytes=100)
-        room.reserve("a", 500)
-        with pytest.raises(DiskFull) as refused:
-            room.reserve("b", 401)
-        assert refused.value.metadata == {"needed_bytes": "401", "free_bytes": "500"}
-        room.reserve("b", 400)
-        free[0] -= 300
-        room.shrink("a", 200)
-        with pytest.raises(DiskFull):
-            room.reserve("c", 1)
-        room.release("b")
-        room.reserve("c", 400)
-
-    def test_results_use_what_attempts_set_aside_and_others_do_not(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("shutil.disk_usage", lambda _: type("USAGE", (), {"free": 1000}))
-        room = Room(tmp_path, reserve_bytes=100)
-        room.reserve_results("attempt", 600)
-        with pytest.raises(DiskFull):
-            room.reserve("upload", 301)
-        room.reserve("result", 301, is_result=True)
-        with pytest.raises(DiskFull):
-            room.reserve_results("second", 1)
-        room.release_results("attempt")
-        room.release_results("attempt")
-        room.reserve("upload", 301)
 
 
 class TestQuotas:
@@ -375,15 +340,6 @@ class TestIntegrity:
             assert result == [(DIGEST, len(DATA))]
             (kept,) = (tmp_path / "artifacts" / "quarantine").iterdir()
             assert kept.read_bytes()[1:] == DATA[1:]
-
-    async def test_what_the_server_makes_again_heals_too(self, tmp_path: Path) -> None:
-        async with opened_files(tmp_path) as store:
-            await store.put(DATA, "ann")
-        rot(tmp_path)
-        async with opened_files(tmp_path) as store:
-            assert await store.absent([DIGEST]) == [DIGEST]
-            await store.put(DATA, "ann")
-            assert await store.absent([DIGEST]) == []
 
     async def test_a_file_is_hashed_once_however_many_ask(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from etfarm.server.artifacts import integrity

@@ -252,12 +252,6 @@ async def test_an_artifact_that_is_not_there_is_named(golden: Golden, store: Sto
     assert (await anext(store.chunks(digest, len(DATA) - 1))).data == DATA[-1:]
 
 
-@pytest.mark.parametrize("offset", [0, 1, len(DATA) - 1, len(DATA)])
-async def test_reading_from_an_offset_gives_the_rest(store: Store, offset: int) -> None:
-    await send(store)
-    assert await read(store, artifact_of(DATA).digest, offset) == DATA[offset:]
-
-
 async def test_large_artifacts_come_in_chunks_of_at_most_1_mib(store: Store) -> None:
     data = os.urandom(3 << 20)
     artifact = await store.put(data, "ann")
@@ -308,34 +302,6 @@ async def test_what_somebody_else_may_refer_to_is_not_discarded(
             store = stores.create(tmp_path / "artifacts", database)
     await store.discard([wanted])
     assert await read(store, wanted) == DATA
-
-
-async def test_knowing_a_digest_does_not_grant_its_bytes(store: Store) -> None:
-    digest = artifact_of(DATA).digest
-    await send(store)
-    assert await store.missing([digest], "audio") == [digest]
-    assert not await store.is_held(digest, ["audio", "farm"])
-    assert await store.upload_status(digest, "audio") == status(0, complete=False)
-    assert await store.receive(artifact_of(DATA), chunked(b"", []), "audio", "bob") == status(0, complete=False)
-    assert await store.missing([digest], "audio") == [digest]
-
-
-async def test_an_uploader_of_all_bytes_becomes_a_holder(store: Store, database: Database) -> None:
-    digest = artifact_of(DATA).digest
-    await send(store)
-    assert (await store.receive(artifact_of(DATA), chunked(DATA, [100]), "audio", "bob")).complete
-    assert await store.is_held(digest, ["audio"]) and await store.is_held(digest, ["vision"])
-    table = schema.holdings
-    rows = await database.read(lambda c: c.execute(select(table.c.holder, table.c.digest, table.c.owner)).all())
-    assert sorted(map(tuple, rows)) == [("audio", digest, "bob"), ("vision", digest, "ann")]
-
-
-async def test_the_wrong_bytes_of_what_another_holds_leave_it_as_it_is(store: Store) -> None:
-    await send(store)
-    with refuses("DIGEST_MISMATCH"):
-        await store.receive(artifact_of(DATA), chunked(DATA[::-1], []), "audio", "bob")
-    assert await read(store, artifact_of(DATA).digest) == DATA
-    assert not await store.is_held(artifact_of(DATA).digest, ["audio"])
 
 
 async def test_the_server_gives_holders_what_is_stored(store: Store) -> None:

@@ -15,18 +15,16 @@ from etfarm.server.backup.backup import back_up
 from etfarm.server.backup.errors import BackupDamaged
 from etfarm.server.backup.manifest import read
 from etfarm.server.backup.restore import restore
-from etfarm.server.state.sqlite import SqliteDatabase
+from etfarm.server.transfer.database import FarmDatabase
 from etfarm.wire import digest as digests
 from tests.support.refusals import refuses
 
 
 @pytest.fixture
-async def data(tmp_path: Path) -> Path:
+def data(tmp_path: Path) -> Path:
     folder = tmp_path / "data"
     folder.mkdir()
-    database = SqliteDatabase(folder / "farm.sqlite")
-    await database.open()
-    database.close()
+    FarmDatabase(folder / "farm.sqlite").open()
     add(folder / "farm.sqlite", write_blob(folder, b"a file").digest)
     return folder
 
@@ -45,15 +43,6 @@ def test_a_folder_with_files_that_no_backup_writes_is_refused(data: Path, tmp_pa
     with refuses("BACKUP_REFUSED", match=name):
         back_up(data, target)
     assert (target / name).exists() and (target / "artifacts" / "blobs" / blob[:2] / blob).exists()
-
-
-def test_a_backup_is_made_brought_up_to_date_and_restored(data: Path, tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    assert back_up(data, target).copied == 1
-    (target / "farm.sqlite.part-journal").touch()  # of a backup that was killed
-    add(data / "farm.sqlite", write_blob(data, b"2 file").digest)
-    assert back_up(data, target).copied == 1
-    assert restore(target, tmp_path / "restored").artifacts == 2
 
 
 def test_a_killed_restore_leaves_nothing_that_harms_the_next_one(data: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from etfarm.server.devices.records import DeviceRecords
 from etfarm.server.state.sqlite import SqliteDatabase
 from etfarm.v1.common_pb2 import ROLE_AGENT, ROLE_USER
 from etfarm.v1.device_pb2 import Device
+from tests.support.databases import opened
 
 
 def now() -> datetime:
@@ -26,29 +27,25 @@ async def backup(tmp_path: Path) -> Path:
     """A backup of a farm with a user, a board, and tokens that nobody can use."""
     data = tmp_path / "data"
     data.mkdir()
-    database = SqliteDatabase(data / "farm.sqlite")
-    await database.open()
-    tokens = TokenTable(database, now)
-    await tokens.create("bob", ROLE_USER, by="root", lifetime_s=timedelta(days=1).total_seconds())
-    ended, _ = await tokens.create("eve", ROLE_USER, by="root")
-    await tokens.revoke(ended.id)
-    _, secret = await tokens.create("rack", ROLE_AGENT, by="root", enrolment=True)
-    enrolment = tokens.find(key_of(secret))
-    assert enrolment is not None
-    await tokens.enroll(enrolment, "a1", is_known=False)
-    await DeviceRecords(database).save([Device(id="pi", name="board-7", agent_id="a1")])
-    database.close()
+    async with opened(SqliteDatabase(data / "farm.sqlite")) as database:
+        tokens = TokenTable(database, now)
+        await tokens.create("bob", ROLE_USER, by="root", lifetime_s=timedelta(days=1).total_seconds())
+        ended, _ = await tokens.create("eve", ROLE_USER, by="root")
+        await tokens.revoke(ended.id)
+        _, secret = await tokens.create("rack", ROLE_AGENT, by="root", enrolment=True)
+        enrolment = tokens.find(key_of(secret))
+        assert enrolment is not None
+        await tokens.enroll(enrolment, "a1", is_known=False)
+        await DeviceRecords(database).save([Device(id="pi", name="board-7", agent_id="a1")])
     await asyncio.to_thread(back_up, data, tmp_path / "backup")
     return tmp_path / "backup"
 
 
 async def valid(data: Path) -> tuple[int, bool]:
     """Return the number of tokens that the farm takes, and whether it asks for one."""
-    database = SqliteDatabase(data / "farm.sqlite")
-    await database.open()
-    tokens = TokenTable(database, now)
-    await tokens.load()
-    database.close()
+    async with opened(SqliteDatabase(data / "farm.sqlite")) as database:
+        tokens = TokenTable(database, now)
+        await tokens.load()
     return len(tokens._valid), not tokens.is_empty
 
 
