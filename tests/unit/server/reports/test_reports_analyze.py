@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from etfarm.server.reports import analyze as analyze_module
-from etfarm.server.reports.analyze import analyze, prewarm
+from etfarm.server.reports.analyze import prewarm
 from etfarm.server.reports.latency.samples import Block
 from etfarm.server.reports.request import AnalyzeRequest, CalledMethod, Calls, Further
-from etfarm.server.workers.channel.attendance import stage_of
 from etfarm.v1 import report_pb2
 from etfarm.wire import tensors
 from etfarm.wire.shared_state import PREFIX
@@ -74,15 +73,6 @@ def test_tracing_is_compared_with_the_run_of_the_same_process(tmp_path: Path) ->
     assert report.profile.traced_ratio == pytest.approx(report.profile.p50_ns / 1_000_000)
     pooled = analyzed(asked, tmp_path)
     assert pooled.profile.traced_ratio == pytest.approx(report.profile.p50_ns / 10_000)
-
-
-def test_int8_is_close_to_the_model_before_quantization_and_not_equal(tmp_path: Path) -> None:
-    report = analyzed(_request(traced("int8"), tmp_path), tmp_path)
-    assert warnings_of(report) == []
-    scores = report.accuracy[0]
-    assert 20 < scores.sqnr_db < 100
-    assert not scores.equal
-    assert scores.cosine > 0.99
 
 
 def test_a_run_without_measurement_has_nothing_but_accuracy_and_what_it_ran_on(tmp_path: Path) -> None:
@@ -142,13 +132,6 @@ def test_one_output_of_another_shape_keeps_the_others_numbers(tmp_path: Path) ->
     scores, label = report.accuracy
     assert (list(scores.shape), scores.HasField("equal"), scores.HasField("sqnr_db")) == ([10], False, False)
     assert label.equal
-
-
-def test_the_pool_reads_from_the_events_in_which_stage_a_child_died(tmp_path: Path) -> None:
-    received: list[tuple[str, str] | None] = []
-    analyze(_request(traced("xnnpack"), tmp_path), tmp_path, lambda event: received.append(stage_of(event)))
-    stages = ["INPUTS", "STATISTICS", "ACCURACY", "JOIN"]
-    assert received == [(stage, phase) for stage in stages for phase in ("START", "END")]
 
 
 def _in_turns(tmp_path: Path, *blocks: Block) -> AnalyzeRequest:

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 from google.protobuf.message import Message
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from etfarm.server.reports.findings import Findings
 from etfarm.server.workers import answers, output_files
@@ -132,18 +130,6 @@ def test_an_unknown_field_is_dropped_at_any_depth() -> None:
     hidden = compile_pb2.Warning.FromString(b"\xfa\x7f\x03abc")
     result = compiled(child_pb2.CompileResult(compilation=Compilation(warnings=[hidden])))
     assert len(result.compilation.warnings) == 1 and b"abc" not in result.SerializeToString()
-
-
-@given(st.binary(max_size=200))
-@settings(max_examples=300, deadline=None)
-def test_bytes_are_an_answer_or_refused(data: bytes) -> None:
-    kinds: list[tuple[Any, tuple[str, ...]]] = [(child_pb2.CompileResult, COMPILED), (report_pb2.Report, MEASURED)]
-    for kind, fields in kinds:
-        try:
-            result = decode(data, kind, fields)
-        except BadWorkerAnswer:
-            continue
-        assert decode(result.SerializeToString(), kind, fields) == result
 
 
 def test_one_class_has_the_reason_of_a_bad_answer() -> None:

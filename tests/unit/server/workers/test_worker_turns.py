@@ -220,16 +220,6 @@ class Farm:
         return [name[0] for name in new]
 
 
-async def test_long_tasks_cost_a_project_as_many_seconds_as_short_ones() -> None:
-    farm = Farm(1)
-    await farm.add("a", 900, 5)
-    await farm.add("b", 10, 200)
-    assert await farm.run(899) == ["a"]
-    order = await farm.run(2699)
-    assert order == ["b"] * 90 + ["a"]
-    await farm.stop()
-
-
 async def test_a_project_that_comes_waits_for_one_task_of_each_other_at_most() -> None:
     farm = Farm(1)
     await farm.add("a", 900, 5)

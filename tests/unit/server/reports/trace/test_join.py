@@ -63,6 +63,12 @@ def _delegate(time: Sequence[float], *kernels: Sequence[float]) -> Call:
     return Call(0, 0, None, True, _times(*time), parts)
 
 
+def _rows(method_ns: Sequence[float], *delegate: Sequence[float]) -> Sequence[report_pb2.OperatorRow]:
+    """Return the rows of a method that calls one delegate; its times, and those of its kernels."""
+    trace = Trace(_times(*method_ns), (_delegate(*delegate),), 0)
+    return join(trace, Record(), XNNPACK, "forward").operators
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_leaves_of_a_real_trace_sum_to_one(name: str) -> None:
     joined = _joined(traced(name))
@@ -171,16 +177,6 @@ def test_a_record_of_several_methods_gives_the_lines_of_the_one_that_ran() -> No
     ]
 
 
-def test_without_a_record_and_a_program_rows_still_come() -> None:
-    run = traced("xnnpack")
-    joined = join(etdump.read(run.etdump.read_bytes()), Record(), {}, run.method)
-    names = [row.name for row in joined.operators if row.kind in (OPERATOR, DELEGATE)]
-    assert names == ["delegate", "mean.out", "delegate", "argmax.out"]
-    assert not any(row.HasField("source") or row.HasField("module") or row.debug_handles for row in joined.operators)
-    assert sum(row.share for row in _leaves(joined.operators)) == pytest.approx(1, abs=1e-6)
-    assert {row.resolution_ns for row in joined.operators if row.kind == KERNEL} == {1000}
-
-
 NS = st.integers(0, 3_000_000)
 
 
@@ -235,8 +231,7 @@ def test_times_shares_and_intervals_of_a_real_trace_never_contradict(name: str) 
 
 
 def test_kernels_that_exceed_their_delegate_by_rounding_fill_it() -> None:
-    trace = Trace(_times(*[4000] * 4), (_delegate([2000] * 4, [2000] * 4, [1000] * 4),), 0)
-    rows = join(trace, Record(), XNNPACK, "forward").operators
+    rows = _rows([*[4000] * 4], [2000] * 4, [2000] * 4, [1000] * 4)
     assert [row.share for row in rows] == pytest.approx([0.5, 1 / 3, 1 / 6, 0.0, 0.5])
     assert [row.mean_ns for row in rows[1:3]] == pytest.approx([4000 / 3, 2000 / 3]), "the time is the share of the method's"
     assert [row.p50_ns for row in rows[1:3]] == [2000, 1000], "percentiles are as measured"
@@ -244,14 +239,13 @@ def test_kernels_that_exceed_their_delegate_by_rounding_fill_it() -> None:
 
 
 def test_a_delegate_without_kernels_is_a_leaf() -> None:
-    rows = join(Trace(_times(100), (_delegate([60]),), 0), Record(), XNNPACK, "forward").operators
+    rows = _rows([100], [60])
     assert [(row.kind, row.share) for row in rows] == [(DELEGATE, pytest.approx(0.6)), (REST, pytest.approx(0.4))]
 
 
 def test_a_kernel_below_the_resolution_has_no_median_but_a_mean() -> None:
     ran = [0, 0, 0, 0, 1000, 1000]
-    trace = Trace(_times(*[10_000] * 6), (_delegate([5000] * 6, ran, [0] * 6),), 0)
-    rows = join(trace, Record(), XNNPACK, "forward").operators
+    rows = _rows([*[10_000] * 6], [5000] * 6, ran, [0] * 6)
     assert not rows[1].HasField("p50_ns")
     assert rows[1].mean_ns == pytest.approx(2000 / 6 + 500), "XNNPACK's clock rounds down"
     assert not rows[2].HasField("p50_ns")
@@ -260,8 +254,7 @@ def test_a_kernel_below_the_resolution_has_no_median_but_a_mean() -> None:
 
 
 def test_a_kernel_that_a_coarse_clock_reads_as_one_number_is_as_uncertain_as_its_step() -> None:
-    trace = Trace(_times(*range(10_000, 10_060)), (_delegate([8000] * 60, [4000] * 60, [1000, 2000] * 30),), 0)
-    rows = join(trace, Record(), XNNPACK, "forward").operators
+    rows = _rows([*range(10_000, 10_060)], [8000] * 60, [4000] * 60, [1000, 2000] * 30)
     assert rows[1].mean_ns == pytest.approx(4500) and list(rows[1].mean_ci95_ns) == pytest.approx([4000, 5000])
     low, high = rows[2].mean_ci95_ns
     assert rows[2].mean_ns == pytest.approx(2000, rel=0.1) and high - low < 800, "its times average the rounding out"
@@ -272,22 +265,19 @@ def test_a_kernel_that_a_coarse_clock_reads_as_one_number_is_as_uncertain_as_its
 def test_kernels_that_only_a_cold_iteration_saw_take_nothing_from_a_long_one(first_ns: int) -> None:
     """A hundred kernels of 0.2 us beside one of 60 us."""
     long, short = [60_000] * 100, [first_ns, *[0] * 99]
-    trace = Trace(_times(300_000, *range(90_000, 90_099)), (_delegate([83_000] * 100, long, *[short] * 100),), 0)
-    rows = join(trace, Record(), XNNPACK, "forward").operators
+    rows = _rows([300_000, *range(90_000, 90_099)], [83_000] * 100, long, *[short] * 100)
     assert rows[1].mean_ns == pytest.approx(60_500) and not rows[2].HasField("mean_ns")
     rest = rows[-2]
     assert rest.mean_ns == pytest.approx(22_500) and rest.rounding_ns == pytest.approx(500)
 
 
 def test_kernels_are_raised_by_what_their_delegate_has_left() -> None:
-    trace = Trace(_times(*[9000] * 6), (_delegate([5200] * 6, [3000] * 6, [2000] * 6),), 0)
-    rows = join(trace, Record(), XNNPACK, "forward").operators
+    rows = _rows([*[9000] * 6], [5200] * 6, [3000] * 6, [2000] * 6)
     assert [row.mean_ns for row in rows[1:3]] == pytest.approx([3100, 2100]) and not rows[3].HasField("mean_ns")
 
 
 def test_a_cold_first_iteration_changes_no_share() -> None:
-    cold = Trace(_times(900_000, *[100] * 9), (_delegate([890_000, *[50] * 9]),), 0)
-    assert join(cold, Record(), XNNPACK, "forward").operators[0].share == pytest.approx(0.5)
+    assert _rows([900_000, *[100] * 9], [890_000, *[50] * 9])[0].share == pytest.approx(0.5)
 
 
 def test_a_backend_that_reports_its_map_has_aligned_kernels_with_lines() -> None:

@@ -44,54 +44,65 @@ def test_a_clamped_binary_is_two_kernels() -> None:
     assert result == [Match(Part(0)), Match(Part(1)), Match(Part(1, clamp=True)), Match(Part(2))]
 
 
-def test_a_clamp_behind_a_kernel_that_can_clamp_has_none() -> None:
-    assert numbers(align(chain("MaxPooling2d", "Clamp", "Clamp"), ["Max Pooling"])) == [(0, 1, 2)]
-    assert numbers(align(chain("MaxPooling2d", "Clamp"), ["Max Pooling", "Clamp"])) == [(0,), (1,)]
-
-
-def test_a_clamp_whose_input_is_needed_elsewhere_has_a_kernel() -> None:
-    nodes = (
+SQUARED = XGraph((XNode("Multiply", 1, False, (0, 0), (1,)),), {0: Value(), 1: Value(output=True)})
+NEEDED_CLAMP = XGraph(
+    (
         XNode("MaxPooling2d", 1, False, (0,), (1,)),
         XNode("Clamp", 2, False, (1,), (2,)),
         XNode("Add", 3, False, (1, 2), (3,)),
-    )
-    graph = XGraph(nodes, {at: Value(output=at == 3) for at in range(4)})
-    assert numbers(align(graph, ["Max Pooling", "Clamp", "Add"])) == [(0,), (1,), (2,)]
-    with pytest.raises(Unaligned, match="kernel 1 is 'Add' where node 1 is Clamp"):
-        align(graph, ["Max Pooling", "Add"])
+    ),
+    {at: Value(output=at == 3) for at in range(4)},
+)
+TRANSPOSED = XGraph(
+    (XNode("StaticTranspose", 1, False, (5,), (1,)), XNode("BatchMatrixMultiply", 2, False, (0, 1), (2,))),
+    {at: Value(output=at == 2) for at in range(6)},
+)
+DYNAMIC = chain("Convert", "FullyConnected", types=(FP32, QDINT8))
+LOOKUP = chain("Conv2d", "Convert", "Gelu", "Convert", "Conv2d", types=(QINT8, QINT8, FP32, FP32, QINT8, QINT8))
 
 
-def test_padding_and_a_copy_run_in_their_neighbours() -> None:
-    assert numbers(align(chain("StaticConstantPad", "Conv2d"), ["Convolution"])) == [(1, 0)]
-    assert numbers(align(chain("Sigmoid", "Copy", "Tanh"), ["Sigmoid", "TanH"])) == [(0, 1), (2,)]
+@pytest.mark.parametrize(
+    ("graph", "events", "expected"),
+    [
+        pytest.param(
+            chain("MaxPooling2d", "Clamp", "Clamp"), ["Max Pooling"], [(0, 1, 2)], id="clamps behind a kernel that can clamp"
+        ),
+        pytest.param(chain("MaxPooling2d", "Clamp"), ["Max Pooling", "Clamp"], [(0,), (1,)], id="one that has a kernel"),
+        pytest.param(NEEDED_CLAMP, ["Max Pooling", "Clamp", "Add"], [(0,), (1,), (2,)], id="one whose input is needed elsewhere"),
+        pytest.param(chain("StaticConstantPad", "Conv2d"), ["Convolution"], [(1, 0)], id="padding runs in the convolution"),
+        pytest.param(chain("Sigmoid", "Copy", "Tanh"), ["Sigmoid", "TanH"], [(0, 1), (2,)], id="a copy in the kernel before it"),
+        pytest.param(chain("StaticReshape", "StaticReshape"), ["Static Reshape"], [(1, 0)], id="the second of two reshapes"),
+        pytest.param(TRANSPOSED, ["Batch Matrix Multiply"], [(1, 0)], id="a transposed second operand is read so"),
+        pytest.param(TRANSPOSED, ["Transpose", "Batch Matrix Multiply"], [(0,), (1,)], id="or has a kernel"),
+        pytest.param(DYNAMIC, ["Fully Connected"], [(1, 0)], id="a linear quantizes its own input"),
+        pytest.param(DYNAMIC, ["Convert", "Fully Connected"], [(0,), (1,)], id="or another kernel does"),
+        pytest.param(
+            LOOKUP, ["Convolution", "Invalid Unary Op", "Convolution"], [(0,), (3, 1, 2), (4,)],
+            id="elementwise nodes between two 8-bit values are one lookup",
+        ),
+        pytest.param(chain("Square", "GlobalAvgPooling2d"), ["Mean Squared"], [(1, 0)], id="a square before a mean"),
+        pytest.param(SQUARED, ["Square"], [(0,)], id="a product with itself"),
+    ],
+)  # fmt: skip
+def test_a_node_without_a_kernel_runs_in_its_neighbours(
+    graph: XGraph, events: list[str], expected: list[tuple[int, ...]]
+) -> None:
+    assert numbers(align(graph, events)) == expected
+
+
+@pytest.mark.parametrize(
+    ("graph", "events"),
+    [
+        (NEEDED_CLAMP, ["Max Pooling", "Add"]),
+        (chain("StaticConstantPad", "MaxPooling2d"), ["Max Pooling"]),
+        (chain("Convert", "FullyConnected", types=(FP32, QINT8)), ["Fully Connected"]),
+        (LOOKUP, ["Convolution", "Convert", "GELU", "Convert", "Convolution"]),
+    ],
+    ids=["a clamp that is needed", "padding of a pool", "a linear of static numbers", "a lookup in parts"],
+)
+def test_a_node_that_no_neighbour_runs_needs_its_kernel(graph: XGraph, events: list[str]) -> None:
     with pytest.raises(Unaligned):
-        align(chain("StaticConstantPad", "MaxPooling2d"), ["Max Pooling"])
-
-
-def test_of_two_reshapes_in_a_row_the_second_one_runs() -> None:
-    assert numbers(align(chain("StaticReshape", "StaticReshape"), ["Static Reshape"])) == [(1, 0)]
-
-
-def test_a_transposed_second_operand_is_read_so() -> None:
-    product = XNode("BatchMatrixMultiply", 2, False, (0, 1), (2,))
-    graph = XGraph((XNode("StaticTranspose", 1, False, (5,), (1,)), product), {at: Value(output=at == 2) for at in range(6)})
-    assert numbers(align(graph, ["Batch Matrix Multiply"])) == [(1, 0)]
-    assert numbers(align(graph, ["Transpose", "Batch Matrix Multiply"])) == [(0,), (1,)]
-
-
-def test_a_linear_quantizes_its_own_input() -> None:
-    graph = chain("Convert", "FullyConnected", types=(FP32, QDINT8))
-    assert numbers(align(graph, ["Fully Connected"])) == [(1, 0)]
-    assert numbers(align(graph, ["Convert", "Fully Connected"])) == [(0,), (1,)]
-    with pytest.raises(Unaligned):
-        align(chain("Convert", "FullyConnected", types=(FP32, QINT8)), ["Fully Connected"])
-
-
-def test_elementwise_nodes_between_two_8_bit_values_are_one_lookup() -> None:
-    graph = chain("Conv2d", "Convert", "Gelu", "Convert", "Conv2d", types=(QINT8, QINT8, FP32, FP32, QINT8, QINT8))
-    assert numbers(align(graph, ["Convolution", "Invalid Unary Op", "Convolution"])) == [(0,), (3, 1, 2), (4,)]
-    with pytest.raises(Unaligned):
-        align(graph, ["Convolution", "Convert", "GELU", "Convert", "Convolution"])
+        align(graph, events)
 
 
 def test_a_binary_s_clamp_can_be_part_of_a_lookup() -> None:
@@ -101,12 +112,6 @@ def test_a_binary_s_clamp_can_be_part_of_a_lookup() -> None:
         Match(Part(3), (Part(0, clamp=True), Part(1), Part(2))),
         Match(Part(4)),
     ]
-
-
-def test_a_square_before_a_mean_and_a_product_with_itself() -> None:
-    assert numbers(align(chain("Square", "GlobalAvgPooling2d"), ["Mean Squared"])) == [(1, 0)]
-    nodes = (XNode("Multiply", 1, False, (0, 0), (1,)),)
-    assert numbers(align(XGraph(nodes, {0: Value(), 1: Value(output=True)}), ["Square"])) == [(0,)]
 
 
 def test_what_fits_in_two_ways_leaves_the_other_kernels_certain() -> None:

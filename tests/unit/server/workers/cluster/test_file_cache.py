@@ -29,6 +29,13 @@ def store(cache: FileCache, holder: str, data: bytes) -> str:
     return digest
 
 
+def announced(folder: Path, data: bytes = b"some bytes") -> tuple[FileCache, str]:
+    """Return a cache, and the digest of a file that a child named `one` needs there."""
+    cache, digest = FileCache(folder), digests.of_bytes(data)
+    assert cache.hold("one", {digest: len(data)}) == [digest]
+    return cache, digest
+
+
 def test_a_file_is_sent_once(tmp_path: Path) -> None:
     cache = FileCache(tmp_path)
     digest = store(cache, "one", b"some bytes")
@@ -38,9 +45,7 @@ def test_a_file_is_sent_once(tmp_path: Path) -> None:
 
 
 def test_other_bytes_than_those_of_the_digest_are_not_kept(tmp_path: Path) -> None:
-    cache = FileCache(tmp_path)
-    digest = digests.of_bytes(b"some bytes")
-    cache.hold("one", {digest: 10})
+    cache, digest = announced(tmp_path)
     with pytest.raises(FileDiffers, match="another digest"):
         cache.write("one", digest, 0, b"SOME BYTES", 10)
     assert list(tmp_path.iterdir()) == []
@@ -60,9 +65,7 @@ def test_no_call_reads_what_others_wrote(tmp_path: Path) -> None:
 
 
 def test_a_piece_out_of_order_is_refused(tmp_path: Path) -> None:
-    cache = FileCache(tmp_path)
-    digest = digests.of_bytes(b"some bytes")
-    cache.hold("one", {digest: 10})
+    cache, digest = announced(tmp_path)
     cache.write("one", digest, 0, b"some", 10)
     for offset, piece in ((0, b"some"), (5, b"bytes"), (4, b" bytes and more")):
         with pytest.raises(FileDiffers, match="gaps"):
@@ -106,9 +109,7 @@ def test_a_holder_that_ends_during_a_piece_is_what_the_error_says(tmp_path: Path
 
 
 def test_a_disk_that_is_full_at_the_last_byte_keeps_no_piece(tmp_path: Path) -> None:
-    cache, data = FileCache(tmp_path), b"some bytes"
-    digest = digests.of_bytes(data)
-    cache.hold("one", {digest: len(data)})
+    cache, digest = announced(tmp_path, data := b"some bytes")
     former = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4, former[1]))
     try:

@@ -17,6 +17,7 @@ from etfarm.server.workers.cluster import relay_frames
 from etfarm.server.workers.cluster.node import NodeService, RelayedChild
 from etfarm.server.workers.limits import Limits
 from etfarm.wire.errors import EtfarmError, FarmError
+from tests.support.waiting import becomes
 
 PROCESSES, FOLDERS = 3, 60
 CREATE = f"""
@@ -94,9 +95,7 @@ async def test_an_error_in_the_end_of_one_child_keeps_no_other_alive(
         await call(service, "open", child=child, task="t", files={})
     watch = asyncio.create_task(service._end_abandoned())
     try:
-        async with asyncio.timeout(30):
-            while service._children:  # noqa: ASYNC110 - no event announces it
-                await asyncio.sleep(0.01)
+        await becomes(lambda: not service._children)
         assert not watch.done(), "the error has ended the check"
     finally:
         watch.cancel()
