@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from etfarm.v1.common_pb2 import Principal, Role
 from etfarm.wire.farm_proof import hint_of
 from tests.support.databases import TEMPLATE, PostgresDatabases
 from tests.support.databases import postgres_databases as postgres_databases
+from tests.support.waiting import becomes
 
 WAIT_S = 60.0
 
@@ -56,12 +57,6 @@ async def following(url: str) -> AsyncIterator[KnownTokens]:
         await asyncio.wait({task})
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not is_so():  # noqa: ASYNC110 - another process's database
-            await asyncio.sleep(0.02)
-
-
 def credential_of(known: KnownTokens, secret: str) -> Credential:
     credential = known.find(key_of(secret))
     assert credential is not None
@@ -72,10 +67,10 @@ async def test_a_change_of_the_table_is_known(url: str, tmp_path: Path) -> None:
     async with following(url) as known:
         authentication = StandbyAuthentication(None, known, tmp_path / "changed")
         assert authentication.asks_for_tokens, "the tokens are not known yet"
-        await until(known.loaded.is_set)
+        await becomes(known.loaded.is_set)
         assert not authentication.asks_for_tokens
         insert(url, "first")
-        await until(lambda: known.find(key_of("first")) is not None)
+        await becomes(lambda: known.find(key_of("first")) is not None)
         assert authentication.asks_for_tokens
         credential = authentication.authenticate("Bearer first")
         assert (credential.principal.name, credential.principal.role) == ("owner of first", Role.ROLE_USER)
@@ -84,14 +79,14 @@ async def test_a_change_of_the_table_is_known(url: str, tmp_path: Path) -> None:
                 authentication.authenticate(header)
         insert(url, "second")
         execute(url, f"UPDATE tokens SET secret_hash = '\\x{key_of('third').hex()}' WHERE id = 'second'")
-        await until(lambda: known.find(key_of("third")) is not None)
+        await becomes(lambda: known.find(key_of("third")) is not None)
         by_word = Credential(key_of("third"), "", Principal(name="x"))
         assert authentication.is_valid(credential_of(known, "third")) and authentication.is_valid(by_word)
         execute(url, "UPDATE tokens SET expires_at = now() AT TIME ZONE 'UTC' WHERE id = 'second'")
-        await until(lambda: not authentication.is_valid(credential_of(known, "third")))
+        await becomes(lambda: not authentication.is_valid(credential_of(known, "third")))
         assert not authentication.is_valid(by_word)
         execute(url, "UPDATE tokens SET revoked_at = now()")
-        await until(lambda: known.find(key_of("first")) is None)
+        await becomes(lambda: known.find(key_of("first")) is None)
         assert known.is_former(key_of("first")) and known.is_former(key_of("third"))
         assert not known.is_empty, "revoked tokens do not open the server"
 
@@ -101,7 +96,7 @@ async def test_tables_of_other_versions_are_read_as_far_as_they_are_known(url: s
     insert(url, "known", "viewer", "author")
     insert(url, "later", "auditor", "author")
     async with following(url) as known:
-        await until(known.loaded.is_set)
+        await becomes(known.loaded.is_set)
         assert known.find(key_of("known")) is not None and known.find(key_of("later")) is None
         assert not known.is_empty
 
@@ -109,7 +104,7 @@ async def test_tables_of_other_versions_are_read_as_far_as_they_are_known(url: s
 async def test_without_the_table_callers_need_no_token(url: str) -> None:
     execute(url, "ALTER TABLE tokens RENAME TO former_tokens")
     async with following(url) as known:
-        await until(known.loaded.is_set)
+        await becomes(known.loaded.is_set)
         assert known.is_empty
         known.note_refusal()
         assert not known.is_empty, "the leader has a token file"
@@ -127,25 +122,25 @@ async def test_a_token_file_of_the_leader_alone_is_known_from_the_start(url: str
     await lead(url, asks_for_tokens=True)
     async with following(url) as known:
         authentication = StandbyAuthentication(None, known, tmp_path / "changed")
-        await until(known.loaded.is_set)
+        await becomes(known.loaded.is_set)
         assert authentication.asks_for_tokens
         for header in (None, "Bearer known-to-the-leader-only"):
             with pytest.raises(Unauthenticated):
                 authentication.authenticate(header)
         await lead(url, asks_for_tokens=False)
-        await until(lambda: not authentication.asks_for_tokens)
+        await becomes(lambda: not authentication.asks_for_tokens)
         await lead(url, asks_for_tokens=True)
-        await until(lambda: authentication.asks_for_tokens)
+        await becomes(lambda: authentication.asks_for_tokens)
 
 
 async def test_the_table_of_an_older_version_gets_the_column(url: str) -> None:
     await lead(url, asks_for_tokens=False)
     execute(url, "ALTER TABLE etfarm_cluster.lease DROP COLUMN asks_for_tokens")
     async with following(url) as known:
-        await until(known.loaded.is_set)
+        await becomes(known.loaded.is_set)
         assert known.is_empty
         await lead(url, asks_for_tokens=True)
-        await until(lambda: not known.is_empty)
+        await becomes(lambda: not known.is_empty)
 
 
 async def test_while_the_table_cannot_be_read_no_caller_is_admitted_without_the_leader(
@@ -153,36 +148,34 @@ async def test_while_the_table_cannot_be_read_no_caller_is_admitted_without_the_
 ) -> None:
     execute(url, "ALTER TABLE tokens RENAME COLUMN role TO roles")
     async with following(url) as known:
-        async with asyncio.timeout(WAIT_S):
-            while "cannot be read" not in (text := capsys.readouterr()).out + text.err + caplog.text:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await becomes(lambda: "cannot be read" in (text := capsys.readouterr()).out + text.err + caplog.text)
         assert not known.loaded.is_set() and not known.is_empty
         execute(url, "ALTER TABLE tokens RENAME COLUMN roles TO role")
-        await until(known.loaded.is_set)
+        await becomes(known.loaded.is_set)
         assert known.is_empty
 
 
 async def test_a_standby_knows_the_farm_and_finds_agents_own_tokens_by_their_hints(url: str) -> None:
     async with following(url) as known:
         await asyncio.wait_for(known.loaded.wait(), WAIT_S)
-        await until(lambda: bool(known.farm_id))
+        await becomes(lambda: bool(known.farm_id))
         with psycopg.connect(url) as connection:
             assert connection.execute("SELECT id FROM farm").fetchall() == [(known.farm_id,)]
         insert(url, "of-an-agent", "agent")
         insert(url, "of-a-user")
         execute(url, "UPDATE tokens SET agent_id = 'an-agent' WHERE role = 'agent'")
-        await until(lambda: known.key_of_hint(hint_of(key_of("of-an-agent"))) == key_of("of-an-agent"))
+        await becomes(lambda: known.key_of_hint(hint_of(key_of("of-an-agent"))) == key_of("of-an-agent"))
         assert known.key_of_hint(hint_of(key_of("of-a-user"))) is None
         execute(url, "UPDATE tokens SET revoked_at = now() WHERE role = 'agent'")
-        await until(lambda: known.key_of_hint(hint_of(key_of("of-an-agent"))) is None)
+        await becomes(lambda: known.key_of_hint(hint_of(key_of("of-an-agent"))) is None)
 
 
 async def test_a_standby_proves_nothing_while_an_older_version_leads(url: str) -> None:
     execute(url, "DROP TABLE farm")
     async with following(url) as known:
         insert(url, "of-an-agent", "agent")
-        await until(lambda: known.find(key_of("of-an-agent")) is not None)
+        await becomes(lambda: known.find(key_of("of-an-agent")) is not None)
         assert known.farm_id == ""
         execute(url, "CREATE TABLE farm (id text PRIMARY KEY)")
         execute(url, "INSERT INTO farm VALUES ('migrated')")
-        await until(lambda: known.farm_id == "migrated")
+        await becomes(lambda: known.farm_id == "migrated")

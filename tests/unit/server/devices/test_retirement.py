@@ -20,6 +20,7 @@ from etfarm.v1.common_pb2 import ROLE_ADMIN, ROLE_AGENT, Principal
 from tests.support.golden import Golden
 from tests.support.refusals import refuses
 from tests.support.registries import RegistryWorld, board
+from tests.support.waiting import becomes
 
 RACK = Principal(name="rack", role=ROLE_AGENT)
 SOON_S = 10.0
@@ -137,9 +138,7 @@ async def test_a_device_that_ends_nothing_at_once_is_not_forgotten_yet(golden: G
 async def test_the_agent_that_a_device_has_in_the_end_is_retired(world: World) -> None:
     former, session = await world.running()
     retiring = asyncio.create_task(world.retire("pi"))
-    async with asyncio.timeout(SOON_S):
-        while not world.registry.get("pi").HasField("drain"):  # noqa: ASYNC110 - the change has no event
-            await asyncio.sleep(0)
+    await becomes(lambda: world.registry.get("pi").HasField("drain"), pause_s=0)
     session.end()
     await world.registry.disconnect(session)
     own = await world.enrol("a2")

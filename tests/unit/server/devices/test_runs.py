@@ -56,31 +56,6 @@ async def test_the_first_delivery_counts_and_a_second_changes_nothing() -> None:
     assert [one.cell_id for one in (await result(runs)).candidates] == ["c"]
 
 
-async def test_a_result_that_no_run_awaits_is_not_delivered() -> None:
-    runs = begun()
-    runs.end("a1")
-    assert not runs.deliver(RunResult(attempt_id="a1", device_id="pi"))
-    assert not runs.deliver(RunResult(attempt_id="never"))
-
-
-async def test_progress_goes_to_its_attempt_only() -> None:
-    reported: list[str] = []
-    runs = Runs(FOREVER_S)
-    runs.begin("a1", "pi", lambda progress: reported.append(progress.phase))
-    runs.progressed(RunProgress(attempt_id="a1", device_id="pi", phase="LOAD"))
-    runs.progressed(RunProgress(attempt_id="a2", device_id="pi", phase="WARMUP"))
-    assert reported == ["LOAD"]
-
-
-async def test_an_agent_that_comes_back_with_the_attempt_keeps_it() -> None:
-    runs = begun()
-    runs.device_went("pi")
-    runs.reconcile({"pi"}, {"a1"})
-    assert is_pending(runs)
-    runs.deliver(RunResult(attempt_id="a1", device_id="pi"))
-    assert (await result(runs)).attempt_id == "a1"
-
-
 async def test_an_agent_that_comes_back_without_the_attempt_has_lost_it(golden: Golden) -> None:
     runs = begun()
     runs.device_went("pi")
@@ -161,13 +136,16 @@ async def test_a_run_that_was_not_sent_yet_cannot_be_lost() -> None:
         await result(runs)
 
 
-async def test_what_another_device_says_of_an_attempt_does_not_count() -> None:
+async def test_progress_and_results_count_for_their_own_attempt_and_from_its_device_only() -> None:
     reported: list[str] = []
     runs = Runs(FOREVER_S)
     runs.begin("a1", "pi", lambda progress: reported.append(progress.phase), sent=True)
-    runs.progressed(RunProgress(attempt_id="a1", device_id="other", phase="LOAD"))
+    for attempt, device, phase in (("a1", "pi", "LOAD"), ("a2", "pi", "WARMUP"), ("a1", "other", "TIMED")):
+        runs.progressed(RunProgress(attempt_id=attempt, device_id=device, phase=phase))
+    assert reported == ["LOAD"]
+    assert not runs.deliver(RunResult(attempt_id="never"))
     assert not runs.deliver(RunResult(attempt_id="a1", device_id="other"))
-    assert reported == [] and is_pending(runs) and not runs.has_answer("a1")
+    assert is_pending(runs) and not runs.has_answer("a1")
 
 
 @pytest.mark.remedy("ATTEMPT_NOT_RESUMED")

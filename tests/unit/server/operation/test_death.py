@@ -14,6 +14,7 @@ import pytest
 
 from etfarm.server.jobs.takeups import IN_HAND
 from etfarm.server.operation.death import FRESH_S, KILLS, Evidence
+from tests.support.waiting import becomes
 
 SEGFAULT, ABORT = "ctypes.string_at(0)", "os.abort()"
 KILLED, IN_ORDER = "os.kill(os.getpid(), signal.SIGKILL)", ""
@@ -96,8 +97,7 @@ async def test_what_the_kernel_killed_while_the_server_lived_on_is_none(
     machine.oom_kills(28)
     watching = asyncio.create_task(Evidence(machine.data, vmstat=machine.vmstat, boot_id=machine.boot_id).watch())
     kills = machine.data / KILLS
-    while not kills.exists() or kills.read_text() != "a 28":  # noqa: ASYNC110 - nothing tells of it
-        await asyncio.sleep(0)
+    await becomes(lambda: kills.exists() and kills.read_text() == "a 28")
     watching.cancel()
     assert machine.server(IN_ORDER)[0] == []
 

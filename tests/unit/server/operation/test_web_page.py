@@ -14,6 +14,7 @@ from etfarm.server.config import Config
 from etfarm.server.operation import web_page
 from etfarm.server.operation.web_page import PageNotStarted, WebPage
 from etfarm.wire.channel import parse_address
+from tests.support.waiting import becomes
 
 READY = 'echo "the page is at http://127.0.0.1:1"\nexec cat > /dev/null\n'
 
@@ -79,9 +80,7 @@ async def test_a_page_that_is_late_is_started_again_and_does_not_end_its_server(
     async with web_page.running(config, "127.0.0.1:1", "key") as url:
         assert url == ""
         monkeypatch.setattr(web_page, "START_S", 30.0)
-        async with asyncio.timeout(30):
-            while not page.url:  # noqa: ASYNC110 - another process's answer
-                await asyncio.sleep(0.05)
+        await becomes(lambda: page.url)
         assert page.url == "http://127.0.0.1:1"
 
 
@@ -102,8 +101,7 @@ async def test_a_page_that_hangs_ends_with_a_server_that_stops_meanwhile(
     monkeypatch.setattr(web_page, "STOP_S", 0.05)
     starting = asyncio.create_task(page.start())
     hanging = psutil.Process(int(await asyncio.to_thread(pids.read_text)))
-    while page.pid is None:  # noqa: ASYNC110 - nothing tells of it
-        await asyncio.sleep(0.01)
+    await becomes(lambda: page.pid is not None)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting

@@ -17,7 +17,7 @@ from etfarm.server.artifacts.store import Store
 from etfarm.server.retention.collection import ArtifactCollection
 from etfarm.server.retention.parts import DiskRelief
 from etfarm.server.retention.references import References
-from etfarm.server.state.backup_lock import BackupLock, BackupRunning
+from etfarm.server.state.backup_lock import BackupLock
 from etfarm.server.state.engine import Database
 from etfarm.v1.common_pb2 import Artifact
 from tests.support.jobs import JournalWorld, queued_job, submit, with_programs
@@ -116,20 +116,3 @@ async def test_a_disk_that_others_fill_is_relieved_as_far_as_possible(disk: Disk
     disk.others_bytes += 200 * KIB
     assert not await disk.relief.relieve()
     assert await disk.count(*stored) == 0
-
-
-async def test_a_backup_is_not_disturbed(disk: Disk) -> None:
-    stored = await disk.put(1)
-    disk.others_bytes = 890 * KIB
-    with disk.backups.backing_up(), pytest.raises(BackupRunning):
-        await disk.relief.relieve()
-    assert await disk.count(stored) == 1
-
-
-async def test_what_was_used_within_the_lease_stays(disk: Disk, tmp_path: Path) -> None:
-    collection = ArtifactCollection(disk.store, disk.database, References(disk.database, disk.gate), set, disk.backups)
-    stored = await disk.put(1)
-    disk.now_s -= 1800
-    disk.others_bytes = 890 * KIB
-    assert not await DiskRelief(disk.room, collection).relieve()
-    assert await disk.count(stored) == 1
