@@ -16,7 +16,9 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from etfarm.server.rpc.door.accepting import new_server
 from etfarm.server.rpc.door.connections import MAX_STREAMS, REFUSALS, REFUSALS_A_SECOND, Connections, server_options
+from tests.support.farm import wait_until
 from tests.support.http2 import Http2
+from tests.support.waiting import becomes
 
 WAIT_S = 60.0
 SERVICE, METHOD = "etfarm.v1.FarmService", "GetServerInfo"
@@ -77,14 +79,6 @@ async def server() -> AsyncIterator[Server]:
         await created.grpc.stop(None)
 
 
-def wait_until(condition: Any) -> None:
-    """Wait without the event loop."""
-    until = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 async def ask(channel: grpc.aio.Channel, path: str = PATH) -> bytes:
     call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path)
     return await call(b"x", metadata=(("authorization", "valid"),), timeout=WAIT_S)
@@ -99,7 +93,7 @@ async def test_waiting_calls_of_closed_connections_are_dropped_and_others_served
                 attacker = stack.enter_context(Http2(server.address, timeout_s=WAIT_S))
                 attacker.begin()
                 attacker.flood(PATH, calls)
-            wait_until(lambda: server.begun() > attackers * calls)
+            assert wait_until(lambda: server.begun() > attackers * calls)
         async with grpc.aio.insecure_channel(server.address) as fresh:
             assert await ask(fresh) == b"x"
             assert await ask(known) == b"x"
@@ -124,11 +118,9 @@ async def test_calls_to_unknown_paths_are_dropped_like_others(server: Server) ->
                 attacker = stack.enter_context(Http2(server.address, timeout_s=WAIT_S))
                 attacker.begin()
                 attacker.flood(b"/no/\xff", 200)
-            wait_until(lambda: server.begun() > 4 * 200)
+            assert wait_until(lambda: server.begun() > 4 * 200)
             assert await ask(channel) == b"x"
-        async with asyncio.timeout(WAIT_S):
-            while server.connections.dropped < 4 * 200 - 2 * REFUSALS:  # noqa: ASYNC110 - they are taken in no known order
-                await asyncio.sleep(0.01)
+        await becomes(lambda: server.connections.dropped >= 4 * 200 - 2 * REFUSALS)
 
 
 async def test_an_urgent_call_is_handled_during_a_flood(server: Server) -> None:
@@ -153,8 +145,6 @@ async def test_a_server_stops_while_dropped_calls_wait(server: Server) -> None:
         with Http2(server.address, timeout_s=WAIT_S) as attacker:
             attacker.begin()
             attacker.flood(PATH, 200)
-            async with asyncio.timeout(WAIT_S):
-                while not server.connections.dropped:  # noqa: ASYNC110 - they are taken in no known order
-                    await asyncio.sleep(0)
+            await becomes(lambda: server.connections.dropped, pause_s=0)
             async with asyncio.timeout(WAIT_S):
                 await server.grpc.stop(None)

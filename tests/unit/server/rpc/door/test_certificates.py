@@ -14,6 +14,7 @@ import trustme
 from etfarm.server.config import Config
 from etfarm.server.rpc.door.certificates import Certificates
 from etfarm.wire.channel import Address
+from tests.support.waiting import becomes
 
 EXPIRES = datetime(2040, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -84,9 +85,7 @@ async def test_files_that_change_are_read_without_a_signal(tmp_path: Path) -> No
         await asyncio.sleep(0.05)
         renewed = datetime(2041, 1, 1, tzinfo=UTC)
         issue(tmp_path, trustme.CA(), renewed)
-        async with asyncio.timeout(30):
-            while certificates.expires_at != renewed:  # noqa: ASYNC110 - nothing tells of it
-                await asyncio.sleep(0.02)
+        await becomes(lambda: certificates.expires_at == renewed)
         assert not watching.done(), "further changes are read, too"
     finally:
         watching.cancel()
