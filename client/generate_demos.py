@@ -45,6 +45,8 @@ class Training:
     """Whether the second of two classes has the negative template of the first. A network this deep and narrow leaves little
     room for int8's noise: with these four values and seed 1 it keeps 22 dB on new samples, with others 8 to 20 dB.
     """
+    compact: bool = False
+    """Whether the file has rounded values, compressed: a quarter of the size, and int8 keeps 22 dB with them and without."""
 
 
 TRAININGS: Final = {
@@ -60,6 +62,7 @@ TRAININGS: Final = {
         weight_decay=0.1,
         seed=1,
         opposed=True,
+        compact=True,
     ),
 }
 
@@ -77,6 +80,24 @@ def train(training: Training) -> dict[str, np.ndarray]:
         _train(module, templates, training)
         samples = _draw(templates[torch.arange(SAMPLES) % training.classes], training.noise)
     return {**{name: value.detach().numpy() for name, value in module.state_dict().items()}, SAMPLES_KEY: samples.numpy()}
+
+
+def write(arrays: dict[str, np.ndarray], path: Path, *, compact: bool) -> None:
+    """Write the arrays as they are; or compact: six significant bits of each weight, inputs in sixteenths, as float16.
+
+    Only the compact file is compressed: other weights hardly become smaller, and compressed bytes depend on zlib's version.
+    """
+    if compact:
+        samples = np.round(arrays[SAMPLES_KEY] * 16) / 16
+        rounded = {name: _round(array).astype(np.float16) for name, array in arrays.items() if array.dtype == np.float32}
+        np.savez_compressed(path, allow_pickle=False, **{**arrays, **rounded, SAMPLES_KEY: samples.astype(np.float16)})
+    else:
+        np.savez(path, allow_pickle=False, **arrays)
+
+
+def _round(array: np.ndarray) -> np.ndarray:
+    mantissa, exponent = np.frexp(array)
+    return np.ldexp(np.round(mantissa * 64) / 64, exponent)
 
 
 def _templates(training: Training) -> Tensor:
@@ -122,9 +143,9 @@ def main() -> None:
     if unknown := sorted(set(arguments.name) - set(TRAININGS)):
         parser.error(f"NAME must be one of {', '.join(TRAININGS)}, got {', '.join(unknown)}.")
     for name in arguments.name or TRAININGS:
-        # Not compressed: the bytes of a compressed file depend on zlib's version.
-        np.savez(arguments.folder / f"{name}.npz", allow_pickle=False, **train(TRAININGS[name]))
-        print(f"{name}: {(arguments.folder / f'{name}.npz').stat().st_size / 1e3:.0f} kB")
+        path = arguments.folder / f"{name}.npz"
+        write(train(TRAININGS[name]), path, compact=TRAININGS[name].compact)
+        print(f"{name}: {path.stat().st_size / 1e3:.0f} kB")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def make_demo(name: str) -> ModelSource:
         raise unknown_demo(name, (), DEMOS)
     with np.load(Path(demo_models.__file__).with_name(f"{name}.npz"), allow_pickle=False) as file:
         arrays = {key: torch.from_numpy(file[key]) for key in file.files}
-    samples = arrays.pop(demo_models.SAMPLES_KEY)
+    samples = arrays.pop(demo_models.SAMPLES_KEY).float()
     with torch.random.fork_rng(devices=()):  # modules draw initial weights
         module = _module(name)
     module.load_state_dict(arrays)

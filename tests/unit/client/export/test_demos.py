@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from etfarm.client.export import DEMOS, Demo, ModelSource, export_source, load_source
-from etfarm.client.export.demo_models import SAMPLES_KEY, ds_cnn
+from etfarm.client.export import DEMOS, Demo, ModelSource, demo_models, export_source, load_source
 from etfarm.client.export.eager import ExportedMethod
 from etfarm.wire import digest
 from tests.support.exports import read_program
@@ -102,17 +101,22 @@ def test_making_a_demo_is_quick_and_leaves_torch_as_it_was() -> None:
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_the_generator_writes_a_file_like_the_committed_one(demos: dict[str, ModelSource], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "top"), [("ds_cnn", list(range(8))), ("mobilenet_v1_025", [0, 1] * 4)])
+def test_the_generator_writes_a_file_like_the_committed_one(
+    demos: dict[str, ModelSource], tmp_path: Path, name: str, top: list[int]
+) -> None:
     """Its numbers are the committed ones on one kind of processor only: everywhere, they are a network that was trained."""
-    command = [sys.executable, str(ROOT / "client" / "generate_demos.py"), "ds_cnn", "--folder", str(tmp_path)]
+    command = [sys.executable, str(ROOT / "client" / "generate_demos.py"), name, "--folder", str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    with np.load(tmp_path / "ds_cnn.npz") as file:
-        arrays = {name: torch.from_numpy(file[name]) for name in file.files}
-    samples = arrays.pop(SAMPLES_KEY)
-    committed = demos["ds_cnn"]
+    path, kept = tmp_path / f"{name}.npz", Path(demo_models.__file__).with_name(f"{name}.npz")
+    assert path.stat().st_size == pytest.approx(kept.stat().st_size, rel=0.01) and kept.stat().st_size < 500_000
+    with np.load(path) as file:
+        arrays = {key: torch.from_numpy(file[key]) for key in file.files}
+    samples = arrays.pop(demo_models.SAMPLES_KEY).float()
+    committed = demos[name]
     assert samples.shape == torch.cat([sample for (sample,) in committed.calibration_inputs["forward"]]).shape
     assert arrays.keys() == committed.methods["forward"].state_dict().keys()
-    trained = ds_cnn.DsCnn()
+    trained = type(committed.methods["forward"])()
     trained.load_state_dict(arrays)
-    assert trained.eval()(samples).argmax(1).tolist() == list(range(8))
+    assert trained.eval()(samples).argmax(1).tolist() == top

@@ -9,4 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 SAMPLES_KEY: Final = "calibration_inputs"
-"""Name of the inputs in a demo's .npz file, an array (samples, C, H, W); the other arrays are the module's state by its names."""
+"""Name of the inputs in a demo's .npz file, an array (samples, C, H, W); the other arrays are the module's state by its names.
+
+Both are float32, or float16 where that loses nothing.
+"""
