@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import zipfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -23,15 +22,12 @@ from etfarm.client.cli.app import execute
 from etfarm.client.cli.commands import bench, compile, completion, devices, jobs, run
 from etfarm.client.cli.commands.report import main as report
 from etfarm.client.cli.connection import Project
-from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.files import write_whole
 from etfarm.client.cli.outcome import Outcome
 from etfarm.client.cli.workflows import job as flow
-from etfarm.client.errors import EmbeddedFarmFailed, Interrupted, exit_code
+from etfarm.client.errors import EmbeddedFarmFailed, exit_code
 from etfarm.client.export import spec
 from etfarm.client.transport.connection import CHOSEN_PROJECT
-from etfarm.client.transport.daemon_thread import in_thread
-from etfarm.wire import recipes
 from etfarm.wire.errors import EtfarmError, Fault, Kind, error_of
 from tests.support.golden import Golden
 from tests.support.refusals import refuses
@@ -386,45 +382,6 @@ def test_a_log_is_named_where_something_was_at_work_and_said_something(
     assert asyncio.run(flow._printed(job, result)) is named
 
 
-def test_a_stages_files_go_where_their_kind_says(tmp_path: Path) -> None:
-    class Stopped:
-        asked: dict[str, Path] | None = None
-
-        async def stage_files(self) -> list[str]:
-            return ["a.pt2", "a.txt", "b.pt2", "b.txt", "delegation.csv"]
-
-        async def save_stage_files(self, folder: Path, *, to: dict[str, Path] | None = None) -> list[Path]:
-            self.asked = to
-            return [folder] if to is None else list(to.values())
-
-    job: Any = Stopped()
-    saved = [asyncio.run(compile._save_stage(job, tmp_path / name)) for name in ("x.pt2", "t.csv", "all")]
-    assert saved == [[tmp_path / "x.a.pt2", tmp_path / "x.b.pt2"], [tmp_path / "t.csv"], [tmp_path / "all"]]
-
-
-@pytest.mark.parametrize(
-    ("stage", "recipe", "note"),
-    [
-        ("TO_EDGE_TRANSFORM_AND_LOWER", "xnnpack_fp32", "Load a.pt2, b.pt2 with executorch.exir.serde.serialize.load: "),
-        ("TORCH_EXPORT", "xnnpack_fp32", ""),
-        ("QUANTIZE", "xnnpack_pt2e_int8_static_per_channel", "Import torchao before torch.export.load reads a.pt2, b.pt2: "),
-        ("SOURCE_TRANSFORM", "xnnpack_torchao_int8da_int4w_per_channel", "Import torchao before "),
-        ("", "xnnpack_pt2e_int8_static_per_channel", ""),
-    ],
-)
-def test_a_hint_shows_how_to_load_a_stages_program(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], stage: str, recipe: str, note: str
-) -> None:
-    files = [tmp_path / "a.pt2", tmp_path / "b.pt2", tmp_path / "a.txt"]
-    for path in files:
-        path.write_bytes(b"x")
-    text = compile._how_to_load(stage, recipes.parse(recipe), files)
-    assert text.startswith(note) and bool(text) == bool(note)
-    compile._print_written(files, to_stderr=False, note=text)
-    reported = " ".join(capsys.readouterr().out.split())
-    assert reported.count("wrote ") == 3 and reported.endswith(text)
-
-
 def test_a_defect_of_ours_is_written_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "x.json"
 
@@ -445,60 +402,6 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     assert path.read_bytes() == b"new"
     assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
     write_whole(Path(os.devnull), b"gone")
-
-
-def test_ctrl_c_cancels_and_lets_the_command_clean_up() -> None:
-    cleaned = []
-
-    async def main() -> None:
-        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
-        try:
-            await asyncio.sleep(30)
-        except asyncio.CancelledError:
-            await asyncio.sleep(0)
-            cleaned.append(True)
-            raise
-
-    with pytest.raises(Interrupted) as caught:
-        run_async(main)
-    assert cleaned == [True]
-    assert caught.value.signal_number == signal.SIGINT
-
-
-def test_json_is_there_from_the_first_ctrl_c_on(tmp_path: Path) -> None:
-    outcome = Outcome(str(tmp_path / "x.json"))
-    result = []
-
-    async def main() -> None:
-        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
-        try:
-            await asyncio.sleep(30)
-        finally:
-            result.append(json.loads((tmp_path / "x.json").read_text())["error"]["reason"])
-
-    with pytest.raises(Interrupted):
-        run_async(main, outcome)
-    assert result == ["CANCELLED"]
-
-
-def test_work_in_a_thread_does_not_hold_up_ctrl_c() -> None:
-    release = threading.Event()
-
-    async def main() -> None:
-        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
-        await in_thread(lambda: release.wait(30))
-
-    with pytest.raises(Interrupted):
-        run_async(main)
-    release.set()
-
-
-def test_work_in_a_thread_raises_where_it_is_awaited() -> None:
-    def work() -> None:
-        raise ValueError("here")
-
-    with pytest.raises(ValueError, match="here"):
-        run_async(lambda: in_thread(work))
 
 
 @pytest.mark.parametrize(
