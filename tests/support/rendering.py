@@ -46,8 +46,14 @@ def report_document(**changes: Any) -> dict[str, Any]:
     return completed(message)
 
 
-def render_text(document: dict[str, Any], width: int = 120, **options: Any) -> str:
+def printed(*parts: Any, width: int = 120) -> str:
+    """Return what a terminal without colours shows of each part, without the blanks at the ends of lines."""
     console = Console(width=width, color_system=None, highlight=False)
     with console.capture() as capture:
-        console.print(render.report(document, width=width, **options))
+        for part in parts:
+            console.print(part)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def render_text(document: dict[str, Any], width: int = 120, **options: Any) -> str:
+    return printed(render.report(document, width=width, **options), width=width)

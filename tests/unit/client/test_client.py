@@ -18,13 +18,13 @@ import pytest
 
 from etfarm.client.aio import AsyncFarm
 from etfarm.client.client import Farm
-from etfarm.client.errors import JobFailed, SeveralReports, exit_code
+from etfarm.client.errors import SeveralReports, exit_code
 from etfarm.client.jobs.file_names import data_file_name, method_file
 from etfarm.client.jobs.job import AsyncJob
 from etfarm.client.models import CellChanged, JobChanged, JobResult, LogLine, Progress
-from etfarm.client.submit.input_names import InputMissing, UnknownInput
+from etfarm.client.submit.input_names import UnknownInput
 from etfarm.client.submit.inputs import read_named
-from etfarm.client.submit.preparation import BadModel, prepare
+from etfarm.client.submit.preparation import prepare
 from etfarm.client.submit.prepared import PreparedExport, PreparedMethod, PreparedModel
 from etfarm.client.submit.recipes import read_recipe
 from etfarm.client.submit.submission import Submission
@@ -140,9 +140,8 @@ def nothing(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 @pytest.mark.parametrize("nothing", NOTHING, indirect=True)
 @pytest.mark.parametrize("chosen", [[], ["forward"]])
 def test_a_method_that_takes_inputs_is_not_given_others_than_none(golden: Golden, nothing: Any, chosen: list[str]) -> None:
-    with pytest.raises(InputMissing) as caught:
+    with golden.refuses("INPUT_MISSING") as caught:
         Submission(job_pb2.JobSpec()).add_inputs(read_named(nothing), [TWO], chosen)
-    golden.check(caught.value)
     assert exit_code(caught.value) == 2
 
 
@@ -150,9 +149,8 @@ def test_a_method_that_takes_inputs_is_not_given_others_than_none(golden: Golden
 def test_no_inputs_are_those_of_all_methods_that_run(golden: Golden, nothing: Any) -> None:
     taken = {"encode": ("image",), "reset": ()}
     model = PreparedModel.of("m", {name: PreparedMethod(b"pt2", (), names) for name, names in taken.items()})
-    with pytest.raises(InputMissing) as refused:
+    with golden.refuses("INPUT_MISSING"):
         Submission(job_pb2.JobSpec()).add_inputs(read_named(nothing), [model], [])
-    golden.check(refused.value)
     created = Submission(job_pb2.JobSpec())
     created.add_inputs(read_named(nothing), [model], ["reset"])
     assert list(created.spec.inputs) == ["reset"] and _inputs(created, "reset") == []
@@ -192,15 +190,13 @@ def test_a_program_takes_no_names_and_no_gaps(golden: Golden, tmp_path: Path, ke
 
 
 def test_example_inputs_are_refused_where_the_model_has_its_own(golden: Golden) -> None:
-    with pytest.raises(BadModel) as refused:
+    with golden.refuses("BAD_MODEL_ARGUMENT"):
         prepare("demo:resnet8", example_inputs=(1,))
-    golden.check(refused.value)
 
 
 def test_an_object_that_is_no_model_is_refused_with_the_forms_of_one(golden: Golden) -> None:
-    with pytest.raises(BadModel) as refused:
+    with golden.refuses("BAD_MODEL_ARGUMENT"):
         prepare(3)  # type: ignore[arg-type]
-    golden.check(refused.value)
 
 
 @pytest.mark.remedy("INPUTS_DIFFER")
@@ -216,13 +212,11 @@ def test_a_recipe_file_is_the_recipe_that_it_names(golden: Golden, tmp_path: Pat
     path = tmp_path / "mine.toml"
     path.write_text('recipe = "xnnpack_fp32"\n')
     assert read_recipe(str(path)).digest == recipes.parse("xnnpack_fp32").digest
-    with refuses("BAD_RECIPE_TEXT") as refused:
+    with golden.refuses("BAD_RECIPE_TEXT"):
         read_recipe(str(tmp_path / "none.toml"))
-    golden.check(refused.value)
     path.write_text('recipe = "xnnpack_fp32"\nstrikt = true\n')
-    with pytest.raises(EtfarmError) as refused:
+    with golden.refuses("BAD_RECIPE_FIELD"):
         read_recipe(str(path))
-    golden.check(refused.value)
 
 
 def test_samples_go_along_only_where_something_reads_them() -> None:
@@ -278,31 +272,26 @@ def test_a_programs_data_files_are_part_of_its_digest(tmp_path: Path) -> None:
 def test_what_is_no_data_file_is_refused(golden: Golden, tmp_path: Path, name: str, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(EtfarmError) as refused:
+    with golden.refuses("BAD_DATA_FILE"):
         prepare(PreparedModel("x", program=tmp_path / "x.pte"), data=[tmp_path / name])
-    golden.check(refused.value)
-    with pytest.raises(EtfarmError) as refused:
+    with golden.refuses("BAD_DATA_FILE"):
         prepare(TWO, data=[tmp_path / name])
-    golden.check(refused.value)
 
 
 def test_a_recipe_that_rewrites_modules_is_refused_for_what_is_exported_already(golden: Golden) -> None:
     four_bit = "xnnpack_torchao_int8da_int4w_per_channel"
-    with pytest.raises(EtfarmError) as caught:
+    with golden.refuses("RECIPE_NEEDS_EAGER_MODULE") as caught:
         prepare(TWO, recipes=["xnnpack_fp32", four_bit])
-    golden.check(caught.value)
     assert (caught.value.reason, exit_code(caught.value)) == ("RECIPE_NEEDS_EAGER_MODULE", 2)
     done = PreparedModel.of("done", {"forward": PreparedMethod(b"", transformed=True)})
     assert prepare(done, recipes=[four_bit]) == done
 
 
 def test_methods_of_two_kinds_are_refused(golden: Golden, tmp_path: Path) -> None:
-    with pytest.raises(BadModel) as refused:
+    with golden.refuses("BAD_MODEL_ARGUMENT"):
         prepare({"a": "x.pt2", "b": 3})  # type: ignore[dict-item]
-    golden.check(refused.value)
-    with pytest.raises(BadModel) as refused:
+    with golden.refuses("BAD_MODEL_ARGUMENT"):
         prepare({})
-    golden.check(refused.value)
 
 
 def _result(*states: str, errors: bool = True) -> JobResult:
@@ -350,9 +339,8 @@ def test_a_failed_cell_raises_only_on_report() -> None:
 def test_several_cells_have_no_single_report(golden: Golden) -> None:
     with pytest.raises(SeveralReports):
         _ = _result("SUCCEEDED", "SUCCEEDED").report
-    with pytest.raises(JobFailed) as refused:
+    with golden.refuses("JOB_FAILED"):
         _ = _result("SUCCEEDED", "FAILED").report
-    golden.check(refused.value)
     assert len(_result("SUCCEEDED", "SUCCEEDED").reports) == 2
     assert [report.state for report in _result("SUCCEEDED", "FAILED").reports] == ["SUCCEEDED", "FAILED"]
 

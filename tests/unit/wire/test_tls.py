@@ -81,9 +81,8 @@ def test_an_identity_of_other_files_is_refused(folder: Path, cert: str, key: str
     ],
 )
 def test_no_channel_is_opened_with_them(golden: Golden, folder: Path, access: Callable[[Path], Access]) -> None:
-    with pytest.raises(BadTlsFile) as refused:
+    with golden.refuses("BAD_TLS_FILE"):
         open_channel(access(folder))
-    golden.check(refused.value)
 
 
 def test_a_process_without_tls_does_not_import_ssl() -> None:

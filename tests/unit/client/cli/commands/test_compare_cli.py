@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from etfarm.client.cli.commands import compare
 from etfarm.client.formats import answers, compared, compared_markdown
 from etfarm.client.jobs import report_file
 from etfarm.client.jobs.comparison import needs_farm
 from tests.support.comparisons import against, observed, operator, repeated, report, reports, timed
+from tests.support.rendering import printed
 
 UNREACHABLE = "127.0.0.1:1"
 
@@ -389,11 +389,7 @@ def test_whatever_was_measured_can_be_shown_and_nothing_is_wider_than_the_termin
     one: dict[str, Any], other: dict[str, Any], width: int
 ) -> None:
     document = against(one, other, "3%", "size=1%", "memory=1%", "accuracy=1dB")
-    console = Console(width=width, color_system=None)
-    with console.capture() as capture:
-        for part in compare.rendered(document, top=0, width=width):
-            console.print(part)
-    lines = capture.get().splitlines()
+    lines = printed(*compare.rendered(document, top=0, width=width), width=width).splitlines()
     assert lines[0].startswith("candidate / base  ")
     assert max(map(len, lines)) <= width
     assert any(line.startswith("gate ") for line in lines)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from etfarm.client.cli.views import render
-from tests.support.rendering import report_document
+from tests.support.rendering import printed, report_document
 
 
 def _compared(ratio: float, ends: list[float], *, base: dict[str, Any] | None = None, **changes: Any) -> str:
@@ -21,10 +20,8 @@ def _compared(ratio: float, ends: list[float], *, base: dict[str, Any] | None = 
         "ratios": [ratio] * 24,
     }
     documents = [report_document(cell="c0", **(base or {})), report_document(cell="c1", interleaved=interleaved, **changes)]
-    console = Console(width=140, color_system=None, highlight=False)
-    with console.capture() as capture:
-        console.print(render.reports(documents, width=140))
-    (line,) = [line.strip() for line in capture.get().splitlines() if "process pairs" in line]
+    shown = printed(render.reports(documents, width=140), width=140)
+    (line,) = [line.strip() for line in shown.splitlines() if "process pairs" in line]
     return line
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from etfarm.client.cli.views import render
 from etfarm.client.formats import html, sentences, units
 from etfarm.wire.delegation import undelegated_reason
 from tests.support import documents
-from tests.support.rendering import render_text, report_document, report_row
+from tests.support.rendering import printed, render_text, report_document, report_row
 
 
 def test_the_answer_is_the_first_line() -> None:
@@ -83,10 +82,8 @@ def _of_a_program(**changes: Any) -> dict[str, Any]:
 def test_a_ready_program_says_once_why_it_has_no_source_lines() -> None:
     caption = "no modules and source lines: a .pte has no ETRecord; bench the model or its .pt2 to see them"
     assert [line.strip() for line in render_text(_of_a_program()).splitlines()].count(caption) == 1
-    console = Console(width=160, color_system=None, highlight=False)
-    with console.capture() as capture:
-        console.print(render.reports([report_document(), _of_a_program(), _of_a_program(cell="c2")], width=160))
-    lines = [line.strip() for line in capture.get().splitlines()]
+    several = render.reports([report_document(), _of_a_program(), _of_a_program(cell="c2")], width=160)
+    lines = [line.strip() for line in printed(several, width=160).splitlines()]
     assert lines.count(caption) == 1
     assert lines.index(caption) > lines.index(next(line for line in lines if "0.9" in line or "90.0 %" in line))
 

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from etfarm.client.cli.commands.report import main as command
 from etfarm.client.cli.views import groupings
 from etfarm.wire import report
 from tests.support.documents import completed
+from tests.support.rendering import printed
 
 XNNPACK = {"delegated": True, "backend": "XnnpackBackend", "parent": 0, "resolution_ns": 1000.0}
 
@@ -55,10 +55,7 @@ def _document(**changes: Any) -> dict[str, Any]:
 
 
 def _lines(by: str, sort: str = "total", width: int = 140, document: dict[str, Any] | None = None, **options: Any) -> list[str]:
-    console = Console(width=width, color_system=None, highlight=False)
-    with console.capture() as capture:
-        console.print(groupings.report(document or _document(), by, sort, width=width, **options))
-    return [line.rstrip() for line in capture.get().splitlines()]
+    return printed(groupings.report(document or _document(), by, sort, width=width, **options), width=width).splitlines()
 
 
 def _line(lines: list[str], name: str) -> list[str]:
