@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,17 @@ class Blobs(artifact_pb2_grpc.ArtifactServiceServicer):
         return artifact_pb2.UploadStatus(digest=digest, committed_bytes=len(data), complete=True)
 
 
+@dataclass(frozen=True)
+class Board:
+    """Where attempts run: the store at `address`, and the folder that they write to."""
+
+    blobs: Blobs
+    address: str
+    folder: Path
+
+
 def new_attempt(
-    address: str,
-    folder: Path,
+    board: Board,
     start: agent_pb2.StartRun,
     on_progress: Callable[[agent_pb2.RunProgress], None] = lambda _: None,
     *,
@@ -89,7 +98,8 @@ def new_attempt(
     **config: Any,
 ) -> Attempt:
     """Return an attempt on this machine, which need not be idle; `config` are values of `AgentConfig`."""
-    own = AgentConfig(Access(address), "board", folder, **{"gates": GateLimits(idle_wait_s=0, cool_wait_s=0), **config})
+    folder = board.folder
+    own = AgentConfig(Access(board.address), "board", folder, **{"gates": GateLimits(idle_wait_s=0, cool_wait_s=0), **config})
     machine = target(own, inventory.parse(inventory.collect()))
     return kind(own, machine, cache or Cache(folder / "cache", 1 << 30), folder / "run", start, on_progress)
 
@@ -108,11 +118,7 @@ async def no_runner_is_left() -> bool:
 
 
 @pytest.fixture
-async def blobs() -> Blobs:
-    return Blobs()
-
-
-@pytest.fixture
-async def address(blobs: Blobs) -> AsyncIterator[str]:
-    async with serving(blobs) as served:
-        yield served
+async def board(tmp_path: Path) -> AsyncIterator[Board]:
+    blobs = Blobs()
+    async with serving(blobs) as address:
+        yield Board(blobs, address, tmp_path)

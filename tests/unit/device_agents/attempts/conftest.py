@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.support.attempts import address, blobs
+from tests.support.attempts import board
 
-__all__ = ["address", "blobs"]
+__all__ = ["board"]

@@ -18,25 +18,25 @@ from etfarm.device_agents.errors import FolderInUse
 from etfarm.device_agents.runners.python import PythonRunner
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
 from etfarm.wire import digest
-from tests.support.attempts import Blobs, new_attempt
+from tests.support.attempts import Board, new_attempt
 
 
-async def test_a_program_that_needs_too_much_memory_is_the_users_fault(blobs: Blobs, address: str, tmp_path: Path) -> None:
+async def test_a_program_that_needs_too_much_memory_is_the_users_fault(board: Board) -> None:
     share = (100 << 20) / psutil.virtual_memory().available
-    start = agent_pb2.StartRun(attempt_id="a", device_id="d", candidates=[blobs.candidate("large")], deadline_s=60)
-    result = await new_attempt(address, tmp_path, start, memory_share=share).run()
+    start = agent_pb2.StartRun(attempt_id="a", device_id="d", candidates=[board.blobs.candidate("large")], deadline_s=60)
+    result = await new_attempt(board, start, memory_share=share).run()
     error = result.candidates[0].error
     assert (error.fault, error.reason) == (common_pb2.FAULT_USER, "PROGRAM_OUT_OF_MEMORY")
     assert error.metadata["self_test"] == "passed"
-    assert not (tmp_path / "run").exists()
+    assert not (board.folder / "run").exists()
 
 
-async def test_a_device_that_never_idles_leaves_the_program_its_time(blobs: Blobs, address: str, tmp_path: Path) -> None:
+async def test_a_device_that_never_idles_leaves_the_program_its_time(board: Board) -> None:
     measurement = job_pb2.Measurement(warmup=0, iterations=1, min_time_s=0)
-    start = agent_pb2.StartRun(attempt_id="a", candidates=[blobs.candidate("add")], deadline_s=18, measurement=measurement)
+    start = agent_pb2.StartRun(attempt_id="a", candidates=[board.blobs.candidate("add")], deadline_s=18, measurement=measurement)
     reported: list[agent_pb2.RunProgress] = []
     never = GateLimits(idle_below=0, idle_wait_s=1000)
-    result = await new_attempt(address, tmp_path, start, reported.append, gates=never).run()
+    result = await new_attempt(board, start, reported.append, gates=never).run()
     (candidate_result,) = result.candidates
     (wait,) = candidate_result.telemetry.waits
     assert (candidate_result.error.reason, wait.gate, wait.passed) == ("", report_pb2.GATE_IDLE, False)
@@ -44,38 +44,34 @@ async def test_a_device_that_never_idles_leaves_the_program_its_time(blobs: Blob
     assert any("to be below 0" in progress.message for progress in reported)
 
 
-async def test_without_a_bundle_the_python_binding_runs_it_where_it_is_installed(
-    blobs: Blobs, address: str, tmp_path: Path
-) -> None:
+async def test_without_a_bundle_the_python_binding_runs_it_where_it_is_installed(board: Board) -> None:
     if not PythonRunner.available():
         pytest.skip("needs torch and executorch")
-    candidate = blobs.candidate("conv", bundle=None, threads=1)
+    candidate = board.blobs.candidate("conv", bundle=None, threads=1)
     start = agent_pb2.StartRun(attempt_id="a", device_id="d", candidates=[candidate], deadline_s=120)
-    (result,) = (await new_attempt(address, tmp_path, start).run()).candidates
+    (result,) = (await new_attempt(board, start).run()).candidates
     assert not result.HasField("error"), result.error
     assert (result.runner.kind, result.runner.bundle_digest, result.threads) == (common_pb2.RUNNER_KIND_PYTHON, "", 1)
     assert result.load.first_run_ns > 0
-    assert not (tmp_path / "run").exists()
+    assert not (board.folder / "run").exists()
 
 
 @pytest.mark.remedy("NO_RUNNER")
-async def test_a_missing_runner_is_reported_to_the_server(
-    blobs: Blobs, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_missing_runner_is_reported_to_the_server(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PythonRunner, "available", lambda: False)  # as on a board that has the agent alone
-    start = agent_pb2.StartRun(attempt_id="a", candidates=[blobs.candidate("conv", bundle=None)])
-    assert (await new_attempt(address, tmp_path, start).run()).candidates[0].error.reason == "NO_RUNNER"
-    start.candidates[0].CopyFrom(blobs.candidate("conv"))
-    (result,) = (await new_attempt(address, tmp_path, start).run()).candidates
+    start = agent_pb2.StartRun(attempt_id="a", candidates=[board.blobs.candidate("conv", bundle=None)])
+    assert (await new_attempt(board, start).run()).candidates[0].error.reason == "NO_RUNNER"
+    start.candidates[0].CopyFrom(board.blobs.candidate("conv"))
+    (result,) = (await new_attempt(board, start).run()).candidates
     assert not result.HasField("error"), result.error
 
 
-async def test_a_program_of_other_files_is_not_run(blobs: Blobs, address: str, tmp_path: Path) -> None:
-    given_program = compile_pb2.Program(pte=blobs.put(b"no program"), digest=digest.of_program("0" * 64, {}))
+async def test_a_program_of_other_files_is_not_run(board: Board) -> None:
+    given_program = compile_pb2.Program(pte=board.blobs.put(b"no program"), digest=digest.of_program("0" * 64, {}))
     start = agent_pb2.StartRun(attempt_id="a", candidates=[agent_pb2.RunCandidate(cell_id="c", program=given_program)])
-    result = await new_attempt(address, tmp_path, start).run()
+    result = await new_attempt(board, start).run()
     assert result.candidates[0].error.reason == "DIGEST_MISMATCH"
-    assert list((tmp_path / "cache" / "blobs").iterdir()) == []
+    assert list((board.folder / "cache" / "blobs").iterdir()) == []
 
 
 def test_a_warm_up_goes_on_until_it_is_steady_and_a_number_is_exact() -> None:

@@ -18,16 +18,14 @@ from etfarm.device_agents.attempts.interleaved import InterleavedAttempt
 from etfarm.v1 import agent_pb2, job_pb2
 from etfarm.wire import tensors
 from etfarm.wire.samples import MAX_OUTPUTS_BYTES
-from tests.support.attempts import Blobs, new_attempt
+from tests.support.attempts import Board, new_attempt
 from tests.support.programs import program
 
 QUICK: dict[str, Any] = {"warmup": 1, "iterations": 2, "min_time_s": 0.0}
 
 
 async def attempt(
-    blobs: Blobs,
-    address: str,
-    folder: Path,
+    board: Board,
     samples: dict[str, list[np.ndarray]],
     *,
     calls: Sequence[tuple[str, float]] = (),
@@ -41,57 +39,55 @@ async def attempt(
         files = [tensors.encode([tensors.from_array(each.name, value) for each in program(name).inputs]) for value in values]
         numbers = [tensors.encode([tensors.from_array("x", np.array([number], "<f4"))]) for _, number in calls]
         run_calls = [
-            agent_pb2.RunCall(method=name, inputs=blobs.put(file)) for (name, _), file in zip(calls, numbers, strict=True)
+            agent_pb2.RunCall(method=name, inputs=board.blobs.put(file)) for (name, _), file in zip(calls, numbers, strict=True)
         ]
-        stored, method = [blobs.put(file) for file in files], calls[0][0] if calls else ""
-        start.candidates.append(blobs.candidate(name, cell=name, threads=1, samples=stored, method=method, calls=run_calls))
+        stored, method = [board.blobs.put(file) for file in files], calls[0][0] if calls else ""
+        start.candidates.append(board.blobs.candidate(name, cell=name, threads=1, samples=stored, method=method, calls=run_calls))
     kind = InterleavedAttempt if interleave else Attempt
-    return list((await new_attempt(address, folder, start, kind=kind).run()).candidates)
+    return list((await new_attempt(board, start, kind=kind).run()).candidates)
 
 
-def outputs_of(blobs: Blobs, result: agent_pb2.FurtherOutputs) -> list[list[float]]:
-    values = tensors.decode(blobs.blobs[result.outputs.digest])
+def outputs_of(board: Board, result: agent_pb2.FurtherOutputs) -> list[list[float]]:
+    values = tensors.decode(board.blobs.blobs[result.outputs.digest])
     return [tensors.to_array(value).ravel().tolist() for value in values if isinstance(value, tensors.Tensor)]
 
 
-async def test_each_sample_is_executed_from_the_initial_state_after_all_else(blobs: Blobs, address: str, tmp_path: Path) -> None:
+async def test_each_sample_is_executed_from_the_initial_state_after_all_else(board: Board) -> None:
     ten, twenty = np.array([10], "<f4"), np.array([20], "<f4")
-    (result,) = await attempt(blobs, address, tmp_path, {"counter": [ten, twenty]})
+    (result,) = await attempt(board, {"counter": [ten, twenty]})
     assert not result.HasField("error") and result.iterations == 2
     assert (result.further.samples, result.further.HasField("error")) == (2, False)
-    assert outputs_of(blobs, result.further) == [[11], [21]]
+    assert outputs_of(board, result.further) == [[11], [21]]
     phases = [phase.phase for phase in result.phases]
     assert phases.index("TRACED") < phases.index("SAMPLES") < phases.index("UPLOAD")
 
 
-async def test_a_sample_that_does_not_fit_ends_the_samples_and_nothing_else(blobs: Blobs, address: str, tmp_path: Path) -> None:
+async def test_a_sample_that_does_not_fit_ends_the_samples_and_nothing_else(board: Board) -> None:
     fits = np.full((2, 3), 2, "<f4")
-    (result,) = await attempt(blobs, address, tmp_path, {"add": [fits, np.zeros((9, 9), "<f4"), fits]})
+    (result,) = await attempt(board, {"add": [fits, np.zeros((9, 9), "<f4"), fits]})
     assert not result.HasField("error") and result.samples.size_bytes and result.outputs.size_bytes
     assert result.further.samples == 1 and result.further.error.reason
-    assert outputs_of(blobs, result.further) == [[4] * 6]
+    assert outputs_of(board, result.further) == [[4] * 6]
 
 
-async def test_interleaved_programs_have_samples_too(blobs: Blobs, address: str, tmp_path: Path) -> None:
-    results = await attempt(
-        blobs, address, tmp_path, {"add": [np.ones((2, 3), "<f4")], "counter": [np.zeros(1, "<f4")]}, interleave=True
-    )
-    assert [outputs_of(blobs, result.further) for result in results] == [[[2] * 6], [[1]]]
+async def test_interleaved_programs_have_samples_too(board: Board) -> None:
+    results = await attempt(board, {"add": [np.ones((2, 3), "<f4")], "counter": [np.zeros(1, "<f4")]}, interleave=True)
+    assert [outputs_of(board, result.further) for result in results] == [[[2] * 6], [[1]]]
     assert not any(result.HasField("calls") for result in results)
 
 
-async def test_each_call_continues_the_state_of_those_before(blobs: Blobs, address: str, tmp_path: Path) -> None:
+async def test_each_call_continues_the_state_of_those_before(board: Board) -> None:
     calls = [("tens", 0.5), ("ones", 0.0), ("ones", 0.0), ("tens", 0.0)]
-    (result,) = await attempt(blobs, address, tmp_path, {"counters": []}, calls=calls)
+    (result,) = await attempt(board, {"counters": []}, calls=calls)
     assert not result.HasField("error") and not result.HasField("further")
     assert (result.calls.samples, result.calls.HasField("error")) == (4, False)
-    assert outputs_of(blobs, result.calls) == [[10.5], [1], [2], [20]]
+    assert outputs_of(board, result.calls) == [[10.5], [1], [2], [20]]
     phases = [phase.phase for phase in result.phases]
     assert phases.index("TRACED") < phases.index("CALLS") < phases.index("UPLOAD")
 
 
-async def test_a_call_that_fails_ends_the_calls_and_nothing_else(blobs: Blobs, address: str, tmp_path: Path) -> None:
-    (result,) = await attempt(blobs, address, tmp_path, {"counters": []}, calls=[("ones", 0.0), ("hundreds", 0.0)])
+async def test_a_call_that_fails_ends_the_calls_and_nothing_else(board: Board) -> None:
+    (result,) = await attempt(board, {"counters": []}, calls=[("ones", 0.0), ("hundreds", 0.0)])
     assert not result.HasField("error") and result.samples.size_bytes
     assert result.calls.samples == 0 and "hundreds" in result.calls.error.message
 

@@ -19,7 +19,7 @@ from etfarm.device_agents.runners.remote import RemoteRunner
 from etfarm.device_agents.targets.local import Machine
 from etfarm.v1 import agent_pb2, generation_pb2, job_pb2
 from etfarm.wire import tensors
-from tests.support.attempts import Blobs, new_attempt
+from tests.support.attempts import Board, new_attempt
 from tests.support.programs import Program, program
 from tests.support.runner import arrays, runner_archive
 
@@ -45,42 +45,40 @@ def plan_of(**changes: Any) -> generation_pb2.GenerationPlan:
 
 
 async def result_of(
+    board: Board,
     model: Program,
     plan: generation_pb2.GenerationPlan,
-    blobs: Blobs,
-    address: str,
-    folder: Path,
     *,
     repeat: int = 1,
     target: type[Machine] = Machine,
 ) -> tuple[agent_pb2.CandidateResult, list[agent_pb2.RunProgress]]:
     """Return the result of an attempt with one candidate, and its progress."""
-    bundle = agent_pb2.RunnerBundle(artifact=blobs.put(runner_archive().read_bytes()))
+    bundle = agent_pb2.RunnerBundle(artifact=board.blobs.put(runner_archive().read_bytes()))
     candidate = agent_pb2.RunCandidate(
-        cell_id="cell", program=blobs.program(model.bytes), bundle=bundle, generation=plan, threads=1
+        cell_id="cell", program=board.blobs.program(model.bytes), bundle=bundle, generation=plan, threads=1
     )
     measurement = job_pb2.Measurement(repeat=repeat, generation=generation_pb2.GenerationOptions(tokens=GENERATED))
     start = agent_pb2.StartRun(attempt_id="a", candidates=[candidate], deadline_s=60, measurement=measurement)
     progress: list[agent_pb2.RunProgress] = []
-    attempt = new_attempt(address, folder, start, progress.append, kind=GenerationAttempt, target=target)
+    attempt = new_attempt(board, start, progress.append, kind=GenerationAttempt, target=target)
     (result,) = (await attempt.run()).candidates
     return result, progress
 
 
-def rows(blobs: Blobs, digest_of_rows: str, code: str) -> list[list[int]]:
-    values = array(code, blobs.blobs[digest_of_rows]).tolist()
+def rows(board: Board, digest_of_rows: str, code: str) -> list[list[int]]:
+    values = array(code, board.blobs.blobs[digest_of_rows]).tolist()
     return [values[start : start + GENERATED] for start in range(0, len(values), GENERATED)]
 
 
-async def test_an_attempt_returns_the_times_of_every_token(blobs: Blobs, address: str, tmp_path: Path) -> None:
+async def test_an_attempt_returns_the_times_of_every_token(board: Board) -> None:
     model = program("decoder_start")
-    result, progress = await result_of(model, plan_of(), blobs, address, tmp_path)
+    result, progress = await result_of(board, model, plan_of())
     assert not result.HasField("error"), result.error
     (expected,) = arrays(model.expected)
     (generation,) = result.generations
     assert [(each.prompt_tokens, each.depth, each.repetitions) for each in generation.points] == [(PROMPT, 0, 3), (4, 8, 3)]
-    assert rows(blobs, generation.tokens.digest, "i") == 6 * [expected[:GENERATED].tolist()]
-    times = rows(blobs, generation.token_ns.digest, "q")
+    assert rows(board, generation.tokens.digest, "i") == 6 * [expected[:GENERATED].tolist()]
+    times = rows(board, generation.token_ns.digest, "q")
     prefills = [each for point in generation.points for each in point.prefill_ns]
     assert len(times) == len(prefills) == 6
     for row, prefill_ns in zip(times, prefills, strict=True):
@@ -98,32 +96,32 @@ async def test_an_attempt_returns_the_times_of_every_token(blobs: Blobs, address
     assert names == ["FETCH", "LOAD", "LOAD_METHOD", "GENERATE", "TRACED", "UPLOAD"]
     assert all(each.done <= each.total for each in progress if each.phase == "GENERATE" and each.HasField("total"))
     assert not any(result.HasField(name) for name in ("samples", "outputs", "etdump", "repeatability"))
-    assert not (tmp_path / "run").exists()
+    assert not (board.folder / "run").exists()
 
 
 @MORE
-async def test_prefill_and_decode_are_traced_apart(blobs: Blobs, address: str, tmp_path: Path) -> None:
-    result, _ = await result_of(program("decoder_start"), plan_of(traced_point=1), blobs, address, tmp_path)
+async def test_prefill_and_decode_are_traced_apart(board: Board) -> None:
+    result, _ = await result_of(board, program("decoder_start"), plan_of(traced_point=1))
     (generation,) = result.generations
     prefill, decode = generation.prefill, generation.decode
     assert (prefill.tokens, prefill.position) == (4, 8) and (decode.tokens, decode.position) == (1, 12)
     for traced in (prefill, decode):
         assert len(traced.traced_ns) >= 6 and min(traced.traced_ns) > 0
         assert traced.telemetry.wall_time_ns >= sum(traced.traced_ns)
-        assert len(blobs.blobs[traced.etdump.digest]) > 1000
+        assert len(board.blobs.blobs[traced.etdump.digest]) > 1000
     assert prefill.etdump.digest != decode.etdump.digest
 
 
 @MORE
-async def test_methods_that_share_state_are_measured_and_traced(blobs: Blobs, address: str, tmp_path: Path) -> None:
+async def test_methods_that_share_state_are_measured_and_traced(board: Board) -> None:
     model = program("decoder_shared")
     plan = plan_of()
     plan.model.prefill_method, plan.model.decode_method = "prefill", "decode"
-    result, _ = await result_of(model, plan, blobs, address, tmp_path)
+    result, _ = await result_of(board, model, plan)
     assert not result.HasField("error"), result.error
     (expected,) = arrays(model.expected)
     (generation,) = result.generations
-    assert rows(blobs, generation.tokens.digest, "i") == 6 * [expected[:GENERATED].tolist()]
+    assert rows(board, generation.tokens.digest, "i") == 6 * [expected[:GENERATED].tolist()]
     # Activations and shared state of both.
     assert len(result.memory.planned_bytes) == 4
     assert (generation.prefill.tokens, generation.decode.tokens) == (PROMPT, 1)
@@ -131,15 +129,15 @@ async def test_methods_that_share_state_are_measured_and_traced(blobs: Blobs, ad
 
 @MORE
 @pytest.mark.parametrize("kind", ["start", "short"])
-async def test_an_encoder_and_an_embedding_are_measured_and_traced(kind: str, blobs: Blobs, address: str, tmp_path: Path) -> None:
+async def test_an_encoder_and_an_embedding_are_measured_and_traced(board: Board, kind: str) -> None:
     plan = plan_of()
     plan.model.prefill_method = plan.model.decode_method = "text_decoder"
     plan.model.flow.embedding_method = "token_embedding"
     plan.model.flow.encoders.add(method="vision_encoder", positions=16)
-    result, _ = await result_of(program(f"flow_{kind}"), plan, blobs, address, tmp_path)
+    result, _ = await result_of(board, program(f"flow_{kind}"), plan)
     assert not result.HasField("error"), result.error
     (generation,) = result.generations
-    tokens = rows(blobs, generation.tokens.digest, "i")
+    tokens = rows(board, generation.tokens.digest, "i")
     assert tokens[:3] == 3 * tokens[:1] and tokens[3:] == 3 * tokens[3:4], "equal in all repetitions"
     for point in generation.points:
         assert [part.method for part in point.parts] == ["vision_encoder", "token_embedding", "text_decoder"]
@@ -153,37 +151,37 @@ async def test_an_encoder_and_an_embedding_are_measured_and_traced(kind: str, bl
     assert (encoder.method, encoder.trace.tokens, encoder.trace.position) == ("vision_encoder", 16, 0)
     assert len(encoder.trace.traced_ns) >= 6 and min(encoder.trace.traced_ns) > 0
     etdumps = {each.etdump.digest for each in (encoder.trace, generation.prefill, generation.decode)}
-    assert len(etdumps) == 3 and etdumps <= set(blobs.blobs)
+    assert len(etdumps) == 3 and etdumps <= set(board.blobs.blobs)
 
 
 @MORE
-async def test_an_encoder_runs_on_the_image_that_it_is_given(blobs: Blobs, address: str, tmp_path: Path) -> None:
+async def test_an_encoder_runs_on_the_image_that_it_is_given(board: Board) -> None:
     model, plan = program("flow_start"), plan_of()
     (picture, _), (expected,) = model.inputs, arrays(model.expected)
     plan.model.prefill_method = plan.model.decode_method = "text_decoder"
     plan.model.flow.embedding_method = "token_embedding"
-    encoded = blobs.put(tensors.encode([picture]))
+    encoded = board.blobs.put(tensors.encode([picture]))
     plan.model.flow.encoders.add(method="vision_encoder", positions=16, inputs=encoded)
-    result, _ = await result_of(model, plan, blobs, address, tmp_path)
+    result, _ = await result_of(board, model, plan)
     assert not result.HasField("error"), result.error
     (generation,) = result.generations
-    tokens = rows(blobs, generation.tokens.digest, "i")
+    tokens = rows(board, generation.tokens.digest, "i")
     first = next(place for place, point in enumerate(plan.points) if not point.depth)
     assert tokens[3 * first : 3 * first + 3] == 3 * [expected[:GENERATED].tolist()], "eager PyTorch's tokens after the image"
 
 
 @MORE
-async def test_a_program_of_single_tokens_has_no_traced_prefill(blobs: Blobs, address: str, tmp_path: Path) -> None:
+async def test_a_program_of_single_tokens_has_no_traced_prefill(board: Board) -> None:
     plan = plan_of()
     plan.model.max_prompt_tokens, plan.model.dynamic_prompt = 1, False
-    result, _ = await result_of(program("decoder_static"), plan, blobs, address, tmp_path)
+    result, _ = await result_of(board, program("decoder_static"), plan)
     (generation,) = result.generations
     assert not generation.HasField("prefill") and generation.decode.tokens == 1
 
 
 @MORE
-async def test_each_run_is_a_process_of_its_own_and_the_last_one_traces(blobs: Blobs, address: str, tmp_path: Path) -> None:
-    result, progress = await result_of(program("decoder_start"), plan_of(), blobs, address, tmp_path, repeat=2)
+async def test_each_run_is_a_process_of_its_own_and_the_last_one_traces(board: Board) -> None:
+    result, progress = await result_of(board, program("decoder_start"), plan_of(), repeat=2)
     assert not result.HasField("error"), result.error
     assert [each.HasField("decode") for each in result.generations] == [False, True]
     assert [len(each.points) for each in result.generations] == [2, 2]
@@ -193,24 +191,24 @@ async def test_each_run_is_a_process_of_its_own_and_the_last_one_traces(blobs: B
 
 
 @MORE
-async def test_a_point_that_fails_does_not_end_the_others(blobs: Blobs, address: str, tmp_path: Path) -> None:
+async def test_a_point_that_fails_does_not_end_the_others(board: Board) -> None:
     plan = plan_of()
     # More than the program's own context.
     plan.model.max_context_tokens = 128
     plan.points[0].prompt_tokens = 63
-    result, _ = await result_of(program("decoder_start"), plan, blobs, address, tmp_path)
+    result, _ = await result_of(board, program("decoder_start"), plan)
     (generation,) = result.generations
     assert generation.points[0].error.reason == "PROGRAM_FAILED"
     assert (generation.points[0].repetitions, generation.points[1].repetitions) == (0, 3)
-    assert len(rows(blobs, generation.tokens.digest, "i")) == 3
+    assert len(rows(board, generation.tokens.digest, "i")) == 3
     assert not result.HasField("error") and not generation.HasField("decode")
 
 
 @MORE
-async def test_a_candidate_without_any_result_fails(blobs: Blobs, address: str, tmp_path: Path) -> None:
+async def test_a_candidate_without_any_result_fails(board: Board) -> None:
     plan = plan_of()
     plan.model.position_input = 5
-    result, _ = await result_of(program("decoder_start"), plan, blobs, address, tmp_path)
+    result, _ = await result_of(board, program("decoder_start"), plan)
     assert result.error.reason == "INPUT_MISMATCH" and not result.generations
 
 
@@ -263,17 +261,17 @@ class CrashesInScore(CannotScore):
 
 @pytest.mark.remedy("SCORING_UNSUPPORTED")
 @MORE
-async def test_given_tokens_are_scored_in_a_process_after_the_others(blobs: Blobs, address: str, tmp_path: Path) -> None:
+async def test_given_tokens_are_scored_in_a_process_after_the_others(board: Board) -> None:
     plan = plan_of(score={"tokens": [5, 6, 7, 8], "window": 64, "logits_after": [1, 3], "max_time_s": 60})
     model = program("decoder_start")
-    earlier, _ = await result_of(model, plan, blobs, address, tmp_path, target=CannotScore)
+    earlier, _ = await result_of(board, model, plan, target=CannotScore)
     assert earlier.generations[0].score.error.reason == "SCORING_UNSUPPORTED"
-    result, _ = await result_of(model, plan, blobs, address, tmp_path)
+    result, _ = await result_of(board, model, plan)
     assert not result.HasField("error"), result.error
     (generation,) = result.generations
     assert not generation.score.HasField("error"), generation.score.error
     assert (generation.score.tokens, generation.score.vocabulary) == (4, 96)
-    assert len(blobs.blobs[generation.score.values.digest]) == 4 * 8 + 2 * 96 * 4
+    assert len(board.blobs.blobs[generation.score.values.digest]) == 4 * 8 + 2 * 96 * 4
     assert generation.HasField("decode") and len(result.memory.planned_bytes) == 1
     names = [phase.phase for phase in result.phases if not phase.phase.startswith("WAIT_FOR_")]
     assert names == ["FETCH", "LOAD", "LOAD_METHOD", "GENERATE", "TRACED", "UPLOAD", "SCORE", "UPLOAD"]
@@ -290,14 +288,14 @@ async def test_given_tokens_are_scored_in_a_process_after_the_others(blobs: Blob
     ],
 )
 async def test_an_error_in_score_leaves_the_times(
-    target: type[Machine], changes: dict[str, Any], reason: str, blobs: Blobs, address: str, tmp_path: Path
+    board: Board, target: type[Machine], changes: dict[str, Any], reason: str
 ) -> None:
     plan = plan_of(score={"tokens": [5, 6, 7], "window": 64, "max_time_s": 60, **changes})
-    result, _ = await result_of(program("decoder_start"), plan, blobs, address, tmp_path, target=target)
+    result, _ = await result_of(board, program("decoder_start"), plan, target=target)
     assert not result.HasField("error"), result.error
     (generation,) = result.generations
     assert generation.score.error.reason == reason and not generation.score.HasField("values")
-    assert len(rows(blobs, generation.token_ns.digest, "q")) == 6 and generation.HasField("decode")
+    assert len(rows(board, generation.token_ns.digest, "q")) == 6 and generation.HasField("decode")
 
 
 class KnowsNoFlow(CannotScore):
@@ -306,19 +304,19 @@ class KnowsNoFlow(CannotScore):
     starts = 2
 
 
-async def test_a_runner_that_knows_no_flow_is_refused(blobs: Blobs, address: str, tmp_path: Path) -> None:
+async def test_a_runner_that_knows_no_flow_is_refused(board: Board) -> None:
     plan = plan_of()
     plan.model.flow.embedding_method = "token_embedding"
-    result, _ = await result_of(program("decoder_start"), plan, blobs, address, tmp_path, target=KnowsNoFlow)
+    result, _ = await result_of(board, program("decoder_start"), plan, target=KnowsNoFlow)
     assert result.error.reason == "GENERATION_UNSUPPORTED"
 
 
 @pytest.mark.remedy("GENERATION_UNSUPPORTED")
-async def test_a_runner_of_an_earlier_release_is_refused(blobs: Blobs, address: str, tmp_path: Path) -> None:
-    result, _ = await result_of(program("decoder_start"), plan_of(), blobs, address, tmp_path, target=EarlierMachine)
+async def test_a_runner_of_an_earlier_release_is_refused(board: Board) -> None:
+    result, _ = await result_of(board, program("decoder_start"), plan_of(), target=EarlierMachine)
     assert result.error.reason == "GENERATION_UNSUPPORTED"
     assert "etfarm bundle build" in result.error.remedy
-    result, _ = await result_of(program("decoder_start"), plan_of(), blobs, address, tmp_path)
+    result, _ = await result_of(board, program("decoder_start"), plan_of())
     assert not result.HasField("error"), "a runner of this version"
 
 

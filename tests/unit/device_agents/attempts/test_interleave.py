@@ -8,7 +8,6 @@ import signal
 from array import array
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,16 +19,14 @@ from etfarm.device_agents.attempts import interleaved
 from etfarm.device_agents.attempts.interleaved import ROUNDS, STARTS, InterleavedAttempt, Turns, layout
 from etfarm.device_agents.runners.protocol import Measured, MeasurePlan
 from etfarm.v1 import agent_pb2, common_pb2, job_pb2, report_pb2
-from tests.support.attempts import Blobs, new_attempt, no_runner_is_left
+from tests.support.attempts import Board, new_attempt, no_runner_is_left
 from tests.support.farm import wait_until
 
 QUICK = job_pb2.Measurement(interleave=True, warmup=1, iterations=STARTS * ROUNDS, min_time_s=0)
 
 
 async def attempt(
-    blobs: Blobs,
-    address: str,
-    folder: Path,
+    board: Board,
     names: Collection[str],
     *,
     progress: list[agent_pb2.RunProgress] | None = None,
@@ -40,21 +37,17 @@ async def attempt(
     start = agent_pb2.StartRun(attempt_id="a", device_id="d", deadline_s=200, measurement=QUICK)
     start.MergeFrom(agent_pb2.StartRun(**more))
     for index, name in enumerate(names):
-        start.candidates.append(blobs.candidate(name, cell=f"cell-{index}", threads=1))
+        start.candidates.append(board.blobs.candidate(name, cell=f"cell-{index}", threads=1))
     receive = on_progress or ((lambda _: None) if progress is None else progress.append)
-    result = await new_attempt(address, folder, start, receive, kind=InterleavedAttempt, memory_share=memory_share).run()
-    assert not (folder / "run").exists()
+    result = await new_attempt(board, start, receive, kind=InterleavedAttempt, memory_share=memory_share).run()
+    assert not (board.folder / "run").exists()
     assert await no_runner_is_left()
     return result
 
 
-async def test_candidates_take_turns_in_a_random_order_over_several_starts(
-    blobs: Blobs,
-    address: str,
-    tmp_path: Path,
-) -> None:
+async def test_candidates_take_turns_in_a_random_order_over_several_starts(board: Board) -> None:
     reported: list[agent_pb2.RunProgress] = []
-    result = await attempt(blobs, address, tmp_path, ["conv", "add"], progress=reported)
+    result = await attempt(board, ["conv", "add"], progress=reported)
     assert not result.HasField("error")
     one, other = result.candidates
     for each in (one, other):
@@ -76,34 +69,34 @@ async def test_candidates_take_turns_in_a_random_order_over_several_starts(
     assert set(places) == {(0, 1), (1, 0)}, "each goes first sometimes"
     last = [text for text in reported if text.phase == "TIMED" and text.message][-1]
     assert last.message == f"round {last.done} of {STARTS * ROUNDS}"
-    again = await attempt(blobs, address, tmp_path, ["conv", "add"])
+    again = await attempt(board, ["conv", "add"])
     assert [block.place for block in again.candidates[0].blocks] == [block.place for block in one.blocks], "of the attempt's id"
 
 
-async def test_a_program_that_keeps_state_is_known_as_one(blobs: Blobs, address: str, tmp_path: Path) -> None:
-    result = await attempt(blobs, address, tmp_path, ["counter", "add"])
+async def test_a_program_that_keeps_state_is_known_as_one(board: Board) -> None:
+    result = await attempt(board, ["counter", "add"])
     assert [each.repeatability.outcome for each in result.candidates] == [
         report_pb2.REPEATABILITY_OUTCOME_KEEPS_STATE,
         report_pb2.REPEATABILITY_OUTCOME_EQUAL,
     ]
 
 
-async def test_a_candidate_that_crashes_midway_does_not_stop_the_others(
-    blobs: Blobs,
-    address: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def signal_in_block(monkeypatch: pytest.MonkeyPatch, at: int, sent: signal.Signals) -> None:
+    """Send the runner of the second candidate a signal before one of its blocks."""
     block = Turns.block
 
-    async def crash(self: Turns, number: int, start: int, place: int) -> None:
-        if number == 7 and self.execution.result.cell_id == "cell-1":
+    async def struck(self: Turns, number: int, start: int, place: int) -> None:
+        if number == at and self.execution.result.cell_id == "cell-1":
             assert self._runner is not None
-            os.kill(self._runner.pid, signal.SIGSEGV)
+            os.kill(self._runner.pid, sent)
         await block(self, number, start, place)
 
-    monkeypatch.setattr(Turns, "block", crash)
-    result = await attempt(blobs, address, tmp_path, ["add", "conv", "add"])
+    monkeypatch.setattr(Turns, "block", struck)
+
+
+async def test_a_candidate_that_crashes_midway_does_not_stop_the_others(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+    signal_in_block(monkeypatch, 7, signal.SIGSEGV)
+    result = await attempt(board, ["add", "conv", "add"])
     one, crashed, other = result.candidates
     assert (crashed.error.fault, crashed.error.reason) == (common_pb2.FAULT_USER, "PROGRAM_CRASHED")
     assert crashed.error.metadata["self_test"] == "passed" and not crashed.blocks and not crashed.HasField("samples")
@@ -111,8 +104,8 @@ async def test_a_candidate_that_crashes_midway_does_not_stop_the_others(
     assert not one.HasField("error") and not other.HasField("error")
 
 
-async def test_a_candidate_that_cannot_be_loaded_does_not_affect_the_other(blobs: Blobs, address: str, tmp_path: Path) -> None:
-    result = await attempt(blobs, address, tmp_path, ["external_xnnpack", "add"])
+async def test_a_candidate_that_cannot_be_loaded_does_not_affect_the_other(board: Board) -> None:
+    result = await attempt(board, ["external_xnnpack", "add"])
     broken, alone = result.candidates
     assert broken.HasField("error") and not broken.blocks
     assert not alone.HasField("error") and len(alone.blocks) == STARTS * ROUNDS
@@ -120,10 +113,7 @@ async def test_a_candidate_that_cannot_be_loaded_does_not_affect_the_other(blobs
 
 @pytest.mark.remedy("DEVICE_SELF_TEST_FAILED")
 async def test_a_device_that_fails_without_the_program_fails_the_whole_attempt(
-    blobs: Blobs,
-    address: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    board: Board, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def crash(self: Turns, number: int, start: int, place: int) -> None:
         assert self._runner is not None
@@ -132,44 +122,28 @@ async def test_a_device_that_fails_without_the_program_fails_the_whole_attempt(
         await self._runner.measure(MeasurePlan())
 
     monkeypatch.setattr(Turns, "block", crash)
-    result = await attempt(blobs, address, tmp_path, ["add", "conv"])
+    result = await attempt(board, ["add", "conv"])
     assert result.error.reason == "DEVICE_SELF_TEST_FAILED"
     assert {each.error.reason for each in result.candidates} == {"DEVICE_SELF_TEST_FAILED"}
     monkeypatch.undo()  # the board is repaired
-    assert not (await attempt(blobs, address, tmp_path / "again", ["add", "conv"])).HasField("error")
+    assert not (await attempt(replace(board, folder=board.folder / "again"), ["add", "conv"])).HasField("error")
 
 
 @pytest.mark.remedy("ATTEMPT_TIMED_OUT")
 @pytest.mark.slow(reason="waits for the end of an attempt's time")
 async def test_what_hangs_ends_with_the_attempts_time_and_is_the_one_that_is_named(
-    blobs: Blobs,
-    address: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    board: Board, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    block = Turns.block
-
-    async def hang(self: Turns, number: int, start: int, place: int) -> None:
-        if number == 2 and self.execution.result.cell_id == "cell-1":
-            assert self._runner is not None
-            os.kill(self._runner.pid, signal.SIGSTOP)
-        await block(self, number, start, place)
-
-    monkeypatch.setattr(Turns, "block", hang)
-    result = await attempt(blobs, address, tmp_path, ["add", "conv"], deadline_s=12)
+    signal_in_block(monkeypatch, 2, signal.SIGSTOP)
+    result = await attempt(board, ["add", "conv"], deadline_s=12)
     waiting, hung = result.candidates
     assert (hung.error.reason, waiting.error.reason) == ("PROGRAM_TIMED_OUT", "ATTEMPT_TIMED_OUT")
     monkeypatch.undo()
-    result = await attempt(blobs, address, tmp_path / "again", ["add", "conv"], deadline_s=120)
+    result = await attempt(replace(board, folder=board.folder / "again"), ["add", "conv"], deadline_s=120)
     assert not any(candidate.HasField("error") for candidate in result.candidates)
 
 
-async def test_cancelled_twice_it_leaves_no_runner(
-    blobs: Blobs,
-    address: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_cancelled_twice_it_leaves_no_runner(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
     stop, pids = Turns.stop, list[int]()
 
     async def slow(self: Turns) -> None:
@@ -187,7 +161,7 @@ async def test_cancelled_twice_it_leaves_no_runner(
             running.set()
 
     long = job_pb2.Measurement(interleave=True, warmup=1, min_time_s=60)
-    working = asyncio.create_task(attempt(blobs, address, tmp_path, ["add", "conv"], on_progress=receive, measurement=long))
+    working = asyncio.create_task(attempt(board, ["add", "conv"], on_progress=receive, measurement=long))
     async with asyncio.timeout(60):
         await running.wait()
     working.cancel()
@@ -199,9 +173,9 @@ async def test_cancelled_twice_it_leaves_no_runner(
     assert len(set(pids[-2:])) == 2, "one of each candidate"
 
 
-async def test_too_little_memory_for_all_at_once_says_so(blobs: Blobs, address: str, tmp_path: Path) -> None:
+async def test_too_little_memory_for_all_at_once_says_so(board: Board) -> None:
     share = (100 << 20) / psutil.virtual_memory().available
-    result = await attempt(blobs, address, tmp_path, ["add", "large"], memory_share=share)
+    result = await attempt(board, ["add", "large"], memory_share=share)
     error = result.candidates[1].error
     assert error.reason == "PROGRAM_OUT_OF_MEMORY"
     assert "2 candidates are in memory at once" in error.remedy and "--interleave" in error.remedy

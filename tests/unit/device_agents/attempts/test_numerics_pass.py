@@ -10,19 +10,12 @@ from typing import Any
 import pytest
 
 from etfarm.device_agents.attempts.attempt import Attempt
-from etfarm.device_agents.attempts.cache import Cache
 from etfarm.device_agents.attempts.interleaved import InterleavedAttempt
-from etfarm.device_agents.conditions.gates import GateLimits
-from etfarm.device_agents.config import AgentConfig
-from etfarm.device_agents.device import inventory
 from etfarm.device_agents.runners.python import PythonRunner
-from etfarm.device_agents.targets.local import Machine
-from etfarm.v1 import agent_pb2, compile_pb2, job_pb2
+from etfarm.v1 import agent_pb2, job_pb2
 from etfarm.v1.common_pb2 import RunnerKind
-from etfarm.wire import digest, tensors
-from etfarm.wire.channel import Access
 from etfarm.wire.words import word_of
-from tests.support.attempts import Blobs, no_runner_is_left
+from tests.support.attempts import Board, new_attempt, no_runner_is_left
 from tests.support.faults import faulty_archive, faulty_program
 from tests.support.programs import program
 from tests.support.runner import runner_archive
@@ -30,39 +23,23 @@ from tests.support.runner import runner_archive
 QUICK: dict[str, Any] = {"warmup": 1, "iterations": 2, "min_time_s": 0.0, "numerics": True}
 
 
-def program_of(blobs: Blobs, data: bytes) -> compile_pb2.Program:
-    pte = blobs.put(data)
-    return compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
-
-
-def candidate_of(
-    blobs: Blobs, name: str, numerics: bytes | None, runner: Path | None = None
-) -> agent_pb2.RunCandidate:  # fmt: skip
+def candidate_of(board: Board, name: str, numerics: bytes | None, runner: Path | None = None) -> agent_pb2.RunCandidate:
     """The program `name`, with `numerics` in the numerics pass; by ExecuTorch's Python binding where there is no runner."""
-    created = program(name)
-    candidate = agent_pb2.RunCandidate(
-        cell_id=name, program=program_of(blobs, created.bytes), inputs=blobs.put(tensors.encode(created.inputs)), threads=1
-    )
-    if numerics is not None:
-        candidate.numerics_program.CopyFrom(program_of(blobs, numerics))
-    if runner is not None:
-        candidate.bundle.artifact.CopyFrom(blobs.put(runner.read_bytes()))
-    return candidate
+    bundle = runner and agent_pb2.RunnerBundle(artifact=board.blobs.put(runner.read_bytes()))
+    second = None if numerics is None else board.blobs.program(numerics)
+    return board.blobs.candidate(name, cell=name, threads=1, bundle=bundle, numerics_program=second)
 
 
 async def attempt(
-    address: str, folder: Path, *candidates: agent_pb2.RunCandidate, interleave: bool = False, deadline_s: float = 120
-) -> list[agent_pb2.CandidateResult]:  # fmt: skip
+    board: Board, *candidates: agent_pb2.RunCandidate, interleave: bool = False, deadline_s: float = 120
+) -> list[agent_pb2.CandidateResult]:
     """Return what an attempt of these gives; nothing of it is left on the disk."""
-    config = AgentConfig(Access(address), "board", folder, gates=GateLimits(idle_wait_s=0, cool_wait_s=0))
+    measurement = job_pb2.Measurement(**QUICK, interleave=interleave)
     start = agent_pb2.StartRun(
-        attempt_id="a", device_id="d", candidates=candidates, deadline_s=deadline_s,
-        measurement=job_pb2.Measurement(**QUICK, interleave=interleave),
-    )  # fmt: skip
-    machine, cache = Machine(config, inventory.parse(inventory.collect())), Cache(folder / "cache", 1 << 30)
-    kind = InterleavedAttempt if interleave else Attempt
-    result = await kind(config, machine, cache, folder / "run", start, lambda progress: None).run()
-    assert not (folder / "run").exists()
+        attempt_id="a", device_id="d", candidates=candidates, deadline_s=deadline_s, measurement=measurement
+    )
+    result = await new_attempt(board, start, kind=InterleavedAttempt if interleave else Attempt).run()
+    assert not (board.folder / "run").exists()
     assert await no_runner_is_left()
     return list(result.candidates)
 
@@ -79,13 +56,11 @@ def is_measured(result: agent_pb2.CandidateResult) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["native", "python"])
-async def test_the_second_program_is_run_on_the_same_inputs_after_all_else_is_uploaded(
-    blobs: Blobs, address: str, tmp_path: Path, kind: str
-) -> None:  # fmt: skip
+async def test_the_second_program_is_run_on_the_same_inputs_after_all_else_is_uploaded(board: Board, kind: str) -> None:
     if kind == "python" and not PythonRunner.available():
         pytest.skip("needs torch and executorch")
     runner = runner_archive() if kind == "native" else None
-    (result,) = await attempt(address, tmp_path, candidate_of(blobs, "conv", program("conv").bytes, runner))
+    (result,) = await attempt(board, candidate_of(board, "conv", program("conv").bytes, runner))
     assert not result.numerics.HasField("error"), result.numerics.error
     assert is_measured(result) and word_of(RunnerKind.DESCRIPTOR, result.runner.kind) == kind
     before = ["FETCH", "LOAD", "LOAD_METHOD", "WARMUP", "TIMED", "TRACED", "UPLOAD"]
@@ -96,19 +71,17 @@ async def test_the_second_program_is_run_on_the_same_inputs_after_all_else_is_up
     assert values.etdump.digest != result.etdump.digest
 
 
-async def test_without_a_second_program_there_is_no_such_pass(blobs: Blobs, address: str, tmp_path: Path) -> None:
-    (result,) = await attempt(address, tmp_path, candidate_of(blobs, "add", None, runner_archive()))
+async def test_without_a_second_program_there_is_no_such_pass(board: Board) -> None:
+    (result,) = await attempt(board, candidate_of(board, "add", None, runner_archive()))
     assert is_measured(result)
     assert not result.HasField("numerics") and "NUMERICS" not in phases(result)
 
 
 @pytest.mark.parametrize(("fault", "reason"), [("ab1", "PROGRAM_CRASHED"), ("hn1", "PROGRAM_TIMED_OUT")])
 @pytest.mark.slow(reason="waits for the end of a time limit")
-async def test_a_second_program_that_ends_badly_leaves_the_numbers(
-    blobs: Blobs, address: str, tmp_path: Path, fault: str, reason: str
-) -> None:  # fmt: skip
-    candidate = candidate_of(blobs, "add", faulty_program(fault), faulty_archive())
-    (result,) = await attempt(address, tmp_path, candidate, deadline_s=12)
+async def test_a_second_program_that_ends_badly_leaves_the_numbers(board: Board, fault: str, reason: str) -> None:
+    candidate = candidate_of(board, "add", faulty_program(fault), faulty_archive())
+    (result,) = await attempt(board, candidate, deadline_s=12)
     assert is_measured(result)
     error = result.numerics.error
     assert (error.reason, error.stage) == (reason, "DEBUG")
@@ -116,18 +89,16 @@ async def test_a_second_program_that_ends_badly_leaves_the_numbers(
     assert not result.numerics.HasField("etdump")
 
 
-async def test_an_invalid_second_program_keeps_the_measurement(blobs: Blobs, address: str, tmp_path: Path) -> None:
-    (result,) = await attempt(address, tmp_path, candidate_of(blobs, "add", b"no program at all", runner_archive()))
+async def test_an_invalid_second_program_keeps_the_measurement(board: Board) -> None:
+    (result,) = await attempt(board, candidate_of(board, "add", b"no program at all", runner_archive()))
     assert is_measured(result)
     assert (result.numerics.error.reason, result.numerics.error.stage) == ("PROGRAM_FAILED", "LOAD")
 
 
-async def test_values_that_would_fill_the_disk_are_not_kept(
-    blobs: Blobs, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    usage = shutil.disk_usage(tmp_path)
+async def test_values_that_would_fill_the_disk_are_not_kept(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(board.folder)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=20))
-    (result,) = await attempt(address, tmp_path, candidate_of(blobs, "conv", program("conv").bytes, runner_archive()))
+    (result,) = await attempt(board, candidate_of(board, "conv", program("conv").bytes, runner_archive()))
     assert is_measured(result)
     error = result.numerics.error
     assert error.reason == "DEVICE_STORAGE_FAILED"
@@ -135,15 +106,12 @@ async def test_values_that_would_fill_the_disk_are_not_kept(
     assert error.remedy == "Free space on the device."
 
 
-async def test_candidates_that_take_turns_have_their_pass_after_all_rounds(
-    blobs: Blobs, address: str, tmp_path: Path
-) -> None:  # fmt: skip
-    archive = runner_archive()
-    results = await attempt(
-        address, tmp_path, candidate_of(blobs, "add", b"no program", archive),
-        candidate_of(blobs, "conv", program("conv").bytes, archive), interleave=True,
-    )  # fmt: skip
-    bad, good = results
+async def test_candidates_that_take_turns_have_their_pass_after_all_rounds(board: Board) -> None:
+    candidates = [
+        candidate_of(board, name, second, runner_archive())
+        for name, second in (("add", b"no program"), ("conv", program("conv").bytes))
+    ]
+    bad, good = await attempt(board, *candidates, interleave=True)
     assert is_measured(bad) and bad.blocks and bad.numerics.error.reason == "PROGRAM_FAILED"
     assert is_measured(good) and good.blocks and good.numerics.debug.size_bytes
     assert phases(good)[-4:] == ["UPLOAD", "FETCH", "NUMERICS", "UPLOAD"]

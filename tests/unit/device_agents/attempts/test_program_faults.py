@@ -14,7 +14,7 @@ import pytest
 from etfarm.device_agents.attempts.cache import Cache
 from etfarm.device_agents.runners import child
 from etfarm.v1 import agent_pb2, common_pb2, job_pb2, report_pb2
-from tests.support.attempts import Blobs, new_attempt
+from tests.support.attempts import Board, new_attempt
 from tests.support.farm import descendants, wait_until
 from tests.support.faults import faulty_archive, faulty_program
 from tests.support.programs import program
@@ -36,8 +36,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
 class Struck:
     """An attempt over a program whose kernel misbehaves in the timed pass."""
 
-    def __init__(self, blobs: Blobs, address: str, cache: Cache, folder: Path, fault: str, deadline_s: float = 60.0) -> None:
-        self.folder = folder / "run"
+    def __init__(self, board: Board, cache: Cache, fault: str, deadline_s: float = 60.0) -> None:
+        blobs, self.folder = board.blobs, board.folder / "run"
         self.progress: list[agent_pb2.RunProgress] = []
         self.timed = asyncio.Event()
         self.on_loading: Callable[[], object] = lambda: None
@@ -53,7 +53,7 @@ class Struck:
             attempt_id="a", device_id="d", deadline_s=deadline_s, measurement=measurement, candidates=[candidate]
         )
         share = BUDGET_BYTES / psutil.virtual_memory().available
-        self._attempt = new_attempt(address, folder, start, self._on_progress, cache=cache, memory_share=share)
+        self._attempt = new_attempt(board, start, self._on_progress, cache=cache, memory_share=share)
 
     def _on_progress(self, text: agent_pb2.RunProgress) -> None:
         self.progress.append(text)
@@ -81,9 +81,9 @@ Strike = Callable[..., Struck]
 
 
 @pytest.fixture
-def strike(blobs: Blobs, address: str, cache: Cache, tmp_path: Path) -> Strike:
+def strike(board: Board, cache: Cache) -> Strike:
     """Makes attempts over a program with a fault."""
-    return partial(Struck, blobs, address, cache, tmp_path)
+    return partial(Struck, board, cache)
 
 
 async def freed(strike: Callable[[], Struck], within_s: float = FREE_S) -> agent_pb2.CandidateResult:
@@ -165,12 +165,12 @@ async def test_garbage_on_stdout_is_no_answer_and_changes_none(strike: Strike) -
     assert any(line.startswith("garbage") for line in lines), "it is in the log, where people look for it"
 
 
-async def test_a_crash_frees_the_device_for_the_next_run(strike: Strike, blobs: Blobs) -> None:
+async def test_a_crash_frees_the_device_for_the_next_run(strike: Strike, board: Board) -> None:
     struck = strike("abt")
     start = struck._attempt.start
     start.candidates.add().CopyFrom(start.candidates[0])
     start.candidates[1].cell_id = "second"
-    start.candidates[1].program.CopyFrom(blobs.program(program("add").bytes))
+    start.candidates[1].program.CopyFrom(board.blobs.program(program("add").bytes))
     crashed, fine = (await struck._attempt.run()).candidates
     assert crashed.error.metadata["signal"] == "SIGABRT"
     assert not fine.HasField("error") and fine.iterations == 100

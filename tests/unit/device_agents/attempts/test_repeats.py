@@ -8,7 +8,6 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,27 +20,25 @@ from etfarm.device_agents.attempts.repeats import MAX_POINTS, add_run, join_seri
 from etfarm.device_agents.conditions.gates import GateLimits
 from etfarm.device_agents.runners.remote import RemoteRunner
 from etfarm.v1 import agent_pb2, common_pb2, job_pb2, report_pb2
-from tests.support.attempts import Blobs, new_attempt, no_runner_is_left
+from tests.support.attempts import Board, new_attempt, no_runner_is_left
 
 QUICK = job_pb2.Measurement(repeat=3, warmup=1, iterations=20, min_time_s=0)
 NO_WAIT = GateLimits(idle_wait_s=0, cool_wait_s=0)
 
 
 def prepare(
-    blobs: Blobs,
-    address: str,
-    folder: Path,
+    board: Board,
     on_progress: Callable[[agent_pb2.RunProgress], None],
     name: str = "add",
     gates: GateLimits = NO_WAIT,
 ) -> Attempt:
-    candidates = [blobs.candidate(name, threads=1)]
+    candidates = [board.blobs.candidate(name, threads=1)]
     start = agent_pb2.StartRun(attempt_id="a", device_id="d", deadline_s=200, measurement=QUICK, candidates=candidates)
-    return new_attempt(address, folder, start, on_progress, gates=gates)
+    return new_attempt(board, start, on_progress, gates=gates)
 
 
 async def test_each_run_is_a_process_of_its_own_and_their_samples_are_one_series(
-    blobs: Blobs, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    board: Board, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pids: list[int] = []
     load = Execution.load
@@ -52,7 +49,7 @@ async def test_each_run_is_a_process_of_its_own_and_their_samples_are_one_series
 
     monkeypatch.setattr(Execution, "load", note)
     progress: list[agent_pb2.RunProgress] = []
-    (result,) = (await prepare(blobs, address, tmp_path, progress.append).run()).candidates
+    (result,) = (await prepare(board, progress.append).run()).candidates
     assert not result.HasField("error"), result.error
     assert len(set(pids)) == 3 and await no_runner_is_left()
     assert [run.iterations for run in result.runs] == [20, 20, 20] and result.iterations == 60
@@ -74,9 +71,7 @@ async def test_each_run_is_a_process_of_its_own_and_their_samples_are_one_series
     assert steps == ["", "run 1 of 3", "run 2 of 3", "run 3 of 3"]
 
 
-async def test_a_crash_in_the_second_run_fails_the_candidate(
-    blobs: Blobs, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_crash_in_the_second_run_fails_the_candidate(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
     measure, calls = Passes.measure, 0
 
     async def crash(self: Passes, *args: Any) -> Any:
@@ -88,14 +83,14 @@ async def test_a_crash_in_the_second_run_fails_the_candidate(
         return await measure(self, *args)
 
     monkeypatch.setattr(Passes, "measure", crash)
-    (result,) = (await prepare(blobs, address, tmp_path, lambda progress: None).run()).candidates
+    (result,) = (await prepare(board, lambda progress: None).run()).candidates
     assert result.error.reason == "PROGRAM_CRASHED" and len(result.runs) == 1
     assert not result.HasField("samples") and await no_runner_is_left()
 
 
 @pytest.mark.slow(reason="waits for the deadline of a program that hangs")
 async def test_a_program_that_hangs_while_it_is_loaded_for_the_second_run_is_named(
-    blobs: Blobs, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    board: Board, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load, calls = Execution.load, 0
 
@@ -109,7 +104,7 @@ async def test_a_program_that_hangs_while_it_is_loaded_for_the_second_run_is_nam
     monkeypatch.setattr(Execution, "load", hang)
     reported: list[agent_pb2.RunProgress] = []
     busy = GateLimits(idle_below=0, idle_wait_s=0.2, cool_wait_s=0)  # each run waits in vain for an idle device
-    attempt = prepare(blobs, address, tmp_path, reported.append, gates=busy)
+    attempt = prepare(board, reported.append, gates=busy)
     attempt.start.deadline_s = 8
     (result,) = (await attempt.run()).candidates
     assert calls == 2 and reported[-1].message == "run 2 of 3"
@@ -117,19 +112,19 @@ async def test_a_program_that_hangs_while_it_is_loaded_for_the_second_run_is_nam
     assert result.error.reason == "PROGRAM_TIMED_OUT" and await no_runner_is_left()
 
 
-async def test_a_cancellation_between_runs_leaves_no_process(blobs: Blobs, address: str, tmp_path: Path) -> None:
+async def test_a_cancellation_between_runs_leaves_no_process(board: Board) -> None:
     second = asyncio.Event()
 
     def watch(progress: agent_pb2.RunProgress) -> None:
         if progress.message.startswith("run 2"):
             second.set()
 
-    running = asyncio.create_task(prepare(blobs, address, tmp_path, watch).run())
+    running = asyncio.create_task(prepare(board, watch).run())
     await asyncio.wait_for(second.wait(), 60)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert await no_runner_is_left() and not (tmp_path / "run").exists()
+    assert await no_runner_is_left() and not (board.folder / "run").exists()
 
 
 def test_all_runs_share_the_default_limit_of_samples() -> None:
@@ -174,17 +169,15 @@ def test_a_counter_that_one_run_lacks_is_absent() -> None:
     assert not result.telemetry.HasField("cpu_time_ns")
 
 
-async def test_a_run_leaves_the_others_what_they_need(blobs: Blobs, address: str, tmp_path: Path) -> None:
-    attempt = prepare(blobs, address, tmp_path, lambda progress: None)
+async def test_a_run_leaves_the_others_what_they_need(board: Board) -> None:
+    attempt = prepare(board, lambda progress: None)
     attempt.start.deadline_s = 1080
     assert attempt.share_s(1) == pytest.approx(1080, abs=5) and attempt.share_s(5) == pytest.approx(216, abs=5)
     assert attempt.share_s(5, 100) == pytest.approx(680, abs=5)
     assert attempt.share_s(5, 400) == pytest.approx(216, abs=5), "no run gets less than its equal part"
 
 
-async def test_later_runs_need_as_long_as_those_before_them_took(
-    blobs: Blobs, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_later_runs_need_as_long_as_those_before_them_took(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
     share_s, needs_s = Attempt.share_s, []
 
     def note(self: Attempt, runs: int, run_s: float = math.inf) -> float:
@@ -192,7 +185,7 @@ async def test_later_runs_need_as_long_as_those_before_them_took(
         return share_s(self, runs, run_s)
 
     monkeypatch.setattr(Attempt, "share_s", note)
-    attempt = prepare(blobs, address, tmp_path, lambda progress: None)
+    attempt = prepare(board, lambda progress: None)
     wait_s = attempt.target.gates.longest_wait_s
     assert wait_s == NO_WAIT.cool_down_s
     (result,) = (await attempt.run()).candidates
