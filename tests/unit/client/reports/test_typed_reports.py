@@ -274,7 +274,9 @@ def test_public_names_are_pinned() -> None:
         "JobResult", "LocalSession", "LogLine", "Loop", "ModelSource", "Outputs", "Progress", "Report", "Reservation", "Session",
         "TokenStream", "UserError",
     ]  # fmt: skip
-    assert [name for name in etfarm.client.__all__ if getattr(etfarm.client, name, None) is None] == []
+    assert [getattr(etfarm.client, name).__name__ for name in etfarm.client.__all__] == etfarm.client.__all__
+    with pytest.raises(AttributeError):
+        etfarm.client.nothing  # noqa: B018
     assert reports.__all__ == sorted(reports.__all__)
 
 

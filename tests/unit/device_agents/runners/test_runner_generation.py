@@ -22,7 +22,9 @@ pytestmark = pytest.mark.slow(reason="starts a runner for each test, and the Pyt
 
 GENERATED = 24
 PROMPT = 12
-FLOAT32 = ("start", "vector", "static", "int32", "xnnpack", "custom")
+# The first of equal logits wins in eager PyTorch, too, as there are in half precision.
+KINDS = ("start", "vector", "static", "int32", "xnnpack", "custom", "half", "bfloat16")
+TWO = {"prefill_method": "prefill", "decode_method": "decode"}
 
 
 def request_of(model: Program, **changes: Any) -> GenerateRequest:
@@ -44,7 +46,7 @@ async def generated(runner: RemoteRunner, model: Program, **changes: Any) -> Gen
     return await runner.generate(wanted, 60)
 
 
-@pytest.mark.parametrize("kind", FLOAT32)
+@pytest.mark.parametrize("kind", KINDS)
 async def test_the_tokens_are_those_of_eager_pytorch(runner: RemoteRunner, kind: str) -> None:
     model = program(f"decoder_{kind}")
     result = await generated(runner, model)
@@ -55,12 +57,6 @@ async def test_the_tokens_are_those_of_eager_pytorch(runner: RemoteRunner, kind:
         assert 0 < prefill_ns <= token_ns[0] and min(token_ns) > 0
         assert sum(token_ns) <= result.duration_ns
     assert result.first_run_ns and result.wall_ns >= result.duration_ns
-
-
-async def test_methods_that_share_state_see_what_the_other_has_written(runner: RemoteRunner) -> None:
-    model = program("decoder_shared")
-    result = await generated(runner, model, prefill_method="prefill", decode_method="decode")
-    assert [list(row) for row in result.tokens] == 2 * [expected(model)]
 
 
 async def test_calls_of_methods_that_share_state_agree_with_eager_pytorch(runner: RemoteRunner) -> None:
@@ -81,38 +77,21 @@ async def test_calls_of_methods_that_share_state_agree_with_eager_pytorch(runner
     assert tokens == expected(model)[:6]
 
 
-async def test_a_program_of_executorchs_own_exporter_generates(runner: RemoteRunner) -> None:
-    model = program("llama")
-    result = await generated(runner, model, max_chunk=7)
-    assert [list(row) for row in result.tokens] == 2 * [expected(model)]
-
-
-@pytest.mark.parametrize("dtype", ["half", "bfloat16"])
-async def test_logits_may_be_of_half_precision(runner: RemoteRunner, dtype: str) -> None:
-    model = program(f"decoder_{dtype}")
-    result = await generated(runner, model)
-    # The first of equal logits wins in eager PyTorch, too.
-    assert [list(row) for row in result.tokens] == 2 * [expected(model)]
-
-
-@pytest.mark.parametrize(("depth", "max_chunk"), [(0, 5), (5, None), (11, 1)])
-async def test_neither_chunks_nor_the_depth_change_the_tokens(runner: RemoteRunner, depth: int, max_chunk: int | None) -> None:
-    model = program("decoder_start")
-    result = await generated(runner, model, depth=depth, max_chunk=max_chunk)
-    assert [list(row) for row in result.tokens] == 2 * [expected(model)]
-
-
-@pytest.mark.parametrize("depth", [0, 5])
-async def test_what_is_too_short_for_a_static_prefill_is_decoded(runner: RemoteRunner, depth: int) -> None:
-    model = program("decoder_chunked")
-    # Chunks of four tokens; of a depth of five, one is left.
-    result = await generated(runner, model, prefill_method="prefill", decode_method="decode", depth=depth)
-    assert [list(row) for row in result.tokens] == 2 * [expected(model)]
-
-
-async def test_methods_can_be_loaded_again_between_repetitions(runner: RemoteRunner) -> None:
-    model = program("decoder_shared")
-    changes = {"prefill_method": "prefill", "decode_method": "decode", "reload": True, "depth": 3, "warmup": 0}
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        pytest.param("decoder_shared", TWO, id="methods see what the other has written to the state that they share"),
+        pytest.param("decoder_shared", {**TWO, "reload": True, "depth": 3, "warmup": 0}, id="methods are loaded again"),
+        pytest.param("decoder_chunked", TWO, id="the tokens are whole chunks of a static prefill"),
+        pytest.param("decoder_chunked", {**TWO, "depth": 5}, id="what is too short for a static prefill is decoded"),
+        pytest.param("decoder_start", {"max_chunk": 5}, id="chunks"),
+        pytest.param("decoder_start", {"depth": 5}, id="a depth"),
+        pytest.param("decoder_start", {"depth": 11, "max_chunk": 1}, id="a depth of single tokens"),
+        pytest.param("llama", {"max_chunk": 7}, id="ExecuTorch's own exporter"),
+    ],
+)
+async def test_no_way_to_the_tokens_changes_them(runner: RemoteRunner, name: str, changes: dict[str, Any]) -> None:
+    model = program(name)
     result = await generated(runner, model, **changes)
     assert [list(row) for row in result.tokens] == 2 * [expected(model)]
 

@@ -268,6 +268,14 @@ def test_a_choice_stands_behind_the_last_mark() -> None:
     assert split_choice("latest#") == ("latest#", None)
 
 
+def operators_of(base: list[dict[str, Any]], other: list[dict[str, Any]], **candidate: Any) -> dict[str, Any]:
+    pair = only(against(report("b", operators=base), report("k", operators=other, **candidate)))
+    return pair["operators"]  # type: ignore[no-any-return]
+
+
+EDITED = {"model": {"name": "resnet8", "digest": "9" * 64}}
+
+
 def line(number: int, code: str) -> dict[str, Any]:
     return {"file": "m.py", "line": number, "code": code}
 
@@ -348,7 +356,7 @@ def test_operators_are_matched_by_debug_handle_and_never_by_name() -> None:
         operator(0, 0.75, op_types=["conv"], debug_handles=[2], module="a"),
         operator(1, 0.25, op_types=["conv"], debug_handles=[1], module="a"),
     ]
-    result = only(against(report("b", operators=base), report("k", operators=other)))["operators"]
+    result = operators_of(base, other)
     assert result["by"] == "OPERATOR"
     by_base = {row["base"]["indexes"][0]: row for row in result["rows"]}
     assert by_base[0]["candidate"]["indexes"] == [1] and by_base[1]["candidate"]["indexes"] == [0]
@@ -365,8 +373,7 @@ def test_handles_of_another_export_say_nothing_and_lines_may_move() -> None:
         operator(1, 0.4, op_types=["conv"], debug_handles=[2], module="a", source=line(13, "self.a(x)")),
         operator(2, 0.1, op_types=["relu"], debug_handles=[3], module="c", source=line(15, "self.c(x)")),
     ]
-    changed = {"name": "resnet8", "digest": "9" * 64}
-    rows = only(against(report("b", operators=base), report("k", operators=other, model=changed)))["operators"]["rows"]
+    rows = operators_of(base, other, **EDITED)["rows"]
     assert {row["module"]: (row["base"] and row["base"]["indexes"], row["candidate"]["indexes"]) for row in rows} == {
         "a": ([0], [1]), "b": ([1], [0]), "c": (None, [2]),
     }  # fmt: skip
@@ -380,9 +387,8 @@ def test_operators_of_one_module_are_told_apart_by_the_code_of_their_lines() -> 
             for at, code in enumerate(codes)
         ]
 
-    changed = {"name": "resnet8", "digest": "9" * 64}
     base, other = traced(3, (1, 2), "self.a(x)", "self.b(x)"), traced(2, (1, 2, 3), "self.c(x)", "self.b(x)", "self.a(x)")
-    rows = only(against(report("b", operators=base), report("k", operators=other, model=changed)))["operators"]["rows"]
+    rows = operators_of(base, other, **EDITED)["rows"]
     matched = {tuple(row["base"]["indexes"] if row["base"] else ()): row["candidate"]["indexes"] for row in rows}
     assert matched == {(0,): [2], (1,): [1], (): [0]}
 
@@ -390,9 +396,7 @@ def test_operators_of_one_module_are_told_apart_by_the_code_of_their_lines() -> 
 def test_the_same_line_run_more_often_is_one_row() -> None:
     base = [operator(at, 0.25, op_types=["lstm"], module="a", source=line(3, "f(x)")) for at in range(2)]
     other = [operator(at, 0.25, op_types=["lstm"], module="a", source=line(3, "f(x)")) for at in range(3)]
-    (row,) = only(against(report("b", operators=base), report("k", operators=other, model={"name": "resnet8"})))["operators"][
-        "rows"
-    ]
+    (row,) = operators_of(base, other, model={"name": "resnet8"})["rows"]
     assert (row["base"]["indexes"], row["candidate"]["indexes"]) == ([0, 1], [0, 1, 2])
     assert (row["base"]["share"], row["candidate"]["share"]) == (0.5, 0.75)
 
@@ -407,9 +411,7 @@ def test_modules_are_compared_where_recipes_differ() -> None:
         operator(0, 0.6, op_types=["quantize", "conv", "relu"], module="a"),
         operator(1, 0.4, op_types=["linear"], module="b"),
     ]
-    result = only(against(report("b", operators=base), report("k", operators=other, recipe="int8", recipe_digest="8" * 64)))[
-        "operators"
-    ]
+    result = operators_of(base, other, recipe="int8", recipe_digest="8" * 64)
     assert result["by"] == "MODULE"
     assert {row["module"]: (row["base"]["indexes"], row["candidate"]["indexes"]) for row in result["rows"]} == {
         "a": ([0, 1], [0]),
@@ -426,10 +428,9 @@ def test_kernels_stand_for_their_delegate_unless_a_side_could_not_tell_them_apar
             operator(2, 0.1, kind="REST", parent=0),
         ]
 
-    rows = only(against(report("b", operators=traced(True)), report("k", operators=traced(True))))["operators"]["rows"]
+    rows = operators_of(traced(True), traced(True))["rows"]
     assert {(row["kind"], row["module"]) for row in rows} == {("OPERATOR", "a"), ("REST", None)}
-    rebuilt = report("k", operators=traced(False), compile=compiled("2"))
-    rows = only(against(report("b", operators=traced(True)), rebuilt))["operators"]["rows"]
+    rows = operators_of(traced(True), traced(False), compile=compiled("2"))["rows"]
     assert [(row["kind"], row["base"]["indexes"], row["candidate"]["indexes"]) for row in rows] == [("DELEGATE", [0], [0])]
 
 
