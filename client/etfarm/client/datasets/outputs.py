@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, Protocol
+from typing import IO, TYPE_CHECKING, Any, Final
 
 from etfarm.client.errors import OutputUnwritable
 from etfarm.client.submit import npz
@@ -28,24 +28,6 @@ INDEX: Final = "etfarm.index"
 _COPY_BYTES: Final = 1 << 20
 
 
-class Sink(Protocol):
-    """Destination of the outputs of samples, which are added in order."""
-
-    def add(self, index: int, name: str, outputs: Outputs) -> None:
-        """Add one sample's outputs.
-
-        Args:
-            name: name of the sample's file, or its other name.
-
-        Raises:
-            OUTPUTS_DIFFER: their shape differs from the outputs before.
-            OutputUnwritable: the disk is full, or the file may not be written.
-        """
-
-    def close(self) -> int:
-        """Write the remaining outputs and return the number of samples."""
-
-
 class Folder:
     """A folder with a file per sample, named like the sample's own; `000000.npz`, `000001.npz`, ... for a batch."""
 
@@ -59,7 +41,14 @@ class Folder:
         self._count = 0
 
     def add(self, index: int, name: str, outputs: Outputs) -> None:
-        """See Sink."""
+        """Add one sample's outputs.
+
+        Args:
+            name: name of the sample's file, or its other name.
+
+        Raises:
+            OutputUnwritable: the disk is full, or the file may not be written.
+        """
         file = self._folder / (name if name.endswith(".npz") else f"{index:06}.npz")
         try:
             self._folder.mkdir(exist_ok=True)
@@ -70,7 +59,7 @@ class Folder:
         self._count += 1
 
     def close(self) -> int:
-        """See Sink."""
+        """Return the number of samples."""
         return self._count
 
 
@@ -93,7 +82,11 @@ class Stack:
         self._indices: list[int] = []
 
     def add(self, index: int, name: str, outputs: Outputs) -> None:
-        """See Sink."""
+        """Add one sample's outputs, as `Folder.add`.
+
+        Raises:
+            OUTPUTS_DIFFER: their shape differs from the outputs before.
+        """
         values = [value_of(key, value) for key, value in zip(outputs.names, outputs, strict=True)]
         arrays = dict(npz.entries({"": values}, {"": outputs.names}))
         # A Python number is an entry of the stack, not a scalar that all samples share.
@@ -112,7 +105,7 @@ class Stack:
         self._indices.append(index)
 
     def close(self) -> int:
-        """See Sink."""
+        """Write the remaining outputs and return the number of samples."""
         import numpy as np
 
         count = len(self._indices)
@@ -179,6 +172,10 @@ class _Rows:
         return {
             "descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": (count, *self.shape)
         }  # fmt: skip
+
+
+Sink = Folder | Stack
+"""Destination of the outputs of samples, which are added in order."""
 
 
 def open_sink(path: Path) -> Sink:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from etfarm.client.formats import notebook, phases
 from etfarm.client.models import CellChanged, CellState, Event, JobInfo, Progress
@@ -58,13 +58,6 @@ class JobProgress:
         return notebook.progress(self.done, self.total, self.text)
 
 
-class ProgressBar(Protocol):
-    """Display of a job's progress."""
-
-    def show(self, progress: JobProgress) -> None:
-        """Show how far the job is."""
-
-
 class NotebookBar:
     """A bar in the output of a notebook's cell, which needs no widgets."""
 
@@ -74,7 +67,7 @@ class NotebookBar:
         self._handle: Any = display(progress, display_id=True)
 
     def show(self, progress: JobProgress) -> None:
-        """See `ProgressBar`."""
+        """Show how far the job is."""
         self._handle.update(progress)
 
 
@@ -87,7 +80,7 @@ class TerminalBar:
         self.show(progress)
 
     def show(self, progress: JobProgress) -> None:
-        """See `ProgressBar`."""
+        """Show how far the job is."""
         from rich.markup import escape
 
         from etfarm.wire.escapes import in_a_line
@@ -99,11 +92,11 @@ class NoBar:
     """No display, for a stderr that is a file or a pipe, where a bar would be useless."""
 
     def show(self, progress: JobProgress) -> None:
-        """See `ProgressBar`."""
+        """Show nothing."""
 
 
 @contextmanager
-def open_bar(progress: JobProgress) -> Iterator[ProgressBar]:
+def open_bar(progress: JobProgress) -> Iterator[NotebookBar | TerminalBar | NoBar]:
     """Show a bar in a notebook, else on a terminal; nothing if stderr is no terminal."""
     if is_notebook():
         yield NotebookBar(progress)

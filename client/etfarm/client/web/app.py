@@ -36,6 +36,10 @@ from etfarm.client.web.uploads import Uploads
 from etfarm.client.web.visitors import Visitor, Visitors
 from etfarm.wire.errors import error_for
 
+__all__ = ["BUNDLES", "StaticFiles", "WebOptions", "create_app"]
+
+log = logging.getLogger(__name__)
+
 MEDIA_TYPES: Final[Mapping[str, str]] = {
     ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml",
 }  # fmt: skip
@@ -106,11 +110,6 @@ def _read(folder: Path) -> Iterator[tuple[str, bytes]]:
 def _as_part(name: str, content: bytes) -> bytes:
     """Return a file as a part of a bundle: a script is a block, whose names the other scripts do not see."""
     return b"{\n%b\n}\n" % content if name.endswith(".js") else content
-
-
-__all__ = ["WebOptions", "create_app"]
-
-log = logging.getLogger(__name__)
 
 
 def create_app(options: WebOptions) -> Starlette:

@@ -9,10 +9,10 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final, Protocol, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from etfarm.client.cli.terminal.capabilities import tell
-from etfarm.client.cli.terminal.lines import Lines, WaitDisplay
+from etfarm.client.cli.terminal.lines import Lines
 from etfarm.client.formats import phases, units
 from etfarm.client.models import Cell, CellChanged, CellState, Event, Progress
 from etfarm.client.transport.presence import BACK
@@ -23,24 +23,6 @@ if TYPE_CHECKING:
 
 ROWS = 16
 """Maximum number of cells in the live table; the most active come first."""
-
-
-class Display(WaitDisplay, Protocol):
-    """Display of a job's progress."""
-
-    def cells(self, cells: Sequence[Cell]) -> None:
-        """Set the job's cells, once they are known."""
-
-    def event(self, event: Event) -> None:
-        """Show an event of the job."""
-
-    def log(self, line: str, cell: str) -> None:
-        """Show a line that a compiler or runner printed; `cell` is the cell's name if there are several."""
-
-
-def open_display() -> Display:
-    """Return the display that fits stderr."""
-    return LiveDisplay() if sys.stderr.isatty() else PlainDisplay(lambda line: tell(line, to_stderr=True, flush=True))
 
 
 class PlainDisplay(Lines):
@@ -274,3 +256,11 @@ def _state(cell: Cell) -> str:
 def _by(actor: str) -> str:
     """Return on which device a phase runs; empty for the server."""
     return f" on {actor}" if actor not in ("", "SERVER") else ""
+
+
+Display = PlainDisplay | LiveDisplay
+
+
+def open_display() -> Display:
+    """Return the display that fits stderr."""
+    return LiveDisplay() if sys.stderr.isatty() else PlainDisplay(lambda line: tell(line, to_stderr=True, flush=True))

@@ -3,33 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, Self
+from typing import Self
 
 from etfarm.client.formats import units
 
 
-class WaitDisplay(Protocol):
-    """Display of what a command waits for, and of its uploads."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def status(self, text: str) -> None:
-        """Show one sentence about what the command does or waits for."""
-
-    def moved(self, done: int, total: int) -> None:
-        """Show the number of uploaded bytes."""
-
-    def stop(self) -> None:
-        """Release the terminal.
-
-        Nothing is shown afterwards.
-        """
-
-
 class Lines:
-    """A WaitDisplay that writes lines, which stay.
+    """A display of what a command waits for, and of its uploads, that writes lines, which stay.
 
     Args:
         write: takes one line without its end.

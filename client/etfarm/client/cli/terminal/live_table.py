@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from etfarm.client.cli.terminal.capabilities import tell
 
@@ -13,26 +13,6 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 REDRAWS_PER_S = 4
-
-
-class ChangeDisplay(Protocol):
-    """Display of what changes."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def changed(self, line: str) -> None:
-        """Show a change, given as one line; a table shows its new rows instead."""
-
-
-def open_live_table(build: Callable[[Console], RenderableType]) -> ChangeDisplay:
-    """Return the display that fits stdout.
-
-    Args:
-        build: returns the current table for a console.
-    """
-    return LiveTable(build) if sys.stdout.isatty() else ChangeLines()
 
 
 class ChangeLines:
@@ -79,3 +59,15 @@ class LiveTable:
 
     def changed(self, line: str) -> None:
         """Leave the change to the next redraw."""
+
+
+ChangeDisplay = ChangeLines | LiveTable
+
+
+def open_live_table(build: Callable[[Console], RenderableType]) -> ChangeDisplay:
+    """Return the display that fits stdout.
+
+    Args:
+        build: returns the current table for a console.
+    """
+    return LiveTable(build) if sys.stdout.isatty() else ChangeLines()

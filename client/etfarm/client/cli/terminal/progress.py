@@ -8,31 +8,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Self
 
 from etfarm.client.cli.terminal.capabilities import tell
-from etfarm.client.cli.terminal.lines import Lines, WaitDisplay
+from etfarm.client.cli.terminal.lines import Lines
 from etfarm.client.formats import units
 
 LINES_S: Final = 10.0
 """Minimum number of seconds between two lines without a terminal."""
-
-
-class Progress(WaitDisplay, Protocol):
-    """Display of a data set's progress."""
-
-    def line(self, text: str) -> None:
-        """Print a line that stays: of a runner, or about a failed sample."""
-
-    def advance(self, done: int, per_s: float | None) -> None:
-        """Show the number of finished samples and their rate."""
-
-
-def open_progress(total: int) -> Progress:
-    """Return the progress display for `total` samples that fits stderr."""
-    if sys.stderr.isatty():
-        return Bar(total)
-    return SampleLines(total, lambda line: tell(line, to_stderr=True, flush=True))
 
 
 def left(done: int, total: int, per_s: float | None) -> str:
@@ -122,3 +105,13 @@ class Bar:
         """Redraw the bar."""
         if self._progress is not None:
             self._progress.update(self._task, completed=done, description=left(done, self._total, per_s))
+
+
+Progress = SampleLines | Bar
+
+
+def open_progress(total: int) -> Progress:
+    """Return the progress display for `total` samples that fits stderr."""
+    if sys.stderr.isatty():
+        return Bar(total)
+    return SampleLines(total, lambda line: tell(line, to_stderr=True, flush=True))

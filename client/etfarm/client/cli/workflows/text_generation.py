@@ -107,7 +107,7 @@ async def carry_out(wanted: Wanted, document: JsonListing) -> int:
         # Importing torch takes seconds, and so may starting a farm: they run concurrently.
         daemon_thread.start(import_torch)
     async with AsyncExitStack() as stack:
-        progress = stack.enter_context(open_progress(wanted.tokens))
+        stack.enter_context(progress := open_progress(wanted.tokens))
         farm = await stack.enter_async_context(wanted.connection.farm(progress.status))
         # Output of a user's factory must not mix with the tokens.
         with redirect_stdout(sys.stderr):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
@@ -31,8 +32,10 @@ class Action:
     """Whether something is lost."""
 
 
-async def perform(request: Request, action: Action, change: Callable[[Fields], Awaitable[str]]) -> Response:
-    """Ask, or change something and go on to the address that `change` returns.
+async def perform(
+    request: Request, action: Action, change: Callable[[Fields], Awaitable[Any]], then: Callable[[Any], str] | None = None
+) -> Response:
+    """Ask, or change something and go on to where Cancel leads, or to the address that `then` returns for what was changed.
 
     What the farm refuses is shown above the form, which keeps its values. Whether the visitor may do it, the farm decides.
     """
@@ -40,10 +43,10 @@ async def perform(request: Request, action: Action, change: Callable[[Fields], A
         return _ask(request, action)
     fields = form(request)
     try:
-        address = await change(fields)
+        changed = await change(fields)
     except EtfarmError as error:
         return _ask(request, replace(action, fields=tuple(_filled(field, fields) for field in action.fields)), error)
-    return RedirectResponse(address, status_code=303)
+    return RedirectResponse(action.back if then is None else then(changed), status_code=303)
 
 
 def _ask(request: Request, action: Action, error: EtfarmError | None = None) -> Response:

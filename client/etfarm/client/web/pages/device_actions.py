@@ -24,12 +24,7 @@ async def drain(request: Request) -> Response:
         button="Drain", command=("etfarm", "devices", "drain", device.id), back=_address(request, device), is_dangerous=True,
         fields=(Field("reason", "Reason", flag="--reason", hint="People who wait for the device read it."),),
     )  # fmt: skip
-
-    async def change(fields: Fields) -> str:
-        await client.drain_device(device.id, text_of(fields, "reason"))
-        return _address(request, device)
-
-    return await perform(request, action, change)
+    return await perform(request, action, lambda fields: client.drain_device(device.id, text_of(fields, "reason")))
 
 
 async def undrain(request: Request) -> Response:
@@ -42,12 +37,7 @@ async def undrain(request: Request) -> Response:
         title=f"Undrain {_name(device)}?", about=f"Runs are placed on it again.{why}", button="Undrain",
         command=("etfarm", "devices", "undrain", device.id), back=_address(request, device),
     )  # fmt: skip
-
-    async def change(_: Fields) -> str:
-        await client.undrain_device(device.id)
-        return _address(request, device)
-
-    return await perform(request, action, change)
+    return await perform(request, action, lambda _: client.undrain_device(device.id))
 
 
 async def label(request: Request) -> Response:
@@ -66,11 +56,10 @@ async def label(request: Request) -> Response:
         fields=(Field("set", "Set", kind="lines", hint=hint), *known),
     )  # fmt: skip
 
-    async def change(fields: Fields) -> str:
+    async def change(fields: Fields) -> Device:
         pairs = pairs_of(text_of(fields, "set"), "Set")
         removed = [str(key) for key in fields.getlist("remove") if key not in pairs]
-        await client.label_device(device.id, pairs, remove=removed)
-        return _address(request, device)
+        return await client.label_device(device.id, pairs, remove=removed)
 
     return await perform(request, action, change)
 

@@ -9,7 +9,6 @@ from starlette.routing import Route
 from etfarm.client.formats import units
 from etfarm.client.models import CellState, JobInfo
 from etfarm.client.web.form_fields import Field, text_of
-from etfarm.client.web.forms import Fields
 from etfarm.client.web.pages._actions import Action, perform
 from etfarm.client.web.templating import templates_of
 from etfarm.client.web.visitors import farm
@@ -26,12 +25,7 @@ async def cancel(request: Request) -> Response:
         button="Cancel the job", command=("etfarm", "jobs", "cancel", job.id), back=job_address(request, job.id),
         is_dangerous=True,
     )  # fmt: skip
-
-    async def change(_: Fields) -> str:
-        await job.cancel()
-        return job_address(request, job.id)
-
-    return await perform(request, action, change)
+    return await perform(request, action, lambda _: job.cancel())
 
 
 async def retry(request: Request) -> Response:
@@ -43,11 +37,7 @@ async def retry(request: Request) -> Response:
         about=f"{units.count(failed, 'failed cell')} of {len(job.info.cells)}: a new job with the label retry_of runs them.",
         button="Run again", command=("etfarm", "jobs", "retry", job.id, "--detach"), back=job_address(request, job.id),
     )  # fmt: skip
-
-    async def change(_: Fields) -> str:
-        return job_address(request, (await job.retry()).id)
-
-    return await perform(request, action, change)
+    return await perform(request, action, lambda _: job.retry(), lambda new: job_address(request, new.id))
 
 
 async def tag(request: Request) -> Response:
@@ -62,12 +52,7 @@ async def tag(request: Request) -> Response:
         button="Tag", command=("etfarm", "report", "tag", job.id), back=job_address(request, job.id),
         fields=(Field("tag", "Tag", hint=hint, is_required=True),),
     )  # fmt: skip
-
-    async def change(fields: Fields) -> str:
-        await client.tag(job.id, text_of(fields, "tag"))
-        return job_address(request, job.id)
-
-    return await perform(request, action, change)
+    return await perform(request, action, lambda fields: client.tag(job.id, text_of(fields, "tag")))
 
 
 async def untag(request: Request) -> Response:
@@ -79,12 +64,7 @@ async def untag(request: Request) -> Response:
         title=f"Remove the tag {name}?", about=f"{_name(job.info)} keeps its id, its other tags and its reports.",
         button="Remove", command=("etfarm", "report", "tag", job.id, name, "--remove"), back=job_address(request, job.id),
     )  # fmt: skip
-
-    async def change(_: Fields) -> str:
-        await client.untag(name, job.id)
-        return job_address(request, job.id)
-
-    return await perform(request, action, change)
+    return await perform(request, action, lambda _: client.untag(name, job.id))
 
 
 def job_address(request: Request, job_id: str) -> str:

@@ -48,15 +48,14 @@ async def reserve(request: Request) -> Response:
         ),
     )  # fmt: skip
 
-    async def change(fields: Fields) -> str:
+    async def change(fields: Fields) -> ReservationInfo:
         count = integer_of(fields, "count", "Devices")
         if count == 0:  # the farm reads 0 as not given
             raise error_for("BAD_OPTION", "Devices must be at least 1, got 0.", "Correct it.", option="count")
         minutes = _minutes_of(fields) or DEFAULT_MINUTES
-        await client.reserve_devices(
+        return await client.reserve_devices(
             text_of(fields, "selector"), count=1 if count is None else count, minutes=minutes, reason=text_of(fields, "reason")
         )
-        return _address(request)
 
     return await perform(request, action, change)
 
@@ -72,12 +71,7 @@ async def renew(request: Request) -> Response:
         button="Renew", command=("etfarm", "devices", "renew", known.id), back=_address(request),
         fields=(_minutes_field(minutes),),
     )  # fmt: skip
-
-    async def change(fields: Fields) -> str:
-        await client.renew_reservation(known.id, minutes=_minutes_of(fields))
-        return _address(request)
-
-    return await perform(request, action, change)
+    return await perform(request, action, lambda fields: client.renew_reservation(known.id, minutes=_minutes_of(fields)))
 
 
 async def release(request: Request) -> Response:
@@ -90,12 +84,7 @@ async def release(request: Request) -> Response:
         about=f"What runs on its devices continues; what waits for them fails.{why}",
         button="Release", command=("etfarm", "devices", "release", known.id), back=_address(request), is_dangerous=True,
     )  # fmt: skip
-
-    async def change(_: Fields) -> str:
-        await client.release_reservation(known.id)
-        return _address(request)
-
-    return await perform(request, action, change)
+    return await perform(request, action, lambda _: client.release_reservation(known.id))
 
 
 async def _find(client: AsyncFarm, reservation_id: str) -> ReservationInfo:
