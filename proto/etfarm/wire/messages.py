@@ -1,11 +1,11 @@
-"""Messages that are filled from JSON objects: the reverse of the projection in `etfarm.wire.report_keys`.
+"""Messages that are filled from others, and from JSON objects: the reverse of the projection in `etfarm.wire.report_keys`.
 
 An object's keys are the fields of its message, except for `KEYS`. Enums have the words of `etfarm.wire.words`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from typing import Any, Final, TypeVar
 
@@ -37,6 +37,19 @@ def fill(message: M, values: Mapping[str, Any]) -> M:
         if (value := values.get(key)) is not None:
             write(message, value)
     return message
+
+
+def copy_fields(source: Message, target: Message, names: Collection[str]) -> None:
+    """Copy fields to a message that has them too, whatever its type. What the source lacks stays, and lists are appended."""
+    for field, value in source.ListFields():
+        if field.name not in names:
+            continue
+        if field.is_repeated:
+            getattr(target, field.name).MergeFrom(value)
+        elif field.message_type is not None:
+            getattr(target, field.name).CopyFrom(value)
+        else:
+            setattr(target, field.name, value)
 
 
 def to_scalar(value: bool | int | float | str | None) -> compile_pb2.Scalar:

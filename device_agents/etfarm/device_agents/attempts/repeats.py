@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from etfarm.v1 import agent_pb2, common_pb2, job_pb2, report_pb2
+from etfarm.wire.messages import copy_fields
 
 MAX_POINTS: Final = 120
 """Maximum number of points in a result's series."""
@@ -79,9 +80,7 @@ def run_of(part: agent_pb2.CandidateResult) -> agent_pb2.MeasuredRun:
         warmup=part.warmup, iterations=part.iterations, duration_ns=part.duration_ns, stop_reason=part.stop_reason,
         load=part.load, telemetry=part.telemetry,
     )  # fmt: skip
-    for name in ("steady", "warmup_ns"):
-        if part.HasField(name):
-            setattr(run, name, getattr(part, name))
+    copy_fields(part, run, ("steady", "warmup_ns"))
     return run
 
 

@@ -24,6 +24,7 @@ from etfarm.v1 import agent_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.v1.job_pb2 import Cell, Job
 from etfarm.wire.errors import error_for
+from etfarm.wire.messages import copy_fields
 from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH, PART_LOST
 
 _PARTS = (
@@ -43,9 +44,6 @@ _PARTS = (
 
 _ROWS = {"operators": "profile", "numeric_gap": "numerics"}
 """Lists of rows, with the part that describes them: neither is meaningful without the other."""
-
-
-_LISTS = (*_ROWS, "runs")
 
 
 class Revision:
@@ -140,10 +138,7 @@ def keep(before: report_pb2.Report, revised: report_pb2.Report) -> None:
         missing.add("trace_times")  # its rows are those of the profile and the operators
     for name in missing:
         revised.ClearField(name)  # type: ignore[arg-type]
-        if name in _LISTS:
-            getattr(revised, name).extend(getattr(before, name))
-        elif before.HasField(name):  # type: ignore[arg-type]
-            getattr(revised, name).CopyFrom(getattr(before, name))
+    copy_fields(before, revised, missing)
     if "latency" in missing and "profile" not in missing:
         _keep_trace_verdict(before.profile, revised.profile)
     if before.inputs.tensors and not revised.inputs.tensors and revised.inputs.digest == before.inputs.digest:

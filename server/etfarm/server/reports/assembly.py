@@ -16,6 +16,7 @@ from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, generation_pb2, job_pb
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire import differences
 from etfarm.wire import digest as digests
+from etfarm.wire.messages import copy_fields
 from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH
 
 PYTHON_RUNNER: Final = "PYTHON_RUNNER"
@@ -93,9 +94,7 @@ def assemble(
             report.memory.planned_bytes.extend(compilation.facts.methods[cell.method].planned_bytes)
     if analysis is not None:
         # Copy only the parts that an analysis computes: the child that computed them loaded untrusted files.
-        for name in ("latency", "profile", "trace_times", "interleaved", "analysis"):
-            if analysis.HasField(name):
-                getattr(report, name).CopyFrom(getattr(analysis, name))
+        copy_fields(analysis, report, ("latency", "profile", "trace_times", "interleaved", "analysis"))
         if report.HasField("inputs"):
             report.inputs.tensors.extend(analysis.inputs.tensors)
         report.accuracy.extend(analysis.accuracy)
@@ -229,9 +228,8 @@ def _fill_numerics(
     program = numerics.program
     report.numerics.program.CopyFrom(program)
     report.numerics.is_timed_program = timed is not None and program.digest == timed.program.digest
-    for name in ("threshold_db", "first_bad", "judged", "timed_sqnr_db", "sqnr_db", "wrong_only_when_fused"):
-        if analysis.numerics.HasField(name):
-            setattr(report.numerics, name, getattr(analysis.numerics, name))
+    judged = ("threshold_db", "first_bad", "judged", "timed_sqnr_db", "sqnr_db", "wrong_only_when_fused")
+    copy_fields(analysis.numerics, report.numerics, judged)
     if result is None or result.HasField("error"):
         return  # the report's own error explains it
     recorded = result.numerics
@@ -266,19 +264,8 @@ def _device(device: Device) -> report_pb2.ReportDevice:
 
 
 def _fill_measured(report: report_pb2.Report, job: job_pb2.Job, result: agent_pb2.CandidateResult) -> None:
-    if result.HasField("runner"):
-        report.runner.CopyFrom(result.runner)
-    if result.threads:
-        report.threads = result.threads
-    for name in ("load", "memory", "telemetry", "outputs", "samples", "etdump"):
-        if result.HasField(name):
-            getattr(report, name).CopyFrom(getattr(result, name))
+    copy_fields(result, report, ("runner", "threads", "load", "memory", "telemetry", "outputs", "samples", "etdump"))
     if result.HasField("samples"):
         for name in ("warmup", "iterations", "duration_ns", "stop_reason"):
             setattr(report.measurement, name, getattr(result, name))
-        if result.HasField("steady"):
-            report.measurement.steady = result.steady
-        if result.HasField("warmup_ns"):
-            report.measurement.warmup_ns = result.warmup_ns
-        if result.HasField("repeatability"):
-            report.measurement.repeatability.CopyFrom(result.repeatability)
+        copy_fields(result, report.measurement, ("steady", "warmup_ns", "repeatability"))

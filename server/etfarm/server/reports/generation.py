@@ -16,6 +16,7 @@ from etfarm.server.reports.verdict import judge_disturbances, judge_runs
 from etfarm.v1 import agent_pb2, generation_pb2, report_pb2
 from etfarm.wire import rounding
 from etfarm.wire.generation import METRICS
+from etfarm.wire.messages import copy_fields
 from etfarm.wire.sqnr import QUANTIZED_DB, decibels
 
 Judge = Callable[[agent_pb2.CandidateResult], report_pb2.Verdict]
@@ -110,10 +111,7 @@ def _fill_traces(report: report_pb2.Report, last: agent_pb2.GenerationResult, an
         generated.prefill_execution.tokens, generated.prefill_execution.position = last.prefill.tokens, last.prefill.position
         if last.prefill.HasField("etdump"):
             generated.prefill_etdump.CopyFrom(last.prefill.etdump)
-    for name in ("prefill_profile", "prefill_trace_times"):
-        if analysis.HasField(name):
-            getattr(generated, name).CopyFrom(getattr(analysis, name))
-    generated.prefill_operators.extend(analysis.prefill_operators)
+    copy_fields(analysis, generated, ("prefill_profile", "prefill_trace_times", "prefill_operators"))
     traces = {encoder.method: encoder.trace for encoder in last.encoders}
     for analyzed in analysis.encoders:
         encoder = generated.encoders.add()
@@ -184,8 +182,7 @@ def _process_of(result: agent_pb2.CandidateResult, number: int) -> agent_pb2.Can
 def _copy_numbers(source: report_pb2.GenerationRun, target: report_pb2.GenerationRun) -> None:
     for name, interval in METRICS.items():
         if source.HasField(name):  # type: ignore[arg-type]
-            setattr(target, name, getattr(source, name))
-            getattr(target, interval).extend(getattr(source, interval))
+            copy_fields(source, target, (name, interval))
 
 
 def _fill_numbers(point: report_pb2.GenerationPointReport) -> None:

@@ -11,6 +11,7 @@ from etfarm.server.reports.latency.between_runs import Earlier, Median, Spread
 from etfarm.server.reports.verdict import judge_runs
 from etfarm.v1 import agent_pb2, report_pb2
 from etfarm.wire.comparison.uncertainty import MIN_RUNS
+from etfarm.wire.messages import copy_fields
 
 Judge = Callable[[agent_pb2.CandidateResult, report_pb2.Latency], report_pb2.Verdict]
 """Function that returns the verdict on one run from its result and its latency."""
@@ -50,18 +51,10 @@ def fill_runs(
         )  # fmt: skip
         run.telemetry.ClearField("series")
         # Copy only the statistics: the child that computed them loaded untrusted files.
-        for statistic in ("p50_ns", "drift", "slow_share", "slow_ratio"):
-            if known.HasField(statistic):
-                setattr(run, statistic, getattr(known, statistic))
-        run.p50_ci95_ns.extend(known.p50_ci95_ns)
-        for name in ("steady", "warmup_ns"):
-            if part.HasField(name):
-                setattr(run, name, getattr(part, name))
+        copy_fields(known, run, ("p50_ns", "drift", "slow_share", "slow_ratio", "p50_ci95_ns"))
+        copy_fields(part, run, ("steady", "warmup_ns"))
         latency = report_pb2.Latency(p50_ns=run.p50_ns, p50_ci95_ns=run.p50_ci95_ns)
-        if run.HasField("drift"):
-            latency.drift = run.drift
-        if run.HasField("slow_share"):
-            latency.slow_share, latency.slow_ratio = run.slow_share, run.slow_ratio
+        copy_fields(run, latency, ("drift", "slow_share", "slow_ratio"))
         run.verdict.CopyFrom(judge(part, latency))
     if len(report.runs) == 1:
         report.verdict.CopyFrom(judge(result, report.latency))
@@ -86,9 +79,7 @@ def _parts(result: agent_pb2.CandidateResult) -> Iterator[agent_pb2.CandidateRes
             threads=result.threads, runner=result.runner, warmup=run.warmup, iterations=run.iterations,
             duration_ns=run.duration_ns, stop_reason=run.stop_reason, load=run.load, telemetry=run.telemetry,
         )  # fmt: skip
-        for name in ("steady", "warmup_ns"):
-            if run.HasField(name):
-                setattr(part, name, getattr(run, name))
+        copy_fields(run, part, ("steady", "warmup_ns"))
         if number == len(runs):  # only its process traced
             part.traced_ns.extend(result.traced_ns)
         yield part

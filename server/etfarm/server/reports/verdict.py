@@ -10,6 +10,7 @@ from etfarm.server.reports.disturbances import build_reason, check_disturbances,
 from etfarm.server.reports.latency.thresholds import MIN_FOR_INTERVAL, Thresholds
 from etfarm.v1 import agent_pb2, common_pb2, report_pb2
 from etfarm.wire.comparison.uncertainty import MIN_RUNS
+from etfarm.wire.messages import copy_fields
 
 __all__ = ["Thresholds", "judge", "judge_disturbances", "judge_runs", "required_runs"]
 
@@ -143,9 +144,7 @@ def judge_runs(result: agent_pb2.CandidateResult, verdicts: Sequence[report_pb2.
             which = f"Runs {', '.join(before)} and {last}" if before else f"Run {last}"
             message = f"{which} of {len(verdicts)}: {first[code].message}"
             reasons.append(report_pb2.VerdictReason(code=code, message=message))
-            for name in ("measured", "threshold"):
-                if first[code].HasField(name):
-                    setattr(reasons[-1], name, getattr(first[code], name))
+            copy_fields(first[code], reasons[-1], ("measured", "threshold"))
     status = report_pb2.VERDICT_STATUS_INVALID if reasons else report_pb2.VERDICT_STATUS_VALID
     return report_pb2.Verdict(status=status, reasons=reasons)
 

@@ -20,6 +20,7 @@ from etfarm.v1.job_pb2 import Attempt, Cell, Job, Progress
 from etfarm.wire import selectors
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.generation import MAX_SCORE_S
+from etfarm.wire.messages import copy_fields
 
 DEADLINE_S = 600.0
 """Default time limit of an attempt for each of its candidates."""
@@ -115,9 +116,7 @@ class Dispatch:
             cell_id = sent.cell_id if sent.cell_id in cells else cells[0]
             progress = Progress(cell_id=cell_id, actor=Actor.ACTOR_DEVICE, device_name=device.name)
             progress.phase, progress.message = sent.phase, sent.message
-            for name in ("duration_ms", "done", "total", "p50_ns"):
-                if sent.HasField(name):
-                    setattr(progress, name, getattr(sent, name))
+            copy_fields(sent, progress, ("duration_ms", "done", "total", "p50_ns"))
             on_progress(job.id, progress)
             for text in sent.log_lines:
                 on_line(job.id, cell_id, LogSource.LOG_SOURCE_RUNNER, text)
