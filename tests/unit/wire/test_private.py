@@ -13,7 +13,7 @@ from etfarm.server.arguments import parser
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.notices.settings import NoticeSettings
 from etfarm.server.operation import settings
-from etfarm.server.rpc.door.token_file import Tokens
+from etfarm.server.rpc.door import token_file
 from etfarm.wire.errors import UserError
 from etfarm.wire.private import FolderNotPrivate, close_umask, find_openness, make_private, read_secret
 from etfarm.wire.tls import read_identity
@@ -50,7 +50,7 @@ def read_configuration(folder: Path) -> Path:
 
 
 READERS: dict[Callable[[Path], Path], tuple[str, Callable[[Path], object]]] = {
-    read_tokens: ("BAD_TOKEN_FILE", Tokens.read),
+    read_tokens: ("BAD_TOKEN_FILE", token_file.read_tokens),
     read_key: ("BAD_TLS_FILE", lambda path: read_identity(path.with_name("cert.pem"), path)),
     read_credentials: ("BAD_BLOBS", lambda path: BucketLocation.of("s3://bucket/farm", {}, credentials=path)),
     read_webhook_secret: (

@@ -41,9 +41,8 @@ class Lead:
 
     def servers(self) -> Sequence[FarmServer]:
         """Return the farm's servers, this one first."""
-        described = []
-        for row in sorted(self._member.servers, key=lambda row: row.id != self._member.id):
-            server = FarmServer(address=row.address, version=row.version, leads=row.id == self._member.id)
-            server.start_time.FromDatetime(row.started_at)
-            described.append(server)
-        return described
+        own = self._member.id
+        return [
+            FarmServer(address=row.address, version=row.version, leads=row.id == own, start_time=row.started_at)
+            for row in sorted(self._member.servers, key=lambda row: row.id != own)
+        ]

@@ -401,8 +401,8 @@ class HealthRecords:
         for row in rows:
             event = unseal_or_none(HealthEvent, row.body, f"a health event of device {device_id}")
             if event is None:  # of which its columns are known
-                event = HealthEvent(device_id=device_id, kind=row.kind, message="its description is damaged in the database")
-                event.time.FromDatetime(row.at)
+                damaged = "its description is damaged in the database"
+                event = HealthEvent(device_id=device_id, kind=row.kind, message=damaged, time=row.at)
             events.append((row.number, row.project, event))
         return events
 

@@ -72,15 +72,14 @@ def listed_job(connection: Connection, job_id: str, *, with_cells: bool = True) 
     row = connection.execute(_JOB, {"job": job_id}).one_or_none()
     if row is None:
         return None
-    job = Job(id=row.id, name=shorten(row.name or "", _NAME), owner=row.owner, project=row.project)
-    job.tags.extend(tags_of(connection, row.id))
+    job = Job(
+        id=row.id, name=shorten(row.name or "", _NAME), owner=row.owner, project=row.project, tags=tags_of(connection, row.id),
+        create_time=row.submitted_at, end_time=row.finished_at,
+    )  # fmt: skip
     job.labels.update(labels_of(row.spec or b""))
     if with_cells:
         job.cells.extend(_listed_cells(connection, job_id))
         job.state = model.job_state(job.cells)
-    job.create_time.FromDatetime(row.submitted_at)
-    if row.finished_at is not None:
-        job.end_time.FromDatetime(row.finished_at)
     return job
 
 

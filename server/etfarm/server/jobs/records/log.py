@@ -144,9 +144,7 @@ def _lines(connection: Connection, job_id: str, after: int) -> Sequence[LogLine]
     left = _PAGE_CHARACTERS
     for row in connection.execute(query):
         source = _SOURCES.get(row.source, LogSource.LOG_SOURCE_UNSPECIFIED)
-        line = LogLine(number=row.number, cell_id=row.cell_id, source=source, text=row.text)
-        line.time.FromDatetime(row.at)
-        lines.append(line)
+        lines.append(LogLine(number=row.number, cell_id=row.cell_id, source=source, text=row.text, time=row.at))
         left -= len(row.text)
         if left < 0:
             break

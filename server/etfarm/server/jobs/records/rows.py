@@ -44,14 +44,14 @@ def _whole_job(connection: Connection, job_id: str) -> Job | None:
     row = connection.execute(select(schema.jobs).where(schema.jobs.c.id == job_id)).one_or_none()
     if row is None:
         return None
-    job = Job(id=row.id, name=row.name, owner=row.owner, project=row.project, tags=tags_of(connection, row.id))
+    job = Job(
+        id=row.id, name=row.name, owner=row.owner, project=row.project, tags=tags_of(connection, row.id),
+        create_time=row.submitted_at, end_time=row.finished_at,
+    )  # fmt: skip
     job.spec.CopyFrom(unseal(job_pb2.JobSpec, row.spec, "the specification", job_id))
     job.labels.update(job.spec.labels)
     job.cells.extend(read_cells(connection, job_id))
     job.state = model.job_state(job.cells)
-    job.create_time.FromDatetime(row.submitted_at)
-    if row.finished_at is not None:
-        job.end_time.FromDatetime(row.finished_at)
     return job
 
 

@@ -4,30 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
+from etfarm.server.access.tokens import LoadedTokens
 from etfarm.v1.farm_pb2 import FarmProof, GetProofRequest
 from etfarm.wire.errors import error_for
 from etfarm.wire.farm_proof import HINT_BYTES, METADATA, NONCE_BYTES, mac_of
-
-
-class ProvableTokens(Protocol):
-    """The agents' own tokens: `TokenTable`, or what a standby knows of it."""
-
-    @property
-    def farm_id(self) -> str:
-        """The farm's id; empty while it or the tokens are not known."""
-        ...
-
-    def key_of_hint(self, hint: bytes) -> bytes | None:
-        """Return the key of an agent's own token; None if there is no such token."""
-        ...
-
-    async def catch_up(self) -> bool:
-        """Wait until all tokens of now are known; return False if they cannot be read at the moment."""
-        ...
 
 
 class Prover:
@@ -40,7 +24,7 @@ class Prover:
         certificate: returns the sha256 of the server's certificate; empty without TLS.
     """
 
-    def __init__(self, tokens: ProvableTokens, certificate: Callable[[], bytes]) -> None:
+    def __init__(self, tokens: LoadedTokens, certificate: Callable[[], bytes]) -> None:
         self._tokens = tokens
         self._certificate = certificate
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC
 from typing import Any
 
 from sqlalchemy import Row
@@ -72,21 +71,15 @@ class WebhookService(webhook_pb2_grpc.WebhookServiceServicer):
 
 
 def _webhook(row: Row[Any], waiting: int) -> webhook_pb2.Webhook:
-    message = webhook_pb2.Webhook(
+    return webhook_pb2.Webhook(
         id=row.id, url=row.url, events=row.events.split(","), created_by=row.created_by, configured=row.configured,
-        waiting=waiting, dropped=row.dropped,
+        waiting=waiting, dropped=row.dropped, create_time=row.created_at,
     )  # fmt: skip
-    message.create_time.FromDatetime(row.created_at.astimezone(UTC))
-    return message
 
 
 def _delivery(row: Row[Any]) -> webhook_pb2.WebhookDelivery:
-    message = webhook_pb2.WebhookDelivery(
+    return webhook_pb2.WebhookDelivery(
         number=row.number, event_id=row.event_id, event=row.event, webhook_id=row.webhook_id, url=row.url, job_id=row.job_id,
         project=row.project, state=DeliveryState.Value(f"DELIVERY_STATE_{row.state}"), attempts=row.attempts, error=row.error,
-        answer=row.answer, status=row.status,
+        answer=row.answer, status=row.status, create_time=row.created_at, next_time=row.due_at, end_time=row.ended_at,
     )  # fmt: skip
-    for field, at in (("create_time", row.created_at), ("next_time", row.due_at), ("end_time", row.ended_at)):
-        if at is not None:
-            getattr(message, field).FromDatetime(at.astimezone(UTC))
-    return message

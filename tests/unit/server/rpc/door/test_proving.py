@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
+from etfarm.server.access.tokens import LoadedTokens
 from etfarm.server.rpc.door.interceptor import PROOFS, AuthErrorInterceptor
 from etfarm.server.rpc.door.proving import Prover
 from etfarm.server.rpc.door.roles import PROOF
@@ -20,19 +22,25 @@ from tests.support.refusals import refuses
 TOKEN, FARM, CERTIFICATE, NONCE = "etf_of-an-agent", "the-farm", b"c" * 32, b"n" * 32
 
 
-@dataclass
-class Tokens:
-    farm_id: str = FARM
-    hints: dict[bytes, bytes] = field(default_factory=lambda: {hint_of(key_of(TOKEN)): key_of(TOKEN)})
+HINTS = {hint_of(key_of(TOKEN)): key_of(TOKEN)}
 
-    later: dict[bytes, bytes] | None = field(default_factory=dict)
-    """What is known in addition when all has been read again; None if it cannot be."""
 
-    def key_of_hint(self, hint: bytes) -> bytes | None:
-        return self.hints.get(hint)
+class Tokens(LoadedTokens):
+    """Tokens by their hints; `later` are known in addition when all have been read again, None if they cannot be."""
+
+    def __init__(
+        self,
+        farm_id: str = FARM,
+        hints: Mapping[bytes, bytes] = HINTS,
+        later: Mapping[bytes, bytes] | None = MappingProxyType({}),
+    ) -> None:
+        super().__init__()
+        self.farm_id = farm_id
+        self._hints = dict(hints)
+        self.later = later
 
     async def catch_up(self) -> bool:
-        self.hints |= self.later or {}
+        self._hints |= self.later or {}
         return self.later is not None
 
 
@@ -68,12 +76,11 @@ async def test_an_unknown_token_gets_an_answer_that_looks_the_same_and_convinces
 
 @pytest.mark.remedy("TOKENS_NOT_READ")
 async def test_a_token_that_was_created_a_moment_ago_is_waited_for() -> None:
-    hints = {hint_of(key_of(TOKEN)): key_of(TOKEN)}
-    assert convinces(await Prover(Tokens(hints={}, later=hints), lambda: CERTIFICATE).prove(metadata()))
+    assert convinces(await Prover(Tokens(hints={}, later=HINTS), lambda: CERTIFICATE).prove(metadata()))
     tokens = Tokens(hints={}, later=None)
     with refuses("TOKENS_NOT_READ"):  # an agent that is told that its token is unknown ends for good
         await Prover(tokens, lambda: CERTIFICATE).prove(metadata())
-    tokens.later = hints
+    tokens.later = HINTS
     assert convinces(await Prover(tokens, lambda: CERTIFICATE).prove(metadata())), "the agent's next try"
 
 
