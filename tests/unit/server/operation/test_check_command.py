@@ -35,6 +35,13 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
+def problem_of(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, str]:
+    """Return the only problem of a check with options."""
+    assert main([*options, "--check", "--json"]) == 1
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    return problem
+
+
 def test_each_value_is_shown_with_its_source_and_warnings_do_not_prevent_the_start(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,8 +93,7 @@ def test_the_folder_of_another_farm_is_a_problem(
     asyncio.run(claim(Bucket(location), another))
     reach(location, monkeypatch)
     options = ["--listen", "127.0.0.1:0", "--data", str(tmp_path / "data"), "--blobs", location.url]
-    assert main([*options, "--check", "--json"]) == 1
-    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    problem = problem_of(capsys, *options)
     assert problem["reason"] == "BLOBS_UNUSABLE"
     with pytest.raises(BlobsUnusable) as refused:
         main(options)
@@ -108,8 +114,7 @@ def test_artifacts_that_are_elsewhere_are_a_problem(
     file, copies = tmp_path / "artifacts" / "blobs" / "ab" / f"ab{'0' * 62}", tmp_path / "artifacts" / "cache"
     for folder, options, others in ((file, [*there, "--begin-empty"], local), (copies, local, there)):
         folder.mkdir(parents=True)
-        assert main([*options, "--check", "--json"]) == 1
-        (problem,) = json.loads(capsys.readouterr().out)["problems"]
+        problem = problem_of(capsys, *options)
         with pytest.raises(BlobsUnusable) as refused:
             main(options)
         assert (refused.value.message, refused.value.remedy) == (problem["message"], problem["remedy"])
@@ -124,8 +129,7 @@ def test_a_misspelled_bucket_is_not_created(
     location = s3_server.owners_location("etfarm-tets")
     reach(location, monkeypatch)
     for _ in range(2):
-        assert main(["--listen", "127.0.0.1:0", "--data", str(tmp_path), "--blobs", location.url, "--check", "--json"]) == 1
-        (problem,) = json.loads(capsys.readouterr().out)["problems"]
+        problem = problem_of(capsys, "--listen", "127.0.0.1:0", "--data", str(tmp_path), "--blobs", location.url)
         assert "there is no bucket 'etfarm-tets'" in problem["message"]
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import socket
 from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager, suppress
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from etfarm.server.artifacts.room import DiskSpace
 from etfarm.server.operation.metrics import MAX_PROJECTS, Metrics
-from etfarm.server.operation.metrics_page import MetricsPage, probe
+from etfarm.server.operation.metrics_page import MetricsPage, Page, probe
 from etfarm.server.operation.snapshot import Snapshot
 from etfarm.v1 import common_pb2, compile_pb2
 from etfarm.v1.job_pb2 import Cell, Job, JobEvent, JobState
@@ -97,12 +98,10 @@ def test_projects_beyond_the_limit_share_a_series() -> None:
     assert "etfarm_disk_full 1.0" in text and "etfarm_disk_free_bytes 5.0" in text
 
 
-@pytest.fixture
-async def page() -> AsyncIterator[tuple[MetricsPage, str, int]]:
-    async def echo(accept: str) -> tuple[HTTPStatus, str, bytes]:
-        return HTTPStatus.OK, "text/plain", accept.encode()
-
-    created = MetricsPage({"/metrics": echo, "/readyz": probe(lambda: "stopping"), "/healthz": probe(lambda: "")})
+@asynccontextmanager
+async def serving(pages: dict[str, Page], **options: Any) -> AsyncIterator[tuple[MetricsPage, str, int]]:
+    """Yield a page with its host and its port."""
+    created = MetricsPage(pages, **options)
     host, _, port = (await created.start(Address("127.0.0.1:0"))).rpartition(":")
     try:
         yield created, host, int(port)
@@ -110,11 +109,20 @@ async def page() -> AsyncIterator[tuple[MetricsPage, str, int]]:
         await created.close()
 
 
+@pytest.fixture
+async def page() -> AsyncIterator[tuple[MetricsPage, str, int]]:
+    async def echo(accept: str) -> tuple[HTTPStatus, str, bytes]:
+        return HTTPStatus.OK, "text/plain", accept.encode()
+
+    async with serving({"/metrics": echo, "/readyz": probe(lambda: "stopping"), "/healthz": probe(lambda: "")}) as created:
+        yield created
+
+
 async def request(host: str, port: int, data: bytes) -> bytes:
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(data)
     answer = b""
-    with contextlib.suppress(ConnectionResetError):  # the server closed it with bytes unread
+    with suppress(ConnectionResetError):  # the server closed it with bytes unread
         async with asyncio.timeout(30):
             answer = await reader.read()
     writer.close()
@@ -156,21 +164,16 @@ async def test_clients_that_read_nothing_keep_no_place() -> None:
     async def large(accept: str) -> tuple[HTTPStatus, str, bytes]:
         return HTTPStatus.OK, "text/plain", bytes(32 << 20)
 
-    created = MetricsPage({"/metrics": large, "/healthz": probe(lambda: "")}, timeout_s=0.5)
-    host, _, port = (await created.start(Address("127.0.0.1:0"))).rpartition(":")
-    crowd = [socket.create_connection((host, int(port))) for _ in range(16)]
-    try:
-        for each in crowd:
-            each.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
-        answer = await request(host, int(port), b"GET /healthz HTTP/1.1\r\n\r\n")
-        assert answer.startswith(b"HTTP/1.1 200")
-        async with asyncio.timeout(30):
-            while created._open:
-                await asyncio.wait(created._open)
-    finally:
-        for each in crowd:
-            each.close()
-        await created.close()
+    pages = {"/metrics": large, "/healthz": probe(lambda: "")}
+    async with serving(pages, timeout_s=0.5) as (created, host, port):
+        with ExitStack() as crowd:
+            for _ in range(16):
+                crowd.enter_context(socket.create_connection((host, port))).sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            answer = await request(host, port, b"GET /healthz HTTP/1.1\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 200")
+            async with asyncio.timeout(30):
+                while created._open:
+                    await asyncio.wait(created._open)
 
 
 @pytest.mark.parametrize(
@@ -184,13 +187,9 @@ async def test_clients_that_read_nothing_keep_no_place() -> None:
     ],
 )  # fmt: skip
 async def test_a_name_that_is_led_here_gets_no_metrics(host: str, status: bytes) -> None:
-    created = MetricsPage({"/healthz": probe(lambda: "")}, hosts=["Farm.example"])
-    address, _, port = (await created.start(Address("127.0.0.1:0"))).rpartition(":")
-    try:
-        answer = await request(address, int(port), b"GET /healthz HTTP/1.1\r\nHost: %b\r\n\r\n" % host.encode())
+    async with serving({"/healthz": probe(lambda: "")}, hosts=["Farm.example"]) as (_, address, port):
+        answer = await request(address, port, b"GET /healthz HTTP/1.1\r\nHost: %b\r\n\r\n" % host.encode())
         assert answer[9:12] == status
-    finally:
-        await created.close()
 
 
 @pytest.mark.remedy("CANNOT_LISTEN")
