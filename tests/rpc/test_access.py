@@ -19,17 +19,17 @@ import pytest
 import trustme
 
 from etfarm.server.rpc.door.roles import ROLES
-from etfarm.v1 import agent_pb2_grpc, artifact_pb2_grpc, common_pb2, compile_pb2, device_pb2, farm_pb2, session_pb2
-from etfarm.wire import digest
+from etfarm.v1 import agent_pb2_grpc, common_pb2, device_pb2, farm_pb2
 from etfarm.wire.channel import Access, open_channel
-from etfarm.wire.chunks import artifact_of, upload
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import from_rpc_error
 from tests.support.contract import RPCS, WAIT_S, address_of, call
 from tests.support.farm import Daemon, private_file, serve
+from tests.support.farm_calls import FarmCalls
 from tests.support.programs import program
+from tests.support.refusals import refusal
 from tests.support.runner import know_own_runners
-from tests.support.session_ends import Agent, Caller, Serving
+from tests.support.session_ends import Caller, Serving, session_on, welcomed
 
 pytestmark = pytest.mark.slow(reason="starts a server for each kind of access")
 
@@ -283,23 +283,16 @@ async def test_a_killed_servers_children_end_and_its_socket_can_be_reused(tmp_pa
 
 
 async def test_only_the_agent_of_a_sessions_device_can_serve_it(guarded: Guarded) -> None:
-    data = program("add").bytes
-    pte = artifact_of(data)
-    created = compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
     runner = device_pb2.DeviceRunner(
         kind=common_pb2.RUNNER_KIND_PYTHON, executorch="1.5.1", backends=["XnnpackBackend"], operators=["aten::add.out"]
     )
     channels = [guarded.channel(TOKENS[role]) for role in ("user", "agent", "admin")]
     async with channels[0] as users, channels[1] as agents, channels[2] as admins:
-        await upload(artifact_pb2_grpc.ArtifactServiceStub(users), pte, data)
-        agent = Agent(agents, "alone", own_runners=[runner])
-        assert (await agent.stream.read()).HasField("welcome")
-        caller = Caller(users, session_pb2.OpenSessionRequest(selector=f"id={agent.devices[0].id}", program=created))
+        agent = await welcomed(agents, "alone", own_runners=[runner])
+        caller = Caller(users, session_on(agent, await FarmCalls(users).put(program("add").bytes)))
         start = await agent.started()
         stranger = Serving(agent_pb2_grpc.AgentServiceStub(admins), start.attempt_id)
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await stranger.stream.read()
-        assert from_rpc_error(refused.value, server="here").reason == "NOT_YOURS"
+        assert (await refusal(stranger.stream.read())).reason == "NOT_YOURS"
         agent.serve(start)
         assert (await caller.event("ready")).ready.device.id == agent.devices[0].id
         caller.events.cancel()

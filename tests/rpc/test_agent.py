@@ -15,13 +15,13 @@ import pytest
 from etfarm.device_agents.attempts.passes import traced_iterations
 from etfarm.v1 import common_pb2, job_pb2, report_pb2
 from etfarm.wire import tensors
-from tests.support.agent import LONG, WAIT_S, Launch, Server, launch, server
+from tests.support.agent import LONG, WAIT_S, Launch, Server, join, launch, server
 from tests.support.farm import PROMPTLY_S
 from tests.support.programs import program
 
 pytestmark = pytest.mark.slow(reason="starts an agent's process for each test")
 
-__all__ = ["launch", "server"]
+__all__ = ["join", "launch", "server"]
 
 
 def values(server: Server, artifact: common_pb2.Artifact) -> list[np.ndarray]:
@@ -40,9 +40,8 @@ LASTED = {common_pb2.STOP_REASON_ENOUGH, common_pb2.STOP_REASON_SETTLED, common_
 """How a pass of at least so many seconds ends."""
 
 
-async def test_a_benchmark_returns_samples_outputs_a_trace_and_counters(server: Server, launch: Launch) -> None:
-    await launch()
-    connection = await server.connected()
+async def test_a_benchmark_returns_samples_outputs_a_trace_and_counters(server: Server, join: Launch) -> None:
+    _, connection = await join()
     measurement = job_pb2.Measurement(warmup=3, iterations=20, min_time_s=0.1)
     connection.start("a1", server.candidate("conv"), measurement=measurement, deadline_s=60)
     result = await connection.result("a1")
@@ -68,11 +67,9 @@ async def test_a_benchmark_returns_samples_outputs_a_trace_and_counters(server: 
     assert list(dict.fromkeys(begun)) == [phase.phase for phase in cell.phases]
 
 
-async def test_a_wait_before_a_measurement_is_reported_and_ends(server: Server, launch: Launch) -> None:
-    await launch("--idle-wait", "2", "--idle-below", "0", "--cool-below", "1000")
-    connection = await server.connected()
-    connection.start("a1", server.candidate("add"), measurement=SHORT, deadline_s=60)
-    (cell,) = (await connection.result("a1")).candidates
+async def test_a_wait_before_a_measurement_is_reported_and_ends(server: Server, join: Launch) -> None:
+    _, connection = await join("--idle-wait", "2", "--idle-below", "0", "--cool-below", "1000")
+    cell = await connection.run(server.candidate("add"), measurement=SHORT)
     assert not cell.HasField("error"), cell.error
     assert [phase.phase for phase in cell.phases][:3] == ["FETCH", "WAIT_FOR_IDLE", "LOAD"]
     (wait,) = cell.telemetry.waits
@@ -82,46 +79,38 @@ async def test_a_wait_before_a_measurement_is_reported_and_ends(server: Server, 
     assert any("at most 2 s: " in message and "tasks per cpu run" in message for message in reported)
     (p50_ns,) = [m.run_progress.p50_ns for m in connection.received if m.run_progress.HasField("p50_ns")]
     assert p50_ns > 0, "the median is known before the report"
-    connection.start("a2", server.candidate("add"), deadline_s=60)
-    (cell,) = (await connection.result("a2")).candidates
+    cell = await connection.run(server.candidate("add"), attempt="a2")
     assert "WAIT_FOR_IDLE" not in [phase.phase for phase in cell.phases], "who measures nothing waits for nothing"
 
 
-async def test_a_benchmark_records_the_machines_state(server: Server, launch: Launch) -> None:
-    await launch()
-    connection = await server.connected()
+async def test_a_benchmark_records_the_machines_state(server: Server, join: Launch) -> None:
+    _, connection = await join()
     measurement = job_pb2.Measurement(warmup=1, iterations=20, min_time_s=0.7)
-    connection.start("a1", server.candidate("conv"), measurement=measurement, deadline_s=60)
-    (cell,) = (await connection.result("a1")).candidates
+    cell = await connection.run(server.candidate("conv"), measurement=measurement)
     telemetry = cell.telemetry
     assert telemetry.affinity and telemetry.series and telemetry.sampler_cpu_ns > 0
     assert telemetry.after.elapsed_ms - telemetry.before.elapsed_ms >= 600
     assert telemetry.after.memory_available_bytes > 0
 
 
-async def test_without_a_measurement_a_program_runs_once(server: Server, launch: Launch) -> None:
-    await launch()
-    connection = await server.connected()
-    connection.start("a1", server.candidate("counter"), deadline_s=60)
-    (cell,) = (await connection.result("a1")).candidates
+async def test_without_a_measurement_a_program_runs_once(server: Server, join: Launch) -> None:
+    _, connection = await join()
+    cell = await connection.run(server.candidate("counter"))
     np.testing.assert_array_equal(values(server, cell.outputs)[0], expected("counter")[0])
     assert not cell.HasField("samples") and not cell.HasField("etdump") and not cell.HasField("outputs_equal")
 
 
-async def test_a_program_with_state_is_judged_by_its_first_run(server: Server, launch: Launch) -> None:
-    await launch()
-    connection = await server.connected()
+async def test_a_program_with_state_is_judged_by_its_first_run(server: Server, join: Launch) -> None:
+    _, connection = await join()
     for attempt, no_profile in (("traced", False), ("untraced", True)):
         measurement = job_pb2.Measurement(iterations=5, min_time_s=0, no_profile=no_profile)
-        connection.start(attempt, server.candidate("counter"), measurement=measurement, deadline_s=60)
-        (cell,) = (await connection.result(attempt)).candidates
+        cell = await connection.run(server.candidate("counter"), measurement=measurement, attempt=attempt)
         np.testing.assert_array_equal(values(server, cell.outputs)[0], expected("counter")[0])
         assert cell.outputs_equal is True and cell.repeatability.outcome == report_pb2.REPEATABILITY_OUTCOME_KEEPS_STATE
 
 
-async def test_a_wrong_input_is_a_user_error(server: Server, launch: Launch) -> None:
-    await launch()
-    connection = await server.connected()
+async def test_a_wrong_input_is_a_user_error(server: Server, join: Launch) -> None:
+    _, connection = await join()
     wrong = server.put(tensors.encode(program("add").inputs))
     connection.start("a1", server.candidate("conv", inputs=wrong), server.candidate("add", "second"), deadline_s=60)
     first, second = (await connection.result("a1")).candidates
@@ -129,9 +118,8 @@ async def test_a_wrong_input_is_a_user_error(server: Server, launch: Launch) -> 
     assert not second.HasField("error"), "the other candidates run all the same"
 
 
-async def test_a_crash_is_a_program_fault_if_the_self_test_passes(server: Server, launch: Launch) -> None:
-    agent = await launch()
-    connection = await server.connected()
+async def test_a_crash_is_a_program_fault_if_the_self_test_passes(server: Server, join: Launch) -> None:
+    agent, connection = await join()
     connection.start("a1", server.candidate("conv"), measurement=LONG, deadline_s=60)
     await connection.phase("TIMED")
     os.kill(agent.runners()[0].pid, signal.SIGSEGV)
@@ -144,9 +132,8 @@ async def test_a_crash_is_a_program_fault_if_the_self_test_passes(server: Server
     assert not (await connection.result("a2")).candidates[0].HasField("error"), "the agent serves on"
 
 
-async def test_a_crash_is_a_device_fault_if_the_self_test_fails_too(server: Server, launch: Launch, tmp_path: Path) -> None:
-    agent = await launch()
-    connection = await server.connected()
+async def test_a_crash_is_a_device_fault_if_the_self_test_fails_too(server: Server, join: Launch, tmp_path: Path) -> None:
+    agent, connection = await join()
     connection.start("a1", server.candidate("conv"), server.candidate("add", "second"), measurement=LONG, deadline_s=60)
     await connection.phase("TIMED")
     for loader in (tmp_path / "agent" / "cache" / "bundles").glob("*/ld-linux*"):
@@ -158,9 +145,8 @@ async def test_a_crash_is_a_device_fault_if_the_self_test_fails_too(server: Serv
     assert result.error.metadata["program_error"] == "PROGRAM_CRASHED"
 
 
-async def test_a_hanging_program_is_killed_at_the_deadline(server: Server, launch: Launch) -> None:
-    agent = await launch()
-    connection = await server.connected()
+async def test_a_hanging_program_is_killed_at_the_deadline(server: Server, join: Launch) -> None:
+    agent, connection = await join()
     # The deadline leaves a slow machine the time to be in the pass by then.
     measurement = job_pb2.Measurement(warmup=1, min_time_s=60)
     connection.start("a1", server.candidate("conv"), measurement=measurement, deadline_s=8)
@@ -175,9 +161,8 @@ async def test_a_hanging_program_is_killed_at_the_deadline(server: Server, launc
     assert not runner.is_running()
 
 
-async def test_a_cancelled_run_frees_the_device_within_a_second(server: Server, launch: Launch) -> None:
-    agent = await launch()
-    connection = await server.connected()
+async def test_a_cancelled_run_frees_the_device_within_a_second(server: Server, join: Launch) -> None:
+    agent, connection = await join()
     took_s: list[float] = []
     while not took_s or (took_s[-1] >= 1.0 and len(took_s) < TRIES):  # the machine may hold up some of them
         turn, received = len(took_s), len(connection.received)
@@ -198,9 +183,8 @@ async def test_a_cancelled_run_frees_the_device_within_a_second(server: Server, 
 
 
 @pytest.mark.remedy("DEVICE_BUSY", "CANCELLED", "DEVICE_UNKNOWN")
-async def test_runs_that_are_not_measured_share_a_device_and_others_do_not(server: Server, launch: Launch) -> None:
-    await launch("--concurrent-runs", "2")
-    connection = await server.connected()
+async def test_runs_that_are_not_measured_share_a_device_and_others_do_not(server: Server, join: Launch) -> None:
+    _, connection = await join("--concurrent-runs", "2")
     assert connection.hello.devices[0].concurrent_runs == 2
     add = server.candidate("add")
     server.away = True  # so that runs do not end
@@ -230,9 +214,8 @@ async def test_runs_that_are_not_measured_share_a_device_and_others_do_not(serve
     assert not (await connection.result("a7")).candidates[0].HasField("error")
 
 
-async def test_a_busy_device_refuses_and_a_known_attempt_is_not_repeated(server: Server, launch: Launch) -> None:
-    agent = await launch()
-    connection = await server.connected()
+async def test_a_busy_device_refuses_and_a_known_attempt_is_not_repeated(server: Server, join: Launch) -> None:
+    agent, connection = await join()
     candidate = server.candidate("conv")
     connection.start("a1", candidate, measurement=LONG, deadline_s=600)
     await connection.phase("TIMED")
@@ -247,9 +230,8 @@ async def test_a_busy_device_refuses_and_a_known_attempt_is_not_repeated(server:
     assert not any(m.run_result.attempt_id == "a1" for m in connection.received)
 
 
-async def test_an_upload_waits_for_an_unreachable_server(server: Server, launch: Launch) -> None:
-    await launch()
-    connection = await server.connected()
+async def test_an_upload_waits_for_an_unreachable_server(server: Server, join: Launch) -> None:
+    _, connection = await join()
     server.away = True
     connection.start("a1", server.candidate("add"), deadline_s=60)
     async with asyncio.timeout(WAIT_S):
@@ -259,32 +241,27 @@ async def test_an_upload_waits_for_an_unreachable_server(server: Server, launch:
     assert cell.outputs.digest in server.blobs
 
 
-async def test_an_upload_timeout_is_a_device_fault(server: Server, launch: Launch) -> None:
-    await launch()
-    connection = await server.connected()
+async def test_an_upload_timeout_is_a_device_fault(server: Server, join: Launch) -> None:
+    _, connection = await join()
     server.away = True
     # Long enough that a slow machine has run it by then.
-    connection.start("a1", server.candidate("add"), deadline_s=8)
-    error = (await connection.result("a1")).candidates[0].error
+    error = (await connection.run(server.candidate("add"), deadline_s=8)).error
     assert (error.fault, error.reason, error.stage) == (common_pb2.FAULT_DEVICE, "TRANSFER_TIMED_OUT", "UPLOAD")
 
 
-async def test_damaged_files_never_reach_a_runner(server: Server, launch: Launch) -> None:
-    await launch()
-    connection = await server.connected()
+async def test_damaged_files_never_reach_a_runner(server: Server, join: Launch) -> None:
+    _, connection = await join()
     candidate = server.candidate("add")
     good = server.blobs[candidate.program.pte.digest]
     server.blobs[candidate.program.pte.digest] = good[:-1] + bytes([good[-1] ^ 1])
-    connection.start("a1", candidate, deadline_s=60)
-    error = (await connection.result("a1")).candidates[0].error
+    error = (await connection.run(candidate)).error
     assert (error.fault, error.reason, error.stage) == (common_pb2.FAULT_FARM, "DIGEST_MISMATCH", "FETCH")
     assert server.downloads.count(candidate.program.pte.digest) == 3
 
 
-async def test_cores_restrict_the_offered_cpus_and_the_programs_affinity(server: Server, launch: Launch) -> None:
+async def test_cores_restrict_the_offered_cpus_and_the_programs_affinity(server: Server, join: Launch) -> None:
     core = str(min(os.sched_getaffinity(0)))
-    await launch("--cores", core)
-    connection = await server.connected()
+    _, connection = await join("--cores", core)
     assert connection.hello.devices[0].cores == 1
     connection.start("a1", server.candidate("add", threads=2), server.candidate("add", "second"), deadline_s=60)
     asked, default = (await connection.result("a1")).candidates

@@ -14,17 +14,16 @@ import pytest
 from etfarm.v1 import job_pb2
 from etfarm.wire.errors import Fault, Kind, error_of
 from etfarm.wire.names import PROTOCOL_VERSION
-from tests.support.agent import LONG, WAIT_S, Launch, Server, gone, launch, server
+from tests.support.agent import LONG, WAIT_S, Launch, Server, gone, join, launch, server
 from tests.support.farm import PROMPTLY_S, wait_until
 
 pytestmark = pytest.mark.slow(reason="starts agents' processes, and waits for their deadlines")
 
-__all__ = ["launch", "server"]
+__all__ = ["join", "launch", "server"]
 
 
-async def test_an_agent_registers_its_machine_and_sends_heartbeats(server: Server, launch: Launch) -> None:
-    agent = await launch("--name", "board-7", "--label", "rack=3")
-    connection = await server.connected()
+async def test_an_agent_registers_its_machine_and_sends_heartbeats(server: Server, join: Launch) -> None:
+    agent, connection = await join("--name", "board-7", "--label", "rack=3")
     hello, device = connection.hello, connection.hello.devices[0]
     assert hello.protocol_version == PROTOCOL_VERSION == 4
     assert (device.name, device.labels["rack"], device.agent_id) == ("board-7", "3", hello.agent_id)
@@ -40,10 +39,9 @@ async def test_an_agent_registers_its_machine_and_sends_heartbeats(server: Serve
     assert await agent.line() == f"etfarm agent: connected to {server.address} as board-7 ({device.id})"
 
 
-async def test_artifacts_are_fetched_once_across_processes(server: Server, launch: Launch) -> None:
+async def test_artifacts_are_fetched_once_across_processes(server: Server, join: Launch) -> None:
     for attempt in ("a1", "a2"):
-        agent = await launch()
-        connection = await server.connected()
+        agent, connection = await join()
         connection.start(attempt, server.candidate("add"), deadline_s=60)
         assert not (await connection.result(attempt)).candidates[0].HasField("error")
         agent.process.terminate()
@@ -51,9 +49,8 @@ async def test_artifacts_are_fetched_once_across_processes(server: Server, launc
     assert len(server.downloads) == len(set(server.downloads)) == 3
 
 
-async def test_a_run_survives_a_server_restart(server: Server, launch: Launch) -> None:
-    await launch()
-    connection = await server.connected()
+async def test_a_run_survives_a_server_restart(server: Server, join: Launch) -> None:
+    _, connection = await join()
     connection.start("a1", server.candidate("conv"), measurement=job_pb2.Measurement(min_time_s=8), deadline_s=60)
     await connection.phase("TIMED")
     await server.stop()
@@ -65,9 +62,10 @@ async def test_a_run_survives_a_server_restart(server: Server, launch: Launch) -
     assert cell.iterations > 100
 
 
-async def test_a_result_is_sent_again_until_it_is_acknowledged(server: Server, launch: Launch, tmp_path: Path) -> None:
-    agent = await launch()
-    connection = await server.connected()
+async def test_a_result_is_sent_again_until_it_is_acknowledged(
+    server: Server, launch: Launch, join: Launch, tmp_path: Path
+) -> None:
+    agent, connection = await join()
     connection.start("a1", server.candidate("add"), deadline_s=60)
     first = await connection.result("a1")
     await server.stop()
@@ -94,9 +92,8 @@ async def test_a_result_is_sent_again_until_it_is_acknowledged(server: Server, l
     assert not (await server.connected()).hello.unacknowledged_attempts
 
 
-async def test_a_cancelled_result_is_no_longer_sent(server: Server, launch: Launch) -> None:
-    await launch()
-    connection = await server.connected()
+async def test_a_cancelled_result_is_no_longer_sent(server: Server, join: Launch) -> None:
+    _, connection = await join()
     connection.start("a1", server.candidate("add"), deadline_s=60)
     await connection.result("a1")
     connection.cancel("a1")
@@ -163,9 +160,8 @@ async def test_two_agents_cannot_share_a_data_folder(server: Server, launch: Lau
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "stdin"])
-async def test_a_stopped_agent_signs_off_and_leaves_no_processes(server: Server, launch: Launch, how: str) -> None:
-    agent = await launch("--exit-with-stdin")
-    connection = await server.connected()
+async def test_a_stopped_agent_signs_off_and_leaves_no_processes(server: Server, join: Launch, how: str) -> None:
+    agent, connection = await join("--exit-with-stdin")
     connection.start("a1", server.candidate("conv"), measurement=LONG, deadline_s=600)
     await connection.phase("TIMED")
     (runner,) = agent.runners()
@@ -181,9 +177,8 @@ async def test_a_stopped_agent_signs_off_and_leaves_no_processes(server: Server,
     await gone(runner, PROMPTLY_S)
 
 
-async def test_no_runner_outlives_a_killed_agent(server: Server, launch: Launch) -> None:
-    agent = await launch()
-    connection = await server.connected()
+async def test_no_runner_outlives_a_killed_agent(server: Server, launch: Launch, join: Launch) -> None:
+    agent, connection = await join()
     connection.start("a1", server.candidate("conv"), measurement=LONG, deadline_s=600)
     await connection.phase("TIMED")
     (runner,) = agent.runners()

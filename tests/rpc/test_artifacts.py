@@ -29,6 +29,7 @@ from etfarm.wire.channel import SERVER_OPTIONS, Access, open_channel
 from etfarm.wire.chunks import CHUNK_BYTES, CorruptDownload, artifact_of
 from etfarm.wire.errors import EtfarmError
 from tests.support.authentications import authentication
+from tests.support.refusals import refusal
 
 DATA = os.urandom(3 * CHUNK_BYTES + 12_345)
 ARTIFACT = artifact_of(DATA)
@@ -45,14 +46,8 @@ class Served:
     async def status(self, digest: str = ARTIFACT.digest) -> UploadStatus:
         return await self.stub.GetUploadStatus(artifact_pb2.GetUploadStatusRequest(digest=digest))
 
-    async def error(self, call: grpc.aio.Call) -> EtfarmError:
-        """Return the error that refuses the call."""
-        with pytest.raises(grpc.aio.AioRpcError) as failed:
-            await call  # type: ignore[misc]
-        return status.from_rpc_error(failed.value, server="here")
-
     async def upload_error(self, *requests: UploadArtifactRequest) -> EtfarmError:
-        return await self.error(self.stub.Upload(stream_of(requests)))
+        return await refusal(self.stub.Upload(stream_of(requests)))
 
 
 async def needed_by_no_agent(principal: str, digest: str) -> bool:
@@ -214,7 +209,7 @@ async def test_a_second_stream_of_an_upload_is_refused_with_a_retry(served: Serv
 
 @pytest.mark.parametrize("digests", [["abc"], ["A" * 64], ["a" * 64] * 10_001])
 async def test_bad_digests_are_refused(served: Served, digests: list[str]) -> None:
-    error = await served.error(served.stub.FindMissing(artifact_pb2.FindMissingArtifactsRequest(digests=digests)))
+    error = await refusal(served.stub.FindMissing(artifact_pb2.FindMissingArtifactsRequest(digests=digests)))
     assert (error.reason, error.kind) == ("DIGEST_MALFORMED", "INVALID_ARGUMENT")
     assert error.fault == "USER"
 
@@ -321,7 +316,7 @@ async def test_the_list_is_paged_newest_first(served: Served) -> None:
 
 @pytest.mark.parametrize("token", ["x", "bm9uZQ==", "W10=", "WyIyMDI1IiwgMSwgMl0=" * 2])
 async def test_a_forged_page_token_is_refused(served: Served, token: str) -> None:
-    error = await served.error(served.stub.List(artifact_pb2.ListArtifactsRequest(page_token=token)))
+    error = await refusal(served.stub.List(artifact_pb2.ListArtifactsRequest(page_token=token)))
     assert (error.reason, error.kind) == ("BAD_PAGE_TOKEN", "INVALID_ARGUMENT")
 
 
@@ -332,12 +327,12 @@ async def test_a_silent_upload_times_out_and_keeps_its_bytes(tmp_path: Path) -> 
         await silent.write(header())
         await silent.write(chunk(0, DATA[:1000]))
         async with asyncio.timeout(WAIT_S):
-            error = await served.error(silent)
+            error = await refusal(silent)
         assert (error.reason, error.kind, error.metadata["committed_bytes"]) == ("UPLOAD_IDLE", "ABORTED", "1000")
         await chunks.upload(served.stub, ARTIFACT, DATA)
         nothing = served.stub.Upload()
         async with asyncio.timeout(WAIT_S):
-            assert (await served.error(nothing)).reason == "NO_HEADER"
+            assert (await refusal(nothing)).reason == "NO_HEADER"
 
 
 async def test_an_unread_download_frees_its_slot(tmp_path: Path) -> None:

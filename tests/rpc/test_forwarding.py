@@ -35,6 +35,7 @@ from tests.support.authentications import authentication
 from tests.support.contract import address_of
 from tests.support.fake_servers import serving
 from tests.support.farm import Daemon, private_file, serve
+from tests.support.refusals import refusal
 
 DEAD = Leader(1, "127.0.0.1:1", "", "", "")
 """A leader that does not answer."""
@@ -77,9 +78,7 @@ async def test_a_single_answer_names_the_server_that_forwarded(server: Daemon, t
 async def test_a_status_keeps_its_details(channel: grpc.aio.Channel) -> None:
     jobs = job_pb2_grpc.JobServiceStub(channel)
     for call in (jobs.Get(job_pb2.GetJobRequest(job_id="x")), jobs.Watch(job_pb2.WatchJobRequest(job_id="x")).read()):
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await call
-        error = from_rpc_error(refused.value, server="here")
+        error = await refusal(call)
         assert (error.reason, error.metadata["job"]) == ("JOB_NOT_FOUND", "x")
 
 
@@ -101,9 +100,7 @@ async def test_an_agent_is_welcomed(channel: grpc.aio.Channel) -> None:
 async def test_calls_wait_for_a_leader_and_end_with_a_reason(server: Daemon, tmp_path: Path) -> None:
     async with standby_of(None, tmp_path, wait_s=1.0) as (channel, _, leadership):
         stub = farm_pb2_grpc.FarmServiceStub(channel)
-        with pytest.raises(grpc.aio.AioRpcError) as failed:
-            await stub.GetServerInfo(farm_pb2.GetServerInfoRequest())
-        assert from_rpc_error(failed.value, server="here").reason == "NO_LEADER"
+        assert (await refusal(stub.GetServerInfo(farm_pb2.GetServerInfoRequest()))).reason == "NO_LEADER"
         waiting = asyncio.ensure_future(stub.GetServerInfo(farm_pb2.GetServerInfoRequest()))
         await asyncio.wait({waiting}, timeout=0.2)
         leadership.set(Leader(1, address_of(server), "", "", SECRET))
@@ -215,13 +212,6 @@ def headers(token: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {token}"),) if token else ()
 
 
-async def refusal_of(awaited: Any) -> str:
-    """Return the reason of a call's refusal."""
-    with pytest.raises(grpc.aio.AioRpcError) as failed:
-        await awaited
-    return from_rpc_error(failed.value, server="here").reason
-
-
 async def test_health_requires_a_token_while_no_leader_is_known(tmp_path: Path) -> None:
     tokens = write_tokens(tmp_path / "tokens")
     async with standby_of(None, tmp_path, wait_s=0.5, tokens=tokens) as (channel, _, leadership):
@@ -229,8 +219,8 @@ async def test_health_requires_a_token_while_no_leader_is_known(tmp_path: Path) 
         assert (await check(request, metadata=headers(TOKEN))).status == health_pb2.HealthCheckResponse.NOT_SERVING
         for leader in (None, DEAD):
             leadership.set(leader)
-            assert await refusal_of(check(request)) == "UNAUTHENTICATED"
-            assert await refusal_of(check(request, metadata=headers("guess-0123456789"))) == "NO_LEADER"
+            assert (await refusal(check(request))).reason == "UNAUTHENTICATED"
+            assert (await refusal(check(request, metadata=headers("guess-0123456789")))).reason == "NO_LEADER"
             await check(request, metadata=headers(TOKEN))
 
 
@@ -240,11 +230,11 @@ async def test_the_leader_decides_about_callers_whom_the_standby_does_not_know(t
     async with token_leader(tokens) as (address, seen), standby_of(address, tmp_path) as (channel, _, _):
         check, request = health_pb2_grpc.HealthStub(channel).Check, health_pb2.HealthCheckRequest()
         jobs, get = job_pb2_grpc.JobServiceStub(channel), job_pb2.GetJobRequest(job_id="x")
-        assert await refusal_of(jobs.Get(get)) == "UNAUTHENTICATED"  # from now on, the standby knows that tokens are required
+        assert (await refusal(jobs.Get(get))).reason == "UNAUTHENTICATED"  # now the standby knows that tokens are required
         seen.clear()
         for token in ("", "guess-0123456789"):
-            assert await refusal_of(check(request, metadata=headers(token))) == "UNAUTHENTICATED"
-            assert await refusal_of(jobs.Get(get, metadata=headers(token))) == "UNAUTHENTICATED"
+            assert (await refusal(check(request, metadata=headers(token)))).reason == "UNAUTHENTICATED"
+            assert (await refusal(jobs.Get(get, metadata=headers(token)))).reason == "UNAUTHENTICATED"
         assert [name for name, size in seen] == ["Check", "Get"] * 2 and not any(size for _, size in seen)
         seen.clear()
         assert await jobs.Get(get, metadata=headers(TOKEN))
@@ -287,7 +277,7 @@ async def test_only_the_leaders_word_admits_an_unknown_caller(tmp_path: Path) ->
     async with serving(Faulty()) as address, standby_of(address, tmp_path, 0.2, tokens) as (channel, _, _):
         for token in ("", "guess-0123456789"):
             call = channel.unary_unary(UPLOAD)(b"", metadata=(*headers(token), (QUESTION, "1"), (ACCEPTED, "1")), timeout=60)
-            assert await refusal_of(call) == "DEADLINE_EXCEEDED"
+            assert (await refusal(call)).reason == "DEADLINE_EXCEEDED"
 
 
 async def test_browsers_of_the_page_do_not_share_their_refusals(tmp_path: Path) -> None:
@@ -413,6 +403,5 @@ async def test_servers_trust_the_certificate_that_the_leader_has_published(tmp_p
         stranger = Leader(1, address_of(daemon), "", other, SECRET)
         short = standing_by(config, Leadership(stranger), wait_s=1.0)
         async with short as own, open_channel(Access(own, tls_ca=names["ca"])) as channel:
-            with pytest.raises(grpc.aio.AioRpcError) as failed:
-                await farm_pb2_grpc.FarmServiceStub(channel).GetServerInfo(farm_pb2.GetServerInfoRequest())
-            assert from_rpc_error(failed.value, server="here").reason == "NO_LEADER"
+            error = await refusal(farm_pb2_grpc.FarmServiceStub(channel).GetServerInfo(farm_pb2.GetServerInfoRequest()))
+            assert error.reason == "NO_LEADER"

@@ -20,13 +20,14 @@ from etfarm.v1 import (
 )
 from etfarm.wire import digest
 from etfarm.wire.channel import Access, open_channel
-from etfarm.wire.chunks import artifact_of, upload
+from etfarm.wire.chunks import artifact_of
 from etfarm.wire.names import PROTOCOL_VERSION
-from etfarm.wire.status import from_rpc_error
 from tests.support.farm import serve
+from tests.support.farm_calls import FarmCalls
 from tests.support.programs import program
+from tests.support.refusals import refusal
 from tests.support.runner import runner_archive
-from tests.support.session_ends import WAIT_S, Agent, Caller, Serving
+from tests.support.session_ends import WAIT_S, Agent, Caller, Serving, session_on, welcomed
 
 pytestmark = pytest.mark.slow(reason="waits for the deadlines of calls on a real agent")
 
@@ -52,9 +53,7 @@ async def channel(server: str) -> AsyncIterator[grpc.aio.Channel]:
 
 @pytest.fixture
 async def agent(channel: grpc.aio.Channel, request: pytest.FixtureRequest) -> AsyncIterator[Agent]:
-    agent = Agent(channel, f"a{abs(hash(request.node.name)) % 10**6}")
-    welcome = await agent.stream.read()
-    assert welcome.WhichOneof("message") == "welcome"
+    agent = await welcomed(channel, f"a{abs(hash(request.node.name)) % 10**6}")
     yield agent
     agent.stream.cancel()
 
@@ -62,13 +61,7 @@ async def agent(channel: grpc.aio.Channel, request: pytest.FixtureRequest) -> As
 @pytest.fixture
 async def wanted(channel: grpc.aio.Channel, agent: Agent) -> session_pb2.OpenSessionRequest:
     """Return a request for a session on the agent's first device."""
-    from etfarm.v1 import artifact_pb2_grpc
-
-    data = program("add").bytes
-    pte = artifact_of(data)
-    await upload(artifact_pb2_grpc.ArtifactServiceStub(channel), pte, data)
-    created = compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
-    return session_pb2.OpenSessionRequest(selector=f"id={agent.devices[0].id}", program=created)
+    return session_on(agent, await FarmCalls(channel).put(program("add").bytes))
 
 
 @pytest.fixture
@@ -81,14 +74,6 @@ async def ready(
     await caller.event("ready")
     yield caller, serving
     caller.events.cancel()
-
-
-async def refusal(awaited: object) -> str:
-    """Return the reason for which a call or a stream's first message is refused."""
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        async with asyncio.timeout(WAIT_S):
-            await awaited  # type: ignore[misc]
-    return from_rpc_error(refused.value, server="").reason
 
 
 async def test_calls_are_sent_to_the_device_in_sequence_and_answered_by_id(
@@ -121,23 +106,23 @@ async def test_an_invalid_call_is_refused_by_name(
     caller = Caller(channel, wanted)
     start = await agent.started()
     await caller.event("waiting")
-    assert await refusal(caller.call("x")) == "SESSION_NOT_READY"
+    assert (await refusal(caller.call("x"))).reason == "SESSION_NOT_READY"
     serving = agent.serve(start)
     await caller.event("ready")
     under_way = caller.call("x")
     await serving.call()
-    assert await refusal(caller.call("x")) == "CALL_KNOWN"
+    assert (await refusal(caller.call("x"))).reason == "CALL_KNOWN"
     large = session_pb2.SessionTensors(inline=b"\0" * ((1 << 20) + 1))
-    assert await refusal(caller.call("y", inputs=large)) == "BAD_CALL"
+    assert (await refusal(caller.call("y", inputs=large))).reason == "BAD_CALL"
     absent = session_pb2.SessionTensors(artifact=artifact_of(b"this was never uploaded"))
-    assert await refusal(caller.call("y", inputs=absent)) == "ARTIFACT_MISSING"
+    assert (await refusal(caller.call("y", inputs=absent))).reason == "ARTIFACT_MISSING"
     serving.answer("x", 1)
     await under_way
     own = caller.call("y")  # with an id of its own
     serving.answer((await serving.call()).call_id, 2)
     assert (await own).answer.run_ns == 2
     caller.id = "somebody else's"
-    assert await refusal(caller.call("y")) == "SESSION_NOT_FOUND"
+    assert (await refusal(caller.call("y"))).reason == "SESSION_NOT_FOUND"
     caller.events.cancel()
 
 
@@ -147,7 +132,7 @@ async def test_calls_beyond_a_sessions_queue_are_refused_and_the_others_answered
     calls = [caller.call(str(number)) for number in range(MAX_CALLS + 1)]
     done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED, timeout=WAIT_S)
     (refused,) = done
-    assert await refusal(refused) == "TOO_MANY_CALLS"
+    assert (await refusal(refused)).reason == "TOO_MANY_CALLS"
     for number in range(MAX_CALLS):
         serving.answer((await serving.call()).call_id, number)
     assert sorted([(await call).answer.run_ns for call in waiting]) == list(range(MAX_CALLS))
@@ -187,7 +172,7 @@ async def test_an_impossible_session_is_refused_before_its_first_event(
             program=compile_pb2.Program(pte=absent, digest=digest.of_program(absent.digest, {}))
         ),
     }
-    got = {reason: await refusal(Caller(channel, request).events.read()) for reason, request in reasons.items()}
+    got = {reason: (await refusal(Caller(channel, request).events.read())).reason for reason, request in reasons.items()}
     assert got == {reason: reason for reason in reasons}
     caller = Caller(channel, wanted)
     agent.serve(await agent.started())
@@ -252,13 +237,13 @@ async def test_a_stream_for_an_unknown_session_is_refused(
 ) -> None:
     unready = Serving(agent.stub, "x", ready=False)
     unready.line("first")
-    assert await refusal(unready.stream.read()) == "NO_READY"
-    assert await refusal(Serving(agent.stub, "nobody's").stream.read()) == "SESSION_NOT_FOUND"
+    assert (await refusal(unready.stream.read())).reason == "NO_READY"
+    assert (await refusal(Serving(agent.stub, "nobody's").stream.read())).reason == "SESSION_NOT_FOUND"
     caller = Caller(channel, wanted)
     start = await agent.started()
     serving = agent.serve(start)
     await caller.event("ready")
-    assert await refusal(agent.serve(start).stream.read()) == "SESSION_SERVED"
+    assert (await refusal(agent.serve(start).stream.read())).reason == "SESSION_SERVED"
     waiting = caller.call("x")
     serving.answer((await serving.call()).call_id, 1)
     assert (await waiting).answer.run_ns == 1, "the first one serves on"
@@ -266,11 +251,9 @@ async def test_a_stream_for_an_unknown_session_is_refused(
 
 
 async def test_a_loop_waits_until_the_servers_machine_is_idle(
-    channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
+    channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest, ready: tuple[Caller, Serving]
 ) -> None:
-    caller = Caller(channel, wanted)
-    serving = agent.serve(await agent.started())
-    await caller.event("ready")
+    caller, serving = ready
     candidate = job_pb2.Candidate(name="add", program=wanted.program)
     elsewhere = job_pb2.DeviceChoice(selector=f"id={agent.devices[1].id}")
     spec = job_pb2.JobSpec(candidates=[candidate], devices=[elsewhere], measurement=job_pb2.Measurement())
@@ -285,7 +268,6 @@ async def test_a_loop_waits_until_the_servers_machine_is_idle(
     agent.ended(measuring, "PROGRAM_FAILED", common_pb2.FAULT_USER)
     serving.answer((await coming).call_id, 5)
     assert (await looping).answer.run_ns == 5
-    caller.events.cancel()
 
 
 async def test_a_generation_streams_in_its_turn_and_its_caller_s_leaving_stops_it(ready: tuple[Caller, Serving]) -> None:
@@ -317,7 +299,7 @@ async def test_a_generation_streams_in_its_turn_and_its_caller_s_leaving_stops_i
     parts = [part async for part in whole]
     assert [token for part in parts for token in part.tokens.tokens] == [7, 8]
     assert [part.HasField("answer") for part in parts][-1] and sum(part.HasField("answer") for part in parts) == 1
-    assert await refusal(caller.call("x", generation=session_pb2.SessionGeneration(tokens=1))) == "BAD_CALL"
+    assert (await refusal(caller.call("x", generation=session_pb2.SessionGeneration(tokens=1)))).reason == "BAD_CALL"
 
 
 async def test_tokens_that_were_not_requested_end_the_session(ready: tuple[Caller, Serving]) -> None:
@@ -332,12 +314,8 @@ async def test_tokens_that_were_not_requested_end_the_session(ready: tuple[Calle
     assert (await caller.event("ended")).ended.reason == "BAD_ANSWER"
 
 
-async def test_an_agent_that_leaves_ends_the_session(
-    channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
-) -> None:
-    caller = Caller(channel, wanted)
-    serving = agent.serve(await agent.started())
-    await caller.event("ready")
+async def test_an_agent_that_leaves_ends_the_session(agent: Agent, ready: tuple[Caller, Serving]) -> None:
+    caller, serving = ready
     agent.outgoing.put_nowait(agent_pb2.AgentMessage(goodbye=agent_pb2.Goodbye(reason="a test")))
     assert (await caller.event("ended")).ended.reason == "SESSION_LOST"
     assert await serving.stream.read() is grpc.aio.EOF

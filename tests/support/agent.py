@@ -53,6 +53,11 @@ class Connection:
         message = await self.until(lambda m: m.HasField("run_result") and m.run_result.attempt_id == attempt, after)
         return message.run_result
 
+    async def run(self, *candidates: agent_pb2.RunCandidate, attempt: str = "a1", **more: Any) -> agent_pb2.CandidateResult:
+        """Start a run, and return what became of its first candidate."""
+        self.start(attempt, *candidates, **{"deadline_s": 60, **more})
+        return (await self.result(attempt)).candidates[0]
+
     async def phase(self, name: str) -> agent_pb2.RunProgress:
         return (await self.until(lambda m: m.run_progress.phase == name)).run_progress
 
@@ -198,6 +203,16 @@ async def launch(server: Server, tmp_path: Path) -> AsyncIterator[Launch]:
             agent.process.kill()
         await agent.process.wait()
         assert "asyncio" not in agent.log and "Traceback" not in agent.log, agent.log
+
+
+@pytest.fixture
+async def join(server: Server, launch: Launch) -> Launch:
+    """Starts an agent, and gives it with its connection."""
+
+    async def start(*arguments: str, **options: Any) -> tuple[AgentProcess, Connection]:
+        return await launch(*arguments, **options), await server.connected()
+
+    return start
 
 
 async def gone(process: psutil.Process, within_s: float) -> None:

@@ -13,11 +13,13 @@ from etfarm.v1 import (
     agent_pb2,
     agent_pb2_grpc,
     common_pb2,
+    compile_pb2,
     device_pb2,
     job_pb2,
     session_pb2,
     session_pb2_grpc,
 )
+from etfarm.wire import digest
 from etfarm.wire.names import PROTOCOL_VERSION, boot_id
 from tests.support.agent_stream import AgentStream
 from tests.support.farm_calls import FarmCalls
@@ -96,6 +98,12 @@ class Agent(AgentStream):
     def serve(self, start: agent_pb2.StartRun) -> Serving:
         """Return a session's stream, ready."""
         return Serving(self.stub, start.attempt_id)
+
+
+def session_on(agent: Agent, pte: common_pb2.Artifact) -> session_pb2.OpenSessionRequest:
+    """Return a request for a session of an uploaded program on an agent's first device."""
+    program = compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
+    return session_pb2.OpenSessionRequest(selector=f"id={agent.devices[0].id}", program=program)
 
 
 async def welcomed(channel: grpc.aio.Channel, name: str, **more: Any) -> Agent:
