@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from etfarm.client import Comparison, EtfarmError, JobResult
+from etfarm.client import Comparison, JobResult
 from etfarm.client.jobs.comparison import Side
 from etfarm.wire import comparison
 from tests.support.farm import FarmProcess, etfarm
-from tests.support.programs import program
 
 pytestmark = pytest.mark.slow(reason="a farm measures several jobs")
 
@@ -51,15 +50,6 @@ def alone(farm: FarmProcess) -> JobResult:
     """The longer chain by itself."""
     with farm.client() as client:
         return client.bench(Chain(SLOWER).eval(), example_inputs=INPUT, threads=[1], min_time_s=0.2).result()
-
-
-@pytest.fixture(scope="module")
-def lost(farm: FarmProcess) -> str:
-    """The id of a job whose only cell failed: its program lacks its data file."""
-    with farm.client() as client:
-        job = client.bench(program("external_xnnpack").path, profile=False, min_time_s=0.0)
-        assert job.wait() == "FAILED"
-        return job.id
 
 
 @pytest.fixture
@@ -146,25 +136,3 @@ def test_job_ids_files_and_results_compare_equally(
     assert json.dumps({**on_farm.json(), "gate": None}) == json.dumps(here)
     assert (mixed.base.file, mixed.candidate.job.id) == (str(file), alone.job.id)
     assert command(f"{file}#0", "compared")[0] == 0
-
-
-def test_an_impossible_comparison_is_a_single_error_line(
-    farm: FarmProcess, in_turns: JobResult, alone: JobResult, lost: str, command: Any
-) -> None:
-    code, _, err = command("nosuchjob", alone.job.id)
-    assert code == 2 and err.startswith("etfarm: There is no job 'nosuchjob'") and err.count("\n") == 1
-    code, _, err = command(f"{in_turns.job.id}#7", alone.job.id)
-    assert code == 2 and "has no report '7': it has 0 Chain" in err
-    says = r"No report of job .* has a counterpart in job .*: the base has 0 Chain .*the candidate 0 program"
-    with farm.client() as client, pytest.raises(EtfarmError, match=says) as raised:
-        client.compare(in_turns.job.id, lost)
-    assert raised.value.reason == "NOTHING_TO_COMPARE"
-    code, _, err = command(in_turns.job.id, lost)
-    assert code == 1 and "Choose one of each" in err
-
-
-def test_a_failed_candidate_fails_the_gate(alone: JobResult, lost: str, command: Any) -> None:
-    code, out, _ = command(alone.job.id, lost)
-    assert code == 1 and out.startswith("candidate / base  the candidate failed (")
-    code, _, err = command(alone.job.id, lost, "--gate", "size=50%")
-    assert code == 3 and "the candidate's cell failed" in err

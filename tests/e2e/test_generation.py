@@ -109,18 +109,6 @@ def test_a_language_model_is_not_measured_on_made_up_tokens(farm: FarmProcess) -
         assert long.reports[0].error is not None and long.reports[0].error.reason == "CONTEXT_TOO_SHORT"
 
 
-def test_two_methods_are_one_model(farm: FarmProcess) -> None:
-    tokens = []
-    with Farm(farm.address) as client:
-        for name in ("decoder_start", "decoder_shared"):
-            generate = Generate(8, prompt_tokens=12, depths=0, repetitions=2)
-            job = client.bench(str(program(name).path), generate=generate, threads=1)
-            report = job.result().report
-            assert report.generation is not None and report.generation.points[0].tokens_equal
-            tokens.append(report.generation.model)
-    assert tokens[1] is not None and (tokens[1].prefill_method, tokens[1].decode_method) == ("prefill", "decode")
-
-
 def test_an_encoder_an_embedding_and_a_decoder_are_measured_as_one(farm: FarmProcess, tmp_path: Path) -> None:
     options = ("--generate", "8", "--prompt-tokens", "12", "--depth", "0", "--repetitions", "3", "--threads", "1")
     files = ("--json", "r.json", "--html", "r.html")

@@ -169,21 +169,6 @@ def test_a_history_is_filtered_by_device_recipe_method_and_threads(kept: Kept) -
     assert unknown.value.reason == "NO_HISTORY"
 
 
-def test_the_pages_of_a_history_form_the_whole_history(kept: Kept) -> None:
-    request = report_pb2.ListHistoryRequest(model=kept.add.reports[0].model.name, page_size=1)
-    ids = []
-    while True:
-        page = ask(kept.farm, "ListHistory", request)
-        assert len(page.entries) == 1
-        ids.append(page.entries[0].report.id)
-        if not page.next_page_token:
-            break
-        request.page_token = page.next_page_token
-    whole = ask(kept.farm, "ListHistory", report_pb2.ListHistoryRequest(model=request.model))
-    assert ids == [entry.report.id for entry in whole.entries]
-    assert len(set(ids)) == len(ids) >= 4, "other tests of this file may have measured more"
-
-
 def test_the_history_command_prints_text_and_json(kept: Kept, tmp_path: Path) -> None:
     name = kept.add.reports[0].model.name
     done = etfarm("history", name, "--threads", "1", "--json", "h.json", "--server", kept.farm.address, cwd=tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,8 @@ import pytest
 
 pytest.importorskip("executorch")
 
-from tests.support.farm import FarmProcess, etfarm
+from tests.support.farm import FarmProcess
+from tests.support.quick_jobs import QUICK_OPTIONS, bench
 
 pytestmark = pytest.mark.slow(reason="a farm compiles two programs for each job")
 
@@ -37,21 +37,19 @@ def net():
 """
 LINES = ("x = torch.relu(self.conv(image))", "x = x.mean((2, 3))", "return self.out(x)")
 STATIC = "xnnpack_pt2e_int8_static_per_channel"
-QUICK = ("--warmup", "1", "--iterations", "3", "--min-time", "0", "--threads", "1")
 
 
-def bench(farm: FarmProcess, folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    """Run bench; return the only report of the net and the printed text."""
+def measure(farm: FarmProcess, folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """Return the only report of the net and the printed text."""
     (folder / "net.py").write_text(NET)
-    done = etfarm("bench", "net.py:net", *arguments, *QUICK, "--json", "r.json", "--server", farm.address, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    (report,) = json.loads((folder / "r.json").read_text(), parse_constant=pytest.fail)["reports"]
-    return report, done.stdout
+    document, printed = bench(farm, folder, "net.py:net", *arguments, *QUICK_OPTIONS)
+    (report,) = document["reports"]
+    return report, printed
 
 
 def test_operators_are_compared_by_line_and_the_timed_program_is_unchanged(farm: FarmProcess, tmp_path: Path) -> None:
-    plain, _ = bench(farm, tmp_path, "--recipe", STATIC)
-    report, printed = bench(farm, tmp_path, "--recipe", STATIC, "--numerics")
+    plain, _ = measure(farm, tmp_path, "--recipe", STATIC)
+    report, printed = measure(farm, tmp_path, "--recipe", STATIC, "--numerics")
     assert plain["numerics"] is None and plain["numeric_gap"] is None
     assert report["compile"]["program"] == plain["compile"]["program"] and report["compile"]["cached"]
     assert report["recipe_digest"] == plain["recipe_digest"]
@@ -74,7 +72,7 @@ def test_operators_are_compared_by_line_and_the_timed_program_is_unchanged(farm:
 
 
 def test_without_a_delegate_the_timed_program_itself_is_compared(farm: FarmProcess, tmp_path: Path) -> None:
-    report, _ = bench(farm, tmp_path, "--recipe", "portable", "--numerics")
+    report, _ = measure(farm, tmp_path, "--recipe", "portable", "--numerics")
     assert report["numerics"]["is_timed_program"] is True
     assert report["numerics"]["program"] == report["compile"]["program"]
     assert {row["reference"] for row in report["numeric_gap"]} == {"EAGER"}

@@ -126,15 +126,6 @@ def test_a_stopped_compilation_writes_its_stages_files(farm: FarmProcess, tmp_pa
     assert (tmp_path / "edge" / "delegation.csv").read_text().startswith("method,")
 
 
-def test_an_unknown_stage_is_refused_before_submission(farm: FarmProcess, tmp_path: Path) -> None:
-    done = etfarm("compile", "demo:ds_cnn", "--stop-after", "QUANTIZE", "-o", "x.pt2", "--server", farm.address, cwd=tmp_path)
-    assert done.returncode == 2 and "QUANTIZE" in done.stderr and "TO_EXECUTORCH" in done.stderr
-    (tmp_path / "bad.toml").write_text('recipe = "xnnpack_fp32"\nstages = ["TORCH_EXPORT", "TO_EDGE", "TO_EXECUTORCH"]\n')
-    done = etfarm("compile", "demo:ds_cnn", "--recipe", "bad.toml", "-o", "x.pte", "--server", farm.address, cwd=tmp_path)
-    assert done.returncode == 2
-    assert all(stage in done.stderr for stage in ("TO_BACKEND", "EDGE_PROGRAM_MANAGER_TRANSFORM", "TO_EDGE_TRANSFORM_AND_LOWER"))
-
-
 RECIPE_FILE = """
 recipe = "xnnpack_fp32"
 strict = false
@@ -178,40 +169,6 @@ def test_a_recipe_file_sets_methods_and_external_weights(farm: FarmProcess, tmp_
     (alone,) = run(farm, tmp_path, *ready, "--iterations", "5", "--min-time", "0")["reports"]
     assert alone["latency"]["p50_ns"] > 0 and alone["recipe"] is None
     assert measured["recipe"] == f"mixed [{measured['recipe_digest'][:8]}]"
-
-
-def test_recipes_with_equal_quantization_share_the_quantized_program(farm: FarmProcess, tmp_path: Path) -> None:
-    (tmp_path / "traced.toml").write_text(f'recipe = "{INT8}"\n[executorch]\nmemory_planning = "naive"\n')
-    (first,) = run(farm, tmp_path, "compile", "demo:mobilenet_v1_025", "--recipe", INT8, "-o", "a.pte")["reports"]
-    (second,) = run(farm, tmp_path, "compile", "demo:mobilenet_v1_025", "--recipe", "traced.toml", "-o", "b.pte")["reports"]
-    assert not second["compile"]["cached"]
-    again = {stage["stage"]: stage for stage in second["compile"]["stages"] if stage["where"] == "SERVER"}
-    assert again["QUANTIZE"]["cached"] and again["TORCH_EXPORT"]["cached"] and not again["TO_EXECUTORCH"]["cached"]
-    assert again["QUANTIZE"]["duration_ms"] == next(
-        stage["duration_ms"] for stage in first["compile"]["stages"] if stage["stage"] == "QUANTIZE"
-    )
-
-
-def test_a_cached_failure_is_reported_as_cached(farm: FarmProcess, tmp_path: Path) -> None:
-    (tmp_path / "ffts.py").write_text(
-        "import torch\n"
-        "class Fft(torch.nn.Module):\n"
-        "    def forward(self, x):\n"
-        "        return torch.fft.fft(x).abs()\n"
-        "def factory():\n"
-        "    return Fft().eval(), (torch.rand(8),)\n"
-    )
-    arguments = ("compile", "ffts.py:factory", "-o", "x.pte", "--json", "r.json", "--server", farm.address)
-
-    def compile_again(*more: str) -> dict[str, Any]:
-        assert etfarm(*arguments, *more, cwd=tmp_path).returncode == 1
-        (report,) = json.loads((tmp_path / "r.json").read_text())["reports"]
-        assert report["error"]["reason"] and report["compile"]["stages"] and report["compile"]["program"] is None
-        return report
-
-    first, again, fresh = compile_again(), compile_again(), compile_again("--no-cache")
-    assert (first["compile"]["cached"], again["compile"]["cached"], fresh["compile"]["cached"]) == (False, True, False)
-    assert again["error"]["remedy"] == first["error"]["remedy"], "to compile again would not help where the cause is known"
 
 
 def test_verbose_shows_the_compilers_output(farm: FarmProcess, tmp_path: Path) -> None:
