@@ -217,8 +217,8 @@ def test_exported_programs_share_a_buffer_on_a_device(client: Farm) -> None:
 def test_a_measuring_device_executes_the_calls_too(client: Farm) -> None:
     (report,) = measured(client, streams(), "step")
     assert set(codes_of(report)) == {"STATE_SHARED"}
-    said = warned(report, "STATE_SHARED")[-1]
-    assert "state is shared by start, step" in said and "frames is shared by peek, push, score" in said, said
+    text = warned(report, "STATE_SHARED")[-1]
+    assert "state is shared by start, step" in text and "frames is shared by peek, push, score" in text, text
     assert "CALLS" in [phase.phase for phase in report.timeline]
 
 
