@@ -18,6 +18,7 @@ from etfarm.client.models import Progress
 from tests.support import factories, models
 from tests.support.farm import FarmProcess, etfarm, runners, wait_until
 from tests.support.programs import program
+from tests.support.watched_jobs import until_phase
 
 pytestmark = pytest.mark.slow(reason="each case is a command that loads torch, and many compile on a farm")
 
@@ -97,11 +98,6 @@ def _recipe_with_a_typo(folder: Path) -> Path:
     return folder / "mine.toml"
 
 
-def _recipe_with_an_unknown_field(folder: Path) -> Path:
-    (folder / "mine.toml").write_text('recipe = "xnnpack_fp32"\n[executorch]\nmemory_planing = "greedy"\n')
-    return folder / "mine.toml"
-
-
 def _samples_of_another_dtype(folder: Path) -> Path:
     """Return three samples, of which the third is float64."""
     samples = folder / "samples"
@@ -124,18 +120,12 @@ CASES = {
         ("demo:ds_cnn", "--recipe", "{0}"), 2, "BAD_RECIPE_FIELD", ("[executorch] memory_planning", "gredy", "greedy", "naive"),
         _recipe_with_a_typo,
     ),
-    "recipe_file_with_an_unknown_field": Bad(
-        ("demo:ds_cnn", "--recipe", "{0}"), 2, "BAD_RECIPE_FIELD",
-        ("[executorch] memory_planing", "Did you mean memory_planning"),
-        _recipe_with_an_unknown_field,
-    ),
     "calibration_of_another_dtype": Bad(
         (f"{FACTORIES}:small", "--recipe", "xnnpack_pt2e_int8_static_per_channel", "--calibration", "{0}"), 2,
         "CALIBRATION_MISMATCH", ("2.npz", "image", "float32", "float64"), _samples_of_another_dtype,
     ),
     "unknown_demo": Bad(("demo:resnet9",), 2, "UNKNOWN_DEMO", ("resnet8",)),
     "unknown_selector_key": Bad(("demo:ds_cnn", "--device", "colour=red"), 2, "UNKNOWN_SELECTOR_KEY", ("colour", "arch")),
-    "no_device_matches": Bad((f"{FACTORIES}:small", "--device", "name=nobody"), 2, "NO_SUCH_DEVICE", ("name=nobody", "board-0")),
     "train_mode": Bad((f"{FACTORIES}:train_mode",), 1, "TRAINING_MODE", (".eval()",)),
     "data_dependent_branch": Bad((f"{FACTORIES}:branching",), 1, "DATA_DEPENDENT_BRANCH", ("torch.cond", "factories.py:")),
     "dim_without_max": Bad((f"{FACTORIES}:unbounded",), 1, "DIM_WITHOUT_MAXIMUM", ("batch", "max=")),
@@ -148,14 +138,6 @@ CASES = {
     "wrong_dtype": Bad(
         (f"{FACTORIES}:small", "--inputs", "{0}"), 2, "INPUT_MISMATCH", ("float32", "float64"),
         _npz(image=np.zeros((1, 3, 16, 16))),
-    ),
-    "unknown_input": Bad(
-        (f"{FACTORIES}:small", "--inputs", "{0}"), 2, "UNKNOWN_INPUT", ("picture", "image"),
-        _npz(picture=np.zeros((1, 3, 16, 16), np.float32)),
-    ),
-    "four_bit_of_an_exported_program": Bad(
-        ("{0}", "--recipe", "xnnpack_torchao_int8da_int4w_per_channel"), 2, "RECIPE_NEEDS_EAGER_MODULE",
-        ("xnnpack_pt2e_int8_static_per_channel",), lambda folder: models.save(models.conv, folder / "conv.pt2"),
     ),
     "four_bit_of_narrow_layers": Bad(
         (f"{FACTORIES}:small", "--recipe", "xnnpack_torchao_int8da_int4w_per_channel"), 1, "", ("'out' has 8 inputs", "32"),
@@ -210,8 +192,6 @@ def test_an_input_with_the_wrong_memory_format_is_refused(farm: FarmProcess, tmp
 def test_a_program_with_an_unsupported_kernel_is_never_sent(farm: FarmProcess, tmp_path: Path) -> None:
     from executorch.exir import to_edge
 
-    from etfarm.client.models import Progress
-
     with torch.library._scoped_library("etfarm_test", "DEF") as library:
         library.define("odd(Tensor x) -> Tensor")
         library.define("odd.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
@@ -239,7 +219,7 @@ def test_a_crashing_program_is_a_user_error_and_the_next_program_runs(farm: Farm
     """The runtime refuses what is known to crash it, so the kernel's signal is sent by hand, in the middle of the timed pass."""
     with farm.client() as client:
         job = client.bench(program("chain").path, min_time_s=60.0)
-        assert any(isinstance(event, Progress) and event.phase == "TIMED" for event in job.watch())
+        until_phase(job, "TIMED")
         (runner,) = runners(farm.agents[0].pid)
         os.kill(runner, signal.SIGSEGV)
         error = job.result().reports[0].error

@@ -13,25 +13,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import trustme
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from etfarm.client.models import CellChanged, CellState, Progress
-from etfarm.v1 import artifact_pb2_grpc, compile_pb2, job_pb2, session_pb2
-from etfarm.wire import digest
+from etfarm.v1 import job_pb2, session_pb2
 from etfarm.wire.channel import Access, open_channel
-from etfarm.wire.chunks import artifact_of, upload
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.names import PROTOCOL_VERSION
-from etfarm.wire.status import from_rpc_error
 from tests.support.contract import call
 from tests.support.farm import FarmProcess, serve, wait_until
+from tests.support.farm_calls import FarmCalls
 from tests.support.programs import program
 from tests.support.receivers import Receiver, receiver, status
+from tests.support.refusals import refusal
 from tests.support.runner import runner_archive
-from tests.support.session_ends import Agent, Caller
+from tests.support.session_ends import Caller, session_on, welcomed
+from tests.support.watched_jobs import until_phase
 
 pytestmark = pytest.mark.slow(reason="stops servers in the middle of a measurement")
 
@@ -88,28 +86,16 @@ def page(farm: FarmProcess, path: str) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def until(job: Any, phase: str) -> None:
-    for event in job.watch():
-        if isinstance(event, Progress) and event.phase == phase:
-            return
-        if isinstance(event, CellChanged) and event.cell.state in (CellState.FAILED, CellState.SUCCEEDED):
-            raise AssertionError(f"the cell ended before {phase}: {event.cell.error}")
-    raise AssertionError(f"the job ended before {phase}")
-
-
 def records(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a log, each of which must be JSON."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-async def refusal(farm: FarmProcess) -> EtfarmError:
+async def refusal_of_jobs(farm: FarmProcess) -> EtfarmError:
     """Return how the server refuses a new job."""
     async with open_channel(Access(farm.address)) as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await call(
-                channel, "JobService.Submit", job_pb2.SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id="another")
-            )
-        return from_rpc_error(refused.value, server=farm.address)
+        request = job_pb2.SubmitJobRequest(protocol_version=PROTOCOL_VERSION, request_id="another")
+        return await refusal(call(channel, "JobService.Submit", request))
 
 
 @pytest.mark.remedy("SERVER_STOPPING")
@@ -121,7 +107,7 @@ async def test_a_job_is_in_metrics_logs_and_traces_and_ends_while_the_server_dra
     assert page(operated, "/readyz") == (200, "ok\n")
     with operated.client() as farm:
         job = farm.bench(program("conv").path, name="drained", **LONG)
-        until(job, "TIMED")
+        until_phase(job, "TIMED")
         status, text = page(operated, "/metrics")
         assert status == 200
         assert 'etfarm_cells{project="default",state="RUNNING"} 1.0' in text
@@ -130,7 +116,7 @@ async def test_a_job_is_in_metrics_logs_and_traces_and_ends_while_the_server_dra
         server.signal(signal.SIGTERM)
         server.expect("finishing 1 cell, for up to 120 s")
         assert page(operated, "/readyz") == (503, "stopping\n")
-        refused = await refusal(operated)
+        refused = await refusal_of_jobs(operated)
         assert (refused.reason, refused.kind.value) == ("SERVER_STOPPING", "UNAVAILABLE")
         assert farm.info().is_stopping
         assert 'etfarm_rpcs_total{code="UNAVAILABLE",rpc="JobService.Submit"} 1.0' in page(operated, "/metrics")[1]
@@ -165,7 +151,7 @@ def test_a_second_signal_stops_at_once_and_the_next_server_finishes_the_job(oper
     assert server is not None
     with operated.client() as farm:
         job = farm.bench(program("conv").path, **LONG)
-        until(job, "TIMED")
+        until_phase(job, "TIMED")
         server.signal(signal.SIGTERM)
         server.expect("finishing 1 cell")
         server.signal(signal.SIGTERM)
@@ -199,24 +185,18 @@ async def test_a_call_of_a_session_is_answered_before_the_server_stops(operated:
     operated.server.stop()
     operated.restart()
     assert operated.server.process is not None
-    data = program("add").bytes
-    pte = artifact_of(data)
     async with open_channel(Access(operated.address)) as channel:
-        agent = Agent(channel, "played")
-        assert (await agent.stream.read()).WhichOneof("message") == "welcome"
-        await upload(artifact_pb2_grpc.ArtifactServiceStub(channel), pte, data)
-        wanted = compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
-        caller = Caller(channel, session_pb2.OpenSessionRequest(selector=f"id={agent.devices[0].id}", program=wanted))
+        agent = await welcomed(channel, "played")
+        wanted = session_on(agent, await FarmCalls(channel).put(program("add").bytes))
+        caller = Caller(channel, wanted)
         serving = agent.serve(await agent.started())
         await caller.event("ready")
         calling = caller.call("x")
         sent = await serving.call()
         operated.server.signal(signal.SIGTERM)
         await asyncio.to_thread(operated.server.expect, "finishing 1 call of a session")
-        refused = Caller(channel, session_pb2.OpenSessionRequest(selector="", program=wanted))
-        with pytest.raises(grpc.aio.AioRpcError) as stopping:
-            await refused.events.read()
-        assert from_rpc_error(stopping.value, server="").reason == "SERVER_STOPPING"
+        refused = Caller(channel, session_pb2.OpenSessionRequest(program=wanted.program))
+        assert (await refusal(refused.events.read())).reason == "SERVER_STOPPING"
         serving.answer(sent.call_id, 7)
         assert (await calling).answer.run_ns == 7
         assert await asyncio.to_thread(operated.server.process.wait, 60) == 0

@@ -17,12 +17,12 @@ from etfarm.v1 import agent_pb2, common_pb2, job_pb2
 from etfarm.wire import digest, tensors
 from etfarm.wire.bundles import MANIFEST_NAME
 from tests.support.adbd import AdbPhone, adb_phone, running_phone
-from tests.support.agent import LONG, WAIT_S, Connection, Launch, Server, launch, server
+from tests.support.agent import LONG, WAIT_S, Connection, Launch, Server, join, launch, server
 from tests.support.farm import wait_until
 from tests.support.programs import program
 from tests.support.runner import close, runner_archive
 
-__all__ = ["adb_phone", "launch", "server"]
+__all__ = ["adb_phone", "join", "launch", "server"]
 
 pytestmark = [pytest.mark.boards, pytest.mark.slow(reason="starts an agent and a phone for each test")]
 
@@ -30,18 +30,17 @@ ROOT = "data/local/tmp/etfarm"
 SHORT = job_pb2.Measurement(warmup=1, iterations=5, min_time_s=0)
 
 
-async def attached(server: Server, launch: Launch, phone: AdbPhone, *arguments: str) -> tuple[Connection, agent_pb2.AgentMessage]:
+async def attached(join: Launch, phone: AdbPhone, *arguments: str) -> tuple[Connection, agent_pb2.AgentMessage]:
     """Return an agent that serves the phone, and its announcement of it."""
-    await launch("--adb", *arguments, ADB_SERVER_SOCKET=phone.server.address)
-    connection = await server.connected()
+    _, connection = await join("--adb", *arguments, ADB_SERVER_SOCKET=phone.server.address)
     if connection.hello.devices:
         return connection, agent_pb2.AgentMessage(device_update=agent_pb2.DeviceUpdate(device=connection.hello.devices[0]))
     return connection, await connection.until(lambda m: m.HasField("device_update"))
 
 
-async def ready(server: Server, launch: Launch, phone: AdbPhone, *arguments: str) -> tuple[Connection, str]:
+async def ready(join: Launch, phone: AdbPhone, *arguments: str) -> tuple[Connection, str]:
     """Return a connection, and the id of the device that the phone is on it."""
-    connection, reported = await attached(server, launch, phone, *arguments)
+    connection, reported = await attached(join, phone, *arguments)
     assert not reported.device_update.device.HasField("problem"), reported
     return connection, reported.device_update.device.id
 
@@ -52,9 +51,9 @@ async def sending(server: Server) -> None:
         await server.turned_away.wait()
 
 
-async def unplugged_while_it_sends(server: Server, launch: Launch, phone: AdbPhone) -> tuple[Connection, str]:
+async def unplugged_while_it_sends(server: Server, join: Launch, phone: AdbPhone) -> tuple[Connection, str]:
     """As `ready`, with the run a1 on the phone, which is unplugged when all files are here and wait for the server."""
-    connection, device_id = await ready(server, launch, phone)
+    connection, device_id = await ready(join, phone)
     candidate = server.candidate("conv")
     server.away = True
     connection.start("a1", candidate, measurement=SHORT, deadline_s=600, device_id=device_id)
@@ -78,11 +77,10 @@ def outputs_of(server: Server, cell: agent_pb2.CandidateResult) -> list[tensors.
     return tensors.decode(server.blobs[cell.outputs.digest])
 
 
-async def test_a_phone_measures_as_a_device(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
-    connection, device_id = await ready(server, launch, adb_phone, "--label", "desk=2", "--name", "lab")
+async def test_a_phone_measures_as_a_device(server: Server, join: Launch, adb_phone: AdbPhone) -> None:
+    connection, device_id = await ready(join, adb_phone, "--label", "desk=2", "--name", "lab")
     assert device_id == adb_phone.serial
-    connection.start("a1", server.candidate("conv"), measurement=SHORT, deadline_s=60, device_id=device_id)
-    (cell,) = (await connection.result("a1")).candidates
+    cell = await connection.run(server.candidate("conv"), measurement=SHORT, device_id=device_id)
     assert not cell.HasField("error"), cell.error
     assert close(outputs_of(server, cell), program("conv").expected)
     assert (cell.runner.kind, cell.iterations, cell.outputs_equal) == (common_pb2.RUNNER_KIND_NATIVE, 5, True)
@@ -96,13 +94,12 @@ async def test_a_phone_measures_as_a_device(server: Server, launch: Launch, adb_
     assert beat.heartbeat.telemetry[device_id].memory_available_bytes > 0
 
 
-async def test_files_on_the_phone_are_only_sent_again_if_damaged(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
-    connection, device_id = await ready(server, launch, adb_phone)
+async def test_files_on_the_phone_are_only_sent_again_if_damaged(server: Server, join: Launch, adb_phone: AdbPhone) -> None:
+    connection, device_id = await ready(join, adb_phone)
     stored = adb_phone.files / ROOT
     for attempt in ("a1", "a2", "a3"):
         before = _written(stored)
-        connection.start(attempt, server.candidate("conv"), deadline_s=60, device_id=device_id)
-        (cell,) = (await connection.result(attempt)).candidates
+        cell = await connection.run(server.candidate("conv"), device_id=device_id, attempt=attempt)
         assert not cell.HasField("error"), cell.error
         connection.ack(attempt)
         if attempt == "a2":
@@ -116,9 +113,9 @@ async def test_files_on_the_phone_are_only_sent_again_if_damaged(server: Server,
 
 @pytest.mark.remedy("PHONE_STORAGE_DAMAGED")
 async def test_a_phone_that_loses_what_is_written_is_named_and_runs_once_it_keeps_it(
-    server: Server, launch: Launch, adb_phone: AdbPhone
+    server: Server, join: Launch, adb_phone: AdbPhone
 ) -> None:
-    connection, device_id = await ready(server, launch, adb_phone)
+    connection, device_id = await ready(join, adb_phone)
     shim = adb_phone.files / "system/bin/sha256sum"
     kept = shim.rename(shim.with_name("kept")) if shim.exists() else None
     shim.write_text('#!/bin/sh\nfor file; do echo "$(printf %064d 0)  $file"; done\n')
@@ -138,8 +135,8 @@ def _written(folder: Path) -> dict[str, int]:
     }
 
 
-async def test_a_crash_is_a_program_fault_that_names_its_signal(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
-    connection, device_id = await ready(server, launch, adb_phone)
+async def test_a_crash_is_a_program_fault_that_names_its_signal(server: Server, join: Launch, adb_phone: AdbPhone) -> None:
+    connection, device_id = await ready(join, adb_phone)
     connection.start("a1", server.candidate("conv"), measurement=LONG, deadline_s=90, device_id=device_id)
     await connection.phase("TIMED")
     adb_phone.call("pkill", "-SEGV", "-f", "library-path.*etfarm-runner")
@@ -150,8 +147,8 @@ async def test_a_crash_is_a_program_fault_that_names_its_signal(server: Server, 
     assert not (await connection.result("a2")).candidates[0].HasField("error")
 
 
-async def test_the_runner_on_a_phone_confines_itself(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
-    connection, device_id = await ready(server, launch, adb_phone, "--require-jail")
+async def test_the_runner_on_a_phone_confines_itself(server: Server, join: Launch, adb_phone: AdbPhone) -> None:
+    connection, device_id = await ready(join, adb_phone, "--require-jail")
     connection.start("a1", server.candidate("conv"), measurement=LONG, deadline_s=90, device_id=device_id)
     await connection.phase("TIMED")
     (runner,) = adb_phone.call("pgrep", "-f", "library-path.*etfarm-runner").split()
@@ -161,8 +158,8 @@ async def test_the_runner_on_a_phone_confines_itself(server: Server, launch: Lau
     await connection.result("a1")
 
 
-async def test_a_cancelled_run_leaves_nothing_on_the_phone(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
-    connection, device_id = await ready(server, launch, adb_phone)
+async def test_a_cancelled_run_leaves_nothing_on_the_phone(server: Server, join: Launch, adb_phone: AdbPhone) -> None:
+    connection, device_id = await ready(join, adb_phone)
     connection.start("a1", server.candidate("conv"), measurement=LONG, deadline_s=90, device_id=device_id)
     await connection.phase("TIMED")
     connection.cancel("a1")
@@ -172,10 +169,8 @@ async def test_a_cancelled_run_leaves_nothing_on_the_phone(server: Server, launc
 
 
 @pytest.mark.remedy("DEVICE_GONE")
-async def test_a_phone_that_is_unplugged_fails_its_run_and_comes_back(
-    server: Server, launch: Launch, adb_phone: AdbPhone
-) -> None:
-    connection, device_id = await ready(server, launch, adb_phone)
+async def test_a_phone_that_is_unplugged_fails_its_run_and_comes_back(server: Server, join: Launch, adb_phone: AdbPhone) -> None:
+    connection, device_id = await ready(join, adb_phone)
     connection.start("a1", server.candidate("conv"), measurement=LONG, deadline_s=90, device_id=device_id)
     await connection.phase("TIMED")
     await adb_phone.disconnect()
@@ -192,9 +187,9 @@ async def test_a_phone_that_is_unplugged_fails_its_run_and_comes_back(
 
 
 async def test_a_phone_unplugged_after_its_files_were_pulled_loses_no_run(
-    server: Server, launch: Launch, adb_phone: AdbPhone
+    server: Server, join: Launch, adb_phone: AdbPhone
 ) -> None:
-    connection, device_id = await unplugged_while_it_sends(server, launch, adb_phone)
+    connection, device_id = await unplugged_while_it_sends(server, join, adb_phone)
     reported = await connection.until(lambda m: m.device_update.device.HasField("problem"))
     assert (reported.device_update.device.id, reported.device_update.device.problem.reason) == (device_id, "DEVICE_GONE")
     # To be in adb's list again is no reason to end what is still sent.
@@ -210,8 +205,8 @@ async def test_a_phone_unplugged_after_its_files_were_pulled_loses_no_run(
     assert kinds.index("run_result") < kinds.index("device_gone") == connection.received.index(gone)
 
 
-async def test_a_phone_that_is_slow_to_end_does_not_delay_another(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
-    connection, _ = await unplugged_while_it_sends(server, launch, adb_phone)
+async def test_a_phone_that_is_slow_to_end_does_not_delay_another(server: Server, join: Launch, adb_phone: AdbPhone) -> None:
+    connection, _ = await unplugged_while_it_sends(server, join, adb_phone)
     async with running_phone(beside=adb_phone) as other:
         reported = await connection.until(lambda m: m.device_update.device.id == other.serial)
         assert not reported.device_update.device.HasField("problem")
@@ -224,9 +219,9 @@ async def test_a_phone_that_is_slow_to_end_does_not_delay_another(server: Server
 
 
 async def test_unplugging_a_phone_before_its_candidate_starts_fails_the_run(
-    server: Server, launch: Launch, adb_phone: AdbPhone
+    server: Server, join: Launch, adb_phone: AdbPhone
 ) -> None:
-    connection, device_id = await ready(server, launch, adb_phone)
+    connection, device_id = await ready(join, adb_phone)
     candidates = server.candidate("conv", "c1"), server.candidate("add", "c2")
     server.away = True
     connection.start("a1", *candidates, measurement=SHORT, deadline_s=600, device_id=device_id)
@@ -239,8 +234,8 @@ async def test_unplugging_a_phone_before_its_candidate_starts_fails_the_run(
 
 
 @pytest.mark.remedy("PHONE_SILENT")
-async def test_a_dead_link_is_detected_even_if_adb_does_not(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
-    connection, device_id = await ready(server, launch, adb_phone)
+async def test_a_dead_link_is_detected_even_if_adb_does_not(server: Server, join: Launch, adb_phone: AdbPhone) -> None:
+    connection, device_id = await ready(join, adb_phone)
     connection.start("a1", server.candidate("conv"), measurement=LONG, deadline_s=90, device_id=device_id)
     await connection.phase("TIMED")
     adb_phone.freeze_adbd()
@@ -272,12 +267,11 @@ async def test_a_phone_is_exclusive_until_its_agent_is_killed(
 
 
 @pytest.mark.remedy("PHONE_LISTED_TWICE")
-async def test_a_phone_that_adb_lists_twice_is_a_single_device(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
+async def test_a_phone_that_adb_lists_twice_is_a_single_device(server: Server, join: Launch, adb_phone: AdbPhone) -> None:
     shim = adb_phone.files / "system/bin/getprop"
     shim.write_text("#!/bin/sh\necho '[ro.serialno]: [ONE]'\n")
     shim.chmod(0o755)
-    agent = await launch("--adb", ADB_SERVER_SOCKET=adb_phone.server.address)
-    connection = await server.connected()
+    agent, connection = await join("--adb", ADB_SERVER_SOCKET=adb_phone.server.address)
     assert await asyncio.to_thread(wait_until, lambda: "as ONE (ONE)" in agent.log)
     twin = f"localhost:{adb_phone.serial.rpartition(':')[2]}"
     await adb_phone.server.connect(twin)
@@ -293,8 +287,8 @@ async def test_a_phone_that_adb_lists_twice_is_a_single_device(server: Server, l
     assert (await connection.result("a1")).error.reason == "CANCELLED"
 
 
-async def test_the_cache_on_the_phone_is_bounded(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
-    connection, device_id = await ready(server, launch, adb_phone, "--phone-limit", "1")
+async def test_the_cache_on_the_phone_is_bounded(server: Server, join: Launch, adb_phone: AdbPhone) -> None:
+    connection, device_id = await ready(join, adb_phone, "--phone-limit", "1")
     files = adb_phone.files / ROOT / "files"
     for attempt, name in (("a1", "conv"), ("a2", "add")):
         connection.start(attempt, server.candidate(name), deadline_s=60, device_id=device_id)
@@ -305,17 +299,16 @@ async def test_the_cache_on_the_phone_is_bounded(server: Server, launch: Launch,
 
 
 async def test_a_custom_runner_replaces_the_bundles_runner(
-    server: Server, launch: Launch, adb_phone: AdbPhone, runner_bundle: Bundle
+    server: Server, join: Launch, adb_phone: AdbPhone, runner_bundle: Bundle
 ) -> None:
     there = adb_phone.files / "data/local/tmp/mine"
     shutil.copytree(runner_bundle.folder, there)
     command = " ".join(Bundle(Path("/data/local/tmp/mine"), runner_bundle.manifest).command())
-    connection, reported = await attached(server, launch, adb_phone, "--phone-runner", command)
+    connection, reported = await attached(join, adb_phone, "--phone-runner", command)
     device = reported.device_update.device
     (own,) = device.own_runners
     assert own.kind == common_pb2.RUNNER_KIND_OWN and "XnnpackBackend" in own.backends and len(own.operators) > 200
-    connection.start("a1", server.candidate("conv"), deadline_s=60, device_id=device.id)
-    (cell,) = (await connection.result("a1")).candidates
+    cell = await connection.run(server.candidate("conv"), device_id=device.id)
     assert not cell.HasField("error"), cell.error
     assert (cell.runner.kind, cell.runner.bundle_digest) == (common_pb2.RUNNER_KIND_OWN, "")
     assert not list((adb_phone.files / ROOT / "bundles").iterdir())
@@ -323,10 +316,10 @@ async def test_a_custom_runner_replaces_the_bundles_runner(
 
 @pytest.mark.remedy("PHONE_RUNNER_UNUSABLE")
 async def test_a_missing_custom_runner_is_reported_and_used_once_it_is_there(
-    server: Server, launch: Launch, adb_phone: AdbPhone, runner_bundle: Bundle
+    join: Launch, adb_phone: AdbPhone, runner_bundle: Bundle
 ) -> None:
     command = " ".join(Bundle(Path("/data/local/tmp/mine"), runner_bundle.manifest).command())
-    connection, reported = await attached(server, launch, adb_phone, "--phone-runner", command)
+    connection, reported = await attached(join, adb_phone, "--phone-runner", command)
     problem = reported.device_update.device.problem
     assert problem.reason == "PHONE_RUNNER_UNUSABLE" and "adb push" in problem.remedy
     shutil.copytree(runner_bundle.folder, adb_phone.files / "data/local/tmp/mine")
@@ -335,24 +328,23 @@ async def test_a_missing_custom_runner_is_reported_and_used_once_it_is_there(
     await connection.until(lambda m: bool(m.device_update.device.own_runners))
 
 
-async def test_a_full_phone_is_reported(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
+async def test_a_full_phone_is_reported(server: Server, join: Launch, adb_phone: AdbPhone) -> None:
     adb_phone.add_storage("/" + ROOT, 2 << 20)
-    connection, device_id = await ready(server, launch, adb_phone)
-    connection.start("a1", server.candidate("conv"), deadline_s=60, device_id=device_id)
-    (cell,) = (await connection.result("a1")).candidates
+    connection, device_id = await ready(join, adb_phone)
+    cell = await connection.run(server.candidate("conv"), device_id=device_id)
     assert (cell.error.fault, cell.error.reason) == (common_pb2.FAULT_DEVICE, "DEVICE_DISK_FULL")
     assert "df -h /data" in cell.error.remedy
 
 
 @pytest.mark.remedy("PHONE_NOT_READY")
 async def test_an_unauthorized_phone_is_listed_with_a_remedy_and_served_once_authorized(
-    server: Server, launch: Launch, adb_phone: AdbPhone
+    join: Launch, adb_phone: AdbPhone
 ) -> None:
     await adb_phone.disconnect()
     serial = adb_phone.lock()
     with pytest.raises(AdbRefused):
         await adb_phone.server.connect(serial)
-    connection, reported = await attached(server, launch, adb_phone)
+    connection, reported = await attached(join, adb_phone)
     device = reported.device_update.device
     assert (device.id, device.problem.reason, device.problem.metadata["state"]) == (serial, "PHONE_NOT_READY", "unauthorized")
     assert "has not allowed this machine to debug it" in device.problem.message
@@ -361,37 +353,35 @@ async def test_an_unauthorized_phone_is_listed_with_a_remedy_and_served_once_aut
     await connection.until(lambda m: m.device_update.device.id == serial and not m.device_update.device.HasField("problem"))
 
 
-async def test_a_32_bit_phone_is_listed_with_the_reason(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
+async def test_a_32_bit_phone_is_listed_with_the_reason(join: Launch, adb_phone: AdbPhone) -> None:
     shim = adb_phone.files / "system/bin/getprop"
     shim.write_text("#!/bin/sh\necho '[ro.product.cpu.abilist]: [armeabi-v7a,armeabi]'\necho '[ro.serialno]: [OLD32]'\n")
     shim.chmod(0o755)
-    _, reported = await attached(server, launch, adb_phone)
+    _, reported = await attached(join, adb_phone)
     device = reported.device_update.device
     assert (device.id, device.arch, device.problem.reason) == ("OLD32", "armv7l", "PHONE_UNSUPPORTED")
     assert "runs armv7l programs only" in device.problem.message and "arm64-v8a" in device.problem.remedy
 
 
 async def test_a_phone_that_cannot_execute_files_reports_the_systems_error(
-    server: Server, launch: Launch, adb_phone: AdbPhone
+    server: Server, join: Launch, adb_phone: AdbPhone
 ) -> None:
     adb_phone.call("mkdir", "-p", "/" + ROOT)
     adb_phone.call("mount", "-t", "tmpfs", "-o", "noexec", "storage", "/" + ROOT)
-    connection, device_id = await ready(server, launch, adb_phone)
-    connection.start("a1", server.candidate("conv"), deadline_s=60, device_id=device_id)
-    (cell,) = (await connection.result("a1")).candidates
+    connection, device_id = await ready(join, adb_phone)
+    cell = await connection.run(server.candidate("conv"), device_id=device_id)
     assert (cell.error.fault, cell.error.reason) == (common_pb2.FAULT_DEVICE, "DEVICE_RUNNER_UNUSABLE")
     assert "exit code 126" in cell.error.message and "Permission denied" in cell.error.message
 
 
 async def test_a_runner_killed_by_a_syscall_filter_is_reported_with_the_signal(
-    server: Server, launch: Launch, adb_phone: AdbPhone
+    server: Server, join: Launch, adb_phone: AdbPhone
 ) -> None:
     candidate = server.candidate("conv")
     killed = b"#!/bin/sh\nkill -SYS $$\n"
     candidate.bundle.artifact.CopyFrom(server.put(_with_loader(runner_archive(), killed)))
-    connection, device_id = await ready(server, launch, adb_phone)
-    connection.start("a1", candidate, deadline_s=60, device_id=device_id)
-    (cell,) = (await connection.result("a1")).candidates
+    connection, device_id = await ready(join, adb_phone)
+    cell = await connection.run(candidate, device_id=device_id)
     assert cell.error.reason == "DEVICE_RUNNER_UNUSABLE" and "by SIGSYS" in cell.error.message
 
 
@@ -418,8 +408,8 @@ async def test_without_an_adb_server_the_error_has_a_remedy(launch: Launch, tmp_
     assert "No adb server answers" in agent.log and "adb start-server" in agent.log
 
 
-async def test_an_agent_survives_a_restart_of_the_adb_server(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
-    connection, device_id = await ready(server, launch, adb_phone)
+async def test_an_agent_survives_a_restart_of_the_adb_server(join: Launch, adb_phone: AdbPhone) -> None:
+    connection, device_id = await ready(join, adb_phone)
     adb_phone.kill_server()
     await connection.until(lambda m: m.device_gone.device_id == device_id)
     known = len(connection.received)
