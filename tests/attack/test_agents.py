@@ -17,7 +17,6 @@ from etfarm.v1 import (
     artifact_pb2,
     artifact_pb2_grpc,
     common_pb2,
-    compile_pb2,
     device_pb2,
     device_pb2_grpc,
     job_pb2,
@@ -27,15 +26,15 @@ from etfarm.v1 import (
     token_pb2,
     token_pb2_grpc,
 )
-from etfarm.wire import digest
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 from tests.support.farm import private_file, serve
 from tests.support.farm_calls import FarmCalls, open_channels
 from tests.support.programs import program
+from tests.support.refusals import refusal
 from tests.support.runner import runner_archive
-from tests.support.session_ends import Agent, Caller, answered, welcomed
+from tests.support.session_ends import Agent, Caller, answered, session_on, welcomed
 
 pytestmark = pytest.mark.slow(reason="attacks a real server with agents")
 
@@ -61,7 +60,7 @@ async def channels(server: str) -> AsyncIterator[dict[str, grpc.aio.Channel]]:
         yield opened
 
 
-async def refusal(agent: Agent) -> str:
+async def ending(agent: Agent) -> str:
     """Return the reason for which the agent's stream ends."""
     async with asyncio.timeout(WAIT_S):
         try:
@@ -74,7 +73,7 @@ async def refusal(agent: Agent) -> str:
 
 async def leave(agent: Agent) -> None:
     agent.outgoing.put_nowait(agent_pb2.AgentMessage(goodbye=agent_pb2.Goodbye()))
-    await refusal(agent)
+    await ending(agent)
 
 
 async def test_a_silent_agents_identity_and_devices_cannot_be_taken_with_another_token(
@@ -82,9 +81,9 @@ async def test_a_silent_agents_identity_and_devices_cannot_be_taken_with_another
 ) -> None:
     board = await welcomed(channels["rack"], "board")
     await leave(board)
-    assert await refusal(Agent(channels["thief"], "board")) == "AGENT_NOT_YOURS"
+    assert await ending(Agent(channels["thief"], "board")) == "AGENT_NOT_YOURS"
     # As an agent of its own with the board's devices.
-    assert await refusal(Agent(channels["thief"], "fresh", devices=board.devices)) == "DEVICE_NOT_YOURS"
+    assert await ending(Agent(channels["thief"], "fresh", devices=board.devices)) == "DEVICE_NOT_YOURS"
     # By an update, once it is welcome with a device of its own.
     thief = await welcomed(channels["thief"], "thief")
     update = agent_pb2.DeviceUpdate(device=board.devices[0])
@@ -104,13 +103,12 @@ async def test_an_admin_moves_an_identity_and_forgets_devices(channels: dict[str
     old = await welcomed(channels["rack"], "moved")
     bound = await admin.BindAgent(agent_pb2.BindAgentRequest(agent_id="moved", principal="thief"))
     assert (bound.principal, sorted(bound.device_ids)) == ("thief", sorted(device.id for device in old.devices))
-    assert await refusal(old) == "", "its stream ends"
-    assert await refusal(Agent(channels["rack"], "moved")) == "AGENT_NOT_YOURS"
+    assert await ending(old) == "", "its stream ends"
+    assert await ending(Agent(channels["rack"], "moved")) == "AGENT_NOT_YOURS"
     new = await welcomed(channels["thief"], "moved")
     devices = device_pb2_grpc.DeviceServiceStub(channels["root"])
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await devices.Forget(device_pb2.ForgetDeviceRequest(device_id=new.devices[0].id))
-    assert from_rpc_error(refused.value, server="here").reason == "DEVICE_CONNECTED"
+    connected = devices.Forget(device_pb2.ForgetDeviceRequest(device_id=new.devices[0].id))
+    assert (await refusal(connected)).reason == "DEVICE_CONNECTED"
     await leave(new)
     for device in new.devices:
         await devices.Forget(device_pb2.ForgetDeviceRequest(device_id=device.id))
@@ -158,7 +156,7 @@ async def test_an_enrolled_identity_cannot_be_taken_before_its_agent_connects(
     server: str, channels: dict[str, grpc.aio.Channel]
 ) -> None:
     token = await enrolled(channels["root"], server, "board-8", "enrolled")
-    assert await refusal(Agent(channels["thief"], "enrolled")) == "AGENT_NOT_YOURS"
+    assert await ending(Agent(channels["thief"], "enrolled")) == "AGENT_NOT_YOURS"
     async with open_channel(Access(server, token)) as channel:
         board = await welcomed(channel, "enrolled")
         await leave(board)
@@ -189,9 +187,7 @@ async def test_a_sessions_answers_do_not_delete_uploads_of_others(channels: dict
     ann = FarmCalls(channels["ann"])
     pte, victim = [await ann.put(each) for each in (program("add").bytes, b"uploaded for a job that is submitted next")]
     thief = await welcomed(channels["thief"], "deleter")
-    created = compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
-    request = session_pb2.OpenSessionRequest(selector=f"id={thief.devices[0].id}", program=created)
-    caller = Caller(channels["ann"], request)
+    caller = Caller(channels["ann"], session_on(thief, pte))
     serving = thief.serve(await thief.started())
     await caller.event("ready")
     answer = caller.call("x")

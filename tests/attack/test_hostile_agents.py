@@ -18,21 +18,19 @@ from etfarm.v1 import (
     artifact_pb2,
     artifact_pb2_grpc,
     common_pb2,
-    compile_pb2,
     job_pb2,
     session_pb2,
 )
-from etfarm.wire import digest
 from etfarm.wire.channel import CLIENT_OPTIONS, Access, open_channel
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.names import PROTOCOL_VERSION
-from etfarm.wire.status import from_rpc_error
 from tests.support.agent_stream import AgentStream
 from tests.support.farm import private_file, serve
 from tests.support.farm_calls import FarmCalls, open_channels
 from tests.support.programs import program
+from tests.support.refusals import refusal
 from tests.support.runner import runner_archive
-from tests.support.session_ends import Caller, answered, welcomed
+from tests.support.session_ends import Caller, answered, session_on, welcomed
 
 pytestmark = pytest.mark.slow(reason="attacks a real server with agents")
 
@@ -97,9 +95,7 @@ async def test_what_an_agent_says_at_first_does_not_stay_in_memory(
         agent.close()
     hello.unacknowledged_attempts[0] += "longer than any"
     refused = AgentStream(channels["thief"], hello)
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await is_welcome(refused)
-    assert from_rpc_error(error.value, server="here").reason == "LIMIT_EXCEEDED"
+    assert (await refusal(is_welcome(refused))).reason == "LIMIT_EXCEEDED"
 
 
 async def test_an_agent_that_does_not_read_its_answers_is_not_read_either(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,8 +123,7 @@ async def test_an_answer_of_a_session_has_what_its_agent_uploaded_or_is_the_devi
 ) -> None:
     pte = await FarmCalls(channels["ann"]).put(program("add").bytes)
     thief = await welcomed(channels["thief"], "server")
-    created = compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
-    caller = Caller(channels["ann"], session_pb2.OpenSessionRequest(selector=f"id={thief.devices[0].id}", program=created))
+    caller = Caller(channels["ann"], session_on(thief, pte))
     serving = thief.serve(await thief.started())
     await caller.event("ready")
     own, never = [await FarmCalls(channels["thief"]).put(each) for each in (b"an output", b"that no call asked for")]

@@ -16,9 +16,9 @@ from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
 from etfarm.v1.common_pb2 import Artifact
 from etfarm.wire import chunks, status
 from etfarm.wire.chunks import artifact_of
-from etfarm.wire.errors import EtfarmError
 from tests.support.farm import FarmProcess
 from tests.support.farm_calls import open_channels
+from tests.support.refusals import refusal
 
 WAIT_S = 60.0
 TOKENS = {name: f"{name}-token-of-24-characters" for name in ("root", "ann", "pi", "mole")}
@@ -71,13 +71,6 @@ class Caller:
 
     async def read(self, artifact: Artifact) -> bytes:
         return await chunks.download_bytes(self.stub, artifact)
-
-
-async def refusal(work: object) -> EtfarmError:
-    with pytest.raises(grpc.aio.AioRpcError) as failed:
-        async with asyncio.timeout(WAIT_S):
-            await work  # type: ignore[misc]
-    return status.from_rpc_error(failed.value, server="here")
 
 
 @pytest.fixture

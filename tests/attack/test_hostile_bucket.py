@@ -206,14 +206,6 @@ async def test_a_copy_that_was_verified_outlasts_the_object(world: World) -> Non
     assert len(world.gets()) == before
 
 
-@pytest.mark.parametrize("use", [read, require])
-async def test_a_deleted_object_is_the_farms_loss(world: World, use: Callable[[Store], object]) -> None:
-    """A user whose job needs it is not at fault."""
-    del world.s3.objects[KEY]
-    await blamed(lambda: use(world.store), ArtifactDamaged)
-    assert await world.store.missing([DIGEST], "default") == [DIGEST], "an upload heals it"
-
-
 async def test_an_object_under_the_digest_of_none_is_not_read(world: World) -> None:
     """Whoever can write the bucket cannot bring an artifact into the farm."""
     digest = artifact_of(OTHER).digest

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -18,6 +18,7 @@ from etfarm.wire.status import from_rpc_error
 from tests.support.contract import WAIT_S, call
 from tests.support.databases import postgres_databases as postgres_databases
 from tests.support.door import ADMIN, Door, create, ended, watch_devices
+from tests.support.door import admin as admin
 from tests.support.door import door as door
 from tests.support.door import new_door as new_door
 from tests.support.http2 import Http2
@@ -25,13 +26,6 @@ from tests.support.http2 import Http2
 pytestmark = pytest.mark.slow(reason="starts servers, and waits for deadlines of connections")
 
 INFO = b"/etfarm.v1.FarmService/GetServerInfo"
-
-
-@pytest.fixture
-async def admin(door: Door) -> AsyncIterator[grpc.aio.Channel]:
-    async with door.channel() as channel:
-        await call(channel, "FarmService.GetServerInfo")
-        yield channel
 
 
 @pytest.mark.parametrize("path", [b"/\xff\xff/x", b"\xff", b"/no.such.Service/Rpc", b"/etfarm.v1.JobService/Submit\xff"])

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,15 @@ class Browser:
         self.requests.clear()
         self.page.goto(path.as_uri())
         return self.page
+
+    @contextmanager
+    def sized(self, width: int) -> Iterator[None]:
+        """Let the window have a width in the block."""
+        self.page.set_viewport_size({"width": width, "height": 900})
+        try:
+            yield
+        finally:
+            self.page.set_viewport_size({"width": 1280, "height": 900})
 
     def must_be_quiet(self, path: Path) -> None:
         """Require that the page requested only its own file, and had no errors."""
@@ -284,8 +294,7 @@ def test_a_real_page_is_readable_at_any_width(browser: Browser, job: Job, tmp_pa
         one["source"] = where if one["source"] else None
     created["reports"].append(long)
     path = tmp_path / "r.html"
-    browser.page.set_viewport_size({"width": width, "height": 900})
-    try:
+    with browser.sized(width):
         page = browser.open(path, created)
         page.locator("canvas").first.wait_for()
         page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
@@ -297,14 +306,11 @@ def test_a_real_page_is_readable_at_any_width(browser: Browser, job: Job, tmp_pa
             if width <= 700:
                 assert page.evaluate(WIDE_TABLES) == [], view
         browser.must_be_quiet(path)
-    finally:
-        browser.page.set_viewport_size({"width": 1280, "height": 900})
 
 
 @needs_chromium
 def test_a_narrow_page_shows_the_file_name_before_the_source_line(browser: Browser, job: Job, tmp_path: Path) -> None:
-    browser.page.set_viewport_size({"width": 400, "height": 900})
-    try:
+    with browser.sized(400):
         page = browser.open(tmp_path / "r.html", job.document)
         rows = page.locator("#r1 .rows tbody tr")
         assert rows.count() <= 15, "the others on demand"
@@ -323,8 +329,6 @@ def test_a_narrow_page_shows_the_file_name_before_the_source_line(browser: Brows
         assert {"Can it be trusted?", "Delegated", "Accuracy", "Size", "Memory"} <= set(reported)
         longest = "(one) => Math.max(...[...one.querySelectorAll('i')].map((bar) => bar.offsetWidth)) / one.offsetWidth"
         assert page.locator("#r0 .phases").evaluate(longest) > 0.2
-    finally:
-        browser.page.set_viewport_size({"width": 1280, "height": 900})
 
 
 @needs_chromium
@@ -340,8 +344,7 @@ def test_a_wide_page_shows_all_answers_in_a_row(browser: Browser, job: Job, tmp_
 @needs_chromium
 def test_contents_stay_at_the_side_and_mark_what_is_read(browser: Browser, job: Job, tmp_path: Path) -> None:
     path = tmp_path / "r.html"
-    browser.page.set_viewport_size({"width": 1400, "height": 900})
-    try:
+    with browser.sized(1400):
         page = browser.open(path, job.document)
         contents = page.locator(".contents")
         assert contents.bounding_box()["x"] < 200 < page.locator("main").bounding_box()["x"]  # type: ignore[index]
@@ -356,8 +359,6 @@ def test_contents_stay_at_the_side_and_mark_what_is_read(browser: Browser, job: 
         page.set_viewport_size({"width": 1000, "height": 900})
         page.wait_for_function("() => !document.querySelector('.contents details').open")
         browser.must_be_quiet(path)
-    finally:
-        browser.page.set_viewport_size({"width": 1280, "height": 900})
 
 
 @needs_chromium

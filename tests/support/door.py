@@ -6,7 +6,7 @@ import asyncio
 import re
 import resource
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,10 @@ from etfarm.v1 import (
 )
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.errors import EtfarmError
-from etfarm.wire.status import from_rpc_error
-from tests.support.contract import WAIT_S, address_of
+from tests.support.contract import WAIT_S, address_of, call
 from tests.support.databases import TEMPLATE, PostgresDatabases
 from tests.support.farm import ALONE, Daemon
+from tests.support.refusals import refusal
 
 ADMIN, USER = "secret-of-ann-0123456789", "secret-of-bob-0123456789"
 LINES = (f"ann admin {ADMIN}", f"bob user {USER}")
@@ -166,6 +166,14 @@ def door(new_door: Callable[..., AbstractContextManager[Door]], tmp_path_factory
         yield created
 
 
+@pytest.fixture
+async def admin(door: Door) -> AsyncIterator[grpc.aio.Channel]:
+    """A connected channel of an admin."""
+    async with door.channel() as channel:
+        await call(channel, "FarmService.GetServerInfo")
+        yield channel
+
+
 class _Limited(Daemon):
     """A server that may open so many files, and no more."""
 
@@ -178,12 +186,6 @@ class _Limited(Daemon):
             resource.prlimit(self.pid, resource.RLIMIT_NOFILE, (min(self.files, soft), min(self.files, hard)))
 
 
-async def refusal(awaited: Any) -> EtfarmError:
-    with pytest.raises(grpc.aio.AioRpcError) as failed:
-        await awaited
-    return from_rpc_error(failed.value, server="here")
-
-
 async def ended(stream: Any) -> EtfarmError:
     """How a stream of answers ends, whose answers are dropped."""
 
@@ -191,8 +193,7 @@ async def ended(stream: Any) -> EtfarmError:
         async for _ in stream:
             pass
 
-    async with asyncio.timeout(WAIT_S):
-        return await refusal(drain())
+    return await refusal(drain(), WAIT_S)
 
 
 def watch(channel: grpc.aio.Channel) -> Any:
