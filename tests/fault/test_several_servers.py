@@ -8,6 +8,8 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -141,41 +143,60 @@ async def test_a_leader_that_is_cut_from_the_database_is_replaced(tmp_path: Path
                     await asyncio.to_thread(leader.daemon.expect, "forwarding calls to")
 
 
-def stand_still(database: PostgresServer) -> None:
-    """Freeze a database until the lease has expired. In a thread: the event loop of a busy test returns later."""
+@contextmanager
+def farm_on_its_own_database(folder: Path) -> Iterator[tuple[PostgresServer, Servers]]:
+    settings = QUICK | {"synchronous_commit": "remote_apply"}  # a crash loses no write
+    with postgres_server(settings) as database, Servers(folder, database.url("postgres")) as servers:
+        yield database, servers
+
+
+def stand_still(database: PostgresServer, for_s: float) -> None:
+    """Freeze a database. In a thread: the event loop of a busy test returns later."""
     database.freeze()
     try:
-        time.sleep(lease.LEASE_S + lease.RENEWAL_S / 2)
+        time.sleep(for_s)
     finally:
         database.thaw()
 
 
-def crash(database: PostgresServer) -> None:
-    """Kill a database, and start it again once the lease has expired."""
+def crash(database: PostgresServer, for_s: float) -> None:
+    """Kill a database, and start it again later."""
     database.stop(signal.SIGQUIT)
-    time.sleep(lease.LEASE_S)
+    time.sleep(for_s)
     database.start()
 
 
-@pytest.mark.parametrize("leave", [stand_still, crash])
+@pytest.mark.parametrize(("leave", "for_s"), [(stand_still, lease.LEASE_S + lease.RENEWAL_S / 2), (crash, lease.LEASE_S)])
 async def test_a_leader_goes_on_when_its_database_answers_after_the_lease_has_expired(
-    tmp_path: Path, leave: Callable[[PostgresServer], None]
+    tmp_path: Path, leave: Callable[[PostgresServer, float], None], for_s: float
 ) -> None:
-    with (
-        postgres_server(QUICK | {"synchronous_commit": "remote_apply"}) as database,  # a crash loses no write
-        Servers(tmp_path, database.url("postgres")) as servers,
-        ThreadPoolExecutor(1) as thread,  # the database ends with the thread that has started it
-    ):
+    with farm_on_its_own_database(tmp_path) as (database, servers):
         leader, other = servers.add(), servers.add()
-        async with simulated_agents(servers.addresses) as agents, farm_calls(servers.addresses) as calls:
-            spec, turns = await trivial_spec(calls), asyncio.Semaphore(AT_ONCE)
-            jobs = [asyncio.create_task(lead_job(calls, spec, turns)) for _ in range(JOBS)]
-            await agents[0].until(lambda: len(agents[0].acknowledged) >= 2)
-            before = [agent.connections for agent in agents]
-            await asyncio.get_running_loop().run_in_executor(thread, leave, database)
-            await check(calls, dict(await asyncio.gather(*jobs)))
-            assert [agent.connections for agent in agents] == before
+        before, after = await work_meanwhile(servers, partial(leave, database, for_s))
+        assert after == before
         assert "no longer leads" not in leader.log and "this server leads" not in other.log
+
+
+async def test_no_job_fails_when_the_database_returns_as_the_leader_gives_up(tmp_path: Path) -> None:
+    with farm_on_its_own_database(tmp_path) as (database, servers):
+        leader = servers.add()
+        servers.add()
+        await work_meanwhile(servers, partial(crash, database, lease.LEASE_S + lease.LATE_S))
+        assert "no longer leads" in leader.log
+
+
+async def work_meanwhile(servers: Servers, fault: Callable[[], None]) -> tuple[list[int], list[int]]:
+    """Do jobs during a fault, none of which is lost; return how often each agent had connected before and after it."""
+    async with simulated_agents(servers.addresses) as agents, farm_calls(servers.addresses) as calls:
+        spec, turns = await trivial_spec(calls), asyncio.Semaphore(AT_ONCE)
+        jobs = [asyncio.create_task(lead_job(calls, spec, turns)) for _ in range(JOBS)]
+        await agents[0].until(lambda: len(agents[0].acknowledged) >= 2)
+        before = [agent.connections for agent in agents]
+        with ThreadPoolExecutor(1) as thread:
+            await asyncio.get_running_loop().run_in_executor(thread, fault)
+            # A database that the thread has started ends with it.
+            await check(calls, dict(await asyncio.gather(*jobs)))
+        return before, [agent.connections for agent in agents]
 
 
 def free_port() -> dict[str, str]:

@@ -80,8 +80,8 @@ class Server:
     """Accepts no new work, and returns once nothing runs any more."""
     in_progress: Callable[[], str]
     """Returns what it has in progress, such as "2 cells, 1 call of a session"."""
-    end_calls: Callable[[], Coroutine[None, None, None]]
-    """Ends all calls as UNAVAILABLE, and accepts no more."""
+    end_lead: Callable[[], Coroutine[None, None, None]]
+    """Ends all calls as UNAVAILABLE, accepts no more, and writes nothing more."""
 
 
 @asynccontextmanager
@@ -210,8 +210,15 @@ async def running(
         stops = error_for("SERVER_STOPPING", "The server stops.", "Try again once it has started again; jobs are kept.")
         ended = stops if lead is None else lead.ended()
         end = partial(end_calls, server, interceptor.calls, ended, _GRACE_S)
+
+        async def end_lead() -> None:
+            if lead is not None:
+                lead.fence.close()  # what fails because it no longer waits for the database is not written as a failure
+            storage.database.stop_waiting()
+            await end()
+
         try:
-            yield Server(address, monitor.address, certificates.reload, drain, in_progress, end)
+            yield Server(address, monitor.address, certificates.reload, drain, in_progress, end_lead)
         finally:
             intake.is_stopping = True
             storage.database.stop_waiting()

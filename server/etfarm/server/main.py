@@ -207,7 +207,7 @@ class Process:
                 self._manager.notify(STATUS="leading the farm")
                 if await self._is_first(member.lost.wait()):
                     asyncio.get_running_loop().call_later(_RESTART_S, restart, address)
-                    await server.end_calls()
+                    await server.end_lead()
                 elif not member.has_others():
                     await self._drain(server)
         return address if member.lost.is_set() else None

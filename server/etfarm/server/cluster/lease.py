@@ -158,10 +158,14 @@ class Fence:
         self._token = token
         self._on_fenced = on_fenced
         # It lets renewals go on, and a server that takes the lease wait. The name is that of `_END_WRITERS`.
-        self.statement: Final = (
+        self.statement = (
             f"SELECT token = {token} AND NOT released, set_config('application_name', '{writer_name(token)}', false) "
             "FROM etfarm_cluster.lease WHERE id = 1 FOR KEY SHARE"
         )
+
+    def close(self) -> None:
+        """Refuse all further transactions, also while no other server has taken the lease."""
+        self.statement = "SELECT false"
 
     def refuse(self) -> NoReturn:
         """Refuse a transaction, since another server has taken the lease. One that is permitted keeps it until its end.

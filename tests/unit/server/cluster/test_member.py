@@ -1,4 +1,4 @@
-"""Two servers of a farm, as members: which one leads after the database was away for both."""
+"""Two servers of a farm, as members: which one leads after the database was away for both, and which one writes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import psycopg
 import pytest
+from sqlalchemy import text
 
 from etfarm.server.cluster import lease, member
-from etfarm.server.cluster.lease import LATE_S, Session
+from etfarm.server.cluster.lease import LATE_S, Fence, Session
 from etfarm.server.cluster.member import Member
 from etfarm.server.state.database_url import DatabaseUrl
+from etfarm.server.state.databases import create_database
 from tests.support.postgres import QUICK, PostgresServer, postgres_server
+from tests.support.refusals import refuses
 
 WAIT_S = 60.0
 NEVER_S = 600.0
@@ -98,3 +102,22 @@ async def test_an_expired_lease_is_renewed_until_another_server_takes_it(postgre
         await session.execute(EXPIRE, [LATE_S / 2])
         assert not await lease.renew(session, first.token, "", late_s=LATE_S), "another server has taken it"
         assert await lease.renew(session, second.token, "", late_s=LATE_S)
+
+
+async def test_a_server_that_has_given_up_writes_nothing_though_the_lease_is_still_its_own(postgres: PostgresServer) -> None:
+    async with connected(postgres) as session:
+        await lease.create_tables(session)
+        leader = await lease.take(session, "a", "a:1", "1", "")
+    assert leader is not None
+    database = create_database(Path("/nowhere/farm.sqlite"), DatabaseUrl.parse(postgres.url("postgres")))
+    database.guard = fence = Fence(leader.token)
+    insert = text("INSERT INTO artifacts VALUES (:digest, 1, 'ann', now())")
+    try:
+        await database.open()
+        await database.write(lambda c: c.execute(insert, {"digest": "before"}))
+        fence.close()
+        with refuses("FENCED"):
+            await database.write(lambda c: c.execute(insert, {"digest": "after"}))
+        assert [row.digest for row in await database.query(text("SELECT digest FROM artifacts"))] == ["before"]
+    finally:
+        await asyncio.to_thread(database.close)
