@@ -302,6 +302,23 @@ def _short() -> tuple[torch.nn.Module, tuple[Any, ...]]:
     return Short().eval(), (torch.randn(2, 8).to(torch.bfloat16),)
 
 
+def _halves() -> tuple[torch.nn.Module, tuple[Any, ...]]:
+    """Views of what an operator in place gives: the export computes each again where it is used, as part of its user."""
+    import torch
+
+    class Halves(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = torch.nn.Conv2d(3, 8, 1)
+            self.turn = torch.nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first, second = self.stem(x).relu_().chunk(2, 1)
+            return torch.cat([first, self.turn(second).relu_()], 1)
+
+    return Halves().eval(), (torch.randn(1, 3, 8, 8),)
+
+
 @dataclass(frozen=True)
 class _Recipe:
     """A network and the options with which its pass is recorded."""
@@ -339,6 +356,7 @@ _RECIPES = {
     "looked_up": _Recipe(_looked_up, "portable"),
     "rounded": _Recipe(_rounded, "portable"),
     "short": _Recipe(_short, "portable"),
+    "halves": _Recipe(_halves),
     "methods": _Recipe(_two, method="decode", other="encode"),
 }
 

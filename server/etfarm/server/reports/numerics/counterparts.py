@@ -86,8 +86,10 @@ class Counterparts:
 
     def of(self, output: Output) -> Node | None:
         """Return the node that computes the same value; None without one, or if the operator computes an intermediate."""
-        name = self._name_by_operator[output.operator.index]
-        if name is None or not self._is_last(output.operator, output.at, name):
+        operator = output.operator
+        name = self._name_by_operator[operator.index]
+        # All outputs decide: those that nothing uses, such as the other half of a split, do not show that it is a step.
+        if name is None or not all(self._is_last(operator, at, name) for at in range(len(operator.gives))):
             return None
         return self._folded(self._nodes[name])
 

@@ -41,7 +41,9 @@ def _own(row: report_pb2.NumericGap) -> list[str]:
     return [name for name in _names(row) if "quantize" not in name and name != "choose_qparams"]
 
 
-@pytest.mark.parametrize("name", ["cnn", "mixed", "lstm", "several", "counter", "any_batch", "methods", "lines", "looked_up"])
+@pytest.mark.parametrize(
+    "name", ["cnn", "mixed", "lstm", "several", "counter", "any_batch", "methods", "lines", "looked_up", "halves"]
+)
 def test_a_right_program_is_near_eager_in_every_value_and_has_no_bad_operator(name: str, tmp_path: Path) -> None:
     report = analyzed(_request(recorded(name)), tmp_path)
     assert _warnings(report) == {}
