@@ -41,6 +41,7 @@ _VERSION: Final = re.compile(r"[0-9]{1,4}(\.[0-9]{1,8}){1,3}[0-9a-z.+]{0,40}")
 _UNKNOWN_CLASS: Final = re.compile(r"Deserializing ([\w.]{1,200}) in pytree is not registered")
 _EMPTY_REGION: Final = re.compile(r"Node\.meta wrap_with_(?:set_grad_enabled|autocast)\w* is missing val field")
 _MAX_MAJOR: Final = 1_000_000
+_OTHER_CATS: Final = frozenset({torch.ops.aten.concat.default, torch.ops.aten.concatenate.default})
 
 
 def load(model: Path, folder: Path, operators: Operators | None = None) -> Any:
@@ -72,7 +73,7 @@ def _load(link: Path, operators: Operators) -> Any:
                 importlib.import_module(module)
         for module in operators.modules(graph):
             importlib.import_module(module)
-        return _resolve_derived_dims(read_program(str(link)))
+        return _name_joins(_resolve_derived_dims(read_program(str(link))))
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -149,6 +150,18 @@ def _resolve_derived_dims(program: Any) -> Any:
                     sizes.setdefault(symbol, (size - offset) / factor)
         for expression in [key for key in environment.var_to_range if not key.is_Symbol]:
             del environment.var_to_range[expression]  # follows from n's range, and stays in range_constraints
+    return program
+
+
+def _name_joins(program: Any) -> Any:
+    """Return the program with `cat` in place of its other names.
+
+    XNNPACK's quantizer gives the operands of `cat` one scale. It leaves the other names alone, which are lowered to a `cat` of
+    operands with several scales, and XNNPACK refuses that when a device loads the program.
+    """
+    for node in all_nodes(program):
+        if node.target in _OTHER_CATS:
+            node.target = torch.ops.aten.cat.default
     return program
 
 

@@ -80,6 +80,27 @@ async def test_int8_of_a_pt2_is_int8_and_close(workers: Workers, tmp_path: Path)
     assert sqnr_db(expected, actual) > 20
 
 
+@pytest.mark.parametrize("name", ["concat", "concatenate"])
+async def test_operands_of_two_ranges_run_joined_under_another_name_of_cat(workers: Workers, tmp_path: Path, name: str) -> None:
+    class Joined(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small = torch.nn.Linear(8, 8)
+            self.large = torch.nn.Linear(8, 8)
+            self.head = torch.nn.Linear(16, 4)
+
+        def forward(self, x: Any) -> Any:
+            return self.head(getattr(torch, name)([self.small(x), self.large(x * 9)], 1))
+
+    network = Joined().eval()
+    samples = [sample(tmp_path / f"{seed}.ett", torch.randn(2, 8)) for seed in range(8)]
+    inputs = torch.randn(2, 8)
+    one = await compiled(
+        workers, tmp_path / "c", lambda: torch.export.export(network, (inputs,)), STATIC, calibration={"forward": samples}
+    )
+    assert sqnr_db(network(inputs).detach(), run(one.pte, [inputs])[0]) > 20
+
+
 async def test_a_single_calibration_input_is_reported(workers: Workers, tmp_path: Path) -> None:
     assert "FEW_CALIBRATION_INPUTS" in (await compiled(workers, tmp_path, models.conv, STATIC)).codes
 
