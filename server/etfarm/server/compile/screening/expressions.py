@@ -37,7 +37,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_.]*")
 _IDENTIFIER: Final = re.compile(r"[A-Za-z0-9_]*")
 _FUNCTION: Final = re.compile(r"[A-Za-z0-9_.<>\- ]*")
 _VERIFIERS: Final = frozenset({"", "ATEN", "TRAINING"})
-_PATH: Final = re.compile(r"[A-Za-z0-9_.@\-]*")
+_QUOTING: Final = frozenset("\"'`\\")
 _TREE_TEXT: Final = re.compile(r"[A-Za-z0-9_.\- :/]*")
 _RANGE: Final = re.compile(r"[A-Za-z0-9_*+\-/ (),.]{1,2000}")
 _LITERAL: Final = re.compile(r"[0-9]*\.?[0-9]*([eE][+-]?[0-9]{1,3})?")
@@ -414,13 +414,21 @@ def check_float(text: str, where: str) -> None:
 
 
 def check_path(text: str, where: str) -> None:
-    """Check the path of a module, parameter or buffer, like `layers.0.conv@1`; torch sets attributes by it.
+    """Check the path of a module, parameter or buffer, like `layers.0.conv@1` or `heads.größe (cm)`; torch sets attributes by it.
+
+    torch.fx pastes a part into source code: an identifier as it is, which Python's parser normalizes, anything else in quotes.
 
     Raises:
-        UnsafeModel: it is anything else, or contains a special attribute of Python.
+        UnsafeModel: a quote or a backslash would end the quotes, or it is not printable, not normalized, or contains a special
+            attribute of Python.
     """
-    if len(text) > MAX_NAME or not _PATH.fullmatch(text) or _has_special_attribute(text):
-        raise _unsafe("UNSAFE_NAME", where, "path", text)
+    is_plain = text.isprintable() and unicodedata.is_normalized("NFKC", text)
+    if len(text) > MAX_NAME or not is_plain or set(text) & _QUOTING or _has_special_attribute(text):
+        remedy = (
+            "Name modules, parameters and buffers with printable characters except quotes and backslashes, which "
+            "unicodedata.normalize('NFKC', name) leaves as they are."
+        )
+        raise _unsafe("UNSAFE_NAME", where, "path", text, remedy)
 
 
 def check_name(text: str, where: str) -> None:

@@ -309,6 +309,32 @@ def test_a_name_that_would_be_source_code_is_refused(good: Members, tmp_path: Pa
         assert refused(tmp_path / "m", changed(good, change)) == "UNSAFE_NAME"
 
 
+@pytest.mark.parametrize("name", ["two words", "größe", "検出", "(0, 1)", "<user___buys___item>", "task/1: a+b"])
+def test_modules_and_buffers_may_have_names_of_any_text(tmp_path: Path, name: str) -> None:
+    class Named(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2)})
+            self.heads[name].register_buffer(name, torch.ones(2))
+
+        def forward(self, x: Any) -> Any:
+            return self.heads[name](x) + self.heads[name].get_buffer(name)
+
+    network, inputs = Named(), torch.randn(1, 2)
+    path = models.save(lambda: torch.export.export(network, (inputs,)), tmp_path / "m.pt2")
+    screen.screen_pt2(path)
+    assert torch.equal(torch.export.load(path).module()(inputs), network(inputs))
+
+
+@pytest.mark.parametrize("name", ["it's", 'say "x"', "a\\b", "a`b", "a\nb", "\ufb01", "__class__", "\uff3f_class__"])
+def test_a_name_that_would_end_its_quotes_or_become_another_is_refused(good: Members, tmp_path: Path, name: str) -> None:
+    def change(program: Any) -> None:
+        specs = program["graph_module"]["signature"]["input_specs"]
+        next(one["parameter"] for one in specs if "parameter" in one)["parameter_name"] = f"layer.{name}.weight"
+
+    assert refused(tmp_path / "m", changed(good, change)) == "UNSAFE_NAME"
+
+
 def test_a_dict_key_that_would_break_out_of_a_guards_message_is_refused(good: Members, tmp_path: Path) -> None:
     def change(program: Any) -> None:
         signature = program["graph_module"]["module_call_graph"][0]["signature"]
