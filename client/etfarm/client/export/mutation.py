@@ -24,14 +24,15 @@ def assignments_written(module: nn.Module, forget: Callable[[str, str], None]) -
     Yields a set of these buffers' names, such as `cell.state`, which is filled by calls.
 
     torch.export forgets assignments to buffers of submodules, and returns the new value of a buffer where the old one was meant.
-    A strict export cannot do this.
+    What is assigned behind a buffer that is None it writes to the next buffer or input. A strict export cannot do this.
 
     Args:
         forget: called with the name of a buffer whose new value the program forgets, and a description of that value: None, or a
             tensor of another shape or dtype.
     """
     import torch
-    from torch.nn.modules.module import register_module_buffer_registration_hook
+    from torch._functorch._aot_autograd.utils import register_buffer_assignment_hook
+    from torch.nn.modules import module as modules
     from torch.utils import _pytree as pytree
 
     assigned: set[str] = set()
@@ -44,6 +45,9 @@ def assignments_written(module: nn.Module, forget: Callable[[str, str], None]) -
         return value.untyped_storage()._cdata if is_plain else id(value)
 
     def note(root: nn.Module, args: Any, kwargs: Any) -> None:
+        observers = modules._global_buffer_registration_hooks
+        for key in [key for key, hook in observers.items() if hook.__module__ == register_buffer_assignment_hook.__module__]:
+            del observers[key]  # torch.export's own, by which it would write each value once more
         before.clear()
         for path, part in root.named_modules():
             paths[part] = f"{path}." if path else ""
@@ -72,7 +76,7 @@ def assignments_written(module: nn.Module, forget: Callable[[str, str], None]) -
     hooks = [
         module.register_forward_pre_hook(note, with_kwargs=True),
         module.register_forward_hook(write),
-        register_module_buffer_registration_hook(separate),
+        modules.register_module_buffer_registration_hook(separate),
     ]
     try:
         yield assigned

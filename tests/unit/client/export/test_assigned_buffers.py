@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from etfarm.client.export import ModelSource, export_source
 from etfarm.wire.shared_state import PREFIX
+from etfarm.wire.written_inputs import written_inputs
 from tests.support.exports import export_called, read_program
 
 
@@ -78,6 +79,42 @@ def test_calls_give_what_eager_pytorch_gives(body: Callable[[Any, Tensor], Any],
     for x in torch.tensor([[1.0, 2.0], [3.0, 5.0], [7.0, 11.0]]):
         torch.testing.assert_close(program(x.clone()), eager(x.clone()))
     assert all(value.tolist() in ([0, 0], [1, 1]) for value in step.buffers()), "the model is unchanged"
+
+
+@pytest.mark.parametrize("body", [accumulate, delay, swap, add])
+def test_a_buffer_that_is_none_does_not_move_what_is_assigned_to_the_next_one(body: Callable[[Any, Tensor], Any]) -> None:
+    class Optional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", None)
+            self.register_buffer("n", torch.zeros(2))
+            self.register_buffer("m", torch.ones(2))
+
+        def forward(self, x: Tensor) -> Any:
+            return body(self, x), self.m * 2
+
+    module = Optional().eval()
+    eager = copy.deepcopy(module)
+    program = export_called(ModelSource.of(module, (torch.ones(2),)))
+    for x in torch.tensor([[1.0, 2.0], [3.0, 5.0], [7.0, 11.0]]):
+        torch.testing.assert_close(program(x.clone()), eager(x.clone()))
+
+
+def test_what_is_assigned_to_a_buffer_that_is_none_is_not_written_to_an_input() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("former", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x[:1] if self.former is None else x[:1] + self.former
+            self.former = y * 2
+            return y
+
+    sentences = list[str]()
+    model = export_source(ModelSource.of(Late().eval(), (torch.ones(2),)), name="m", say=sentences.append)
+    assert written_inputs(read_program(model.methods["forward"].pt2)) == {}
+    assert sentences == ["The program forgets what the model keeps in self.former: make that a buffer, and write to it with copy_()."]
 
 
 def test_an_assigned_buffer_is_shared() -> None:
