@@ -114,7 +114,9 @@ def test_what_is_assigned_to_a_buffer_that_is_none_is_not_written_to_an_input() 
     sentences = list[str]()
     model = export_source(ModelSource.of(Late().eval(), (torch.ones(2),)), name="m", say=sentences.append)
     assert written_inputs(read_program(model.methods["forward"].pt2)) == {}
-    assert sentences == ["The program forgets what the model keeps in self.former: make that a buffer, and write to it with copy_()."]
+    assert sentences == [
+        "The program forgets what the model keeps in self.former: make that a buffer, and write to it with copy_()."
+    ]
 
 
 def test_an_assigned_buffer_is_shared() -> None:
