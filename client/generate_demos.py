@@ -97,7 +97,8 @@ def write(arrays: dict[str, np.ndarray], path: Path, *, compact: bool) -> None:
 
 def _round(array: np.ndarray) -> np.ndarray:
     mantissa, exponent = np.frexp(array)
-    return np.ldexp(np.round(mantissa * 64) / 64, exponent)
+    rounded: np.ndarray = np.ldexp(np.round(mantissa * 64) / 64, exponent)
+    return rounded
 
 
 def _templates(training: Training) -> Tensor:
