@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.client.models import CellChanged, CellState, JobState, Progress
+from etfarm.client.models import CellChanged, CellState, JobState
 from etfarm.wire.errors import EtfarmError
-from etfarm.wire.names import PROTOCOL_VERSION
 from tests.support import models
 from tests.support.farm import PROMPTLY_S, FarmProcess, descendants, runners, wait_until
 from tests.support.proxy import link_to
+from tests.support.watched_jobs import until_phase
 
 pytestmark = pytest.mark.slow(reason="kills servers and agents in the middle of jobs")
 
@@ -44,30 +44,18 @@ def breakable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]
         yield running
 
 
-def _until(job: object, phase: str) -> int:
-    """Watch until a cell reaches the phase; return the last sequence number."""
-    seen = 0
-    for event in job.watch():  # type: ignore[attr-defined]
-        seen = event.sequence or seen
-        if isinstance(event, Progress) and event.phase == phase:
-            return seen
-        if isinstance(event, CellChanged) and event.cell.state is CellState.FAILED:
-            raise AssertionError(f"the cell failed before {phase}: {event.cell.error}")
-    raise AssertionError(f"the job ended before {phase}")
-
-
 def test_a_job_survives_a_server_crash_while_compiling_and_running(breakable: FarmProcess, model: Path) -> None:
     breakable.start()
     with breakable.client() as farm:
         job = farm.bench(model, **LONG)
-        seen = _until(job, "TO_EDGE_TRANSFORM_AND_LOWER")
+        _, seen = until_phase(job, "TO_EDGE_TRANSFORM_AND_LOWER")
         assert breakable.server is not None
         children = descendants(breakable.server.pid)
         assert len(children) >= 2  # the forkserver and the compiling child
         breakable.kill9()
         assert wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children)), "children outlived the server"
         breakable.restart()
-        running = _until(job, "TIMED")
+        _, running = until_phase(job, "TIMED")
         breakable.kill9()
         breakable.restart()
         rest = [event for event in job.watch(after=seen) if event.sequence]
@@ -86,7 +74,7 @@ def test_a_job_continues_after_a_broken_link(lasting: FarmProcess, model: Path) 
         agent = lasting.add_agent("--name", "linked", server=link.address)
         try:
             job = farm.bench(model, devices="name=linked", **LONG)
-            _until(job, "TIMED")
+            until_phase(job, "TIMED")
             link.cut()
             assert wait_until(lambda: farm.device("linked").state.name == "OFFLINE")
             link.heal()
@@ -104,12 +92,12 @@ def test_cancel_ends_the_compile_child_and_the_runner(lasting: FarmProcess, mode
         idle = descendants(lasting.server.pid)
 
         compiling = farm.compile(long, "xnnpack_pt2e_int8_static_per_channel", no_cache=True)
-        _until(compiling, "QUANTIZE")
+        until_phase(compiling, "QUANTIZE")
         assert compiling.cancel() is JobState.CANCELLED
         assert wait_until(lambda: descendants(lasting.server.pid) <= idle, PROMPTLY_S), "the compile child lives"
 
         running = farm.bench(model, devices="name=board-0", iterations=100, min_time_s=30.0)
-        _until(running, "TIMED")
+        until_phase(running, "TIMED")
         assert runners(lasting.agents[0].pid)
         assert running.cancel() is JobState.CANCELLED
         assert wait_until(lambda: not runners(lasting.agents[0].pid), PROMPTLY_S), "the runner lives"
@@ -127,7 +115,7 @@ def test_a_killed_compile_child_fails_its_job_alone(lasting: FarmProcess, model:
     with lasting.client() as farm:
         idle = descendants(lasting.server.pid)
         dying = farm.compile(model, "xnnpack_pt2e_int8_static_per_channel", no_cache=True)
-        _until(dying, stage)
+        until_phase(dying, stage)
         # Its supervisor comes first, and reports how the child ended; the process that tries programs comes last.
         _, child, *_ = sorted(descendants(lasting.server.pid) - idle)
         os.kill(child, signal.SIGKILL)
@@ -136,31 +124,3 @@ def test_a_killed_compile_child_fails_its_job_alone(lasting: FarmProcess, model:
         assert error is not None and (error.reason, error.stage) == ("COMPILER_CRASHED", stage)
         assert wait_until(lambda: descendants(lasting.server.pid) <= idle, PROMPTLY_S), "the compile child lives"
         assert farm.compile(model, "xnnpack_pt2e_int8_static_per_channel").wait() is JobState.SUCCEEDED, "submitted again"
-
-
-def test_a_repeated_request_id_submits_a_single_job(farm: FarmProcess, model: Path) -> None:
-    import asyncio
-    import uuid
-
-    from etfarm.v1 import job_pb2, job_pb2_grpc
-    from etfarm.wire import recipes
-    from etfarm.wire.channel import Access, open_channel
-    from etfarm.wire.digest import of_file
-
-    with farm.client() as client:
-        client.compile(model).wait()
-
-    async def twice() -> list[job_pb2.Job]:
-        candidate = job_pb2.Candidate(name="conv", recipe=recipes.parse("portable").json)
-        candidate.model.name = "conv"
-        candidate.model.methods["forward"].exported_program.digest = of_file(model)
-        request = job_pb2.SubmitJobRequest(
-            protocol_version=PROTOCOL_VERSION, request_id=str(uuid.uuid4()), spec=job_pb2.JobSpec(candidates=[candidate])
-        )
-        async with open_channel(Access.of(farm.address)) as channel:
-            stub = job_pb2_grpc.JobServiceStub(channel)
-            return list(await asyncio.gather(stub.Submit(request), stub.Submit(request)))
-
-    first, second = asyncio.run(twice())
-    assert first.id == second.id
-    assert [cell.id for cell in first.cells] == [cell.id for cell in second.cells]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from etfarm.client.models import CellChanged, CellState, Progress
 from etfarm.wire.errors import EtfarmError
 from tests.support import models
 from tests.support.farm import FarmProcess, wait_until
+from tests.support.watched_jobs import until_phase
 
 pytestmark = pytest.mark.slow(reason="fills disks of farms of its own")
 
@@ -60,19 +59,10 @@ def leave(farm: FarmProcess, free_bytes: int) -> None:
     filler(farm).write_bytes(bytes(int(free) - free_bytes))
 
 
-def until(job: Any, phase: str) -> Progress:
-    for event in job.watch():
-        if isinstance(event, Progress) and event.phase == phase:
-            return event
-        if isinstance(event, CellChanged) and event.cell.state in (CellState.FAILED, CellState.SUCCEEDED):
-            raise AssertionError(f"the cell ended before {phase}: {event.cell.error}")
-    raise AssertionError(f"the job ended before {phase}")
-
-
 def test_a_run_that_finishes_on_a_full_disk_succeeds_once_space_is_free(small_disk: FarmProcess, tmp_path: Path) -> None:
     with small_disk.client() as farm:
         job = farm.bench(models.save(models.conv, tmp_path / "conv.pt2"), **LONG)
-        until(job, "TIMED")
+        until_phase(job, "TIMED")
         fill(small_disk)
         agent = small_disk.agents[0]
         assert wait_until(lambda: "a transfer was cut (RESOURCE_EXHAUSTED)" in agent.log.read_text()), agent.log.read_text()
@@ -91,7 +81,7 @@ def test_new_work_is_refused_before_the_journal_lacks_space_and_accepted_again_b
     with small_disk.client() as farm:
         farm.compile(model).wait()
         running = farm.bench(model, **LONG)
-        until(running, "TIMED")
+        until_phase(running, "TIMED")
         leave(small_disk, 10 << 20)  # below the 12 MiB for new work, and above the 8 MiB for the journal
         with pytest.raises(EtfarmError) as refused:
             farm.bench(model, **LONG)
@@ -113,7 +103,7 @@ def test_no_run_starts_without_disk_space_for_its_result(small_disk: FarmProcess
         program.wait()
         leave(small_disk, 14 << 20)  # enough for the journal, and not for a result
         job = farm.bench(model, iterations=100, min_time_s=0.0)
-        waiting = until(job, "WAIT_FOR_ROOM")
+        waiting, _ = until_phase(job, "WAIT_FOR_ROOM")
         assert "the server's disk is full" in waiting.message
         filler(small_disk).unlink()
         assert job.result().report.state == "SUCCEEDED"

@@ -7,23 +7,20 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
 
-from etfarm.client.models import CellChanged, CellState, DeviceState, JobState, Progress
-from etfarm.v1 import artifact_pb2_grpc
-from etfarm.wire.channel import Access, open_channel
-from etfarm.wire.chunks import artifact_of, upload
-from etfarm.wire.status import from_rpc_error
+from etfarm.client.models import DeviceState, JobState
 from tests.support import models
 from tests.support.clock import skewed_by
 from tests.support.credentials import ADMIN, Credentials
 from tests.support.farm import FarmProcess, etfarm, wait_until
+from tests.support.farm_calls import farm_calls
 from tests.support.programs import program
+from tests.support.refusals import refusal
 from tests.support.s3 import S3Server, reach
 from tests.support.s3_proxy import S3Proxy, proxy_to
+from tests.support.watched_jobs import until_phase
 
 pytestmark = pytest.mark.slow(reason="starts an S3 server, and breaks farms of its own")
 
@@ -45,11 +42,6 @@ class Shaken:
     def log(self) -> str:
         assert self.farm.server is not None
         return self.farm.server.log.read_text()
-
-    def refuse_all(self) -> None:
-        """Answer every request with 503."""
-        for method in ("GET", "PUT", "HEAD", "POST", "DELETE"):
-            self.proxy.answer_503(method)
 
     def forget_copies(self) -> None:
         """Restart the server without its copies of artifacts."""
@@ -84,35 +76,24 @@ def shaken(tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch)
             farm.stop()
 
 
-def until(job: Any, phase: str) -> None:
-    for event in job.watch():
-        if isinstance(event, Progress) and event.phase == phase:
-            return
-        if isinstance(event, CellChanged) and event.cell.state in (CellState.FAILED, CellState.SUCCEEDED):
-            raise AssertionError(f"the cell ended before {phase}: {event.cell.error}")
-    raise AssertionError(f"the job ended before {phase}")
-
-
-async def put(farm: FarmProcess, data: bytes) -> None:
-    async with open_channel(Access.of(farm.address)) as channel:
-        await upload(artifact_pb2_grpc.ArtifactServiceStub(channel), artifact_of(data), data)
+async def put_bytes(farm: FarmProcess, data: bytes) -> None:
+    async with farm_calls(farm.address) as calls:
+        await calls.put(data)
 
 
 async def test_a_result_waits_for_the_s3_server_and_calls_do_not(shaken: Shaken) -> None:
     shaken.farm.start()
     with shaken.farm.client() as client:
         job = client.bench(program("conv").path, **LONG)
-        until(job, "TIMED")
-        shaken.refuse_all()
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await put(shaken.farm, b"new" * 1000)
-        error = from_rpc_error(refused.value, server="here")
+        until_phase(job, "TIMED")
+        shaken.proxy.refuse_all()
+        error = await refusal(put_bytes(shaken.farm, b"new" * 1000))
         assert (error.reason, error.metadata["why"]) == ("BLOBS_UNAVAILABLE", "SlowDown")
         agent = shaken.farm.agents[0]
         assert wait_until(lambda: "a transfer was cut (UNAVAILABLE)" in agent.log.read_text()), agent.log.read_text()
         shaken.proxy.heal()
         job.result()
-        await put(shaken.farm, b"new" * 1000)
+        await put_bytes(shaken.farm, b"new" * 1000)
     shaken.check(job.id)
 
 
@@ -121,9 +102,9 @@ def test_a_program_waits_for_the_s3_server(shaken: Shaken) -> None:
     agent.stop()
     with shaken.farm.client() as client:
         job = client.bench(program("add").path, **SHORT)
-        until(job, "WAIT_FOR_DEVICE")
+        until_phase(job, "WAIT_FOR_DEVICE")
     shaken.forget_copies()
-    shaken.refuse_all()
+    shaken.proxy.refuse_all()
     agent.start()
     assert wait_until(lambda: "a transfer was cut (UNAVAILABLE)" in agent.log.read_text()), agent.log.read_text()
     shaken.proxy.heal()
@@ -134,7 +115,7 @@ def test_a_compilation_waits_for_the_s3_server(shaken: Shaken, tmp_path: Path) -
     shaken.farm.start()
     with shaken.farm.client() as client:
         job = client.bench(models.save(models.conv, tmp_path / "conv.pt2"), **SHORT)
-        until(job, "TO_EDGE_TRANSFORM_AND_LOWER")
+        until_phase(job, "TO_EDGE_TRANSFORM_AND_LOWER")
         shaken.proxy.answer_503("PUT")
         assert wait_until(lambda: AWAY in shaken.log), shaken.log
         shaken.proxy.heal()
@@ -153,7 +134,7 @@ def test_a_job_goes_on_after_a_fault(shaken: Shaken, fault: str) -> None:
     shaken.farm.start()
     with shaken.farm.client() as client:
         job = client.bench(program("conv").path, **LONG)
-        until(job, "TIMED")
+        until_phase(job, "TIMED")
         before = len(shaken.proxy.requests)
         FAULTS[fault](shaken.proxy)
         assert wait_until(lambda: len(shaken.proxy.requests) > before + (0 if fault == "slow" else 4))
@@ -167,10 +148,10 @@ def test_a_server_starts_while_its_bucket_is_away(shaken: Shaken) -> None:
     shaken.farm.start(agents=1)
     with shaken.farm.client() as client:
         job = client.bench(program("conv").path, **LONG)
-        until(job, "TIMED")
+        until_phase(job, "TIMED")
         waiting = client.bench(program("add").path, **SHORT)
     shaken.farm.kill9()
-    shaken.refuse_all()
+    shaken.proxy.refuse_all()
     before = len(shaken.proxy.requests)
     shaken.farm.restart()
     assert "starting without the artifacts' S3 server" in shaken.log and "SlowDown" in shaken.log
@@ -189,10 +170,8 @@ async def test_a_wrong_clock_counts_as_an_s3_server_that_is_away(shaken: Shaken)
     with FarmProcess(shaken.farm.folder, serve=shaken.serve, environment=skewed_by(3600)) as wrong:
         wrong.restart()
         await asyncio.to_thread(wrong.create_projects)
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await put(wrong, b"new" * 1000)
-    error = from_rpc_error(refused.value, server="here")
+        error = await refusal(put_bytes(wrong, b"new" * 1000))
     assert error.reason == "BLOBS_UNAVAILABLE" and "the clock of the farm's server differs too much" in error.message
     assert "set the clock of the farm's server" in error.remedy
     shaken.farm.restart()
-    await put(shaken.farm, b"new" * 1000)
+    await put_bytes(shaken.farm, b"new" * 1000)

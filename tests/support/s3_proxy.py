@@ -35,6 +35,11 @@ class S3Proxy:
         """Answer with "503 Slow Down"."""
         self._set("503", method, times)
 
+    def refuse_all(self) -> None:
+        """Answer every request with 503."""
+        for method in ("GET", "PUT", "HEAD", "POST", "DELETE"):
+            self.answer_503(method)
+
     def cut(self, method: str, times: int = 1 << 30) -> None:
         """Break the connection in the middle of the body: of what is sent by PUT, of the answer otherwise."""
         self._set("cut", method, times)
