@@ -1,4 +1,4 @@
-"""The pages of devices, the server and the search in a browser: live, hostile names, narrow and dark."""
+"""The pages of devices, the server and the search in a browser: live, by keys, and printed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,14 @@ pytestmark = [
     pytest.mark.skipif(not CHROMIUM.exists(), reason="needs chromium: apt-get install chromium"),
 ]
 
-HOSTILE: Final = """<script>alert(1)</script><img src=x onerror=alert(2)>"' onmouseover=alert(3) x='\u202e"""
-
 
 @pytest.fixture
 def drained(web: WebFarm) -> Iterator[str]:
-    """The name of the device, which is undrained and without labels afterwards."""
+    """The name of the device, which is undrained afterwards."""
     with web.client() as farm:
         device = farm.devices()[0]
         yield device.name
         farm.undrain_device(device.id)
-        farm.label_device(device.id, {}, remove=["evil"])
 
 
 def test_two_browsers_see_a_change_at_once(web: WebFarm, browser: Browser, tab: Tab, drained: str) -> None:
@@ -45,22 +42,6 @@ def test_two_browsers_see_a_change_at_once(web: WebFarm, browser: Browser, tab: 
         expect(each.page.locator("tr.changed"), "a change is marked for a moment").to_have_count(0)
         each.must_be_quiet()
     other.context.close()
-
-
-def test_hostile_names_are_text(web: WebFarm, tab: Tab, drained: str) -> None:
-    tab.sign_in(web.tokens["user"])
-    tab.wait_until_live()
-    with web.client() as farm:
-        farm.label_device(drained, {"evil": HOSTILE[:60]})
-        farm.drain_device(drained, HOSTILE)
-    for path in ("/devices", f"/devices/{drained}"):
-        tab.page.goto(f"{web.url}{path}")
-        tab.wait_until_live()
-        expect(tab.page.locator("main")).to_contain_text("<script>alert(1)</script>")
-        assert tab.page.locator("main script, main img, [onmouseover]").count() == 0
-    tab.page.goto(f"{web.url}/search?q=%3Cscript%3Ealert(1)%3C/script%3E")
-    expect(tab.page.locator("main input")).to_have_value("<script>alert(1)</script>")
-    tab.must_be_quiet()
 
 
 def test_a_devices_page_has_its_facts_and_charts(web: WebFarm, tab: Tab, drained: str) -> None:
@@ -135,35 +116,6 @@ def test_unknown_pages_and_selectors_say_what_to_do(web: WebFarm, tab: Tab) -> N
         answer = page.goto(f"{web.url}{path}")
         assert answer is not None and answer.status == status
         expect(page.locator("main .callout")).to_contain_text(sentence)
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_pages_fit_a_narrow_screen(web: WebFarm, browser: Browser, scheme: str) -> None:
-    narrow = Tab(browser, web.url, viewport={"width": 400, "height": 800}, color_scheme=scheme)
-    page = narrow.sign_in(web.tokens["admin"])
-    for path in ("/devices", "/server", "/search?q=board"):
-        page.goto(f"{web.url}{path}")
-        assert page.evaluate("document.documentElement.scrollWidth") <= 400, path
-    narrow.must_be_quiet()
-    narrow.context.close()
-
-
-def test_a_restart_of_the_server_is_shown_and_recovered(browser: Browser, tmp_path: Path) -> None:
-    with WebFarm(tmp_path) as farm:
-        farm.process.start(agents=0)
-        page, url = start_page(farm.process.address, tmp_path / "web.log")
-        farm.page = page
-        tab = Tab(browser, url)
-        tab.sign_in(farm.tokens["viewer"])
-        tab.wait_until_live()
-        farm.process.kill9()
-        expect(tab.page.locator("#connection")).to_have_attribute("data-state", "away")
-        farm.process.restart()
-        tab.wait_until_live()
-        farm.process.add_agent(environment={"ETFARM_TOKEN": farm.tokens["agent"]})
-        expect(tab.page.locator("main tbody tr")).to_contain_text("board-0")
-        tab.must_be_quiet()
-        tab.context.close()
 
 
 def test_a_restart_of_the_page_leads_to_the_sign_in(web: WebFarm, browser: Browser, tmp_path: Path) -> None:
