@@ -76,15 +76,24 @@ def _call(name: str, *arguments: object) -> int:
 
 # Files
 
-
-@named
-def read_the_tokens(context: Context) -> object:
-    return Path(context["tokens"]).read_text()
-
-
-@named
-def read_tokens_inside_of_the_code(context: Context) -> object:
-    return Path(context["tokens_in_code"]).read_text() or _empty()
+ATTACKS.update(
+    read_the_tokens=lambda context: Path(context["tokens"]).read_text(),
+    read_tokens_inside_of_the_code=lambda context: Path(context["tokens_in_code"]).read_text() or _empty(),
+    read_another_artifact=lambda context: Path(context["artifact"]).read_bytes(),
+    read_another_childs_folder=lambda context: list(Path(context["sibling"]).iterdir()),
+    read_the_hosts_accounts=lambda context: Path("/etc/shadow").read_text(),
+    find_another_users_files=lambda context: Path(context["home"]).joinpath(".ssh", "id_ed25519").read_text(),
+    write_to_the_code=lambda context: Path(etfarm.wire.errors.__file__).open("ab").close(),
+    write_to_the_system=lambda context: _touch(Path("/usr/lib/etfarm-was-here")),
+    write_to_the_root=lambda context: _touch(Path("/etfarm-was-here")),
+    write_to_its_input=lambda context: Path(context["input"]).open("ab").close(),
+    give_rights_on_its_input=lambda context: Path(context["input"]).chmod(0o777),
+    link_its_input_into_its_folder=lambda context: os.link(context["input"], Path(context["folder"], "linked")),
+    write_kernel_settings=lambda context: Path("/proc/sys/kernel/core_pattern").open("r+").close(),
+    leave_its_control_group=lambda context: (
+        [path.open("a").close() for path in Path("/sys/fs/cgroup").iterdir()] or list(Path("/sys/fs/cgroup").iterdir())
+    ),
+)
 
 
 def _empty() -> object:
@@ -103,41 +112,6 @@ def list_the_data_folder(context: Context) -> object:
 
 
 @named
-def read_another_artifact(context: Context) -> object:
-    return Path(context["artifact"]).read_bytes()
-
-
-@named
-def read_another_childs_folder(context: Context) -> object:
-    return list(Path(context["sibling"]).iterdir())
-
-
-@named
-def read_the_hosts_accounts(context: Context) -> object:
-    return Path("/etc/shadow").read_text()
-
-
-@named
-def find_another_users_files(context: Context) -> object:
-    return Path(context["home"]).joinpath(".ssh", "id_ed25519").read_text()
-
-
-@named
-def write_to_the_code(context: Context) -> object:
-    return Path(etfarm.wire.errors.__file__).open("ab").close()
-
-
-@named
-def write_to_the_system(context: Context) -> object:
-    return _touch(Path("/usr/lib/etfarm-was-here"))
-
-
-@named
-def write_to_the_root(context: Context) -> object:
-    return _touch(Path("/etfarm-was-here"))
-
-
-@named
 def write_beside_its_folder(context: Context) -> object:
     folder = Path(context["folder"])
     if folder.parent.stat().st_dev != folder.stat().st_dev:
@@ -148,31 +122,6 @@ def write_beside_its_folder(context: Context) -> object:
 def _touch(path: Path) -> None:
     path.touch()
     path.unlink()
-
-
-@named
-def write_to_its_input(context: Context) -> object:
-    return Path(context["input"]).open("ab").close()
-
-
-@named
-def give_rights_on_its_input(context: Context) -> object:
-    return Path(context["input"]).chmod(0o777)
-
-
-@named
-def link_its_input_into_its_folder(context: Context) -> object:
-    return os.link(context["input"], Path(context["folder"], "linked"))
-
-
-@named
-def write_kernel_settings(context: Context) -> object:
-    return Path("/proc/sys/kernel/core_pattern").open("r+").close()
-
-
-@named
-def leave_its_control_group(context: Context) -> object:
-    return [path.open("a").close() for path in Path("/sys/fs/cgroup").iterdir()] or list(Path("/sys/fs/cgroup").iterdir())
 
 
 @named
@@ -204,10 +153,14 @@ def fill_the_memory_behind_tmp(context: Context) -> object:
 
 # Processes
 
-
-@named
-def kill_a_process_of_the_host(context: Context) -> object:
-    return os.kill(context["victim"], signal.SIGTERM)
+ATTACKS.update(
+    kill_a_process_of_the_host=lambda context: os.kill(context["victim"], signal.SIGTERM),
+    trace_its_supervisor=lambda context: syscalls.libc().ptrace(16, 1, 0, 0) == 0 or _raise(),
+    read_its_supervisors_memory=lambda context: Path("/proc/1/mem").open("rb").close(),
+    enter_its_supervisors_root=lambda context: list(Path("/proc/1/root/").iterdir()),
+    read_its_supervisors_environment=lambda context: Path("/proc/1/environ").read_bytes(),
+    take_a_descriptor_of_its_supervisor=lambda context: _call("pidfd_getfd", os.pidfd_open(1), 0, 0),
+)
 
 
 @named
@@ -231,32 +184,13 @@ def see_other_processes(context: Context) -> object:
     return others or _empty()
 
 
-@named
-def trace_its_supervisor(context: Context) -> object:
-    return syscalls.libc().ptrace(16, 1, 0, 0) == 0 or _raise()
-
-
-@named
-def read_its_supervisors_memory(context: Context) -> object:
-    return Path("/proc/1/mem").open("rb").close()
-
-
-@named
-def enter_its_supervisors_root(context: Context) -> object:
-    return list(Path("/proc/1/root/").iterdir())
-
-
-@named
-def read_its_supervisors_environment(context: Context) -> object:
-    return Path("/proc/1/environ").read_bytes()
-
-
-@named
-def take_a_descriptor_of_its_supervisor(context: Context) -> object:
-    return _call("pidfd_getfd", os.pidfd_open(1), 0, 0)
-
-
 # Network
+
+ATTACKS.update(
+    make_a_pair_of_sockets=lambda context: [end.close() for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)],
+    see_the_socket_of_a_service=lambda context: Path(context["socket"]).stat(),
+    use_io_uring_for_a_socket=lambda context: _call("io_uring_setup", 8, ctypes.create_string_buffer(120)),
+)
 
 
 def _socket(family: int) -> Attack:
@@ -265,11 +199,6 @@ def _socket(family: int) -> Attack:
 
 for _name in ("AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK", "AF_PACKET", "AF_VSOCK", "AF_ALG", "AF_TIPC"):
     ATTACKS[f"make_a_socket_of_{_name}"] = _socket(getattr(socket, _name))
-
-
-@named
-def make_a_pair_of_sockets(context: Context) -> object:
-    return [end.close() for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)]
 
 
 @named
@@ -284,16 +213,6 @@ def connect_its_channel_to_an_abstract_socket(context: Context) -> object:
     return [_call("connect", descriptor, address, len(address)) for descriptor in _sockets()]
 
 
-@named
-def see_the_socket_of_a_service(context: Context) -> object:
-    return Path(context["socket"]).stat()
-
-
-@named
-def use_io_uring_for_a_socket(context: Context) -> object:
-    return _call("io_uring_setup", 8, ctypes.create_string_buffer(120))
-
-
 def _sockets() -> list[int]:
     result = []
     for descriptor in range(1024):
@@ -303,6 +222,29 @@ def _sockets() -> list[int]:
 
 
 # Namespaces, privileges, the kernel
+
+ATTACKS.update(
+    clone3_with_a_namespace=lambda context: _call(
+        "clone3", (ctypes.c_ulonglong * 8)(syscalls.CLONE_NEWUSER, 0, 0, 0, signal.SIGCHLD), 64
+    ),
+    enter_its_supervisors_namespace=lambda context: _call("setns", os.open("/proc/1/ns/mnt", os.O_RDONLY), 0),
+    become_root=lambda context: os.setresuid(0, 0, 0),
+    become_roots_group=lambda context: os.setresgid(0, 0, 0),
+    take_groups=lambda context: os.setgroups([0]),
+    take_capabilities=lambda context: _call("capset", b"\x22\x05\x08\x20\0\0\0\0", b"\xff" * 24),
+    make_its_code_writable=lambda context: syscalls.mount("", "/usr", flags=syscalls.MS_REMOUNT | syscalls.MS_BIND),
+    unmount_what_hides_the_host=lambda context: syscalls.unmount(context["folder"]),
+    change_its_root=lambda context: os.chroot(context["folder"]),
+    make_a_device=lambda context: os.mknod(Path(context["folder"], "disk"), 0o666 | stat.S_IFBLK, os.makedev(254, 0)),
+    open_a_disk=lambda context: (
+        [path.open("rb").close() for path in (Path("/dev/vda"), Path("/dev/sda"), Path("/dev/mem")) if path.exists()] or _empty()
+    ),
+    type_into_the_terminal=lambda context: fcntl.ioctl(0, 0x5412, b"x"),
+    raise_its_limits=lambda context: resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)),
+    be_the_last_to_die_of_memory=lambda context: Path("/proc/self/oom_score_adj").write_text("-1000"),
+    share_memory_with_other_children=lambda context: _call("shmget", 0x0E7FA12, 4096, 0o1600),
+    hide_memory_behind_a_descriptor=lambda context: os.close(os.memfd_create("hidden")),
+)
 
 
 def _unshare(flag: int) -> Attack:
@@ -325,36 +267,6 @@ for _name in ("NEWUSER", "NEWNS", "NEWNET", "NEWPID", "NEWIPC", "NEWUTS", "NEWCG
 
 
 @named
-def clone3_with_a_namespace(context: Context) -> object:
-    return _call("clone3", (ctypes.c_ulonglong * 8)(syscalls.CLONE_NEWUSER, 0, 0, 0, signal.SIGCHLD), 64)
-
-
-@named
-def enter_its_supervisors_namespace(context: Context) -> object:
-    return _call("setns", os.open("/proc/1/ns/mnt", os.O_RDONLY), 0)
-
-
-@named
-def become_root(context: Context) -> object:
-    return os.setresuid(0, 0, 0)
-
-
-@named
-def become_roots_group(context: Context) -> object:
-    return os.setresgid(0, 0, 0)
-
-
-@named
-def take_groups(context: Context) -> object:
-    return os.setgroups([0])
-
-
-@named
-def take_capabilities(context: Context) -> object:
-    return _call("capset", b"\x22\x05\x08\x20\0\0\0\0", b"\xff" * 24)
-
-
-@named
 def have_capabilities_or_groups_or_no_filter(context: Context) -> object:
     status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
     wrong = {name: status[name] for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb") if int(status[name], 16)}
@@ -368,58 +280,6 @@ def have_capabilities_or_groups_or_no_filter(context: Context) -> object:
 def mount_a_file_system(context: Context) -> object:
     syscalls.mount("tmpfs", context["folder"], "tmpfs")
     return syscalls.unmount(context["folder"])
-
-
-@named
-def make_its_code_writable(context: Context) -> object:
-    return syscalls.mount("", "/usr", flags=syscalls.MS_REMOUNT | syscalls.MS_BIND)
-
-
-@named
-def unmount_what_hides_the_host(context: Context) -> object:
-    return syscalls.unmount(context["folder"])
-
-
-@named
-def change_its_root(context: Context) -> object:
-    return os.chroot(context["folder"])
-
-
-@named
-def make_a_device(context: Context) -> object:
-    return os.mknod(Path(context["folder"], "disk"), 0o666 | stat.S_IFBLK, os.makedev(254, 0))
-
-
-@named
-def open_a_disk(context: Context) -> object:
-    return [
-        path.open("rb").close() for path in (Path("/dev/vda"), Path("/dev/sda"), Path("/dev/mem")) if path.exists()
-    ] or _empty()
-
-
-@named
-def type_into_the_terminal(context: Context) -> object:
-    return fcntl.ioctl(0, 0x5412, b"x")
-
-
-@named
-def raise_its_limits(context: Context) -> object:
-    return resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-
-
-@named
-def be_the_last_to_die_of_memory(context: Context) -> object:
-    return Path("/proc/self/oom_score_adj").write_text("-1000")
-
-
-@named
-def share_memory_with_other_children(context: Context) -> object:
-    return _call("shmget", 0x0E7FA12, 4096, 0o1600)
-
-
-@named
-def hide_memory_behind_a_descriptor(context: Context) -> object:
-    return os.close(os.memfd_create("hidden"))
 
 
 def _raise() -> object:

@@ -6,6 +6,8 @@ import fcntl
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -38,6 +40,14 @@ def cache_folder() -> Path:
     return folder
 
 
+@contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Let one test run at a time make what the cache folder keeps under a name: another one may read it already."""
+    with (cache_folder() / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 @cache
 def _toolchain() -> str:
     makers = [Path(__file__).with_name(f"{name}.py") for name in ("program_makers", "language_models", "flow_models")]
@@ -49,9 +59,7 @@ def program(name: str) -> Program:
     folder = cache_folder() / f"programs-{_toolchain()}" / name
     if not (folder / "done").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            # Several test runs at once make it one time: another one may read it already.
+        with locked(f"program-{name}"):
             if not (folder / "done").exists():
                 from tests.support.program_makers import MAKERS
 

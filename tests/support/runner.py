@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import platform
 import shutil
@@ -31,7 +30,7 @@ from etfarm.wire import tensors
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.tensors import Tensor, Value
 from tests.support.forks import Fork, exporting
-from tests.support.programs import Program, cache_folder
+from tests.support.programs import Program, cache_folder, locked
 
 Start = Callable[..., AbstractAsyncContextManager[RemoteRunner]]
 QUICK = MeasurePlan(warmup=2, iterations=20, min_time_ns=0, max_time_ns=5_000_000_000, max_samples=1000)
@@ -93,8 +92,7 @@ def runner_archive() -> Path:
     if shutil.which("g++") is None:
         pytest.skip("needs a compiler: apt-get install g++")
     archive = cache_folder() / f"runner-{source_digest()[:16]}.tar.gz"
-    with (cache_folder() / "runner.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked("runner"):
         if not archive.exists():
             build_bundle(platform.machine(), archive)
     return archive
@@ -102,8 +100,7 @@ def runner_archive() -> Path:
 
 def know_own_runners(data: Path) -> None:
     """An agent of the data folder need not ask what is installed here, as if it had been started before."""
-    with (cache_folder() / "own-runners.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked("own-runners"):
         # Of an event loop of its own: the caller may be on one.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(lambda: asyncio.run(own_runners(cache_folder()))).result()
