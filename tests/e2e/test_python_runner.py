@@ -15,6 +15,7 @@ from etfarm.v1 import common_pb2
 from etfarm.wire.errors import EtfarmError
 from tests.support.farm import FarmProcess, etfarm
 from tests.support.programs import program
+from tests.support.refusals import refuses
 from tests.support.runner import arrays, close, runner_archive
 
 pytestmark = [
@@ -95,6 +96,5 @@ def test_a_device_without_bundle_and_binding_is_refused_with_the_remedy(own_farm
         with pytest.raises(EtfarmError) as early:
             client.run(program("add").path)
         assert early.value.reason == "BUNDLE_MISSING" and "etfarm bundle build" in early.value.remedy
-        with pytest.raises(EtfarmError, match="no runner bundle") as refused, client.session(program("add").path):
+        with refuses("BUNDLE_MISSING", match="no runner bundle"), client.session(program("add").path):
             pass
-        assert refused.value.reason == "BUNDLE_MISSING"

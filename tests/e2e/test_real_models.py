@@ -13,8 +13,9 @@ from torch import nn
 from torch.export import Dim
 
 from etfarm.client.export import ModelSource
+from etfarm.client.export.demos import make_demo
 from tests.support.farm import FarmProcess
-from tests.support.torchvision import torchvision_models
+from tests.zoo.catalog import create
 
 pytestmark = pytest.mark.slow(reason="compiles and measures real models")
 
@@ -22,16 +23,10 @@ EXACT_DB = 60.0
 """What fp32 programs keep of eager's numbers: sums in another order give 90 dB and more."""
 
 
-def vision(name: str) -> ModelSource:
-    """Return a model of torchvision, with batch norms that have seen a batch: its outputs then have a trained model's scale."""
-    torch.manual_seed(0)
-    module = getattr(torchvision_models(), name)(weights=None)
-    for part in module.modules():
-        if isinstance(part, nn.BatchNorm2d):
-            part.momentum = 1.0
-    with torch.no_grad():
-        module.train()(torch.randn(4, 3, 64, 64))
-    return ModelSource.of(module.eval(), (torch.randn(1, 3, 64, 64),))
+def zoo(name: str) -> ModelSource:
+    """Return a network of the zoo."""
+    network = create(name)
+    return ModelSource.of(network.module, network.args)
 
 
 def recurrent() -> ModelSource:
@@ -52,29 +47,12 @@ def recurrent() -> ModelSource:
     return ModelSource.of(Tagger().eval(), (torch.randn(1, 6, 16), state))
 
 
-def examples_lstm() -> ModelSource:
-    """Return the quantizable LSTM of ExecuTorch's examples."""
-    from executorch.examples.models import MODEL_NAME_TO_MODEL
-    from executorch.examples.models.model_factory import EagerModelFactory
-
-    torch.manual_seed(0)
-    module, inputs, _, _ = EagerModelFactory.create_model(*MODEL_NAME_TO_MODEL["lstm"])
-    return ModelSource.of(module.eval(), inputs)
-
-
-def demo(name: str) -> ModelSource:
-    """One of MLPerf Tiny's, trained for a moment."""
-    from etfarm.client.export.demos import make_demo
-
-    return make_demo(name)
-
-
 MODELS: dict[str, Callable[[], ModelSource]] = {
-    "resnet18": lambda: vision("resnet18"),
-    "mobilenet_v2": lambda: vision("mobilenet_v2"),
-    "resnet8": lambda: demo("resnet8"),
+    "resnet18": lambda: zoo("torchvision/resnet18"),
+    "mobilenet_v2": lambda: zoo("torchvision/mobilenet_v2"),
+    "resnet8": lambda: make_demo("resnet8"),
     "torch_lstm": recurrent,
-    "examples_lstm": examples_lstm,
+    "examples_lstm": lambda: zoo("executorch/lstm"),
 }
 
 

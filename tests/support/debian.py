@@ -3,7 +3,6 @@ of nothing installed, from this machine's own mirror. Nothing is installed here.
 
 from __future__ import annotations
 
-import fcntl
 import shlex
 import shutil
 import subprocess
@@ -15,7 +14,7 @@ from typing import Final
 import pytest
 
 from etfarm.wire import digest
-from tests.support.programs import cache_folder
+from tests.support.programs import cache_folder, locked
 
 _KEYRING: Final = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 
@@ -73,8 +72,7 @@ def unpack_packages(
 def debian_tree(packages: Sequence[str], arch: str, release: str) -> Path:
     """Return a folder with what the packages alone hold, fetched once. It is shared: copy it to change it."""
     tree = cache_folder() / f"debian-{release}-{arch}-{digest.of_value(sorted(packages))[:16]}"
-    with (cache_folder() / "debian.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked("debian"):
         if not tree.exists():
             with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
                 partial = Path(folder) / "tree"

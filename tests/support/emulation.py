@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from etfarm.device_agents.native.build import build_bundle, fetch_wheel, source_digest
 from etfarm.device_agents.native.toolchain import ExecutorchMissing
-from tests.support.programs import cache_folder
+from tests.support.programs import cache_folder, locked
 
 ARCH = "aarch64"
 
@@ -29,8 +28,7 @@ def need_compiler() -> None:
 
 def aarch64_wheel() -> Path:
     """ExecuTorch's wheel for aarch64; 18 MB, fetched once."""
-    with (cache_folder() / "wheels.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked("wheels"):
         try:
             return fetch_wheel(ARCH, cache_folder() / "wheels")
         except ExecutorchMissing as error:
@@ -43,8 +41,7 @@ def aarch64_archive() -> Path:
     need_compiler()
     archive = cache_folder() / f"runner-{ARCH}-{source_digest()[:16]}.tar.gz"
     wheel = aarch64_wheel()
-    with (cache_folder() / f"runner-{ARCH}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(f"runner-{ARCH}"):
         if not archive.exists():
             build_bundle(ARCH, archive, executorch=wheel)
     return archive

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import gzip
 import platform
 import re
@@ -18,7 +17,7 @@ from etfarm.device_agents.runners.bundle import unpack
 from etfarm.wire import digest
 from etfarm.wire.bundles import BundledFile
 from tests.support.emulation import aarch64_archive, aarch64_wheel
-from tests.support.programs import cache_folder, program
+from tests.support.programs import cache_folder, locked, program
 from tests.support.runner import runner_archive
 
 SOURCE: Final = Path(__file__).with_suffix(".cpp")
@@ -36,8 +35,7 @@ def faulty_archive(source: Path = SOURCE, arch: str = platform.machine()) -> Pat
     runner = runner_archive() if arch == platform.machine() else aarch64_archive()
     made_of = digest.of_value([digest.of_file(path) for path in (runner, source, Path(__file__))])
     archive = cache_folder() / f"{source.stem}-{made_of[:16]}.tar.gz"
-    with (cache_folder() / "faulty.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked("faulty"):
         if not archive.exists():
             with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
                 _build(Path(folder), archive, runner, source, arch)

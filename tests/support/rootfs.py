@@ -3,7 +3,6 @@ the checkout; and how a program of them runs here, under qemu's user mode, its c
 
 from __future__ import annotations
 
-import fcntl
 import re
 import shlex
 import shutil
@@ -21,7 +20,7 @@ import pytest
 from etfarm.wire import digest
 from tests.support.debian import need_debian, run, unpack_packages
 from tests.support.emulation import need_emulator
-from tests.support.programs import cache_folder
+from tests.support.programs import cache_folder, locked
 
 PYTHON: Final = "usr/bin/python3.11"
 """In a board's root."""
@@ -48,8 +47,7 @@ def board_root() -> Path:
     wanted = [text.partition(";")[0] for text in distribution("etfarm").requires or () if _OF_AGENT.search(text)]
     key = digest.of_value([*_DEBIAN, *sorted(wanted), *_PLATFORMS, sys.version_info[:2]])[:16]
     folder = cache_folder() / f"board-{key}"
-    with (cache_folder() / "board.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked("board"):
         if not folder.exists():
             with tempfile.TemporaryDirectory(prefix=".board-", dir=cache_folder()) as staging:
                 created = Path(staging) / "root"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable
 from fnmatch import fnmatch
+from functools import partial
 from typing import Final
 
 import torch
@@ -24,7 +24,7 @@ def networks(only: str = "*") -> dict[str, Callable[[], Network]]:
     for library, name in LIBRARIES.items():
         module = importlib.import_module(f"tests.zoo.{name}")
         for function, factory in vars(module).items():
-            is_own = inspect.isfunction(factory) and factory.__module__ == module.__name__
+            is_own = isinstance(factory, partial) or getattr(factory, "__module__", "") == module.__name__
             if is_own and not function.startswith("_") and fnmatch(f"{library}/{function}", only):
                 known[f"{library}/{function}"] = factory
     return known

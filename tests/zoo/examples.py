@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -16,44 +18,16 @@ def _example(name: str) -> Network:
     return Network(module.eval(), inputs)
 
 
-def linear() -> Network:
-    return _example("linear")
-
-
-def add_mul() -> Network:
-    return _example("add_mul")
-
-
-def softmax() -> Network:
-    return _example("softmax")
-
-
-def conv1d() -> Network:
-    return _example("conv1d")
-
-
-def lstm() -> Network:
-    return _example("lstm")
-
-
-def sdpa() -> Network:
-    return _example("sdpa")
-
-
-def deep_autoencoder() -> Network:
-    return _example("deep_autoencoder")
-
-
-def ds_cnn() -> Network:
-    return _example("ds_cnn")
-
-
-def resnet8() -> Network:
-    return _example("resnet8")
-
-
-def mobilenet_v1_025() -> Network:
-    return _example("mobilenet_v1_025")
+linear = partial(_example, "linear")
+add_mul = partial(_example, "add_mul")
+softmax = partial(_example, "softmax")
+conv1d = partial(_example, "conv1d")
+lstm = partial(_example, "lstm")
+sdpa = partial(_example, "sdpa")
+deep_autoencoder = partial(_example, "deep_autoencoder")
+ds_cnn = partial(_example, "ds_cnn")
+resnet8 = partial(_example, "resnet8")
+mobilenet_v1_025 = partial(_example, "mobilenet_v1_025")
 
 
 def torch_lstm() -> Network:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from tests.support.torchvision import torchvision_models
+
 
 class Network(NamedTuple):
     """A module in eval mode with the positional arguments of its forward."""
@@ -26,6 +28,15 @@ class Named(nn.Module):
 
     def forward(self, *args: torch.Tensor) -> Any:
         return self.model(**dict(zip(self.names, args, strict=True)), **self.constants)
+
+
+def of_transformers(name: str, *names: str, constants: dict[str, Any] | None = None, **options: Any) -> nn.Module:
+    """Return a model of transformers with random weights."""
+    torchvision_models()
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(**options)
+    return Named(getattr(transformers, f"{name}Model")(config).eval(), *names, **(constants or {})).eval()
 
 
 def settled(module: nn.Module, *shape: int) -> Network:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from tests.support.torchvision import torchvision_models
@@ -12,36 +14,14 @@ def _classifier(name: str, size: int = 64, **options: object) -> Network:
     return settled(getattr(torchvision_models(), name)(weights=None, **options), 1, 3, size, size)
 
 
-def resnet18() -> Network:
-    return _classifier("resnet18")
-
-
-def resnext50() -> Network:
-    return _classifier("resnext50_32x4d")
-
-
-def squeezenet() -> Network:
-    return _classifier("squeezenet1_1")
-
-
-def mobilenet_v2() -> Network:
-    return _classifier("mobilenet_v2")
-
-
-def mobilenet_v3_small() -> Network:
-    return _classifier("mobilenet_v3_small")
-
-
-def efficientnet_b0() -> Network:
-    return _classifier("efficientnet_b0")
-
-
-def shufflenet() -> Network:
-    return _classifier("shufflenet_v2_x0_5")
-
-
-def mnasnet() -> Network:
-    return _classifier("mnasnet0_5")
+resnet18 = partial(_classifier, "resnet18")
+resnext50 = partial(_classifier, "resnext50_32x4d")
+squeezenet = partial(_classifier, "squeezenet1_1")
+mobilenet_v2 = partial(_classifier, "mobilenet_v2")
+mobilenet_v3_small = partial(_classifier, "mobilenet_v3_small")
+efficientnet_b0 = partial(_classifier, "efficientnet_b0")
+shufflenet = partial(_classifier, "shufflenet_v2_x0_5")
+mnasnet = partial(_classifier, "mnasnet0_5")
 
 
 def densenet() -> Network:
@@ -51,12 +31,8 @@ def densenet() -> Network:
     return settled(DenseNet(growth_rate=8, block_config=(2, 2, 2, 2), num_init_features=16, num_classes=10), 1, 3, 64, 64)
 
 
-def googlenet() -> Network:
-    return _classifier("googlenet", init_weights=False, aux_logits=False)
-
-
-def regnet() -> Network:
-    return _classifier("regnet_y_400mf")
+googlenet = partial(_classifier, "googlenet", init_weights=False, aux_logits=False)
+regnet = partial(_classifier, "regnet_y_400mf")
 
 
 def convnext() -> Network:
