@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,29 +11,22 @@ import pytest
 
 pytest.importorskip("executorch")
 
-from etfarm.client.models import Progress
 from etfarm.wire import tensors
-from tests.support.emulation import aarch64_archive
 from tests.support.farm import FarmProcess, descendants, etfarm, wait_until
 from tests.support.programs import program
 from tests.support.qemu_agent import QemuAgent
 from tests.support.rootfs import PACKAGES, guest_rss_bytes
+from tests.support.two_machines import farm_for_aarch64, measured_on_both
+from tests.support.watched_jobs import until_phase
 
 pytestmark = [pytest.mark.boards, pytest.mark.slow(reason="an emulated Arm board runs the agent")]
-
-QUICK = ("--warmup", "1", "--iterations", "3", "--min-time", "0", "--threads", "1")
 
 
 @pytest.fixture(scope="module")
 def farm_with_board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
     """A farm of this machine and a board; `agents[1]` is the board's."""
-    archive = aarch64_archive()
     folder = tmp_path_factory.mktemp("qemu")
-    with FarmProcess(folder) as running:
-        running.start(agents=0)
-        running.add_agent()
-        with running.client() as client:
-            client.add_bundle(archive)
+    with farm_for_aarch64(folder) as running:
         agent = QemuAgent(running.address, folder / "board", "--name", "board", "--idle-wait", "0", "--cool-down", "0")
         running.agents.append(agent)
         agent.start()
@@ -44,24 +36,12 @@ def farm_with_board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmPr
 
 def test_a_job_on_the_board_equals_x86(farm_with_board: FarmProcess, tmp_path: Path) -> None:
     where = ("--device", "arch=aarch64", "--device", "name=board-0")
-    done = etfarm(
-        "bench", "demo:resnet8", *where, *QUICK, "--json", "r.json", "--server", farm_with_board.address, cwd=tmp_path
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    document = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)
-    board, here = document["reports"]
+    board, here = measured_on_both(farm_with_board, tmp_path, *where)
     assert (board["device"]["name"], board["device"]["arch"], board["device"]["emulated"]) == ("board", "aarch64", True)
     assert (
         board["runner"]["kind"] == here["runner"]["kind"] and board["runner"]["bundle_digest"] != here["runner"]["bundle_digest"]
     )
     assert board["verdict"]["status"] == "NOT_BENCHMARKABLE" and len(board["latency"]["samples_ns"]) == 3
-    for key in ("source", "kind", "parent"):
-        assert [row[key] for row in board["operators"]] == [row[key] for row in here["operators"]]
-    assert {"y = self.conv(image)", "y = self.conv2(y)"} <= {r["source"]["code"] for r in board["operators"] if r["source"]}
-    with farm_with_board.client() as client:
-        job = client.job(document["job"]["id"])
-        ours, theirs = ([tensors.to_array(value) for value in job.outputs(cell)] for cell in (0, 1))
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
 def test_a_program_runs_on_the_board_with_inputs_from_a_file(farm_with_board: FarmProcess, tmp_path: Path) -> None:
@@ -95,9 +75,7 @@ def test_a_killed_board_leaves_no_process_and_runs_again_later(farm_with_board: 
         # /proc/cpuinfo is this machine's, and says nothing about the board's processor.
         assert board.cores == len(os.sched_getaffinity(0)) and not board.features
         job = client.bench(program("conv").path, devices="arch=aarch64", min_time_s=3.0)
-        for event in job.watch():
-            if isinstance(event, Progress) and event.phase == "TIMED":
-                break
+        until_phase(job, "TIMED")
         runners = descendants(agent.pid)
         assert len(runners) == 1
         agent.kill9()

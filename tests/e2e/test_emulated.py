@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,42 +12,30 @@ import pytest
 pytest.importorskip("executorch")
 
 from etfarm.wire import tensors
-from tests.support.emulation import aarch64_archive, need_emulator
+from tests.support.emulation import need_emulator
 from tests.support.farm import FarmProcess, etfarm
 from tests.support.huggingface import write_config
 from tests.support.programs import program
+from tests.support.quick_jobs import QUICK_OPTIONS, bench
+from tests.support.two_machines import farm_for_aarch64, must_have_equal_operators
 
 pytestmark = [pytest.mark.boards, pytest.mark.slow(reason="an emulated Arm device runs every program")]
 
 FP32, INT8 = "xnnpack_fp32", "xnnpack_pt2e_int8_static_per_channel"
-QUICK = ("--warmup", "1", "--iterations", "3", "--min-time", "0", "--threads", "1")
 
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
     """A farm of this machine and two emulated ones."""
-    archive = aarch64_archive()
-    with FarmProcess(tmp_path_factory.mktemp("mixed")) as running:
-        running.start(agents=0)
-        running.add_agent()
-        with running.client() as client:
-            client.add_bundle(archive)
+    with farm_for_aarch64(tmp_path_factory.mktemp("mixed")) as running:
         running.add_agent("--emulate", "aarch64")
         running.add_agent("--emulate", "aarch64", "--cpu", "max")
         yield running
 
 
-def bench(farm: FarmProcess, folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    """Run bench on resnet8; return the document and the printed text."""
-    done = etfarm("bench", "demo:resnet8", *arguments, *QUICK, "--json", "r.json", "--server", farm.address, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    document: dict[str, Any] = json.loads((folder / "r.json").read_text(), parse_constant=pytest.fail)
-    return document, done.stdout
-
-
 def test_an_emulated_board_returns_the_outputs_and_lines_of_x86(mixed: FarmProcess, tmp_path: Path) -> None:
     where = ("--device", "soc=qemu cortex-a76", "--device", "emulated=false")
-    document, printed = bench(mixed, tmp_path, "--recipe", FP32, "--recipe", INT8, *where)
+    document, printed = bench(mixed, tmp_path, "demo:resnet8", "--recipe", FP32, "--recipe", INT8, *where, *QUICK_OPTIONS)
     with mixed.client() as client:
         job = client.job(document["job"]["id"])
         outputs = [[tensors.to_array(value) for value in job.outputs(cell)] for cell in range(4)]
@@ -60,10 +47,7 @@ def test_an_emulated_board_returns_the_outputs_and_lines_of_x86(mixed: FarmProce
     for recipe, most in ((FP32, 1e-5), (INT8, 0.1)):
         emulated, here = cells[recipe, "aarch64"], cells[recipe, "x86_64"]
         np.testing.assert_allclose(emulated[1], here[1], rtol=0, atol=most)
-        assert [row["source"] for row in emulated[0]["operators"]] == [row["source"] for row in here[0]["operators"]]
-        assert [row["kind"] for row in emulated[0]["operators"]] == [row["kind"] for row in here[0]["operators"]]
-        codes = [row["source"]["code"] for row in emulated[0]["operators"] if row["source"]]
-        assert {"y = self.conv(image)", "y = self.conv2(y)"} <= set(codes)
+        must_have_equal_operators(emulated[0], here[0])
         report = emulated[0]
         assert report["verdict"]["status"] == "NOT_BENCHMARKABLE" and report["device"]["emulated"]
         assert (report["device"]["soc"], report["memory"]["peak_rss_bytes"]) == ("qemu cortex-a76", None)
@@ -104,7 +88,8 @@ def test_a_language_model_of_transformers_is_measured_here_and_runs_on_an_emulat
 
 
 def test_the_numeric_gap_names_wrongly_computed_operators(mixed: FarmProcess, tmp_path: Path) -> None:
-    document, printed = bench(mixed, tmp_path, "--recipe", INT8, "--device", "arch=aarch64,feature=sme", "--numerics")
+    where = ("--recipe", INT8, "--device", "arch=aarch64,feature=sme", "--numerics")
+    document, printed = bench(mixed, tmp_path, "demo:resnet8", *where, *QUICK_OPTIONS)
     (report,) = document["reports"]
     assert report["device"]["soc"] == "qemu max"
     first = report["numeric_gap"][report["numerics"]["first_bad"]]

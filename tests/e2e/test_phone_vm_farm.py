@@ -3,22 +3,19 @@
 # ruff: noqa: F811 - fixtures are imported by name
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 pytest.importorskip("executorch")
 
-from etfarm.client.models import CellChanged, Progress
-from etfarm.wire import tensors
-from tests.support.emulation import aarch64_archive
 from tests.support.farm import FarmProcess, etfarm, wait_until
 from tests.support.programs import program
 from tests.support.proxy import link_to
+from tests.support.two_machines import farm_for_aarch64, measured_on_both
 from tests.support.vms import PluggedPhone, phone_vm  # noqa: F401 - a fixture
+from tests.support.watched_jobs import until_phase
 
 pytestmark = [pytest.mark.boards, pytest.mark.slow(reason="boots a virtual phone")]
 
@@ -26,12 +23,7 @@ pytestmark = [pytest.mark.boards, pytest.mark.slow(reason="boots a virtual phone
 @pytest.fixture(scope="module")
 def lab(phone_vm: PluggedPhone, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
     """A farm of this machine, and of the phone over a link of 4 MB/s while its runner is carried there."""
-    archive = aarch64_archive()
-    with FarmProcess(tmp_path_factory.mktemp("lab")) as farm:
-        farm.start(agents=0)
-        farm.add_agent()
-        with farm.client() as client:
-            client.add_bundle(archive)
+    with farm_for_aarch64(tmp_path_factory.mktemp("lab")) as farm:
         phone_vm.adb.disconnect(phone_vm.phone)
         with link_to(phone_vm.phone.serial) as slow:
             slow.limit(4_000_000)
@@ -55,28 +47,7 @@ def served(farm: FarmProcess, plugged: PluggedPhone, timeout_s: float = 120.0) -
 
 
 def test_a_phone_returns_the_outputs_and_lines_of_x86(lab: FarmProcess, phone_vm: PluggedPhone, tmp_path: Path) -> None:
-    quick = ("--warmup", "1", "--iterations", "3", "--min-time", "0", "--threads", "1", "--json", "r.json")
-    done = etfarm(
-        "bench",
-        "demo:resnet8",
-        "--device",
-        "arch=aarch64",
-        "--device",
-        "arch=x86_64",
-        *quick,
-        "--server",
-        lab.address,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    document = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)
-    with lab.client() as client:
-        job = client.job(document["job"]["id"])
-        outputs = [[tensors.to_array(value) for value in job.outputs(cell)] for cell in range(2)]
-    there, here = document["reports"]
-    np.testing.assert_allclose(outputs[0], outputs[1], rtol=0, atol=1e-5)
-    assert [row["source"] for row in there["operators"]] == [row["source"] for row in here["operators"]]
-    assert {"y = self.conv(image)", "y = self.conv2(y)"} <= {row["source"]["code"] for row in there["operators"] if row["source"]}
+    there, _ = measured_on_both(lab, tmp_path, "--device", "arch=aarch64", "--device", "arch=x86_64")
     assert (there["device"]["id"], there["device"]["arch"]) == (phone_vm.phone.serialno, "aarch64")
     assert there["device"]["os"].startswith("Android 14 (API 34)") and there["device"]["emulated"]
     assert there["verdict"]["status"] == "NOT_BENCHMARKABLE"
@@ -91,10 +62,7 @@ def test_a_run_repeats_after_its_phone_lost_power(lab: FarmProcess, phone_vm: Pl
     plugged, phone = phone_vm, phone_vm.phone
     with lab.client() as client:
         job = client.bench(program("conv").path, devices="arch=aarch64", iterations=100, min_time_s=5.0, profile=False)
-        for event in job.watch():
-            if isinstance(event, Progress) and event.phase == "TIMED":
-                break
-            assert not (isinstance(event, CellChanged) and event.cell.state.is_terminal), event
+        until_phase(job, "TIMED")
         phone.power_cut()
         assert wait_until(lambda: state(lab, plugged) in ("OFFLINE", "UNUSABLE"))
         phone.start(wait_for="phone: up")
