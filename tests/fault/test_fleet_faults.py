@@ -86,15 +86,6 @@ async def test_a_cell_ends_once_whatever_its_agent_does(
         assert set(agent.started) == {attempt.id for attempt in job.cells[0].attempts}
 
 
-async def test_a_device_that_fails_by_its_inventory_gives_up_after_three_attempts(server: FarmProcess, calls: FarmCalls) -> None:
-    async with agent_that(server, "liar", *[Act.DEVICE_FAULT] * 3) as agent:
-        job = await end_of(calls, await calls.submit(await spec_for(calls, agent)))
-        (cell,) = job.cells
-        assert (job.state, cell.error.fault) == (job_pb2.JOB_STATE_FAILED, common_pb2.FAULT_DEVICE)
-        assert len(cell.attempts) == 3
-        assert (await end_of(calls, await calls.submit(await spec_for(calls, agent)))).state == job_pb2.JOB_STATE_SUCCEEDED
-
-
 async def test_a_late_result_of_a_cancelled_job_changes_nothing(server: FarmProcess, calls: FarmCalls) -> None:
     async with agent_that(server, "late", Act.LATE) as agent:
         job = await calls.submit(await spec_for(calls, agent))
@@ -124,24 +115,6 @@ async def test_a_bad_link_delays_a_result_and_costs_no_attempt(server: FarmProce
             link.heal()
             assert [attempt.error.reason for attempt in (await end_of(calls, job)).cells[0].attempts] == [""]
             await agent.until(lambda: not agent.outbox)
-
-
-async def test_a_copy_of_a_live_agent_is_refused(server: FarmProcess, calls: FarmCalls) -> None:
-    async with SimulatedAgent(server.address, "original") as original:
-        copy = SimulatedAgent(server.address, "original", pause_s=0.05).start()
-        # Another identity that claims the device of the original.
-        thief = SimulatedAgent(server.address, "thief", devices=["original"], pause_s=0.05).start()
-        await copy.until(lambda: bool(copy.refusals))
-        await thief.until(lambda: bool(thief.refusals))
-        job = await end_of(calls, await calls.submit(await spec_for(calls, original)))
-        assert job.state == job_pb2.JOB_STATE_SUCCEEDED and original.started
-        assert (set(copy.refusals), set(thief.refusals)) == ({"AGENT_CONNECTED"}, {"DEVICE_SERVED"})
-        await thief.stop()
-        # The copy takes over once the original is gone.
-        await original.stop()
-        await copy.wait_connected()
-        assert (await end_of(calls, await calls.submit(await spec_for(calls, copy)))).state == job_pb2.JOB_STATE_SUCCEEDED
-        await copy.stop()
 
 
 async def test_three_flapping_agents_lose_none_of_200_jobs(server: FarmProcess, calls: FarmCalls) -> None:
