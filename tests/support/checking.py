@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch.export import Dim
 
 from etfarm.wire.report_keys import project
 from tests.support import models
+from tests.support.exports import Function
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def lower(program: Any, request: CheckRequest, pte: Path) -> dict[str, Path]:
 
 def make(name: str) -> Any:
     """Return a model by its name."""
-    result = globals().get(name) or getattr(models, name)
+    result = VARIANTS.get(name) or globals().get(name) or getattr(models, name)
     return result()
 
 
@@ -107,27 +108,6 @@ class Derived(nn.Module):
     def forward(self, tokens: torch.Tensor, pairs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         result = self.table(tokens) + pairs.reshape(-1, 2, 3).sum(1)
         return torch.where(mask[:, None], result, -result)
-
-
-class Stepped(nn.Module):
-    """Sizes that go in steps of two."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(2, -1) * 2
-
-
-class Unplanned(nn.Module):
-    """Sizes that ExecuTorch 1.5's memory planning takes for smaller ones than they are."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(-1, 4) * 2
-
-
-class Random(nn.Module):
-    """Other outputs each time."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.rand(4)
 
 
 class Sums(nn.Module):
@@ -192,36 +172,8 @@ def derived() -> Any:
     return torch.export.export(Derived().eval(), inputs, dynamic_shapes=shapes)
 
 
-def stepped() -> Any:
-    return torch.export.export(Stepped(), (torch.randn(8, 2),), dynamic_shapes={"x": {0: Dim.AUTO(min=3, max=63)}})
-
-
-def unplanned() -> Any:
-    return torch.export.export(Unplanned(), (torch.randn(8, 2),), dynamic_shapes={"x": {0: Dim.AUTO(min=3, max=63)}})
-
-
-def sums() -> Any:
-    return torch.export.export(Sums(1.0), (torch.rand(1 << 20, generator=torch.Generator().manual_seed(1)),))
-
-
-def negative_sums() -> Any:
-    return torch.export.export(Sums(-1.0), (torch.rand(1 << 20, generator=torch.Generator().manual_seed(1)),))
-
-
-def partly_random() -> Any:
-    return torch.export.export(PartlyRandom(1.0), (torch.ones(4),))
-
-
-def negative_partly_random() -> Any:
-    return torch.export.export(PartlyRandom(-1.0), (torch.ones(4),))
-
-
-def twice() -> Any:
-    return torch.export.export(Twice(1.0), (torch.ones(4),))
-
-
-def negative_twice() -> Any:
-    return torch.export.export(Twice(-1.0), (torch.ones(4),))
+def sums(sign: float = 1.0) -> Any:
+    return torch.export.export(Sums(sign), (torch.rand(1 << 20, generator=torch.Generator().manual_seed(1)),))
 
 
 def classes(sign: float = 1.0, *, wide: bool = False) -> Any:
@@ -229,26 +181,33 @@ def classes(sign: float = 1.0, *, wide: bool = False) -> Any:
     return torch.export.export(Classes(sign, wide=wide), (pixels,))
 
 
-def wide_classes() -> Any:
-    return classes(wide=True)
+def _in_steps(function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    shapes = {"x": {0: Dim.AUTO(min=3, max=63)}}
+    return torch.export.export(Function(function), (torch.randn(8, 2),), dynamic_shapes=shapes)
 
 
-def negative_classes() -> Any:
-    return classes(-1.0)
-
-
-def random() -> Any:
-    return torch.export.export(Random(), (torch.zeros(4),))
+VARIANTS: Mapping[str, Callable[[], Any]] = {
+    # Sizes that go in steps of two.
+    "stepped": lambda: _in_steps(lambda x: x.reshape(2, -1) * 2),
+    # Sizes that ExecuTorch 1.5's memory planning takes for smaller ones than they are.
+    "unplanned": lambda: _in_steps(lambda x: x.reshape(-1, 4) * 2),
+    "negative_sums": lambda: sums(-1.0),
+    "partly_random": lambda: torch.export.export(PartlyRandom(1.0), (torch.ones(4),)),
+    "negative_partly_random": lambda: torch.export.export(PartlyRandom(-1.0), (torch.ones(4),)),
+    "twice": lambda: torch.export.export(Twice(1.0), (torch.ones(4),)),
+    "negative_twice": lambda: torch.export.export(Twice(-1.0), (torch.ones(4),)),
+    "wide_classes": lambda: classes(wide=True),
+    "negative_classes": lambda: classes(-1.0),
+    # Other outputs each time.
+    "random": lambda: torch.export.export(Function(lambda x: x + torch.rand(4)), (torch.zeros(4),)),
+    # `dynamic`, and more of it.
+    "wider": lambda: models.dynamic(16),
+}
 
 
 def picks() -> Any:
     shapes = {"x": {0: Dim("rows", min=1, max=8)}, "index": None}
     return torch.export.export(Picks(), (torch.randn(4, 3), torch.tensor([3, 0])), dynamic_shapes=shapes)
-
-
-def wider() -> Any:
-    """`dynamic`, and more of it."""
-    return models.dynamic(16)
 
 
 def other_conv() -> Any:
