@@ -9,7 +9,7 @@ import platform
 import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -162,13 +162,26 @@ async def loaded(runner: RemoteRunner, program: Program, **options: bool) -> Pro
     return program
 
 
-async def load_methods(runner: RemoteRunner, program: Program, prefill: str, decode: str) -> None:
-    """Load the methods with which a language model reads a text and goes on."""
+async def load_methods(runner: RemoteRunner, program: Program, *names: str) -> None:
+    """Load a program and the methods with which it generates text."""
     await runner.threads(1)
     await runner.load(program.path)
-    await runner.load_method(prefill)
-    if decode != prefill:
-        await runner.load_method(decode, keep=True)
+    for name in dict.fromkeys(names or ("forward",)):
+        await runner.load_method(name, keep=True)
+
+
+def expected_tokens(program: Program) -> list[int]:
+    """Return what eager PyTorch generates of a program's prompt."""
+    (tokens,) = arrays(program.expected)
+    return tokens.tolist()
+
+
+async def quickest(try_once: Callable[[], Awaitable[float]], within_s: float, tries: int = 5) -> float:
+    """Return how many seconds the quickest try takes: the machine may stand still in one of them."""
+    took_s: list[float] = []
+    while not took_s or (took_s[-1] >= within_s and len(took_s) < tries):
+        took_s.append(await try_once())
+    return min(took_s)
 
 
 def arrays(values: Sequence[Value]) -> list[np.ndarray]:

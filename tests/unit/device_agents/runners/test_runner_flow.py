@@ -13,7 +13,7 @@ from etfarm.device_agents.runners.remote import RemoteRunner
 from etfarm.wire import tensors
 from etfarm.wire.errors import EtfarmError
 from tests.support.programs import Program, program
-from tests.support.runner import arrays
+from tests.support.runner import arrays, expected_tokens, load_methods
 
 pytestmark = pytest.mark.slow(reason="starts a runner for each test, and the Python one loads torch")
 
@@ -35,24 +35,17 @@ def request_of(model: Program, **changes: Any) -> GenerateRequest:
 async def generated(runner: RemoteRunner, model: Program, **changes: Any) -> Generated:
     """The model loaded and its image set, and the result of a request."""
     wanted = request_of(model, **changes)
-    await runner.threads(1)
-    await runner.load(model.path)
-    for index, name in enumerate(wanted.parts):
-        await runner.load_method(name, keep=index > 0)
+    await load_methods(runner, model, *wanted.parts)
     await runner.select("vision_encoder")
     await runner.set_inputs(model.inputs[:1])
     return await runner.generate(wanted, 60)
-
-
-def expected(model: Program) -> list[int]:
-    return arrays(model.expected)[0].tolist()
 
 
 @pytest.mark.parametrize("kind", ["start", "vector", "static", "short", "xnnpack"])
 async def test_the_tokens_are_those_of_eager_pytorch(runner: RemoteRunner, kind: str) -> None:
     model = program(f"flow_{kind}")
     result = await generated(runner, model)
-    assert [list(row) for row in result.tokens] == 2 * [expected(model)]
+    assert [list(row) for row in result.tokens] == 2 * [expected_tokens(model)]
     executions = {part.method: (part.prefill_executions, part.decode_executions) for part in result.parts}
     # One position, or five tokens, at a time.
     before = {"static": (PROMPT, POSITIONS + PROMPT), "short": (3, 2)}.get(kind, (1, 2))
@@ -70,7 +63,7 @@ async def test_the_tokens_are_those_of_eager_pytorch(runner: RemoteRunner, kind:
 async def test_methods_that_share_a_cache_are_parts_of_their_own(runner: RemoteRunner) -> None:
     model = program("flow_shared")
     result = await generated(runner, model, prefill_method="prefill", decode_method="decode", reload=True)
-    assert [list(row) for row in result.tokens] == 2 * [expected(model)]
+    assert [list(row) for row in result.tokens] == 2 * [expected_tokens(model)]
     assert [(part.method, part.prefill_executions, part.decode_executions) for part in result.parts] == [
         ("vision_encoder", 1, 0),
         ("token_embedding", 1, GENERATED - 1),
@@ -83,7 +76,7 @@ async def test_methods_that_share_a_cache_are_parts_of_their_own(runner: RemoteR
 async def test_chunks_do_not_change_the_tokens(runner: RemoteRunner, max_chunk: int) -> None:
     model = program("flow_start")
     result = await generated(runner, model, max_chunk=max_chunk)
-    assert [list(row) for row in result.tokens] == 2 * [expected(model)]
+    assert [list(row) for row in result.tokens] == 2 * [expected_tokens(model)]
 
 
 async def test_the_image_follows_the_context_and_matters(runner: RemoteRunner) -> None:
@@ -93,10 +86,10 @@ async def test_the_image_follows_the_context_and_matters(runner: RemoteRunner) -
     await runner.select("vision_encoder")
     await runner.set_inputs([tensors.from_array("image", -arrays(model.inputs)[0], (0, 1, 2, 3))])
     other = await runner.generate(request_of(model), 60)
-    assert list(other.tokens[0]) != expected(model), "another image"
+    assert list(other.tokens[0]) != expected_tokens(model), "another image"
     await runner.set_inputs(model.inputs[:1])
     again = await runner.generate(request_of(model), 60)
-    assert list(again.tokens[0]) == expected(model)
+    assert list(again.tokens[0]) == expected_tokens(model)
     without = await runner.generate(request_of(model, encoders=[]), 60)
     assert [part.method for part in without.parts] == ["token_embedding", "text_decoder"]
 
@@ -126,13 +119,11 @@ async def test_a_wrong_request_leaves_the_runner_usable(runner: RemoteRunner, ch
     with pytest.raises(EtfarmError, match=message) as refused:
         await runner.generate(request_of(model, **changes), 60)
     assert refused.value.reason in ("RUNNER_BROKEN", "INPUT_MISMATCH", "PROGRAM_FAILED")
-    assert list((await runner.generate(request_of(model), 60)).tokens[0]) == expected(model)
+    assert list((await runner.generate(request_of(model), 60)).tokens[0]) == expected_tokens(model)
 
 
 async def test_an_encoder_without_inputs_is_refused(runner: RemoteRunner) -> None:
     model = program("flow_start")
-    await runner.load(model.path)
-    for index, name in enumerate(request_of(model).parts):
-        await runner.load_method(name, keep=index > 0)
+    await load_methods(runner, model, *request_of(model).parts)
     with pytest.raises(errors.InputMismatch, match="method 'vision_encoder' cannot generate text: input 0 is not set"):
         await runner.generate(request_of(model), 60)

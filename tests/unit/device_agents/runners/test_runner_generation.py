@@ -16,7 +16,7 @@ from etfarm.wire.errors import FarmError
 from etfarm.wire.tensors import Tensor
 from tests.support.programs import Program, program
 from tests.support.refusals import refuses
-from tests.support.runner import arrays, load_methods
+from tests.support.runner import arrays, expected_tokens, load_methods
 
 pytestmark = pytest.mark.slow(reason="starts a runner for each test, and the Python one loads torch")
 
@@ -34,11 +34,6 @@ def request_of(model: Program, **changes: Any) -> GenerateRequest:
     return replace(wanted, **changes)
 
 
-def expected(model: Program) -> list[int]:
-    (tokens,) = arrays(model.expected)
-    return tokens.tolist()
-
-
 async def generated(runner: RemoteRunner, model: Program, **changes: Any) -> Generated:
     """Return the model loaded, and the result of a request."""
     wanted = request_of(model, **changes)
@@ -50,7 +45,7 @@ async def generated(runner: RemoteRunner, model: Program, **changes: Any) -> Gen
 async def test_the_tokens_are_those_of_eager_pytorch(runner: RemoteRunner, kind: str) -> None:
     model = program(f"decoder_{kind}")
     result = await generated(runner, model)
-    assert [list(row) for row in result.tokens] == 2 * [expected(model)]
+    assert [list(row) for row in result.tokens] == 2 * [expected_tokens(model)]
     assert result.stop_reason == "ENOUGH" and result.repetitions == 2
     assert len(result.prefill_ns) == 2 and [len(row) for row in result.token_ns] == [GENERATED, GENERATED]
     for prefill_ns, token_ns in zip(result.prefill_ns, result.token_ns, strict=True):
@@ -62,9 +57,7 @@ async def test_the_tokens_are_those_of_eager_pytorch(runner: RemoteRunner, kind:
 async def test_calls_of_methods_that_share_state_agree_with_eager_pytorch(runner: RemoteRunner) -> None:
     model = program("decoder_shared")
     (prompt,) = arrays(model.inputs)
-    await runner.load(model.path)
-    for name in ("prefill", "decode"):
-        await runner.load_method(name, keep=True)
+    await load_methods(runner, model, "prefill", "decode")
     tokens: list[int] = []
     for index in range(6):
         await runner.select("decode" if tokens else "prefill")
@@ -74,7 +67,7 @@ async def test_calls_of_methods_that_share_state_agree_with_eager_pytorch(runner
         await runner.run()
         (logits,) = arrays(await runner.outputs())
         tokens.append(int(logits.argmax()))
-    assert tokens == expected(model)[:6]
+    assert tokens == expected_tokens(model)[:6]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +86,7 @@ async def test_calls_of_methods_that_share_state_agree_with_eager_pytorch(runner
 async def test_no_way_to_the_tokens_changes_them(runner: RemoteRunner, name: str, changes: dict[str, Any]) -> None:
     model = program(name)
     result = await generated(runner, model, **changes)
-    assert [list(row) for row in result.tokens] == 2 * [expected(model)]
+    assert [list(row) for row in result.tokens] == 2 * [expected_tokens(model)]
 
 
 async def test_no_repetition_begins_after_the_time_limit(runner: RemoteRunner) -> None:
@@ -105,8 +98,7 @@ async def test_progress_counts_tokens(runner: RemoteRunner) -> None:
     model = program("decoder_start")
     wanted = request_of(model, repetitions=1)
     seen: list[Progress] = []
-    await runner.load(model.path)
-    await runner.load_method("forward")
+    await load_methods(runner, model)
     await runner.generate(wanted, 60, seen.append)
     assert [step.stage for step in seen if not step.done] == ["WARMUP", "TIMED"]
     assert all(step.done <= GENERATED for step in seen)
@@ -127,25 +119,22 @@ async def test_progress_counts_tokens(runner: RemoteRunner) -> None:
 )
 async def test_a_wrong_request_leaves_the_runner_usable(runner: RemoteRunner, changes: dict[str, Any], message: str) -> None:
     model = program("decoder_start")
-    await runner.load(model.path)
-    await runner.load_method("forward")
+    await load_methods(runner, model)
     with pytest.raises((FarmError, errors.InputMismatch, errors.ProgramFailed), match=message):
         await runner.generate(request_of(model, **changes), 60)
-    assert list((await runner.generate(request_of(model), 60)).tokens[0]) == expected(model)
+    assert list((await runner.generate(request_of(model), 60)).tokens[0]) == expected_tokens(model)
 
 
 async def test_a_text_longer_than_the_context_is_an_error(runner: RemoteRunner) -> None:
     model = program("decoder_start")
-    await runner.load(model.path)
-    await runner.load_method("forward")
+    await load_methods(runner, model)
     with pytest.raises((errors.ProgramFailed, errors.ProgramCrashed)):
         await runner.generate(request_of(model, tokens=60), 60)
 
 
 @pytest.mark.parametrize("name", ["add", "counter"])
 async def test_a_program_that_is_no_language_model_is_refused(runner: RemoteRunner, name: str) -> None:
-    await runner.load(program(name).path)
-    await runner.load_method("forward")
+    await load_methods(runner, program(name))
     with pytest.raises(errors.InputMismatch, match="method 'forward' cannot generate text: input"):
         await runner.generate(request_of(program("decoder_start")), 60)
 

@@ -83,8 +83,7 @@ async def test_no_token_is_executed_after_the_time_limit(runner: RemoteRunner) -
 
 async def test_progress_counts_the_tokens_that_are_scored(runner: RemoteRunner) -> None:
     seen: list[Progress] = []
-    await runner.load(program("decoder_start").path)
-    await runner.load_method("forward")
+    await load_methods(runner, program("decoder_start"))
     await runner.score(REQUEST, VOCABULARY, 60, seen.append)
     assert {step.stage for step in seen} == {"SCORE"} and all(step.done <= len(TEXT) for step in seen)
 
@@ -102,8 +101,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 async def test_wrong_requests_leave_the_runner_usable(runner: RemoteRunner) -> None:
-    await runner.load(program("decoder_start").path)
-    await runner.load_method("forward")
+    await load_methods(runner, program("decoder_start"))
     for changes, message in WRONG:
         with pytest.raises((FarmError, errors.InputMismatch, errors.ProgramFailed), match=message):
             await runner.score(replace(REQUEST, **changes), VOCABULARY, 60)
