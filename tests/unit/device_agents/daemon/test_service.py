@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from etfarm.device_agents.daemon.systemd import TOKEN_FILE, unit, unit_of_this
 from etfarm.device_agents.main import main
 from etfarm.device_agents.runners.child import spawn_here
 from etfarm.wire.errors import UserError
+from tests.support.systemd import settings_of, systemd_on
 
 PROGRAM = ["/usr/bin/env", "etfarm", "agent"]
 ODD = [
@@ -23,27 +23,6 @@ ODD = [
     " ", "new\nline", "tab\t", "\x01\x7f", "#comment", "-", "@", "é→", "[fe80::1]:7070", "K=V W", "'", "a;b", "~", "*",
 ]  # fmt: skip
 """Words that mean something to systemd, or to a shell."""
-
-
-def systemd_on(text: str, folder: Path) -> str:
-    """Return what systemd reads in a unit, in its own words; fail with its complaints."""
-    if shutil.which("systemd-analyze") is None:
-        pytest.skip("needs systemd-analyze: apt-get install systemd")
-    path = folder / "etfarm-agent.service"
-    path.write_text(text)
-    plain = subprocess.run(["systemd-analyze", "verify", str(path)], capture_output=True, text=True, check=False)
-    assert (plain.returncode, plain.stdout, plain.stderr) == (0, "", "")
-    # At this level it prints the settings that it has read.
-    verified = subprocess.run(
-        ["systemd-analyze", "verify", str(path)], env={**os.environ, "SYSTEMD_LOG_LEVEL": "debug"},
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True,
-    )  # fmt: skip
-    return verified.stdout
-
-
-def settings_of(dump: str, name: str) -> list[str]:
-    """Return the values of a setting in systemd's format."""
-    return re.findall(rf"^\s*{name}: (.*)$", dump, re.MULTILINE)
 
 
 def words(line: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -15,29 +14,11 @@ from etfarm.server.main import main
 from etfarm.server.operation.unit import STATE, UNIT_NAME, USER, unit
 from etfarm.wire.errors import UserError
 from etfarm.wire.systemd import without_options
+from tests.support.systemd import settings_of, systemd_on
 
 PROGRAM = ["/usr/bin/env"]
 EXPOSURE = 50
 """systemd's score, 0 to 100; a unit without any protection has 96."""
-
-
-def systemd_on(text: str, folder: Path) -> str:
-    """Return what systemd reads in a unit, in its own words; fail with its complaints."""
-    if shutil.which("systemd-analyze") is None:
-        pytest.skip("needs systemd-analyze: apt-get install systemd")
-    path = folder / "etfarm-server.service"
-    path.write_text(text)
-    plain = subprocess.run(["systemd-analyze", "verify", str(path)], capture_output=True, text=True, check=False)
-    assert (plain.returncode, plain.stdout, plain.stderr) == (0, "", "")
-    verified = subprocess.run(
-        ["systemd-analyze", "verify", str(path)], env={**os.environ, "SYSTEMD_LOG_LEVEL": "debug"},
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True,
-    )  # fmt: skip
-    return verified.stdout
-
-
-def settings_of(dump: str, name: str) -> list[str]:
-    return re.findall(rf"^\s*{name}: (.*)$", dump, re.MULTILINE)
 
 
 def test_the_service_waits_for_a_drain_and_may_start_namespaces(tmp_path: Path) -> None:
