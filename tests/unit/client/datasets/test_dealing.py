@@ -29,6 +29,12 @@ def samples(count: int, taken: list[int] | None = None) -> Iterator[Sample]:
         yield Sample(index, str(index))
 
 
+def begun(source: Iterator[Sample], *, ready: int = 4, window: int = 6, keep_going: bool = False) -> Deal[Done]:
+    deal: Deal[Done] = Deal(source, ready=ready, window=window, keep_going=keep_going)
+    deal.begin()
+    return deal
+
+
 @settings(max_examples=60, deadline=None)
 @drawn(count=st.integers(0, 40), workers=st.integers(1, 4), seed=st.integers(0, 1000), window=st.integers(1, 9))
 def test_every_sample_comes_out_once_in_order_though_workers_give_back(count: int, workers: int, seed: int, window: int) -> None:
@@ -46,8 +52,7 @@ def test_every_sample_comes_out_once_in_order_though_workers_give_back(count: in
                 await deal.settle(Done(sample.index))
 
     async def everything() -> list[int]:
-        deal: Deal[Done] = Deal(samples(count, taken), ready=2, window=window, keep_going=False)
-        deal.begin()
+        deal = begun(samples(count, taken), ready=2, window=window)
         tasks = [asyncio.create_task(work(deal)) for _ in range(workers)]
         out: list[int] = []
         async for result in deal.results():
@@ -73,8 +78,7 @@ def test_the_first_failure_is_the_last_result_unless_it_keeps_going(count: int, 
             await deal.settle(Done(sample.index, sample.index in wrong))
 
     async def everything() -> list[Done]:
-        deal: Deal[Done] = Deal(samples(count), ready=3, window=8, keep_going=keep)
-        deal.begin()
+        deal = begun(samples(count), ready=3, window=8, keep_going=keep)
         tasks = [asyncio.create_task(work(deal)) for _ in range(3)]
         out = [result async for result in deal.results()]
         await asyncio.gather(*tasks)
@@ -89,8 +93,7 @@ def test_the_first_failure_is_the_last_result_unless_it_keeps_going(count: int, 
 
 async def test_no_more_than_the_window_is_read_while_results_are_not_taken() -> None:
     taken: list[int] = []
-    deal: Deal[Done] = Deal(samples(1000, taken), ready=4, window=6, keep_going=False)
-    deal.begin()
+    deal = begun(samples(1000, taken))
     for _ in range(6):
         sample = await deal.take()
         assert sample is not None
@@ -103,8 +106,7 @@ async def test_no_more_than_the_window_is_read_while_results_are_not_taken() -> 
 
 
 async def test_a_caller_that_waits_for_a_sample_may_be_asked_to_leave() -> None:
-    deal: Deal[Done] = Deal(samples(1), ready=4, window=6, keep_going=False)
-    deal.begin()
+    deal = begun(samples(1))
     leave: list[int] = []
     assert await deal.take() is not None
     waiting = asyncio.create_task(deal.take(lambda: bool(leave)))
@@ -116,8 +118,7 @@ async def test_a_caller_that_waits_for_a_sample_may_be_asked_to_leave() -> None:
 
 
 async def test_what_ends_it_is_raised_after_what_is_done() -> None:
-    deal: Deal[Done] = Deal(samples(5), ready=4, window=6, keep_going=False)
-    deal.begin()
+    deal = begun(samples(5))
     sample = await deal.take()
     assert sample is not None
     await deal.settle(Done(0))

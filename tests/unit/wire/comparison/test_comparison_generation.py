@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
-from rich.console import Console, Group
 
 from etfarm.client.cli.commands import compare
 from etfarm.client.formats import compared, compared_markdown, html
@@ -21,6 +19,7 @@ from etfarm.wire.report_keys import project
 from tests.support.comparisons import against
 from tests.support.generated import accuracy_of_logits as accuracy
 from tests.support.generated import flow_point, generated_report, point
+from tests.support.rendering import printed
 
 BASE = generated_report("b", point(100.0, 100.0, 100.5, 99.5))
 
@@ -156,9 +155,7 @@ def test_the_accuracy_of_logits_is_compared_with_the_first_common_reference() ->
 
 def test_the_terminal_shows_language_models_without_a_latency() -> None:
     document = against(exact("b", accuracy()), exact("k", accuracy(0.90, 20.0)))
-    console = Console(file=io.StringIO(), width=160, color_system=None)
-    console.print(Group(*compare.rendered(document, top=5, width=160)))
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    shown = printed(*compare.rendered(document, top=5, width=160), width=160)
     assert "candidate / base  decode 1.000x [" in shown and "-7.0 points (lower)" in shown
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from etfarm.client.cli.options import duration_of, share_of
 from etfarm.client.cli.views import render
@@ -17,6 +15,7 @@ from etfarm.wire.report import loads
 from tests.support.documents import completed, report
 from tests.support.golden import Golden
 from tests.support.refusals import refuses
+from tests.support.rendering import printed
 
 
 def measured(low: float, high: float, source: str = "REPEATS", **changes: Any) -> dict[str, Any]:
@@ -149,9 +148,7 @@ def test_every_format_says_loudly_that_a_program_is_not_quantized() -> None:
     for method, is_said in (("forward", True), ("other", False)):
         written = {"schema": "etfarm.report/1", "job": job, "reports": [unquantized(method)], "error": None}
         document = loads(json.dumps(written))
-        console = Console(file=io.StringIO(), width=140, color_system=None)
-        console.print(render.reports(document["reports"], width=140))
-        shown = console.file.getvalue()  # type: ignore[attr-defined]
+        shown = printed(render.reports(document["reports"], width=140), width=140)
         assert ("NOT QUANTIZED  Recipe r found nothing" in shown) == is_said and f"nothing to quantize in {method}" in shown
         text = markdown.write(document).decode()
         assert ("⚠️ **not quantized**" in text) == is_said and f"nothing to quantize in {method}" in text
