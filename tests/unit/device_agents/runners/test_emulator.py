@@ -35,7 +35,7 @@ from etfarm.wire.channel import Access
 from tests.support.emulation import ARCH, aarch64_archive, aarch64_wheel, need_compiler, need_emulator
 from tests.support.programs import program
 from tests.support.refusals import refuses
-from tests.support.runner import close
+from tests.support.runner import close, load_methods, loaded
 
 pytestmark = pytest.mark.slow(reason="builds the runner for Arm")
 
@@ -117,10 +117,7 @@ async def test_language_models_generate_the_tokens_of_eager_pytorch(arm_bundle: 
     wanted = GenerateRequest(prefill, decode, prompt, 0, len(expected), 1, 0, 10**12)
     async with machine(tmp_path).start_runner(arm_bundle, tmp_path, None) as runner:
         assert {"llama::custom_sdpa.out", "llama::update_cache.out"} <= set(await runner.self_test())
-        await runner.threads(1)
-        await runner.load(model.path)
-        for name in (prefill, decode):
-            await runner.load_method(name, keep=True)
+        await load_methods(runner, model, prefill, decode)
         (tokens,) = (await runner.generate(wanted, 120)).tokens
     assert tokens.tolist() == expected
 
@@ -134,10 +131,7 @@ async def test_a_vision_language_model_generates_the_tokens_of_eager_pytorch(arm
         encoders=["vision_encoder"],
     )  # fmt: skip
     async with machine(tmp_path).start_runner(arm_bundle, tmp_path, None) as runner:
-        await runner.threads(1)
-        await runner.load(model.path)
-        for name in wanted.parts:
-            await runner.load_method(name, keep=True)
+        await load_methods(runner, model, *wanted.parts)
         await runner.select("vision_encoder")
         await runner.set_inputs(model.inputs[:1])
         (tokens,) = (await runner.generate(wanted, 120)).tokens
@@ -184,9 +178,7 @@ async def test_the_emulated_runner_computes_and_its_memory_is_limited(arm_bundle
     async with machine(tmp_path).start_runner(arm_bundle, tmp_path, None) as runner:
         assert (await runner.hello()).arch == ARCH
         assert "XnnpackBackend" in await runner.self_test()
-        await runner.load(created.path, created.data)
-        await runner.load_method("forward")
-        await runner.set_inputs(created.inputs)
+        await loaded(runner, created)
         await runner.run()
         assert close(await runner.outputs(), created.expected)
     large, share = program("large"), (100 << 20) / psutil.virtual_memory().available
