@@ -184,25 +184,8 @@ def test_what_stands_for_the_document_of_a_failure_is_one_too(tmp_path: Path, ca
     ("content", "says"),
     [
         ("", "This is not JSON"),
-        ("{", "This is not JSON"),
-        ("[]", "names no schema"),
-        ('{"schema": "etfarm.comparison/1"}', "Its schema is 'etfarm.comparison/1', not etfarm.report/1."),
-        ('{"schema": "etfarm.report/1"}', "It has no list of reports."),
-        ('{"schema": "etfarm.report/1", "reports": [3]}', "reports[0] is not an object."),
-        ('{"schema": "etfarm.report/1", "reports": [{"latency": 3}]}', "reports[0].latency is not an object."),
-        ('{"schema": "etfarm.report/1", "reports": [{"latency": {"p50_ns": "3"}}]}', 'latency.p50_ns is "3", not a number.'),
-        (
-            '{"schema": "etfarm.report/1", "reports": [{"latency": {"p50_ns": 1e999}}]}',
-            "latency.p50_ns is Infinity, not a number.",
-        ),
-        ('{"schema": "etfarm.report/1", "reports": [{"latency": {"p50_ns": NaN}}]}', "NaN is not a JSON number"),
-        ('{"schema": "etfarm.report/1", "reports": [{"memory": {"planned_bytes": 3}}]}', "memory.planned_bytes is not a list."),
-        ('{"schema": "etfarm.report/1", "reports": [{"memory": {"peak_rss_bytes": true}}]}', "is true, not a whole number."),
-        ('{"schema": "etfarm.report/1", "reports": [{"recipe": 3}]}', "reports[0].recipe is 3, not a text."),
-        ('{"schema": "etfarm.report/1", "reports": [], "job": 3}', "Its job or its error is not an object."),
-        ('{"schema": "etfarm.report/1", "reports": []' + "]" * 9, "This is not JSON"),
-        ("[" * 100_000, "This is not JSON"),
         ("\udcff", "This is not JSON"),
+        ('{"schema": "etfarm.report/1", "reports": [{"recipe": 3}]}', "reports[0].recipe is 3, not a text."),
     ],
 )
 def test_a_file_that_is_no_report_is_one_sentence(
