@@ -55,12 +55,8 @@ class AsyncJobRecords(AsyncConnected):
             BAD_OPTION: `limit` is less than 1, or a state does not exist.
         """
         require_at_least("limit", limit, 1)
-        page = await self._list_jobs(
-            job_pb2.ListJobsRequest(
-                name=name, labels=labels, states=_to_states(to_list(states)), owner=owner, model=model,
-                start_time=to_timestamp(since),
-            ),
-            limit,
+        page = await self.job_page(
+            size=limit, name=name, labels=labels, states=states, owner=owner, model=model, since=since
         )  # fmt: skip
         return list(page.jobs)
 
@@ -92,20 +88,17 @@ class AsyncJobRecords(AsyncConnected):
             page_token=page_token, name=name, labels=labels, states=_to_states(to_list(states)), owner=owner, model=model,
             start_time=to_timestamp(since),
         )  # fmt: skip
-        return await self._list_jobs(request, size)
-
-    async def _list_jobs(self, request: job_pb2.ListJobsRequest, limit: int) -> JobPage:
-        """Return at most `limit` jobs; with conditions, the server's pages may have fewer jobs than it was asked for."""
         jobs: list[JobInfo] = []
         token = ""
-        request.page_size = min(limit, PAGE_SIZE)
+        request.page_size = min(size, PAGE_SIZE)
+        # With conditions, the server's pages may have fewer jobs than it was asked for.
         async for page in iterate_pages(self._open.jobs.List, request, server=self._open.server):
             jobs += [decoded(JobInfo, job) for job in page.jobs]
             token = page.next_page_token
-            if len(jobs) >= limit:
+            if len(jobs) >= size:
                 break
-            request.page_size = min(limit - len(jobs), PAGE_SIZE)
-        return JobPage(tuple(jobs[:limit]), token)
+            request.page_size = min(size - len(jobs), PAGE_SIZE)
+        return JobPage(tuple(jobs[:size]), token)
 
     async def watch_jobs(self, owner: str = "") -> AsyncIterator[JobInfo]:
         """Yield the live jobs of the caller's projects, and then each job that is submitted, changes or ends.

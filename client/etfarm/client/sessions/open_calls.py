@@ -137,9 +137,7 @@ class SessionCalls:
 
     async def generate(self, generation: session_pb2.SessionGeneration, timeout_s: float | None) -> Parts:
         """Yield what the device sends of a generation; closing the iterator stops it."""
-        line = self.require_open()
-        if self._ended is not None:
-            raise self._ended
+        line = self._require_running()
         async with self._turn:
             self._calls += 1
             request = session_pb2.GenerateSessionRequest(
@@ -173,9 +171,7 @@ class SessionCalls:
         Raises:
             EtfarmError: the task failed, or the session has ended.
         """
-        line = self.require_open()
-        if self._ended is not None:
-            raise self._ended
+        line = self._require_running()
         async with self._turn:
             if values is not None:
                 task.inputs.CopyFrom(await self._while_open(sessions.pack(tensors.encode(values), self._store)))
@@ -263,6 +259,13 @@ class SessionCalls:
         if self._line is None:
             raise self.not_open()
         return self._line
+
+    def _require_running(self) -> Line:
+        """Return the line of the open session, or raise why it has ended."""
+        line = self.require_open()
+        if self._ended is not None:
+            raise self._ended
+        return line
 
     async def _follow(
         self,

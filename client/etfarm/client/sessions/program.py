@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from etfarm.client.jobs.job import AsyncJob
 from etfarm.client.models import Cell
@@ -25,9 +25,6 @@ from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import common_pb2, compile_pb2, job_pb2
 from etfarm.wire import chunks, digest
 from etfarm.wire.recipes import Recipe
-
-if TYPE_CHECKING:
-    pass
 
 _log = logging.getLogger(__name__)
 

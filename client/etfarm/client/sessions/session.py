@@ -8,7 +8,7 @@ with Farm() as farm, farm.session(device="arch=aarch64", program="x.pte") as s:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from etfarm.client.models import Device
 from etfarm.client.sessions.calls import Loop, Outputs, flattened, loop_of, types_of_program
@@ -19,9 +19,6 @@ from etfarm.client.transport.decode import decoded
 from etfarm.v1 import session_pb2
 from etfarm.wire import sessions, tensors
 from etfarm.wire.errors import EtfarmError, error_for
-
-if TYPE_CHECKING:
-    pass
 
 
 class AsyncSession:

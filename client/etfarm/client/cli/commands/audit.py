@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from etfarm.client.cli.app import execute
 from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.listing import JsonListing, Key
-
-if TYPE_CHECKING:
-    pass
 
 
 def main(argv: list[str]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -11,9 +11,6 @@ from etfarm.client.cli.app import execute
 from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.listing import JsonListing, Key
 from etfarm.client.cli.terminal.capabilities import tell
-
-if TYPE_CHECKING:
-    pass
 
 
 def main(argv: list[str]) -> int:
