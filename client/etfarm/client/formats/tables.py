@@ -5,7 +5,7 @@ Each row identifies its report, so that the tables of a whole job, or of several
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
@@ -100,46 +100,14 @@ def present(document: Json) -> tuple[str, ...]:
     return tuple(what for what in WHAT if not absent.get(what))
 
 
-def operators(document: Json) -> Table:
-    """Return a row per operator, as in REPORT.operators; `source` is its file, line and code."""
-    return Table("operators", {**IDENTITY, **_ROW, **_SOURCE, **_LAST}, _operators(document))
-
-
-def samples(document: Json) -> Table:
-    """Return a row per timed iteration, from 0 in the order measured, with its latency in nanoseconds."""
-    return Table("samples", {**IDENTITY, "iteration": Kind.INTEGER, "latency_ns": Kind.INTEGER}, _samples(document))
-
-
-def generation(document: Json) -> Table:
-    """Return a row for each prompt length at each depth, with the rates of generated text and the ends of their intervals."""
-    return Table("generation", {**IDENTITY, **_POINT}, _generation(document))
-
-
-def tokens(document: Json) -> Table:
-    """Return a row for each generated token, with its time: the median over repetitions, at first that to the first token."""
-    columns = {"prompt_tokens": Kind.INTEGER, "depth": Kind.INTEGER, "token": Kind.INTEGER, "time_ns": Kind.NUMBER}
-    return Table("tokens", {**IDENTITY, **columns}, _tokens(document))
-
-
-def parts(document: Json) -> Table:
-    """Return a row for each method of each prompt length at each depth, if several methods generate text together."""
-    return Table("parts", {**IDENTITY, **_PART}, _parts(document))
-
-
-def logits(document: Json) -> Table:
-    """Return a row for each reference of a language model's logits; without one, a row with the device's perplexity."""
-    return Table("logits", {**IDENTITY, **_LOGITS, **_FIRST, **_DEVICE}, _logits(document))
-
-
 def table(document: Json, what: str) -> Table:
     """Return the table with a name in WHAT."""
-    tables = {
-        "operators": operators, "samples": samples, "generation": generation, "tokens": tokens, "parts": parts, "logits": logits,
-    }  # fmt: skip
-    return tables[what](document)
+    columns, rows = _TABLES[what]
+    return Table(what, {**IDENTITY, **columns}, rows(document))
 
 
 def _operators(document: Json) -> Iterator[tuple[Any, ...]]:
+    """Yield a row per operator, as in REPORT.operators; `source` is its file, line and code."""
     for report in document["reports"]:
         of = identity_of(document, report)
         for row in report["operators"] or ():
@@ -150,6 +118,7 @@ def _operators(document: Json) -> Iterator[tuple[Any, ...]]:
 
 
 def _samples(document: Json) -> Iterator[tuple[Any, ...]]:
+    """Yield a row per timed iteration, from 0 in the order measured, with its latency in nanoseconds."""
     for report in document["reports"]:
         of = identity_of(document, report)
         for iteration, latency_ns in enumerate(report["latency"]["samples_ns"] if report["latency"] else ()):
@@ -165,6 +134,7 @@ def _points(document: Json) -> Iterator[tuple[tuple[Any, ...], Json, Json]]:
 
 
 def _generation(document: Json) -> Iterator[tuple[Any, ...]]:
+    """Yield a row for each prompt length at each depth, with the rates of generated text and the ends of their intervals."""
     for of, generated, point in _points(document):
         rates: list[Any] = []
         for name, interval in METRICS.items():
@@ -174,12 +144,14 @@ def _generation(document: Json) -> Iterator[tuple[Any, ...]]:
 
 
 def _tokens(document: Json) -> Iterator[tuple[Any, ...]]:
+    """Yield a row for each generated token, with its time: the median over repetitions, at first that to the first token."""
     for of, _, point in _points(document):
         for number, time_ns in enumerate(point["token_ns"] or ()):
             yield (*of, point["prompt_tokens"], point["depth"], number, time_ns)
 
 
 def _parts(document: Json) -> Iterator[tuple[Any, ...]]:
+    """Yield a row for each method of each prompt length at each depth, if several methods generate text together."""
     for of, _, point in _points(document):
         for part in point["parts"]:
             values: list[Any] = [point["prompt_tokens"], point["depth"], part["method"]]
@@ -190,6 +162,7 @@ def _parts(document: Json) -> Iterator[tuple[Any, ...]]:
 
 
 def _logits(document: Json) -> Iterator[tuple[Any, ...]]:
+    """Yield a row for each reference of a language model's logits; without one, a row with the device's perplexity."""
     for report in document["reports"]:
         measured = (report["generation"] or {}).get("accuracy")
         if not measured or measured["error"]:
@@ -208,3 +181,16 @@ def identity_of(document: Json, report: Json) -> tuple[Any, ...]:
         job.get("id"), report["id"], report["cell"], model.get("name"), report["recipe"], report["method"],
         device.get("name") or device.get("id"), report["threads"],
     )  # fmt: skip
+
+
+_TABLES: Final[Mapping[str, tuple[Mapping[str, Kind], Callable[[Json], Iterator[tuple[Any, ...]]]]]] = {
+    "operators": ({**_ROW, **_SOURCE, **_LAST}, _operators),
+    "samples": ({"iteration": Kind.INTEGER, "latency_ns": Kind.INTEGER}, _samples),
+    "generation": (_POINT, _generation),
+    "tokens": (
+        {"prompt_tokens": Kind.INTEGER, "depth": Kind.INTEGER, "token": Kind.INTEGER, "time_ns": Kind.NUMBER}, _tokens
+    ),
+    "parts": (_PART, _parts),
+    "logits": ({**_LOGITS, **_FIRST, **_DEVICE}, _logits),
+}  # fmt: skip
+"""The columns of each table behind those of IDENTITY, and its rows."""

@@ -190,7 +190,7 @@ def bench(
     if generated is None:
         report_generated_inputs(specs, inputs)
 
-    from etfarm.client.cli.terminal.display import Display, open_display
+    from etfarm.client.cli.terminal.display import Display
     from etfarm.client.cli.views.results import print_detached, print_result
     from etfarm.client.cli.workflows import job as flow
     from etfarm.client.cli.workflows import retry as retries
@@ -226,13 +226,12 @@ def bench(
     async def carry_out() -> int:
         if detach:
             await flow.require_persistent_farm(connection.server)
-        with open_display() as display:
-            task = flow.Task(
-                submit, finish, connection, detach,
-                exports=needs_export(sources), compiles=needs_compiler(sources), verbose=verbose,
-                retry=retry if retry_invalid else None,
-            )  # fmt: skip
-            job, result = await flow.carry_out(task, outcome, display)
+        task = flow.Task(
+            submit, finish, connection, detach,
+            exports=needs_export(sources), compiles=needs_compiler(sources), verbose=verbose,
+            retry=retry if retry_invalid else None,
+        )  # fmt: skip
+        job, result = await flow.carry_out(task, outcome)
         if result is None:
             print_detached(job.id, to_stderr=STDOUT in (json, junit))
             return 0

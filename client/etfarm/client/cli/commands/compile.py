@@ -103,7 +103,7 @@ def compile_(
     sources = prepare_archives([spec], [read])
     report_random_weights([spec])
 
-    from etfarm.client.cli.terminal.display import Display, open_display
+    from etfarm.client.cli.terminal.display import Display
     from etfarm.client.cli.views.results import print_result
     from etfarm.client.cli.workflows import job as flow
     from etfarm.client.cli.workflows.requirements import Requirements, report_shortfalls
@@ -135,9 +135,8 @@ def compile_(
         _print_written(written, to_stderr=json == STDOUT, note=_how_to_load(stage, read, written))
 
     async def carry_out() -> int:
-        with open_display() as display:
-            task = flow.Task(submit, finish, connection, exports=needs_export(sources), verbose=verbose)
-            _, result = await flow.carry_out(task, outcome, display)
+        task = flow.Task(submit, finish, connection, exports=needs_export(sources), verbose=verbose)
+        _, result = await flow.carry_out(task, outcome)
         if result is None or result.state is not JobState.SUCCEEDED:
             return 1
         required = Requirements(strict_quantization=strict_quantization)

@@ -132,7 +132,7 @@ def run(
         require_writable(output)
     report_generated_inputs([spec], inputs)
 
-    from etfarm.client.cli.terminal.display import Display, open_display
+    from etfarm.client.cli.terminal.display import Display
     from etfarm.client.cli.views.results import print_result
     from etfarm.client.cli.workflows import job as flow
     from etfarm.client.jobs.job import AsyncJob
@@ -171,11 +171,10 @@ def run(
                 print_written(output, values, to_stderr=json == STDOUT)
 
     async def carry_out() -> int:
-        with open_display() as display:
-            task = flow.Task(
-                submit, finish, connection, exports=needs_export([source]), compiles=needs_compiler([source]), verbose=verbose
-            )
-            _, result = await flow.carry_out(task, outcome, display)
+        task = flow.Task(
+            submit, finish, connection, exports=needs_export([source]), compiles=needs_compiler([source]), verbose=verbose
+        )
+        _, result = await flow.carry_out(task, outcome)
         return 0 if result is not None and result.state is JobState.SUCCEEDED else 1
 
     return run_async(carry_out, outcome)

@@ -15,7 +15,7 @@ from etfarm.client import reports
 from etfarm.client.aio import AsyncFarm
 from etfarm.client.cli.connection import Connection
 from etfarm.client.cli.outcome import Outcome
-from etfarm.client.cli.terminal.display import Display
+from etfarm.client.cli.terminal.display import Display, open_display
 from etfarm.client.embedded.lease import Lease, is_lasting
 from etfarm.client.errors import Interrupted
 from etfarm.client.formats import units
@@ -60,13 +60,18 @@ class Task:
     """Callback that measures cells again, and returns the result with their last reports."""
 
 
-async def carry_out(task: Task, outcome: Outcome, display: Display) -> tuple[AsyncJob, JobResult | None]:
+async def carry_out(task: Task, outcome: Outcome) -> tuple[AsyncJob, JobResult | None]:
     """Submit and watch the job; return it with its result, which is None if it was detached.
 
     Raises:
         EtfarmError: the job cannot be submitted or watched.
         Interrupted: Ctrl-C; the job was cancelled.
     """
+    with open_display() as display:
+        return await _carry_out(task, outcome, display)
+
+
+async def _carry_out(task: Task, outcome: Outcome, display: Display) -> tuple[AsyncJob, JobResult | None]:
     farm = task.connection.farm(display.status, prewarm=task.compiles)
     if task.exports:
         # Importing torch takes seconds, and so may starting a farm: they run concurrently.
