@@ -15,7 +15,7 @@ MAY_RETURN_INPUT: Final = frozenset(
 """Operators of ATen that may return an input itself, or a view of it, although their schemas do not say so."""
 
 _CONVERT: Final = frozenset({"to", "type_as"})
-"""Operators that return an input itself or a copy of another dtype."""
+"""Operators that return an input itself, or a copy: of another dtype, or with copy=True."""
 
 
 def written_placeholders(graph: Any) -> dict[Any, Any]:
@@ -83,7 +83,8 @@ def _effects(node: Any, origins: dict[Any, frozenset[Any]]) -> tuple[frozenset[A
     aliases = any(each.alias_info is not None for each in schema.returns)
     name = schema.name.partition("::")[2]
     lies = not aliases and name in MAY_RETURN_INPUT
-    if name in _CONVERT and _dtype_of(node) != _dtype_of(node.args[0]):
+    is_copy = any(argument.name == "copy" and value is True for argument, value in _arguments(node, schema))
+    if name in _CONVERT and (is_copy or _dtype_of(node) != _dtype_of(node.args[0])):
         return frozenset(), frozenset()
     viewed = [value for argument, value in _arguments(node, schema) if lies or (aliases and argument.alias_info is not None)]
     return _origins_of(written_values(node), origins), _origins_of(viewed, origins)

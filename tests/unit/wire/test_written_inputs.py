@@ -65,6 +65,10 @@ def not_converted(module: Runs, x: Tensor, y: Tensor) -> Any:
     return y.float().add_(1) + x
 
 
+def converted_to_a_copy(module: Runs, x: Tensor, y: Tensor) -> Any:
+    return x.to(torch.float32, copy=True).mul_(2), y.to(x, copy=True).add_(1), x + y
+
+
 def itself(module: Runs, x: Tensor, y: Tensor) -> Any:
     return x.mul_(3), y
 
@@ -72,6 +76,7 @@ def itself(module: Runs, x: Tensor, y: Tensor) -> Any:
 CASES = [
     (part_of_a_view, ["x"]), (after_a_dropout, ["x"]), (without_gradients, ["y"]), (both, ["x", "y"]),
     (only_intermediates, []), (itself, ["x"]), (converted, []), (not_converted, ["x", "y"]),
+    (converted_to_a_copy, []),
 ]  # fmt: skip
 
 
