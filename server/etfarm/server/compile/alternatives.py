@@ -32,6 +32,11 @@ _INSTEAD: Final = tuple(
             "put",
             "x.flatten().scatter(0, index, values).view(x.shape) for x.put(index, values), or scatter_add for accumulate=True",
         ),
+        (
+            "as_strided_scatter",
+            "x.flatten().scatter(0, index.flatten(), values.flatten()).view(x.shape) for writing values to torch.as_strided(x, "
+            "size, stride, offset), with index = torch.as_strided(torch.arange(x.numel()), size, stride, offset) as a buffer",
+        ),
         ("tril_indices|triu_indices", "a buffer, which __init__ registers, for torch.tril_indices and torch.triu_indices"),
         (
             "scatter_reduce|index_reduce",
@@ -57,6 +62,11 @@ _INSTEAD: Final = tuple(
             "logcumsumexp",
             "torch.logsumexp(torch.where(torch.ones(n, n, dtype=torch.bool).tril(), x.unsqueeze(-2), -torch.inf), -1) for "
             "logcumsumexp along the last dim of size n",
+        ),
+        (
+            "cummax|cummin",
+            "torch.where(torch.ones(n, n, dtype=torch.bool).tril(), x.unsqueeze(-2), -torch.inf).max(-1) for torch.cummax(x, -1) "
+            "of the last dim of size n, which may have other indices of equal values, and torch.inf and min(-1) for torch.cummin",
         ),
         (
             "(?:linalg_)?(?:inv|inverse|solve|det|slogdet|svd|svdvals|eig\\w*|cholesky|qr|lu\\w*|matrix_exp|pinv|lstsq)(?:_ex)?",

@@ -26,6 +26,7 @@ BOUNDARIES: Final = torch.tensor([-1.0, 0.0, 1.0])
 KEYS: Final = (torch.arange(80).reshape(2, 40) * 7 % 3 + 99).to(torch.int8)
 """Integers with many equal ones, whose products do not fit into their dtype."""
 INDEX, REPEATED = torch.tensor([0, 5, 27]), torch.tensor([5, 5, 27])
+STRIDED: Final = torch.as_strided(torch.arange(28), (2, 3), (7, 2), 1)
 LOWER, UPPER = torch.tril_indices(4, 4), torch.triu_indices(4, 4)
 VALUES: Final = torch.tensor([1.0, 2.0, 3.0])
 WEIGHT: Final = torch.ones(2, 7, 7)
@@ -72,6 +73,22 @@ def log_of_sums(x: Tensor) -> Tensor:
 
 def resizing(size: int, new: int) -> Tensor:
     return F.interpolate(torch.eye(size)[None, None], (new, size), mode="bicubic", antialias=True)[0, 0]
+
+
+def strided(x: Tensor) -> Tensor:
+    y = x * 1
+    torch.as_strided(y, (2, 3), (7, 2), 1).mul_(10)
+    return y
+
+
+def scattered(x: Tensor) -> Tensor:
+    values = torch.as_strided(x, (2, 3), (7, 2), 1) * 10
+    return x.flatten().scatter(0, STRIDED.flatten(), values.flatten()).view(x.shape)
+
+
+def extremes(x: Tensor, limit: float) -> Tensor:
+    n = x.shape[-1]
+    return torch.where(torch.ones(n, n, dtype=torch.bool).tril(), x.unsqueeze(-2), limit)
 
 
 ROWS, COLUMNS = resizing(4, 3), resizing(8, 5)
@@ -150,6 +167,10 @@ CASES: Final[dict[str, tuple[Callable[..., Any], Callable[..., Any], Tensor, str
     ),
     "cumprod": (lambda x: torch.cumprod(x, 1), lambda x: torch.exp(torch.cumsum(torch.log(x), 1)), X.abs() + 0.1, "positive"),
     "logcumsumexp": (lambda x: torch.logcumsumexp(x, 1), log_of_sums, X, "for logcumsumexp"),
+    "cummax": (lambda x: torch.cummax(x, 1)[0], lambda x: extremes(x, -torch.inf).max(-1)[0], X, "for torch.cummax"),
+    "cummax of where": (lambda x: torch.cummax(x, 1)[1], lambda x: extremes(x, -torch.inf).max(-1)[1], X, "for torch.cummax"),
+    "cummin": (lambda x: torch.cummin(x, 1)[0], lambda x: extremes(x, torch.inf).min(-1)[0], X, "for torch.cummin"),
+    "as_strided, written to": (strided, scattered, X, "for writing values to torch.as_strided"),
     "logcumsumexp of a scan": (lambda x: torch.logcumsumexp(x, 1), log_of_sums, SCAN, "for logcumsumexp"),
     "max_pool3d": (lambda x: F.max_pool3d(x, 2), by_depth(F.max_pool2d, F.max_pool1d), CUBE, "for max_pool3d"),
     "avg_pool3d": (lambda x: F.avg_pool3d(x, 2), by_depth(F.avg_pool2d, F.avg_pool1d), CUBE, "for avg_pool3d"),
