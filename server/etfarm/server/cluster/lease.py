@@ -28,6 +28,8 @@ LEASE_S: Final = 3.0
 RENEWAL_S: Final = 1.0
 LATE_S: Final = 3.0
 """Time after the expiry of a lease in which its holder may still renew it, if no other server has taken it."""
+SPARE_S: Final = 1.0
+"""Time after the database was away in which other servers leave such a lease to its holder, which may be about to renew it."""
 CHANNEL: Final = "etfarm_lease"
 """The channel on which changes of the leader and new servers are notified."""
 PRESENT_S: Final = 10.0

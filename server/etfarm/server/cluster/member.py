@@ -27,8 +27,6 @@ log = structlog.get_logger()
 _MARGIN_S: Final = 0.05
 """Time after the expiry of a lease at which another server looks again."""
 _RETRY_S: Final = 0.2
-SPARE_S: Final = 1.0
-"""Time after the database was away in which a lease that expired meanwhile is left to its holder, which retries meanwhile."""
 _MOST_WAIT_S: Final = 5.0
 """Longest time without a look at the lease: a notification may have been lost."""
 _LOG_AGAIN_S: Final = 10.0
@@ -214,7 +212,7 @@ class Member:
         await lease.notify(session)
         clock_s = asyncio.get_running_loop().time
         # A leader that this server has followed was without the database as well.
-        spared_until_s = clock_s() + (SPARE_S if self.leadership.leader is not None else 0.0)
+        spared_until_s = clock_s() + (lease.SPARE_S if self.leadership.leader is not None else 0.0)
         while True:
             await lease.announce(session, self.id, self.address, self._version)
             row = await lease.read(session)

@@ -12,7 +12,7 @@ import psycopg
 import pytest
 from sqlalchemy import text
 
-from etfarm.server.cluster import lease, member
+from etfarm.server.cluster import lease
 from etfarm.server.cluster.lease import LATE_S, Fence, Session
 from etfarm.server.cluster.member import Member
 from etfarm.server.state.database_url import DatabaseUrl
@@ -56,7 +56,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 
 async def test_a_leader_goes_on_after_its_database_was_away(postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member, "SPARE_S", NEVER_S)
+    monkeypatch.setattr(lease, "SPARE_S", NEVER_S)
     async with joined(postgres, "a:1") as leader, asyncio.timeout(WAIT_S):
         token = (await leader.elected()).token
         async with joined(postgres, "b:1") as other:
