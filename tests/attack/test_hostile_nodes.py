@@ -31,7 +31,8 @@ from etfarm.server.workers.ordered_process import Ends
 from etfarm.wire import digest as digests
 from etfarm.wire.errors import EtfarmError, Fault, UserError
 from tests.support import attack_tasks, ray_attacks
-from tests.support.ray_cluster import RayCluster, running_cluster
+from tests.support.node_pools import running_node as running_node
+from tests.support.ray_cluster import RayCluster
 from tests.support.ray_cluster import RayNode as Started
 from tests.support.refusals import refuses
 
@@ -354,14 +355,6 @@ async def test_claimed_cpus_do_not_take_the_daemons_descriptors(tmp_path: Path) 
 
 
 # A real cluster: an honest node, and one whose actor lies
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
-    with running_cluster() as cluster:
-        cluster.start()
-        cluster.add_node()
-        yield cluster
 
 
 @pytest.fixture(autouse=True)

@@ -8,10 +8,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -23,7 +21,7 @@ from etfarm.server.workers.cluster.nodes import Node, NodeState
 from etfarm.server.workers.cluster.pool import ClusterPool
 from etfarm.server.workers.errors import ChildDied, ChildTimedOut
 from etfarm.wire.errors import EtfarmError, FarmError, Fault
-from tests.support.node_pools import SOON_S, TASKS, WAIT_S, known_credentials, lingering, running_node, running_pool, until  # noqa: F401 - fixtures
+from tests.support.node_pools import SOON_S, TASKS, WAIT_S, known_credentials, running_node, running_pool, start_lingering, until  # noqa: F401 - fixtures
 from tests.support.ray_cluster import RayCluster
 
 pytestmark = [
@@ -31,16 +29,6 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
 ]
 pytest.importorskip("ray", reason="pip install 'etfarm[scale]'")
-
-
-@dataclass(frozen=True)
-class Lingering:
-    """A task that lingers."""
-
-    run: asyncio.Task[Any]
-    tree: list[psutil.Process]
-    """Its grandchildren."""
-    events: asyncio.Queue[bytes]
 
 
 @pytest.fixture(scope="module")
@@ -70,19 +58,6 @@ async def pool(module_pool: ClusterPool, reported: list[Node]) -> ClusterPool:
 
 def actors(cluster: RayCluster) -> list[psutil.Process]:
     return [actor for node in cluster.nodes for actor in node.actors()]
-
-
-async def start_lingering(pool: ClusterPool, on_restart: Callable[[], None] = lambda: None) -> Lingering:
-    """Run `linger` until it lingers."""
-    before, lingers = {process.pid for process in lingering()}, asyncio.Queue[bytes]()
-    task = f"{TASKS}:linger"
-    run = asyncio.create_task(pool.run(task, None, deadline_s=120, on_event=lingers.put_nowait, on_restart=on_restart))
-    tree: list[psutil.Process] = []
-    async with asyncio.timeout(WAIT_S):
-        while not tree:  # on a busy machine, its node may be lost at once, and the child is started again
-            await lingers.get()
-            tree = [process for process in lingering() if process.pid not in before]
-    return Lingering(run, tree, lingers)
 
 
 async def test_files_events_log_and_result_are_those_of_a_local_child(pool: ClusterPool, tmp_path: Path) -> None:
@@ -128,20 +103,14 @@ async def test_a_child_on_a_node_sees_neither_tokens_nor_a_network(pool: Cluster
 
 
 async def test_cancelling_ends_the_child_on_its_node_within_a_second(pool: ClusterPool) -> None:
-    lingers = asyncio.Event()
-    before = {process.pid for process in lingering()}
-    run = asyncio.create_task(pool.run(f"{TASKS}:linger", None, deadline_s=60, on_event=lambda _: lingers.set()))
-    async with asyncio.timeout(WAIT_S):
-        await lingers.wait()
-    tree = [process for process in lingering() if process.pid not in before]
-    assert tree
+    lingers = await start_lingering(pool)
     start_s = time.monotonic()
-    run.cancel()
+    lingers.run.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await run
-    psutil.wait_procs(tree, timeout=5)
+        await lingers.run
+    psutil.wait_procs(lingers.tree, timeout=5)
     assert time.monotonic() - start_s < 1
-    assert not any(process.is_running() for process in tree)
+    assert not any(process.is_running() for process in lingers.tree)
     async with await pool.run(f"{TASKS}:echo", 1, deadline_s=60) as finished:  # its place is free again
         assert finished.result == b"1"
 
@@ -172,21 +141,15 @@ async def test_a_task_whose_node_is_killed_is_placed_on_another(pool: ClusterPoo
     node = cluster.add_node(cpus=2)
     try:
         new = await until(pool, lambda node: node.id != old.id and node.state is NodeState.READY)
-        lingers: asyncio.Queue[bytes] = asyncio.Queue()
         restarts: list[None] = []
-        run = asyncio.create_task(
-            pool.run(
-                f"{TASKS}:linger", None, deadline_s=120, on_event=lingers.put_nowait, on_restart=lambda: restarts.append(None)
-            )
-        )
+        lingers = await start_lingering(pool, lambda: restarts.append(None))
+        node.kill()
         async with asyncio.timeout(WAIT_S):
-            await lingers.get()
-            node.kill()
-            await lingers.get()
+            await lingers.events.get()
         assert len(restarts) == 1
         assert {each.id: each.state for each in pool.nodes}[new.id] is NodeState.LOST
-        run.cancel()
-        await asyncio.wait({run})
+        lingers.run.cancel()
+        await asyncio.wait({lingers.run})
     finally:
         node.end()
 
@@ -268,16 +231,14 @@ async def test_a_bug_on_a_node_is_reported_once_and_costs_no_node(cluster: RayCl
 
 async def test_a_killed_connector_is_replaced(pool: ClusterPool) -> None:
     assert pool.connector_pid is not None
-    lingers: asyncio.Queue[bytes] = asyncio.Queue()
-    run = asyncio.create_task(pool.run(f"{TASKS}:linger", None, deadline_s=120, on_event=lingers.put_nowait))
+    lingers = await start_lingering(pool)
+    first = pool.connector_pid
+    os.kill(first, signal.SIGKILL)
     async with asyncio.timeout(WAIT_S):
-        await lingers.get()
-        first = pool.connector_pid
-        os.kill(first, signal.SIGKILL)
-        await lingers.get()
+        await lingers.events.get()
     assert pool.connector_pid != first
-    run.cancel()
-    await asyncio.wait({run})
+    lingers.run.cancel()
+    await asyncio.wait({lingers.run})
 
 
 async def test_an_idle_pool_loses_the_nodes_of_a_killed_connector_and_connects_again(pool: ClusterPool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -66,3 +67,26 @@ async def until(pool: ClusterPool, condition: Callable[[Node], bool]) -> Node:
 def lingering() -> list[psutil.Process]:
     """Return the grandchildren that `linger` starts."""
     return [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", "600"]]
+
+
+@dataclass(frozen=True)
+class Lingering:
+    """A task that lingers."""
+
+    run: asyncio.Task[Any]
+    tree: list[psutil.Process]
+    """Its grandchildren."""
+    events: asyncio.Queue[bytes]
+
+
+async def start_lingering(pool: ClusterPool, on_restart: Callable[[], None] = lambda: None) -> Lingering:
+    """Run `linger` until it lingers."""
+    before, lingers = {process.pid for process in lingering()}, asyncio.Queue[bytes]()
+    task = f"{TASKS}:linger"
+    run = asyncio.create_task(pool.run(task, None, deadline_s=120, on_event=lingers.put_nowait, on_restart=on_restart))
+    tree: list[psutil.Process] = []
+    async with asyncio.timeout(WAIT_S):
+        while not tree:  # on a busy machine, its node may be lost at once, and the child is started again
+            await lingers.get()
+            tree = [process for process in lingering() if process.pid not in before]
+    return Lingering(run, tree, lingers)

@@ -83,6 +83,31 @@ def _each(targets: list[Any], one: Any) -> object:
     return _any(reached)
 
 
+ATTACKS.update(
+    read_rays_logs=lambda context: _each(context["logs"], lambda path: Path(path).read_bytes()),
+    read_files_of_other_jobs=lambda context: _each(context["files"], lambda path: Path(path).read_bytes()),
+    see_rays_sockets=lambda context: _each(context["sockets"], lambda path: Path(path).stat()),
+    connect_to_rays_ports=lambda context: _each(
+        context["ports"], lambda port: socket.create_connection(("127.0.0.1", port), 1).close()
+    ),
+    see_ports=lambda context: _any(Path("/proc/net/tcp").read_text().splitlines()[1:]),
+    see_the_object_store=lambda context: _any([path.name for path in Path("/dev/shm").iterdir()]),
+    open_the_object_store=lambda context: _each(
+        [*context["plasma"], "plasma"], lambda name: Path("/dev/shm", name).open("rb").close()
+    ),
+    signal_rays_processes=lambda context: _each(list(context["pids"].values()), lambda pid: os.kill(pid, signal.SIGCONT)),
+    read_rays_environments=lambda context: _each(
+        list(context["pids"].values()), lambda pid: Path(f"/proc/{pid}/environ").read_bytes()
+    ),
+    read_rays_memory=lambda context: _each(
+        list(context["pids"].values()), lambda pid: Path(f"/proc/{pid}/mem").open("rb").close()
+    ),
+    take_rays_descriptors=lambda context: _each(
+        list(context["pids"].values()), lambda pid: _call("pidfd_getfd", os.pidfd_open(pid), 3, 0)
+    ),
+)
+
+
 @named
 def read_rays_variables(context: Context) -> object:
     environment = Path("/proc/self/environ").read_bytes().decode(errors="replace").split("\0")
@@ -127,21 +152,6 @@ def _is_code(path: Path) -> bool:
 
 
 @named
-def read_rays_logs(context: Context) -> object:
-    return _each(context["logs"], lambda path: Path(path).read_bytes())
-
-
-@named
-def read_files_of_other_jobs(context: Context) -> object:
-    return _each(context["files"], lambda path: Path(path).read_bytes())
-
-
-@named
-def see_rays_sockets(context: Context) -> object:
-    return _each(context["sockets"], lambda path: Path(path).stat())
-
-
-@named
 def connect_to_rays_sockets(context: Context) -> object:
     addresses = [b"\1\0" + os.fsencode(path) + b"\0" for path in context["sockets"]]
     return _each(addresses, lambda address: [_call("connect", each, address, len(address)) for each in _sockets()])
@@ -151,46 +161,6 @@ def connect_to_rays_sockets(context: Context) -> object:
 def connect_to_abstract_sockets(context: Context) -> object:
     addresses = [b"\1\0\0" + name.encode() for name in (*context["abstract"], "any")]
     return _each(addresses, lambda address: [_call("connect", each, address, len(address)) for each in _sockets()])
-
-
-@named
-def connect_to_rays_ports(context: Context) -> object:
-    return _each(context["ports"], lambda port: socket.create_connection(("127.0.0.1", port), 1).close())
-
-
-@named
-def see_ports(context: Context) -> object:
-    return _any(Path("/proc/net/tcp").read_text().splitlines()[1:])
-
-
-@named
-def see_the_object_store(context: Context) -> object:
-    return _any([path.name for path in Path("/dev/shm").iterdir()])
-
-
-@named
-def open_the_object_store(context: Context) -> object:
-    return _each([*context["plasma"], "plasma"], lambda name: Path("/dev/shm", name).open("rb").close())
-
-
-@named
-def signal_rays_processes(context: Context) -> object:
-    return _each(list(context["pids"].values()), lambda pid: os.kill(pid, signal.SIGCONT))
-
-
-@named
-def read_rays_environments(context: Context) -> object:
-    return _each(list(context["pids"].values()), lambda pid: Path(f"/proc/{pid}/environ").read_bytes())
-
-
-@named
-def read_rays_memory(context: Context) -> object:
-    return _each(list(context["pids"].values()), lambda pid: Path(f"/proc/{pid}/mem").open("rb").close())
-
-
-@named
-def take_rays_descriptors(context: Context) -> object:
-    return _each(list(context["pids"].values()), lambda pid: _call("pidfd_getfd", os.pidfd_open(pid), 3, 0))
 
 
 @named
