@@ -123,6 +123,19 @@ async def test_what_does_not_work_in_half_precision_is_refused(workers: Workers,
 
 
 @pytest.mark.asyncio(loop_scope="session")
+async def test_linears_in_bfloat16_with_dynamic_scales_are_refused(workers: Workers, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+
+    def make(dtype: Any) -> Callable[[], Any]:
+        return lambda: torch.export.export(model.to(dtype), (IMAGE.to(dtype),))
+
+    with pytest.raises(UserError, match=r"QUANTIZE failed: dynamic quantization does not work .*linear.*model.float"):
+        await compiled(workers, tmp_path / "broken", make(torch.bfloat16), DYNAMIC)
+    answer = await compiled(workers, tmp_path / "mended", make(torch.float32), DYNAMIC)
+    assert answer.result["warnings"] == []
+
+
+@pytest.mark.asyncio(loop_scope="session")
 async def test_linears_in_float16_are_quantized(workers: Workers, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).half().eval()
     answer = await compiled(workers, tmp_path, lambda: torch.export.export(model, (IMAGE.half(),)), STATIC)
