@@ -22,7 +22,7 @@ from etfarm.server.reports.latency import statistics
 from etfarm.v1 import agent_pb2, common_pb2, report_pb2
 from tests.support.phases import RecordedPhases
 from tests.support.programs import program
-from tests.support.runner import runner_bundle
+from tests.support.runner import loaded, runner_bundle
 
 __all__ = ["runner_bundle"]
 
@@ -113,14 +113,12 @@ async def test_a_real_pass_that_is_continued_is_reported_as_one_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(drift, "CALM", -1.0)  # nothing is calm enough
-    created, result, received = program("counter"), agent_pb2.CandidateResult(), RecordedPhases()
+    result, received = agent_pb2.CandidateResult(), RecordedPhases()
     done: list[int] = []
     monkeypatch.setattr(received, "report_steps", lambda count, total: done.append(count))
     async with NativeRunner.start(runner_bundle.command(), tmp_path) as runner:
         await runner.threads(1)
-        await runner.load(created.path)
-        await runner.load_method("forward")
-        await runner.set_inputs(created.inputs)
+        await loaded(runner, program("counter"))
         passes = Passes(runner, "forward", result, received)
         samples = await passes.measure(replace(PLAN, steady=False, min_time_ns=20_000_000), watched(lambda: Sampler([])))
         await passes.first_outputs(None, 1)

@@ -25,6 +25,7 @@ from etfarm.wire.tensors import Scalar, Tensor, Value
 from etfarm.wire.words import word_of
 from tests.support.phases import RecordedPhases
 from tests.support.programs import program
+from tests.support.runner import loaded as load_program
 from tests.support.runner import runner_bundle
 
 __all__ = ["runner_bundle"]
@@ -34,14 +35,12 @@ __all__ = ["runner_bundle"]
 async def loaded(
     name: str, bundle: Bundle, folder: Path
 ) -> AsyncIterator[tuple[Passes, agent_pb2.CandidateResult, RecordedPhases]]:
-    created, result, received = program(name), agent_pb2.CandidateResult(), RecordedPhases()
+    result, received = agent_pb2.CandidateResult(), RecordedPhases()
     folder.mkdir(exist_ok=True)
     async with NativeRunner.start(bundle.command(), folder) as runner:
         await runner.hello()
         await runner.threads(1)
-        await runner.load(created.path, created.data)
-        await runner.load_method("forward")
-        await runner.set_inputs(created.inputs)
+        await load_program(runner, program(name))
         yield Passes(runner, "forward", result, received), result, received
 
 
