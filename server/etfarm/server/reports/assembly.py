@@ -84,6 +84,7 @@ def assemble(
     if device is not None:
         report.device.CopyFrom(_device(device))
     if result is not None:
+        result = _with_names(result, compilation, cell.method)
         _fill_measured(report, job, result)
         if result.HasField("runner") and not result.generations:
             report.inputs.SetInParent()
@@ -261,6 +262,20 @@ def _device(device: Device) -> report_pb2.ReportDevice:
         id=device.id, name=device.name, arch=device.arch, soc=device.soc, os=device.os, cores=device.cores,
         memory_bytes=device.memory_bytes, emulated=device.emulated,
     )  # fmt: skip
+
+
+def _with_names(
+    result: agent_pb2.CandidateResult, compilation: compile_pb2.Compilation | None, method: str
+) -> agent_pb2.CandidateResult:
+    """Return a result in which outputs that differed have the model's names, where the device had their places only."""
+    if compilation is None or method not in compilation.facts.methods or not result.repeatability.differences:
+        return result
+    names = {str(index): spec.name for index, spec in enumerate(compilation.facts.methods[method].outputs)}
+    named = agent_pb2.CandidateResult()
+    named.CopyFrom(result)
+    for difference in named.repeatability.differences:
+        difference.output = names.get(difference.output) or difference.output
+    return named
 
 
 def _fill_measured(report: report_pb2.Report, job: job_pb2.Job, result: agent_pb2.CandidateResult) -> None:

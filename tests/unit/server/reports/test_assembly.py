@@ -100,6 +100,20 @@ def test_calls_that_the_device_did_not_execute_are_named(executed: int, why: str
     assert ("CALLS_NOT_RUN" in warnings) == bool(words) and warnings.get("CALLS_NOT_RUN", "").startswith(words)
 
 
+def test_outputs_that_differ_between_executions_have_the_names_of_the_model() -> None:
+    compiled, returned = compilation(), result()
+    compiled.facts.methods["forward"].outputs.add(name="y")
+    compiled.facts.methods["forward"].outputs.add(name="h")
+    compiled.facts.methods["forward"].outputs.add()
+    returned.repeatability.outcome = report_pb2.REPEATABILITY_OUTCOME_NONDETERMINISTIC
+    for place in ("1", "2"):
+        returned.repeatability.differences.add(output=place, max_abs_difference=3 - int(place))
+    report = assemble("r", job(), cell(), at=AT, compilation=compiled, device=DEVICE, result=returned, analysis=analysis())
+    assert [each.output for each in report.measurement.repeatability.differences] == ["h", "2"]
+    (reason,) = [each for each in report.verdict.reasons if each.code == "OUTPUTS_DIFFER"]
+    assert "output 'h', by up to 2" in reason.message
+
+
 def test_what_the_program_forgets_is_a_warning() -> None:
     forgetful = job()
     forgetful.spec.candidates[0].model.methods["forward"].forgotten_buffers.extend(["state.n", "m"])
