@@ -37,6 +37,7 @@ from tests.support.node_pools import (  # noqa: F401 - fixtures
     lingering,
     running_node,
     running_pool,
+    start_lingering,
     until,
 )
 from tests.support.ray_cluster import RayCluster, RayNode
@@ -71,17 +72,12 @@ async def test_without_a_ready_node_a_task_fails_as_the_farms_fault(
         assert finished.result
 
 
-def write_metadata(site: Path, package: str, version: str) -> None:
-    """Write what makes a package appear in another version, without its code."""
-    metadata = site / f"{package}-{version}.dist-info" / "METADATA"
-    metadata.parent.mkdir(parents=True)
-    metadata.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
-
-
 @contextlib.contextmanager
 def other_torch(cluster: RayCluster, folder: Path) -> Iterator[RayNode]:
     """A node whose Python has another torch, by its metadata."""
-    write_metadata(folder / "site", "torch", "9.9.9")
+    metadata = folder / "site" / "torch-9.9.9.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9.9\n")
     python_path = f"{folder / 'site'}:{ROOT}"
     node = cluster.add_node(variables={"PYTHONPATH": python_path})
     try:
@@ -157,15 +153,6 @@ async def test_a_python_without_etfarm_is_refused_soon(cluster: RayCluster, tmp_
     assert "etfarm (not installed)" in refused.detail
 
 
-async def test_an_environment_with_other_versions_is_refused(cluster: RayCluster, tmp_path: Path) -> None:
-    python = virtual_environment(tmp_path / "environment")
-    write_metadata(next((tmp_path / "environment").glob("lib/python*/site-packages")), "executorch", "9.9.9")
-    async with running_pool(cluster, tmp_path, python=str(python)) as pool:
-        # The cluster may still list a node that another test has ended, which is refused, too.
-        refused = await until(pool, lambda node: "executorch 9.9.9, and the server has 1." in node.detail)
-    assert refused.state is NodeState.REFUSED
-
-
 async def test_a_node_that_lacks_a_measure_is_refused_where_the_jail_is_required(cluster: RayCluster, tmp_path: Path) -> None:
     node = cluster.add_node(refused=["mount"])
     try:
@@ -190,7 +177,6 @@ async def test_a_wrong_token_is_a_clear_error(cluster: RayCluster, tmp_path: Pat
 
 
 async def test_a_later_leader_ends_the_children_of_a_former_one(cluster: RayCluster, tmp_path: Path) -> None:
-    before = {process.pid for process in lingering()}
     async with AsyncExitStack() as stack:
 
         async def lead(term: int) -> ClusterPool:
@@ -198,17 +184,12 @@ async def test_a_later_leader_ends_the_children_of_a_former_one(cluster: RayClus
             return await stack.enter_async_context(running_pool(cluster, tmp_path / str(term), tenure=tenure))
 
         former = await lead(1)
-        lingers = asyncio.Event()
-        run = asyncio.create_task(former.run(f"{TASKS}:linger", None, deadline_s=300, on_event=lambda _: lingers.set()))
-        async with asyncio.timeout(WAIT_S):
-            await lingers.wait()
-        tree = [process for process in lingering() if process.pid not in before]
-        assert tree
+        lingers = await start_lingering(former)
         leader = await lead(2)
         await until(leader, lambda node: node.state is NodeState.READY)
-        _, alive = psutil.wait_procs(tree, timeout=SOON_S)
+        _, alive = psutil.wait_procs(lingers.tree, timeout=SOON_S)
         assert not alive
-        run.cancel()
+        lingers.run.cancel()
         again = await lead(1)  # as a former leader whose process stood still
         refused = await until(again, lambda node: node.state is NodeState.REFUSED)
         assert "a later leader" in refused.detail

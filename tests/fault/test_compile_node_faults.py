@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -15,7 +14,8 @@ from tests.support import models
 from tests.support.databases import PostgresDatabases
 from tests.support.farm import FarmProcess, wait_until
 from tests.support.farm_calls import FarmCalls, farm_calls
-from tests.support.ray_cluster import RayCluster, RayNode, running_cluster
+from tests.support.node_pools import running_node as running_node
+from tests.support.ray_cluster import RayCluster, RayNode
 from tests.support.servers import Servers
 
 pytestmark = [
@@ -27,15 +27,6 @@ RECIPE = recipes.parse("xnnpack_pt2e_int8_static_per_channel").json
 PHASE = "TO_EDGE_TRANSFORM_AND_LOWER"
 TAKEOVER_S = 60.0
 """Time within which another server leads, and has started its own actor on a node."""
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
-    """A head, and one node with one cpu."""
-    with running_cluster() as cluster:
-        cluster.start()
-        cluster.add_node()
-        yield cluster
 
 
 @pytest.fixture
