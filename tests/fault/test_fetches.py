@@ -6,15 +6,14 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import pytest
 
 from etfarm.v1 import artifact_pb2, artifact_pb2_grpc, common_pb2
 from etfarm.wire.channel import Access, open_channel
-from etfarm.wire.status import from_rpc_error
 from tests.support.credentials import OTHER, RACK, Credentials
 from tests.support.farm import FarmProcess
 from tests.support.programs import program
+from tests.support.refusals import refusal
 from tests.support.session_ends import Agent
 
 pytestmark = pytest.mark.slow(reason="kills servers with tokens")
@@ -50,9 +49,7 @@ async def test_an_agent_fetches_before_the_next_server_knows_its_connection(
     await asyncio.to_thread(server.restart)
     artifact = start.candidates[0].program.pte
     assert await fetch(rack, artifact) == path.read_bytes()
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await fetch(credentials.access(server.address, OTHER), artifact)
-    assert from_rpc_error(refused.value, server="here").reason == "ARTIFACT_NOT_OF_ATTEMPT"
+    assert (await refusal(fetch(credentials.access(server.address, OTHER), artifact))).reason == "ARTIFACT_NOT_OF_ATTEMPT"
     async with open_channel(rack) as channel:
         again = Agent(channel, "board", active=[start.attempt_id])
         again.ended(start, "OUT_OF_LUCK", common_pb2.FAULT_USER)

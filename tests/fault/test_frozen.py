@@ -17,6 +17,7 @@ from tests.support.farm import FarmProcess, etfarm, frozen, wait_until
 from tests.support.programs import program
 from tests.support.proxy import Link, link_to
 from tests.support.receivers import receiver
+from tests.support.watched_jobs import until_phase
 
 pytestmark = pytest.mark.slow(reason="waits until a frozen process counts as lost")
 
@@ -41,14 +42,6 @@ def bench(client: Farm, how: dict[str, Any], **more: Any) -> Job:
     return client.bench(program("conv").path, **how, **more)
 
 
-def until(job: Job, phase: str) -> None:
-    """Wait until a job has reached a phase."""
-    for event in job.watch():
-        if isinstance(event, Progress) and event.phase == phase:
-            return
-    raise AssertionError(f"the job ended before {phase}")
-
-
 def require_contiguous(events: Iterable[Event]) -> None:
     sequences = [event.sequence for event in events if event.sequence]
     assert sequences == list(range(1, len(sequences) + 1))
@@ -59,7 +52,7 @@ def test_the_run_of_a_frozen_agent_goes_elsewhere_and_its_late_result_is_dropped
     with farm.client() as client, farm.admin() as admin:
         admin.drain_device("board-1")
         job = bench(client, SECONDS)
-        until(job, "TIMED")
+        until_phase(job, "TIMED")
         admin.undrain_device("board-1")
         with frozen([farm.agents[0].pid]):
             report = job.result().report
@@ -83,7 +76,7 @@ def test_agents_and_watchers_of_a_frozen_server_come_back(farm: FarmProcess) -> 
 
     with farm.client() as client:
         job = bench(client, SECONDS, devices="name=board-0")
-        until(job, "TIMED")
+        until_phase(job, "TIMED")
         events: list[Event] = []
         watcher = threading.Thread(target=lambda: events.extend(job.watch()), daemon=True)
         watcher.start()

@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from etfarm.client import Farm, Generate, Session
-from etfarm.client.models import DeviceState
 from etfarm.wire import tensors
 from etfarm.wire.errors import EtfarmError
 from tests.support.farm import PROMPTLY_S, FarmProcess, lives, runners, wait_until
@@ -40,11 +39,6 @@ def prompt() -> list[int]:
     (value,) = program("decoder_long").inputs
     assert isinstance(value, tensors.Tensor)
     return list(tensors.to_array(value).tolist())
-
-
-def is_idle(farm: FarmProcess) -> bool:
-    with farm.client() as client:
-        return all(device.state is DeviceState.IDLE for device in client.devices())
 
 
 def works_again(farm: FarmProcess) -> bool:
@@ -78,7 +72,7 @@ def test_a_killed_runner_ends_the_text_and_the_session(farm: FarmProcess) -> Non
         with pytest.raises(EtfarmError) as again:
             session.generate([1], 1).result()
         assert again.value.reason == error.reason
-        assert wait_until(lambda: is_idle(farm), PROMPTLY_S)
+        assert wait_until(farm.is_idle, PROMPTLY_S)
     assert works_again(farm)
 
 
@@ -87,7 +81,7 @@ def test_a_session_that_is_closed_in_the_middle_of_a_text_frees_the_device(farm:
         (runner,) = runners(farm.agents[0].pid)
         threading.Timer(0.0, session.close).start()
         assert error_of(tokens).reason == "SESSION_CLOSED"
-    assert wait_until(lambda: not lives(runner) and is_idle(farm), PROMPTLY_S)
+    assert wait_until(lambda: not lives(runner) and farm.is_idle(), PROMPTLY_S)
     assert works_again(farm)
 
 
@@ -103,7 +97,7 @@ def test_a_caller_that_is_ended_in_the_middle_of_a_text_frees_the_device(farm: F
         held = runners(farm.agents[0].pid)
         assert held
         process.send_signal(number)
-        assert wait_until(lambda: is_idle(farm) and not any(lives(pid) for pid in held), PROMPTLY_S)
+        assert wait_until(lambda: farm.is_idle() and not any(lives(pid) for pid in held), PROMPTLY_S)
     finally:
         process.kill()
         process.communicate()
@@ -142,7 +136,7 @@ def test_a_runner_that_is_killed_in_the_middle_of_a_measurement_fails_its_report
             os.kill(pid, signal.SIGKILL)
         (report,) = job.result().reports
         assert report.error is not None and report.error.metadata["signal"] == "SIGKILL"
-    assert wait_until(lambda: is_idle(farm) and not runners(farm.agents[0].pid), PROMPTLY_S)
+    assert wait_until(lambda: farm.is_idle() and not runners(farm.agents[0].pid), PROMPTLY_S)
     assert works_again(farm)
 
 

@@ -12,14 +12,14 @@ from typing import Final
 import pytest
 
 from etfarm.v1 import agent_pb2, common_pb2, job_pb2
-from tests.support.agent import Launch, Server, launch, server
+from tests.support.agent import Launch, Server, join, launch, server
 from tests.support.emulation import aarch64_archive
 from tests.support.farm import FarmProcess, etfarm
 from tests.support.programs import program
 
 pytestmark = pytest.mark.slow(reason="starts an agent for each kind of board")
 
-__all__ = ["launch", "server"]
+__all__ = ["join", "launch", "server"]
 
 QUICK: Final = job_pb2.Measurement(min_time_s=0.3, iterations=10)
 
@@ -39,16 +39,14 @@ UNREADABLE_SYS: Final = f'{NO_SYS} -o mode=000\nset -- unshare --user "$@"'
 
 
 @pytest.mark.parametrize("script", [NO_SYS, UNREADABLE_SYS], ids=["absent", "unreadable"])
-async def test_a_board_with_an_empty_sys_can_measure(server: Server, launch: Launch, script: str) -> None:
-    agent = await launch("--governor", "performance", "--cool-down", "1", within=board(script))
-    connection = await server.connected()
+async def test_a_board_with_an_empty_sys_can_measure(server: Server, join: Launch, script: str) -> None:
+    agent, connection = await join("--governor", "performance", "--cool-down", "1", within=board(script))
     device = connection.hello.devices[0]
     assert device.cores == sum(len(cluster.cpus) for cluster in device.clusters) > 0
     assert device.memory_bytes > 0 and device.arch
     assert not any(cluster.governor or cluster.HasField("max_frequency_hz") for cluster in device.clusters)
     for attempt in ("a1", "a2"):
-        connection.start(attempt, server.candidate("conv"), measurement=QUICK, deadline_s=60)
-        (cell,) = (await connection.result(attempt)).candidates
+        cell = await connection.run(server.candidate("conv"), measurement=QUICK, attempt=attempt)
         assert not cell.HasField("error"), cell.error
         assert cell.iterations >= 10 and cell.telemetry.cpu_time_ns > 0
         for reading in (cell.telemetry.before, cell.telemetry.after):
@@ -115,12 +113,10 @@ async def test_an_unwritable_data_folder_is_a_single_error_line(
     )
 
 
-async def test_a_full_disk_is_a_device_fault_and_the_agent_stays(server: Server, launch: Launch, tmp_path: Path) -> None:
-    await launch(within=board('mount -t tmpfs -o size=3m none "$1"', tmp_path / "agent"))
-    connection = await server.connected()
+async def test_a_full_disk_is_a_device_fault_and_the_agent_stays(server: Server, join: Launch, tmp_path: Path) -> None:
+    _, connection = await join(within=board('mount -t tmpfs -o size=3m none "$1"', tmp_path / "agent"))
     for attempt in ("a1", "a2"):
-        connection.start(attempt, server.candidate("add"), deadline_s=60)
-        (cell,) = (await connection.result(attempt)).candidates
+        cell = await connection.run(server.candidate("add"), attempt=attempt)
         assert (cell.error.reason, cell.error.fault) == ("DEVICE_DISK_FULL", common_pb2.FAULT_DEVICE)
         assert "the device's disk has" in cell.error.message.lower() and "--cache-limit" in cell.error.remedy
         connection.ack(attempt)
@@ -128,21 +124,19 @@ async def test_a_full_disk_is_a_device_fault_and_the_agent_stays(server: Server,
     await connection.until(lambda message: message.HasField("heartbeat"), beats)
 
 
-async def test_an_agent_works_under_the_restrictions_of_its_systemd_unit(server: Server, launch: Launch, tmp_path: Path) -> None:
+async def test_an_agent_works_under_the_restrictions_of_its_systemd_unit(server: Server, join: Launch, tmp_path: Path) -> None:
     data, scratch = tmp_path / "agent", tmp_path / "tmp"
     scratch.mkdir()
     data.mkdir()
     script = 'for each in "$1" "$2"; do mount --bind "$each" "$each"; done; mount -o remount,bind,ro /'
     few_rights = ["setpriv", "--bounding-set", "-all,+dac_read_search", "--no-new-privs"]
-    agent = await launch(within=[*board(script, data, scratch), *few_rights], TMPDIR=str(scratch))
-    connection = await server.connected()
+    agent, connection = await join(within=[*board(script, data, scratch), *few_rights], TMPDIR=str(scratch))
     status = dict(line.split(":", 1) for line in Path(f"/proc/{agent.process.pid}/status").read_text().splitlines())
     assert int(status["CapBnd"], 16) == 1 << 2 and status["NoNewPrivs"].strip() == "1"
     mounts = [line.split() for line in Path(f"/proc/{agent.process.pid}/mounts").read_text().splitlines()]
     assert [mount[3].split(",")[0] for mount in mounts if mount[1] == "/"] == ["ro"]
     for attempt in ("a1", "a2"):
-        connection.start(attempt, server.candidate("conv"), measurement=QUICK, deadline_s=60)
-        (cell,) = (await connection.result(attempt)).candidates
+        cell = await connection.run(server.candidate("conv"), measurement=QUICK, attempt=attempt)
         assert not cell.HasField("error"), cell.error
         connection.ack(attempt)
     agent.process.terminate()
@@ -151,13 +145,11 @@ async def test_an_agent_works_under_the_restrictions_of_its_systemd_unit(server:
 
 
 @pytest.mark.boards
-async def test_a_bundle_of_another_architecture_is_never_started(server: Server, launch: Launch) -> None:
-    await launch()
-    connection = await server.connected()
+async def test_a_bundle_of_another_architecture_is_never_started(server: Server, join: Launch) -> None:
+    _, connection = await join()
     candidate = server.candidate("add")
     foreign = agent_pb2.RunnerBundle(artifact=server.put(aarch64_archive().read_bytes()))
-    connection.start("a1", agent_pb2.RunCandidate(cell_id="c", program=candidate.program, bundle=foreign), deadline_s=60)
-    (cell,) = (await connection.result("a1")).candidates
+    cell = await connection.run(agent_pb2.RunCandidate(cell_id="c", program=candidate.program, bundle=foreign))
     arch = connection.hello.devices[0].arch
     assert (cell.error.reason, cell.error.fault) == ("NO_RUNNER", common_pb2.FAULT_FARM)
     assert cell.error.message == f"The runner that arrived is for aarch64, but this device is {arch}."
