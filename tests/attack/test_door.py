@@ -10,7 +10,7 @@ import socket
 import sqlite3
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
@@ -43,10 +43,12 @@ from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 from tests.support.contract import WAIT_S, address_of, call
 from tests.support.databases import postgres_databases as postgres_databases
-from tests.support.door import ADMIN, LINES, USER, Door, create, ended, farm_info, refusal, watch, watch_devices
+from tests.support.door import ADMIN, LINES, USER, Door, create, ended, farm_info, watch, watch_devices
+from tests.support.door import admin as admin
 from tests.support.door import door as door
 from tests.support.door import new_door as new_door
 from tests.support.http2 import Http2
+from tests.support.refusals import refusal
 
 pytestmark = pytest.mark.slow(reason="floods a server with connections")
 
@@ -55,13 +57,6 @@ MIB = 1 << 20
 INFO = "/etfarm.v1.FarmService/GetServerInfo"
 SUBMIT = "/etfarm.v1.JobService/Submit"
 PROOF = "/etfarm.v1.FarmService/GetProof"
-
-
-@pytest.fixture
-async def admin(door: Door) -> AsyncIterator[grpc.aio.Channel]:
-    async with door.channel() as channel:
-        await call(channel, "FarmService.GetServerInfo")
-        yield channel
 
 
 # What a stranger costs
@@ -428,6 +423,11 @@ async def test_secrets_are_not_in_the_database_and_tokens_outlive_the_server(new
             assert (await farm_info(channel)).principal.name == "eve"
 
 
+def enroll(channel: grpc.aio.Channel, agent_id: str) -> Any:
+    request = agent_pb2.EnrollAgentRequest(protocol_version=PROTOCOL_VERSION, agent_id=agent_id)
+    return agent_pb2_grpc.AgentServiceStub(channel).Enroll(request)
+
+
 @pytest.mark.remedy("NOT_AN_ENROLMENT_TOKEN")
 async def test_an_enrolment_token_enrolls_a_single_agent(door: Door, admin: grpc.aio.Channel) -> None:
     created = await create(admin, "board-7", common_pb2.ROLE_AGENT, enrolment=True)
@@ -438,33 +438,23 @@ async def test_an_enrolment_token_enrolls_a_single_agent(door: Door, admin: grpc
         # Without a message: grpc.aio replaces the status by INTERNAL when the server ends the stream in the moment of a write.
         # An agent tries again, and has the status after one or two tries.
         assert (await refusal(agents.Connect().read())).reason == "PERMISSION_DENIED"
-        enrolled = await agents.Enroll(agent_pb2.EnrollAgentRequest(protocol_version=PROTOCOL_VERSION, agent_id="the-agent"))
+        enrolled = await enroll(channel, "the-agent")
         assert enrolled.principal == "board-7"
-        error = await refusal(agents.Enroll(agent_pb2.EnrollAgentRequest(protocol_version=PROTOCOL_VERSION, agent_id="another")))
+        error = await refusal(enroll(channel, "another"))
         assert error.reason == "NOT_AN_ENROLMENT_TOKEN"
     async with door.channel(enrolled.token) as channel:
         principal = (await farm_info(channel)).principal
         assert (principal.name, principal.role, principal.agent_id) == ("board-7", common_pb2.ROLE_AGENT, "the-agent")
-        error = await refusal(
-            agent_pb2_grpc.AgentServiceStub(channel).Enroll(
-                agent_pb2.EnrollAgentRequest(protocol_version=PROTOCOL_VERSION, agent_id="the-agent")
-            )
-        )
+        error = await refusal(enroll(channel, "the-agent"))
         assert error.reason == "NOT_AN_ENROLMENT_TOKEN"
         # Another principal's enrolment does not take the identity; the same one's replaces a token that was lost.
         thief = await create(admin, "thief", common_pb2.ROLE_AGENT, enrolment=True)
         async with door.channel(thief.secret) as other:
-            error = await refusal(
-                agent_pb2_grpc.AgentServiceStub(other).Enroll(
-                    agent_pb2.EnrollAgentRequest(protocol_version=PROTOCOL_VERSION, agent_id="the-agent")
-                )
-            )
+            error = await refusal(enroll(other, "the-agent"))
             assert (error.reason, error.metadata["agent_id"]) == ("AGENT_BOUND", "the-agent")
         again = await create(admin, "board-7", common_pb2.ROLE_AGENT, enrolment=True)
         async with door.channel(again.secret) as other:
-            await agent_pb2_grpc.AgentServiceStub(other).Enroll(
-                agent_pb2.EnrollAgentRequest(protocol_version=PROTOCOL_VERSION, agent_id="the-agent")
-            )
+            await enroll(other, "the-agent")
         assert (await refusal(farm_info(channel))).reason == "UNAUTHENTICATED"
 
 
@@ -478,18 +468,12 @@ async def test_an_enrolment_token_cannot_take_a_known_agents_identity(door: Door
     stream.cancel()
     created = await create(admin, "thief", common_pb2.ROLE_AGENT, enrolment=True)
     async with door.channel(created.secret) as channel:
-        enroll = agent_pb2_grpc.AgentServiceStub(channel).Enroll(
-            agent_pb2.EnrollAgentRequest(protocol_version=PROTOCOL_VERSION, agent_id="old-agent")
-        )
-        assert (await refusal(enroll)).reason == "AGENT_BOUND"
+        assert (await refusal(enroll(channel, "old-agent"))).reason == "AGENT_BOUND"
         bound = await agent_pb2_grpc.AgentServiceStub(admin).BindAgent(
             agent_pb2.BindAgentRequest(agent_id="old-agent", principal="thief")
         )
         assert bound.principal == "thief"
-        enroll = agent_pb2_grpc.AgentServiceStub(channel).Enroll(
-            agent_pb2.EnrollAgentRequest(protocol_version=PROTOCOL_VERSION, agent_id="old-agent")
-        )
-        assert (await enroll).token
+        assert (await enroll(channel, "old-agent")).token
 
 
 # The audit log

@@ -7,6 +7,7 @@ import contextlib
 import json
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,13 @@ from etfarm.v1 import (
 from etfarm.wire import digest, tensors
 from etfarm.wire.channel import CLIENT_OPTIONS, Access, open_channel
 from etfarm.wire.chunks import artifact_of, upload
-from etfarm.wire.errors import EtfarmError
 from etfarm.wire.names import PROTOCOL_VERSION
-from etfarm.wire.status import from_rpc_error
+from tests.support import refusals
 from tests.support.farm import FarmProcess
+from tests.support.farm_calls import FarmCalls
 from tests.support.programs import program
 from tests.support.runner import runner_archive
-from tests.support.session_ends import Agent, Caller
+from tests.support.session_ends import Agent, Caller, session_on, welcomed
 
 pytestmark = pytest.mark.slow(reason="each test attacks a farm of its own")
 
@@ -46,6 +47,7 @@ WAIT_S = 120.0
 """For what needs a compile worker, which has to warm up first."""
 PROMPTLY_S = 10.0
 """For a refusal and for the answers to others, on a busy machine: what froze the farm took 39 s on an idle one."""
+refusal = partial(refusals.refusal, within_s=PROMPTLY_S)
 OTHERS = 20
 BLANKS = "name=" + " " * 100_000 + "x\ny"
 
@@ -64,14 +66,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
 async def channel(served: FarmProcess) -> AsyncIterator[grpc.aio.Channel]:
     async with open_channel(Access(served.address)) as opened:
         yield opened
-
-
-async def refusal(call: Awaitable[Any]) -> EtfarmError:
-    """Return the error of a call, within a timeout."""
-    async with asyncio.timeout(PROMPTLY_S):
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await call
-    return from_rpc_error(refused.value, server="here")
 
 
 async def first_event(stream: Any) -> Any:
@@ -296,8 +290,7 @@ async def test_an_inputs_file_of_60000_dimensions_does_not_delay_others(served: 
         "name": "x", "kind": "tensor", "dtype": "float32", "shape": [(1 << 62) + 1] * rank,
         "dim_order": list(reversed(range(rank))), "offset": 0, "size_bytes": 16,
     }  # fmt: skip
-    agent = Agent(channel, "dims")
-    await agent.stream.read()
+    agent = await welcomed(channel, "dims")
     async with others_are_served(served.address):
         job = await submitted(channel, tensor_file([entry], bytes(16)), agent)
     agent.outgoing.put_nowait(None)
@@ -309,8 +302,7 @@ async def test_an_inputs_file_of_60000_dimensions_does_not_delay_others(served: 
 async def test_the_inputs_of_a_user_are_not_loaded_into_the_daemon(served: FarmProcess, channel: grpc.aio.Channel) -> None:
     size = 256 << 20
     inputs = tensors.encode([tensors.Tensor("x", "uint8", (size,), bytes(size))])
-    agent = Agent(channel, "large")
-    await agent.stream.read()
+    agent = await welcomed(channel, "large")
     before = forget_peak(pid_of(served))
     async with others_are_served(served.address):
         job = await submitted(channel, inputs, agent)
@@ -320,14 +312,8 @@ async def test_the_inputs_of_a_user_are_not_loaded_into_the_daemon(served: FarmP
 
 
 async def test_a_session_whose_owner_does_not_read_does_not_grow(served: FarmProcess, channel: grpc.aio.Channel) -> None:
-    created = program("conv")
-    await upload(artifact_pb2_grpc.ArtifactServiceStub(channel), artifact_of(created.bytes), created.bytes)
-    agent = Agent(channel, "chatty")
-    await agent.stream.read()
-    pte = artifact_of(created.bytes)
-    asked = session_pb2.OpenSessionRequest(selector=f"id={agent.devices[0].id}")
-    asked.program.pte.CopyFrom(pte)
-    asked.program.digest = digest.of_program(pte.digest, {})
+    agent = await welcomed(channel, "chatty")
+    asked = session_on(agent, await FarmCalls(channel).put(program("conv").bytes))
     async with open_channel(Access(served.address)) as owners:
         caller = Caller(owners, asked)
         serving = agent.serve(await agent.started())
@@ -353,8 +339,7 @@ async def test_exceeded_quotas_are_refused_by_name_and_others_continue(tmp_path_
             farm.add_bundle(runner_archive())
         async with open_channel(Access(running.address)) as channel:
             jobs = job_pb2_grpc.JobServiceStub(channel)
-            agent = Agent(channel, "one")
-            await agent.stream.read()
+            agent = await welcomed(channel, "one")
             data = program("conv").bytes
             await upload(artifact_pb2_grpc.ArtifactServiceStub(channel), artifact_of(data), data)
             spec = job_pb2.JobSpec(devices=[job_pb2.DeviceChoice()])

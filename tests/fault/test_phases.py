@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.client.models import CellChanged, CellState, Progress
 from etfarm.v1 import common_pb2, job_pb2, report_pb2
 from tests.support import invariants
 from tests.support.farm import PROMPTLY_S, FarmProcess, descendants, frozen, launchers, runners, wait_until
 from tests.support.farm_calls import farm_calls
 from tests.support.programs import program
+from tests.support.watched_jobs import until_phase
 
 pytestmark = pytest.mark.slow(reason="kills servers, agents, runners and children in each phase of a job")
 
@@ -94,11 +94,7 @@ class StruckFarm:
     def wait_for(self, job_id: str, phase: str) -> None:
         """Wait until a job has reached a phase."""
         with self._farm.client() as client:
-            for event in client.job(job_id).watch():
-                if isinstance(event, Progress) and event.phase == phase:
-                    return
-                assert not (isinstance(event, CellChanged) and event.cell.state is CellState.FAILED), event
-        raise AssertionError(f"the job ended before {phase}")
+            until_phase(client.job(job_id), phase)
 
     def folders_of_children(self) -> list[Path]:
         """Return the folders of the server's children that work or wait for their forkserver."""

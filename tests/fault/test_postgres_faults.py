@@ -30,6 +30,7 @@ from tests.support.farm import FarmProcess, etfarm
 from tests.support.farm_calls import FarmCalls, farm_calls
 from tests.support.postgres import PostgresServer, postgres_server
 from tests.support.programs import program
+from tests.support.refusals import refusal
 from tests.support.simulated_agent import SELECTOR, SimulatedAgent
 
 pytestmark = pytest.mark.slow(reason="restarts and replaces the database of a real server in the middle of jobs")
@@ -170,9 +171,7 @@ async def test_jobs_outlive_a_database_without_free_connections(tmp_path: Path) 
                 submitting = asyncio.create_task(submit_all(calls, JOBS, progress))
                 await progress.wait()
                 with without_free_connections(postgres, url):
-                    with pytest.raises(grpc.aio.AioRpcError) as failed:
-                        await calls.jobs.List(job_pb2.ListJobsRequest(page_size=1))
-                    error = from_rpc_error(failed.value, server="here")
+                    error = await refusal(calls.jobs.List(job_pb2.ListJobsRequest(page_size=1)))
                     assert error.reason == "DATABASE_UNAVAILABLE" and "max_connections" in error.remedy
                     check = ("serve", "--check", "--json", "--data", "other", "--database", url, "--database-wait", "1")
                     refused = await asyncio.to_thread(etfarm, *check, cwd=tmp_path, environment={})

@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
 import pytest
 
 from etfarm.v1 import job_pb2
-from etfarm.wire.status import from_rpc_error
 from tests.support.databases import PostgresDatabases
 from tests.support.farm import etfarm, wait_until
 from tests.support.farm_calls import farm_calls
+from tests.support.refusals import refusal
 from tests.support.s3 import S3Server, environment_of
 from tests.support.s3_proxy import S3Proxy, proxy_to
 from tests.support.servers import Servers
@@ -33,11 +32,6 @@ class Farm:
 
     servers: Servers
     proxy: S3Proxy
-
-    def take_s3_away(self) -> None:
-        """Answer every request with 503."""
-        for method in ("GET", "PUT", "HEAD", "POST", "DELETE"):
-            self.proxy.answer_503(method)
 
     def list_devices(self) -> str:
         """Return what `etfarm devices list` prints to a user."""
@@ -77,7 +71,7 @@ async def test_a_standby_takes_the_lead_without_s3_and_no_job_fails(farm: Farm) 
         jobs = [asyncio.create_task(lead_job(calls, spec, turns)) for _ in range(JOBS)]
         await agents[0].until(lambda: len(agents[0].acknowledged) >= 2)
         before = [agent.connections for agent in agents]
-        farm.take_s3_away()
+        farm.proxy.refuse_all()
         leader.kill9()
         await asyncio.to_thread(other.wait_until_leading)
         await wait_until_back(agents, before)
@@ -85,9 +79,7 @@ async def test_a_standby_takes_the_lead_without_s3_and_no_job_fails(farm: Farm) 
         assert all(agent.name in listed for agent in agents)
         await calls.call(calls.jobs.Cancel, job_pb2.CancelJobRequest(job_id=waiting.id))
         assert (await calls.watch(waiting.id))[-1].job_state == job_pb2.JOB_STATE_CANCELLED
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await calls.put(b"new" * 1000)
-        error = from_rpc_error(refused.value, server="here")
+        error = await refusal(calls.put(b"new" * 1000))
         assert (error.reason, error.kind.name) == ("BLOBS_UNAVAILABLE", "UNAVAILABLE")
         farm.proxy.heal()
         followed = dict(await asyncio.gather(*jobs))
@@ -98,7 +90,7 @@ async def test_a_standby_takes_the_lead_without_s3_and_no_job_fails(farm: Farm) 
 
 
 async def test_a_farm_starts_without_s3(farm: Farm) -> None:
-    farm.take_s3_away()
+    farm.proxy.refuse_all()
     leader, other = farm.servers.add(), farm.servers.add()
     for server in (leader, other):  # before S3 is there again
         assert await asyncio.to_thread(
