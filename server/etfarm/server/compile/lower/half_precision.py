@@ -30,13 +30,13 @@ def require_computable(module: Any) -> None:
             continue
         dtype = getattr(node.meta.get("val"), "dtype", None)
         if dtype == torch.bfloat16:
-            refused = ("static", "dynamic")
+            refused = {"static", "dynamic"}
         elif dtype == torch.float16 and _IMAGES.match(name_of(node)):
-            refused = ("static",)
+            refused = {"static"}
         else:
             continue
         scales = {_scales_of(each) for each in (*node.all_input_nodes, *node.users)}
-        for kind in scales.intersection(refused):
+        for kind in sorted(scales & refused):
             why = f"{kind} quantization does not work for this operator in {str(dtype)[6:]}: {describe_node(node)}."
             remedy = "Quantize the model in float32, with inputs in float32 too: model.float(), before the export."
             raise StageFailed("QUANTIZE", "HalfPrecision", why, remedy)
