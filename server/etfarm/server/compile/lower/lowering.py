@@ -18,7 +18,16 @@ from executorch.export import ExportSession, StageType
 
 from etfarm.server.compile.errors import StageFailed
 from etfarm.server.compile.inspect import footprint
-from etfarm.server.compile.lower import branches, build, memory_formats, regions, rejections, remainders, shared_state
+from etfarm.server.compile.lower import (
+    branches,
+    build,
+    memory_formats,
+    regions,
+    rejections,
+    remainders,
+    shared_constants,
+    shared_state,
+)
 from etfarm.server.compile.program.descriptions import describe_control_flow
 from etfarm.server.compile.program.explain import stage_failed
 from etfarm.server.workers.errors import is_disk_full, is_out_of_memory
@@ -160,7 +169,10 @@ def lower(
         for kind, stage in session.get_all_registered_stages().items():
             stage.run = hooks.watched(kind.name, stage)
         lowered = hooks.lowered
-        with footprint.kept_graphs() as lowered.graphs, regions.interpreted(), branches.kept_handles(), memory_formats.separate():
+        with (
+            footprint.kept_graphs() as lowered.graphs, regions.interpreted(), branches.kept_handles(), memory_formats.separate(),
+            shared_constants.separate(),
+        ):  # fmt: skip
             session.export()
         lowered.manager = session.get_stage_artifacts()[StageType[pipeline.stages[-1]]].data
         if pipeline.stages[-1] != "TO_EXECUTORCH":
