@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from etfarm.server.compile.program.places import all_nodes
+from etfarm.server.graphs.views import name_of
 from etfarm.wire.written_inputs import viewed_placeholders, written_placeholders
 
 _MUTATIONS = ("BUFFER_MUTATION", "USER_INPUT_MUTATION")
@@ -85,32 +86,30 @@ def copy_values(program: Any) -> None:
 
 
 def return_values(program: Any) -> None:
-    """Return values themselves where the program returns copies of them that are made after all that it writes.
+    """Return values themselves where the program returns copies of them, and only writes of other memory follow the copies.
 
     Args:
         program: an exported program, which is changed.
     """
     graph, signature = program.graph, program.graph_signature
     output = graph.output_node()
-    # ExecuTorch writes these at the end of a run.
-    written_last = {spec.target for spec in signature.output_specs if spec.kind.name in _MUTATIONS}
-    targets = signature.inputs_to_buffers
-    views = {
-        node for node, placeholders in viewed_placeholders(graph).items()
-        if any(targets.get(each.name, each.name) in written_last for each in placeholders)
-    }  # fmt: skip
-    after: set[Any] = set()
-    """The nodes behind all that writes itself."""
+    functional = {spec.target for spec in signature.output_specs if spec.kind.name in _MUTATIONS}
+    targets, views = signature.inputs_to_buffers, viewed_placeholders(graph)
+    # ExecuTorch writes these at the end of a run; the program may write others there with copy_.
+    written_last = {node for node in graph.nodes if node.op == "placeholder" and targets.get(node.name, node.name) in functional}
+    needless: set[Any] = set()
     for node in reversed(graph.nodes):
-        if _may_write(node):
+        if node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder":
+            if _written_in_place(node.args[1]) is not node.args[0]:
+                written_last.add(node.args[0])
+        elif _may_write(node):
             break
-        after.add(node)
+        elif _is_copy(node) and node.args[0].op == "call_function" and not views[node.args[0]] & written_last:
+            needless.add(node)
     results = list(output.args[0])
     for place, spec in enumerate(signature.output_specs):
         value = results[place]
-        while spec.kind.name == "USER_OUTPUT" and value in after and _is_copy(value):
-            if value.args[0].op != "call_function" or value.args[0] in views:
-                break
+        while spec.kind.name == "USER_OUTPUT" and value in needless:
             value = value.args[0]
         if value is not results[place]:
             results[place] = value
@@ -118,6 +117,13 @@ def return_values(program: Any) -> None:
     output.args = (tuple(results),)
     graph.eliminate_dead_code(lambda node: not _is_copy(node))
     program.graph_module.recompile()
+
+
+def _written_in_place(value: Any) -> Any:
+    """Return the tensor that operators such as `add_` have written to and returned; a value itself if it is none of theirs."""
+    while _may_write(value) and name_of(value).endswith("_"):
+        value = value.args[0]
+    return value
 
 
 def _is_copy(node: torch.fx.Node) -> bool:
