@@ -269,3 +269,35 @@ def test_a_session_says_what_the_compilation_warns_of(client: Farm, caplog: pyte
     assert any(line.startswith("warning: REMAINDERS_TRUNCATED: ") and "aten::remainder at " in line for line in status)
     with client.session(source, recipe="portable"):
         assert any("aten::remainder at " in record.getMessage() for record in caplog.records)
+
+
+class Cache(nn.Module):
+    """A cache of 12 positions, of which each call takes 3; `wrap` lets it begin again."""
+
+    rows: Tensor
+    length: Tensor
+
+    def __init__(self, wrap: bool) -> None:
+        super().__init__()
+        self.wrap = wrap
+        self.register_buffer("rows", torch.zeros(12, 4))
+        self.register_buffer("length", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = self.length + torch.arange(3)
+        if self.wrap:
+            place = place % 12
+        self.rows[place] = x
+        self.length += 3
+        return self.rows.sum(0)
+
+
+@pytest.mark.remedy("PROGRAM_FAILED")
+def test_a_cache_that_a_benchmark_fills_is_said_to_wrap_or_to_be_executed_less_often(client: Farm) -> None:
+    full, wrapped = (ModelSource.of(Cache(wrap).eval(), (torch.randn(3, 4),)) for wrap in (False, True))
+    often = {**QUICK, "iterations": 4}
+    (failed,) = client.bench(full, recipes="portable", **often).result().reports
+    assert failed.error is not None and failed.error.reason == "PROGRAM_FAILED" and "rows" in failed.error.message
+    assert "position % length" in failed.error.remedy and "--warmup 1" in failed.error.remedy
+    for model, options in ((full, QUICK), (wrapped, often)):
+        assert client.bench(model, recipes="portable", **options).result().report.latency is not None

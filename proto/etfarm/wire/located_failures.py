@@ -57,6 +57,11 @@ _REMEDIES: Final = (
 
 _REMEDY: Final = "Give inputs like the example inputs, or write that line in another form."
 
+_STATE_REMEDY: Final = (
+    "Each execution of a benchmark, warm-up included, advances the program's state: if that runs out of room, let its position "
+    "wrap, as in position % length, or execute less often, as with --warmup 1 --iterations 4 --min-time 0 --no-profile."
+)
+
 CRASHED: Final = "PROGRAM_CRASHED"
 """Reason of the error of a program that ended its process."""
 
@@ -83,8 +88,12 @@ def find_operator(log: str, operators: compile_pb2.LocatedOperators) -> str:
     return " or ".join(list(dict.fromkeys(named))[:2])
 
 
-def locate(error: EtfarmError, operators: compile_pb2.LocatedOperators) -> EtfarmError:
-    """Return an error of a program on a device with the operator, its source line and a remedy; the same if it blames none."""
+def locate(error: EtfarmError, operators: compile_pb2.LocatedOperators, *, advances_state: bool = False) -> EtfarmError:
+    """Return an error of a program on a device with the operator, its source line and a remedy; the same if it blames none.
+
+    Args:
+        advances_state: whether a benchmark has executed the program one time after the other, and it keeps state.
+    """
     if error.reason not in LOCATED_REASONS or "places" in error.metadata:
         return error
     log = f"{error.metadata.get('log', '')}\n{error.metadata.get('abort_message', '')}"
@@ -97,6 +106,8 @@ def locate(error: EtfarmError, operators: compile_pb2.LocatedOperators) -> Etfar
     remedy = next((remedy for pattern, remedy in _REMEDIES if pattern.search(reason)), "")
     if not remedy:  # that of a crash, such as to try another recipe, still helps
         remedy = f"{_REMEDY} {error.remedy}".rstrip() if error.reason == "PROGRAM_CRASHED" else _REMEDY
+    if advances_state:
+        remedy = f"{remedy} {_STATE_REMEDY}"
     located = error_of(
         error.fault, error.reason, f"{error.message.rstrip('.')}, in {operator}.", remedy, kind=error.kind, stage=error.stage,
         metadata={**error.metadata, "places": operator},

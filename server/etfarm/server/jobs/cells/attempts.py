@@ -228,7 +228,7 @@ class Attempts:
         for run in cell_runs:
             cell, result = run.cell, results[run.cell.id]
             if isinstance(result, EtfarmError):
-                errors[cell.id] = run.locate(result)
+                errors[cell.id] = run.locate(result, repeated=True)
                 continue
             run.result = result
             # If an earlier server sent the attempt, the best known time is that of its placement.
@@ -241,7 +241,7 @@ class Attempts:
             if result.HasField("outputs"):
                 cell.outputs.CopyFrom(result.outputs)
             if result.HasField("error"):
-                errors[cell.id] = run.locate(from_proto(result.error))
+                errors[cell.id] = run.locate(from_proto(result.error), repeated=True)
             if result.further.HasField("error"):
                 result.further.error.CopyFrom(to_proto(run.locate(from_proto(result.further.error))))
             if result.calls.HasField("error") and result.calls.samples < len(run.calls):

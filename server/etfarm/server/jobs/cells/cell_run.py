@@ -86,15 +86,23 @@ class CellRun:
             return None
         return generation.plan(measurement, self.compilation.facts, self.cell.candidate_name, self.job.spec.inputs)
 
-    def locate(self, error: EtfarmError, method: str = "") -> EtfarmError:
+    def locate(self, error: EtfarmError, method: str = "", *, repeated: bool = False) -> EtfarmError:
         """Return an error that the device reports with the source line of the operator that failed, if that is known.
 
         Args:
             method: the method that failed; the cell's when empty.
+            repeated: whether it failed in the passes that a measured program is executed in again and again.
         """
         operators = self.compilation.located_operators if self.compilation is not None else {}
         method = method or self.cell.method
-        return locate(error, operators[method]) if method in operators else error
+        if method not in operators:
+            return error
+        return locate(error, operators[method], advances_state=repeated and self.is_measured and self.writes_state)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the job measures the program's executions, not what a language model generates."""
+        return self.job.spec.HasField("measurement") and not self.job.spec.measurement.HasField("generation")
 
     @property
     def inputs(self) -> common_pb2.Artifact | None:
@@ -132,8 +140,7 @@ class CellRun:
 
         None without example inputs, for which the compilation warns.
         """
-        measured = self.job.spec.HasField("measurement") and not self.job.spec.measurement.HasField("generation")
-        if self.compilation is None or not measured:
+        if self.compilation is None or not self.is_measured:
             return []
         model = self.candidate.model
         shares = bool(self.compilation.shared_buffers)

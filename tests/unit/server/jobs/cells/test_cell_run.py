@@ -7,6 +7,7 @@ from etfarm.server.jobs.cells.dispatch import deadline_s
 from etfarm.v1.common_pb2 import Artifact
 from etfarm.v1.compile_pb2 import Compilation
 from etfarm.v1.job_pb2 import Candidate, Cell, Job, JobSpec, Measurement, MethodSource, Model
+from etfarm.wire.errors import Fault, error_of
 from etfarm.wire.samples import MAX_SAMPLES, MAX_SAMPLES_BYTES
 
 
@@ -48,6 +49,19 @@ def test_the_agent_learns_which_methods_write_to_state() -> None:
     assert run.writes_state
     run.compilation = None
     assert not run.writes_state
+
+
+def test_only_the_repeated_executions_of_a_measured_program_advance_its_state() -> None:
+    log = "KernelCall failed at instruction 0:1 in operator aten::index_put.out: 0x12"
+    error = error_of(Fault.USER, "PROGRAM_FAILED", "It failed.", "", metadata={"log": log})
+    run, state = measured(), "Each execution of a benchmark, warm-up included, advances the program's state"
+    assert run.compilation is not None
+    run.compilation.located_operators["forward"].by_instruction[1] = "aten::index_put at net.py:3"
+    assert state not in run.locate(error, repeated=True).remedy
+    run.compilation.stateful_methods.append("forward")
+    assert state in run.locate(error, repeated=True).remedy and state not in run.locate(error).remedy
+    run.job.spec.ClearField("measurement")
+    assert state not in run.locate(error, repeated=True).remedy
 
 
 def test_a_ready_program_is_not_executed_on_further_samples() -> None:
