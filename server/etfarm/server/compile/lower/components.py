@@ -51,6 +51,28 @@ def configure_xnnpack(partitioners: Sequence[Any] | Mapping[str, Sequence[Any]],
             for target, check in _CHECKS.items():
                 if config := partitioner.target_partitioner_configs.get(target):
                     config.check_constraints = partial(check, config.check_constraints)
+            for config in partitioner.target_partitioner_configs.values():
+                config.check_constraints = partial(_check_without_marks, config.check_constraints)
+
+
+def _check_without_marks(check_constraints: Callable[[Any, Any], bool], node: Any, program: Any) -> bool:
+    """Return whether XNNPACK computes an operator; if not, leave no marks on the quantization around it.
+
+    The check of a layer marks the operators that quantize or dequantize around it as parts of it. ExecuTorch 1.5 keeps the marks
+    if the check fails, as where the size of the layer's output is read as well, and delegates the operators before it alone: a
+    delegate that skips them never writes its output.
+
+    Source: `GEMMConfig.get_deps` of executorch/backends/xnnpack/partition/config/gemm_configs.py 1.5.1.
+    """
+    from executorch.backends.xnnpack.utils.quant_utils import IS_IMPLICIT_Q_DQ_TAG
+
+    near = [each for first in (*node.all_input_nodes, *node.users) for each in (first, *first.all_input_nodes, *first.users)]
+    unmarked = [each for each in near if IS_IMPLICIT_Q_DQ_TAG not in each.meta]
+    if check_constraints(node, program):
+        return True
+    for each in unmarked:
+        each.meta.pop(IS_IMPLICIT_Q_DQ_TAG, None)
+    return False
 
 
 def _outside_of_branches(ops_to_not_decompose: Callable[[Any], tuple[Any, Any]], program: Any) -> tuple[Any, Any]:

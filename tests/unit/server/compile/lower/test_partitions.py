@@ -18,7 +18,7 @@ from torch import nn  # noqa: E402
 from torch.export import Dim  # noqa: E402
 
 from etfarm.server.workers.pool import Workers  # noqa: E402
-from tests.support.compiling import compiled, lowered_here, run  # noqa: E402
+from tests.support.compiling import STATIC, compiled, lowered_here, run, sample  # noqa: E402
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow(reason="lowers models")]
 
@@ -45,6 +45,18 @@ class Resized(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return F.interpolate(x, **self.how)
+
+
+class Enlarged(nn.Module):
+    """Resizes an image to the size that it had between two convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, 2, 1), nn.Conv2d(4, 4, 3, 2, 1)
+
+    def forward(self, x: Any) -> Any:
+        y = self.first(x)
+        return F.interpolate(self.second(y), size=y.shape[-2:], mode="nearest")
 
 
 class Function(nn.Module):
@@ -149,3 +161,18 @@ async def test_several_dynamic_dims_are_reshaped_outside_of_delegates(
     result = (await compiled(workers, tmp_path / "one", exported({2: time}), "xnnpack_fp32")).result
     (row,) = [row for row in result["delegation"]["forward"]["operators"] if row["op"] == operator]
     assert (row["delegated"], row["non_delegated"]) == (places, 0)
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_quantized_layer_whose_size_is_read_gets_its_input(workers: Workers, tmp_path: Path) -> None:
+    images, height = [torch.rand(1, 3, 16, 16) for _ in range(2)], Dim("height", min=2, max=12)
+
+    def exported() -> Any:
+        return torch.export.export(Enlarged().eval(), (images[0],), dynamic_shapes=({2: 4 * height},))
+
+    calibration = {"forward": [sample(tmp_path / f"{index}.ett", image) for index, image in enumerate(images)]}
+    answer = await compiled(workers, tmp_path / "compiled", exported, STATIC, calibration=calibration)
+    assert answer.codes == []
+    sizes = {check["inputs"]: check["shapes"] for check in answer.result["checks"]}
+    assert sizes == {"EXAMPLE": ["1x3x16x16"], "MIN": ["1x3x8x16"], "MAX": ["1x3x48x16"]}
+    assert all(output["sqnr_db"] > 20 for check in answer.result["checks"] for output in check["outputs"])
