@@ -82,7 +82,7 @@ async def measured(
         passes = Passes(runner, "forward", result, TimedPassListener(on_timed))
         samples = await passes.measure(plan_of(job_pb2.Measurement()), watched(sampler))
         if traced:
-            await passes.first_outputs(folder / "trace.etdp", traced_iterations(samples))
+            await passes.compared_outputs(folder / "trace.etdp", traced_iterations(samples), writes_state=False)
     summary = summaries.summarize(np.frombuffer(samples.tobytes(), dtype="<i8"))
     assert summary is not None
     return result, summary

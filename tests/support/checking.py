@@ -14,7 +14,7 @@ from torch.export import Dim
 
 from etfarm.wire.report_keys import project
 from tests.support import models
-from tests.support.exports import Function
+from tests.support.exports import Function, Unwritten
 
 
 @dataclass(frozen=True)
@@ -196,6 +196,7 @@ VARIANTS: Mapping[str, Callable[[], Any]] = {
     "negative_partly_random": lambda: torch.export.export(PartlyRandom(-1.0), (torch.ones(4),)),
     "twice": lambda: torch.export.export(Twice(1.0), (torch.ones(4),)),
     "negative_twice": lambda: torch.export.export(Twice(-1.0), (torch.ones(4),)),
+    "unwritten": lambda: torch.export.export(Unwritten(), (torch.zeros(1, 2, 4, 4),)),
     "wide_classes": lambda: classes(wide=True),
     "negative_classes": lambda: classes(-1.0),
     # Other outputs each time.

@@ -19,7 +19,7 @@ from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 from etfarm.server.compile.program.values import to_value
 from etfarm.wire import tensors
 from tests.support import flow_models, language_models
-from tests.support.exports import Function
+from tests.support.exports import Function, Unwritten
 
 
 def _make(folder: Path, model: Any, *inputs: Any, shapes: Any = None, xnnpack: bool = False, **config: Any) -> None:
@@ -172,6 +172,8 @@ MAKERS: Final[dict[str, Callable[[Path], None]]] = {
     "random": lambda folder: _make(folder, Function(lambda x: x + torch.rand(2, 3)), torch.zeros(2, 3)),
     # x and noise in its last bits: executions differ by what rounding explains
     "rounding": lambda folder: _make(folder, Function(lambda x: x + 4e-6 * torch.rand(2, 3)), torch.ones(2, 3)),
+    # for zeros [1, 2, 4, 4]; the first execution is right
+    "unwritten": lambda folder: _make(folder, Unwritten(), torch.zeros(1, 2, 4, 4), xnnpack=True),
     # a linear layer whose weights are in a .ptd file
     "external": lambda folder: _make(folder, _linear(), torch.rand(2, 4), external_constants=True),
     "external_xnnpack": lambda folder: _make(folder, _tagged(_linear(), x := torch.rand(2, 4)), x, xnnpack=True),

@@ -521,7 +521,9 @@ class CandidateResult(_message.Message):
     def runner(self) -> _report_pb2.Runner: ...
     @_builtins.property
     def outputs(self) -> _common_pb2.Artifact:
-        """The outputs for the first of the candidate's inputs: a tensor file of flattened leaves."""
+        """The outputs for the first of the candidate's inputs: a tensor file of flattened leaves. They are those of the first execution
+        after loading, but with HIDDEN_STATE those of the last timed one.
+        """
 
     @_builtins.property
     def samples(self) -> _common_pb2.Artifact:
@@ -1209,8 +1211,8 @@ class RunCandidate(_message.Message):
     method: _builtins.str
     threads: _builtins.int
     writes_state: _builtins.bool
-    """Whether the method writes to state, so that it is loaded anew for each of `samples`. If not, agents that find that it returns
-    something else when it is executed again do so, too.
+    """Whether the method may write to state, so that it is loaded anew for each of `samples`. If not, agents that find that it
+    returns something else when it is executed again do so, too, and report HIDDEN_STATE.
     """
     @_builtins.property
     def program(self) -> _compile_pb2.Program: ...

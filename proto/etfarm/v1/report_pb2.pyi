@@ -73,6 +73,10 @@ class _RepeatabilityOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_
     """They differ for an unknown reason."""
     REPEATABILITY_OUTCOME_ROUNDING: _RepeatabilityOutcome.ValueType  # 5
     """They differ by no more than rounding explains, as when threads add in another order."""
+    REPEATABILITY_OUTCOME_HIDDEN_STATE: _RepeatabilityOutcome.ValueType  # 6
+    """As KEEPS_STATE, but the program writes to no state: executions depend on those before, which is a fault of an operator or
+    a backend.
+    """
 
 class RepeatabilityOutcome(_RepeatabilityOutcome, metaclass=_RepeatabilityOutcomeEnumTypeWrapper):
     """Whether several executions on the same inputs gave the same outputs."""
@@ -87,6 +91,10 @@ REPEATABILITY_OUTCOME_DIFFERENT: RepeatabilityOutcome.ValueType  # 4
 """They differ for an unknown reason."""
 REPEATABILITY_OUTCOME_ROUNDING: RepeatabilityOutcome.ValueType  # 5
 """They differ by no more than rounding explains, as when threads add in another order."""
+REPEATABILITY_OUTCOME_HIDDEN_STATE: RepeatabilityOutcome.ValueType  # 6
+"""As KEEPS_STATE, but the program writes to no state: executions depend on those before, which is a fault of an operator or
+a backend.
+"""
 Global___RepeatabilityOutcome: _TypeAlias = RepeatabilityOutcome  # noqa: Y015
 
 class _Execution:

@@ -189,6 +189,7 @@ def repeatability(record: Json) -> str:
     """Return `Keeps state: output 'y' ...`: the output that differs most, and between which executions."""
     words = {
         "KEEPS_STATE": "The program keeps state: the same executions after loading it again give the same outputs.",
+        "HIDDEN_STATE": "The program writes to no state, and yet its executions depend on those before.",
         "NONDETERMINISTIC": "The program is nondeterministic: the same execution gives other outputs each time.",
         "ROUNDING": "The outputs differ by rounding only, as when threads add in another order.",
     }

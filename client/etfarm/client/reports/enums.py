@@ -49,6 +49,10 @@ class RepeatabilityOutcome(OpenEnum):
     """They differ for an unknown reason."""
     ROUNDING = "ROUNDING"
     """They differ by no more than rounding explains, as when threads add in another order."""
+    HIDDEN_STATE = "HIDDEN_STATE"
+    """As KEEPS_STATE, but the program writes to no state: executions depend on those before, which is a fault of an operator or a
+    backend.
+    """
 
 
 class StopReason(OpenEnum):

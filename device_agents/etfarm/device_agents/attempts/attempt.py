@@ -294,12 +294,13 @@ class Execution(CandidateSteps):
         measurement = self._attempt.start.measurement
         etdump = None if measurement.no_profile else self.folder / "trace.etdp"
         minimum = measurement.trace_iterations if measurement.HasField("trace_iterations") else TRACED_ITERATIONS
-        files = Files(await passes.first_outputs(etdump, traced_iterations(samples, minimum)), samples, etdump)
+        writes_state, iterations = self._candidate.writes_state, traced_iterations(samples, minimum)
+        files = Files(await passes.compared_outputs(etdump, iterations, writes_state=writes_state), samples, etdump)
         await self._collect()
         if self._sample_files:
             with self.phase("SAMPLES"):
                 further = await passes.execute_further(
-                    self._sample_files, files.outputs, self._limit_s(), writes_state=self._candidate.writes_state
+                    self._sample_files, files.outputs, self._limit_s(), writes_state=writes_state
                 )
                 files = replace(files, further=further)
         if self._calls and files.further is not None and files.further.error is not None:

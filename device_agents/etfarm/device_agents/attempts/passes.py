@@ -29,6 +29,7 @@ _KEEPS_STATE: Final = report_pb2.REPEATABILITY_OUTCOME_KEEPS_STATE
 _NONDETERMINISTIC: Final = report_pb2.REPEATABILITY_OUTCOME_NONDETERMINISTIC
 _DIFFERENT: Final = report_pb2.REPEATABILITY_OUTCOME_DIFFERENT
 _ROUNDING: Final = report_pb2.REPEATABILITY_OUTCOME_ROUNDING
+_HIDDEN_STATE: Final = report_pb2.REPEATABILITY_OUTCOME_HIDDEN_STATE
 _FIRST: Final = report_pb2.EXECUTION_FIRST
 _TIMED_LAST: Final = report_pb2.EXECUTION_TIMED_LAST
 _TRACED_LAST: Final = report_pb2.EXECUTION_TRACED_LAST
@@ -179,15 +180,17 @@ class Passes:
         self._result.telemetry.MergeFrom(run_telemetry(measured, sampled))
         return measured.samples_ns
 
-    async def first_outputs(self, etdump: Path | None, iterations: int) -> list[Value]:
-        """Return the outputs of the first execution after loading, which references are compared with.
+    async def compared_outputs(self, etdump: Path | None, iterations: int, *, writes_state: bool) -> list[Value]:
+        """Return the outputs that references are compared with: those of the first execution after loading.
 
         With `etdump` this is the TRACED pass too. `outputs_equal` and `repeatability` say whether all passes agree: a program
-        that keeps state returns something else in each execution, but the same again when it starts anew.
+        that keeps state returns something else in each execution, but the same again when it starts anew. If it writes to no
+        state and does so, too, the last timed execution is compared: the first one is not an example of the others.
 
         Args:
             etdump: where to write the trace.
             iterations: number of traced iterations.
+            writes_state: whether the method may write to state.
         """
         runner, listener = self._runner, self._listener
         last = await runner.outputs()
@@ -211,10 +214,13 @@ class Passes:
                     self._result.traced_telemetry.CopyFrom(run_telemetry(traced))
                 lasts.insert(0, (_TRACED_LAST, 1 + iterations, await runner.outputs()))
         listener.enter_phase("OUTPUTS")
-        self._result.repeatability.CopyFrom(await self._repeatability(first, lasts))
-        if self._result.repeatability.outcome != _DIFFERENT:
-            self._result.outputs_equal = self._result.repeatability.outcome in {_EQUAL, _KEEPS_STATE}
-        return first
+        repeatability = await self._repeatability(first, lasts)
+        if repeatability.outcome == _KEEPS_STATE and not writes_state:
+            repeatability.outcome = _HIDDEN_STATE
+        self._result.repeatability.CopyFrom(repeatability)
+        if repeatability.outcome != _DIFFERENT:
+            self._result.outputs_equal = repeatability.outcome in {_EQUAL, _KEEPS_STATE}
+        return last if repeatability.outcome == _HIDDEN_STATE else first
 
     async def execute_further(
         self, files: Sequence[Path], first: Sequence[Value], limit_s: float, *, writes_state: bool
@@ -238,7 +244,7 @@ class Passes:
         self.executed(measured.warmup + measured.iterations, (measured.warmup_ns or 0) + measured.duration_ns)
 
     def executed(self, executions: int, duration_ns: int) -> None:
-        """Note how often and how long the method was executed since it was loaded; before `first_outputs` without `measure`."""
+        """Note how often and how long the method was executed since it was loaded, if `measure` did not do it."""
         self._timed = executions
         self._repeat_limit_ns = 2 * duration_ns + _AT_LEAST_NS
 

@@ -158,7 +158,12 @@ def assemble(
 
 
 def _drop_comparison_of_host(report: report_pb2.Report) -> None:
-    """Drop the warning that the method is far from its quantized graph on the server, where the device was compared with it."""
+    """Drop the warning that the method is far from its quantized graph on the server, where the device was compared with it.
+
+    Not if executions differ without state: the server has compared the worse one.
+    """
+    if report.measurement.repeatability.outcome == report_pb2.REPEATABILITY_OUTCOME_HIDDEN_STATE:
+        return
     is_compared = any(row.reference == report_pb2.REFERENCE_QUANTIZED for row in report.accuracy)
     if not is_compared and not any(warning.code == FAR_FROM_QUANTIZED_GRAPH for warning in report.compile.warnings):
         return

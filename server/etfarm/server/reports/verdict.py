@@ -235,6 +235,11 @@ def _outputs(result: agent_pb2.CandidateResult) -> report_pb2.VerdictReason | No
         message += f", and {others} more output{'s' if others > 1 else ''}"
     if repeated.outcome == report_pb2.REPEATABILITY_OUTCOME_NONDETERMINISTIC:
         message += ". The program is nondeterministic: the same executions after loading it again gave something else."
+    elif repeated.outcome == report_pb2.REPEATABILITY_OUTCOME_HIDDEN_STATE:
+        message += (
+            ". The program writes to no state, and yet its executions depend on those before: an operator or a backend is at "
+            "fault. Accuracy is that of the last timed execution."
+        )
     else:
         message += ". It may keep state or be nondeterministic; repeating its executions took too long to tell."
     reason = report_pb2.VerdictReason(code="OUTPUTS_DIFFER", message=message)

@@ -60,7 +60,7 @@ async def test_a_measurement_records_itself_and_its_surroundings(runner_bundle: 
     async with loaded("conv", runner_bundle, tmp_path) as (passes, result, received):
         plan = plan_of(job_pb2.Measurement(iterations=20, min_time_s=0.3, max_warmup_s=20))
         samples = await passes.measure(plan, watched(lambda: Unhurried([[0]], interval_s=0.02)))
-        outputs = await passes.first_outputs(tmp_path / "trace.etdp", 10)
+        outputs = await passes.compared_outputs(tmp_path / "trace.etdp", 10, writes_state=False)
     assert received.phases == ["WARMUP", "TIMED", "TRACED"]
     assert len(samples) == result.iterations >= 20
     assert result.stop_reason in {
@@ -97,7 +97,8 @@ async def test_a_stateful_program_is_distinguished_from_a_nondeterministic_progr
     for name, outcome in (("counter", "KEEPS_STATE"), ("random", "NONDETERMINISTIC"), ("add", "EQUAL")):
         async with loaded(name, runner_bundle, tmp_path / name) as (passes, result, _):
             await passes.measure(plan_of(SHORT), watched(lambda: Sampler([])))
-            outputs = await passes.first_outputs(tmp_path / "trace.etdp" if traced else None, 10)
+            etdump = tmp_path / "trace.etdp" if traced else None
+            outputs = await passes.compared_outputs(etdump, 10, writes_state=name == "counter")
         assert word_of(report_pb2.RepeatabilityOutcome.DESCRIPTOR, result.repeatability.outcome) == outcome
         assert result.outputs_equal is (outcome != "NONDETERMINISTIC")
         if outcome != "NONDETERMINISTIC":
@@ -119,12 +120,27 @@ async def test_a_stateful_program_is_distinguished_from_a_nondeterministic_progr
 
 
 @pytest.mark.parametrize("traced", [True, False])
+async def test_a_program_that_reads_what_earlier_executions_left_has_hidden_state(
+    runner_bundle: Bundle, tmp_path: Path, traced: bool
+) -> None:
+    async with loaded("unwritten", runner_bundle, tmp_path / "work") as (passes, result, _):
+        await passes.measure(plan_of(SHORT), watched(lambda: Sampler([])))
+        outputs = await passes.compared_outputs(tmp_path / "trace.etdp" if traced else None, 10, writes_state=False)
+    assert result.repeatability.outcome == report_pb2.REPEATABILITY_OUTCOME_HIDDEN_STATE
+    assert result.HasField("outputs_equal") and not result.outputs_equal
+    (actual,) = result.repeatability.differences
+    assert actual.max_abs_difference > 0.05
+    gap = np.abs(tensors.to_array(outputs[0]) - tensors.to_array(program("unwritten").expected[0])).max()
+    assert gap > 0.05, "the first execution is right, and is not what is compared"
+
+
+@pytest.mark.parametrize("traced", [True, False])
 async def test_outputs_that_differ_in_their_last_bits_differ_by_rounding(
     runner_bundle: Bundle, tmp_path: Path, traced: bool
 ) -> None:
     async with loaded("rounding", runner_bundle, tmp_path / "work") as (passes, result, _):
         await passes.measure(plan_of(SHORT), watched(lambda: Sampler([])))
-        await passes.first_outputs(tmp_path / "trace.etdp" if traced else None, 10)
+        await passes.compared_outputs(tmp_path / "trace.etdp" if traced else None, 10, writes_state=False)
     assert result.repeatability.outcome == report_pb2.REPEATABILITY_OUTCOME_ROUNDING
     assert result.HasField("outputs_equal") and not result.outputs_equal
     (actual,) = result.repeatability.differences

@@ -305,7 +305,10 @@ def test_a_nondeterministic_program_is_named_with_its_output_and_a_stateful_one_
     assert "nondeterministic" in reason.message and (reason.measured, reason.threshold) == (0.25, 0)
     result.repeatability.outcome, result.outputs_equal = report_pb2.REPEATABILITY_OUTCOME_KEEPS_STATE, True
     assert not _codes(result)
-    result.repeatability.outcome, result.outputs_equal = report_pb2.REPEATABILITY_OUTCOME_ROUNDING, False
+    result.repeatability.outcome, result.outputs_equal = report_pb2.REPEATABILITY_OUTCOME_HIDDEN_STATE, False
+    message = _codes(result)["OUTPUTS_DIFFER"].message
+    assert "output 'logits' in 3 of 10 elements" in message and "The program writes to no state" in message
+    result.repeatability.outcome = report_pb2.REPEATABILITY_OUTCOME_ROUNDING
     assert not _codes(result), "rounding is not a fault of the measurement"
     result.repeatability.outcome = report_pb2.REPEATABILITY_OUTCOME_DIFFERENT
     result.ClearField("outputs_equal")

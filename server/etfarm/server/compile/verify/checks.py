@@ -31,7 +31,7 @@ from etfarm.server.compile.inputs import SizesDoNotFit
 from etfarm.server.compile.program import suspects, values
 from etfarm.server.compile.program.descriptions import first_line
 from etfarm.server.compile.program.suspects import missing_kernels
-from etfarm.server.compile.verify import parts, reference, trials
+from etfarm.server.compile.verify import executions, parts, reference, trials
 from etfarm.server.compile.verify.reference import ReferenceFailed
 from etfarm.server.compile.verify.refusals import Refusal, find_fixed_size, find_refusal
 from etfarm.server.compile.verify.smoke import HOST_BACKENDS, MAX_DATA_FILES, Run, SmokeRunner
@@ -43,6 +43,7 @@ from etfarm.v1 import compile_pb2
 from etfarm.v1.compile_pb2 import Delegation, HostCheck, LocatedOperators, Warning
 from etfarm.wire import tensors
 from etfarm.wire.located_failures import find_operator
+from etfarm.wire.shared_state import written_buffers
 from etfarm.wire.sqnr import FAR_FROM_QUANTIZED_GRAPH, PART_LOST
 from etfarm.wire.tensors import Value
 from etfarm.wire.words import value_of
@@ -81,6 +82,8 @@ class _Program:
     sources: Collection[str]
     """The methods that the user has quantized."""
     shrunk: Collection[str]
+    stateful: Collection[str]
+    """The methods whose outputs may depend on earlier executions."""
 
     @property
     def inputs(self) -> Path:
@@ -91,6 +94,11 @@ class _Program:
     def outputs(self) -> Path:
         """The file with the outputs of the last started run."""
         return self.folder / "outputs.ett"
+
+    @property
+    def first_outputs(self) -> Path:
+        """The file with the outputs of that run's first execution, if it has two."""
+        return self.folder / "first-outputs.ett"
 
 
 def example_files(programs: Mapping[str, Any], folder: Path) -> dict[str, str]:
@@ -142,7 +150,8 @@ def check_program(
     with tempfile.TemporaryDirectory(dir=folder, prefix="checks-") as temporary:
         tables = (delegation or {}, located or {}, lowered or {})
         sources = {method for method, each in tables[2].items() if originals.get(method) is each}
-        program = _Program(smoke, pte, data, Path(temporary), quantized, backends, *tables, sources, shrunk)
+        stateful = {method for method, each in originals.items() if written_buffers(each)}
+        program = _Program(smoke, pte, data, Path(temporary), quantized, backends, *tables, sources, shrunk, stateful)
         for method, original in sorted(originals.items()):
             trial = trials.example(original)
             why = _not_on_host(backends.get(method, ()), data, trial)
@@ -246,6 +255,7 @@ def _check_method(
         checked.warn("NOT_RUN_ON_HOST", f"{method} was tried on the server, and {outputs}.")
         checked.checks.append(_host_check(method, example, ran=False, why=outputs))
         return
+    outputs = _judge_executions(program, method, original, example, expected, outputs, checked, threads)
     if isinstance(expected, _Refused):
         checked.checks.append(_host_check(method, example, ran=True, why=expected.why))
         checked.warn("NOT_COMPARED", f"{method} ran on the server, and was not compared with eager PyTorch: {expected.why}.")
@@ -293,8 +303,9 @@ def _check_extreme(
             why = outputs
             checked.checks.append(_host_check(method, trial, ran=False, why=why))
         else:
-            why = ""
-            _compare(program, method, original, trial, expected, outputs, checked, torch.get_num_threads())
+            why, threads = "", torch.get_num_threads()
+            outputs = _judge_executions(program, method, original, trial, expected, outputs, checked, threads)
+            _compare(program, method, original, trial, expected, outputs, checked, threads)
         break
     if why:
         code, word = ("NOT_RUN_AT_MINIMUM", "smallest") if which == "MIN" else ("NOT_RUN_AT_MAXIMUM", "largest")
@@ -323,8 +334,12 @@ def _run_reference(original: Any, trial: Trial) -> list[Value] | _Refused:
 
 
 def _start(program: _Program, method: str, trial: Trial) -> None:
+    """Start a run, with two executions unless the method writes to state or its inputs are the largest."""
     program.inputs.write_bytes(tensors.encode(trial.values))
-    program.smoke.start(program.pte, program.data, Run(method, program.inputs, program.outputs), RUN_S)
+    run = Run(method, program.inputs, program.outputs)
+    if method not in program.stateful and trial.inputs != "MAX":
+        run = replace(run, after=(replace(run, outputs=program.first_outputs),))
+    program.smoke.start(program.pte, program.data, run, RUN_S * (1 + len(run.after)))
 
 
 def _finish(program: _Program, method: str, original: Any, trial: Trial) -> list[Value] | str:
@@ -356,6 +371,32 @@ def _finish(program: _Program, method: str, original: Any, trial: Trial) -> list
         advice=(refusal.advice if refusal is not None else _advise(program, method, why))
         or ("" if formats else suspects.advise_of_columns(original, why) or suspects.advise_of_formats(original, why)),
     )  # fmt: skip
+
+
+def _judge_executions(
+    program: _Program,
+    method: str,
+    original: Any,
+    trial: Trial,
+    expected: list[Value] | _Refused,
+    last: list[Value],
+    checked: Checked,
+    threads: int,
+) -> list[Value]:
+    """Warn of outputs that differ between a run's executions; return each output as of the execution that is further off."""
+    if not program.first_outputs.exists():
+        return last
+    first = tensors.decode(program.first_outputs.read_bytes())
+    program.first_outputs.unlink()
+    differing = executions.find_differing(first, last)
+    reference = [] if isinstance(expected, _Refused) or len(expected) != len(last) else expected
+    for index in find_unrepeatable(original, trial, reference, threads) if differing and reference else ():
+        differing.pop(index, None)
+    if not differing:
+        return last
+    names = ((reference[index].name if reference else "") or str(index) for index in differing)
+    checked.warn("EXECUTIONS_DIFFER", executions.describe(method, _where(trial), names))
+    return executions.choose_worse(reference, first, last) if reference else last
 
 
 def _find_refusal(program: _Program, method: str, why: str) -> Refusal | None:
@@ -545,9 +586,4 @@ def find_unrepeatable(original: Any, trial: Trial, expected: list[Value], thread
         repeated = _run_reference(original, trial)
     if isinstance(repeated, _Refused):
         return {}
-    differing = {}
-    for index, (first, second) in enumerate(zip(expected, repeated, strict=True)):
-        output = differences.difference(first.name or str(index), first, second)
-        if not (output.report.equal or differences.is_rounding(first, output)):
-            differing[index] = output
-    return differing
+    return executions.find_differing(expected, repeated)

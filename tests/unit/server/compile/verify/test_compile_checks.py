@@ -57,6 +57,16 @@ async def test_a_static_method_is_compared_at_its_example(workers: Workers) -> N
 
 
 @in_children
+async def test_executions_that_differ_without_state_are_named_and_the_worse_counts(workers: Workers) -> None:
+    result = await checked(workers, "unwritten")
+    assert codes(result) == ["EXECUTIONS_DIFFER", "OUTPUTS_DIFFER"]
+    message = "forward writes to no state, and yet a second execution on the server gives another "
+    assert result["warnings"][0]["message"].startswith(message)
+    assert result["checks"][0]["outputs"][0]["max_abs_error"] > 0.05, "the first execution is right"
+    assert codes(await checked(workers, "counter", portable=True)) == [], "state may change outputs"
+
+
+@in_children
 async def test_dynamic_dims_are_tried_at_both_ends(workers: Workers) -> None:
     result = await checked(workers, "dynamic")
     assert ran_at(result) == [("EXAMPLE", ["4x16"]), ("MIN", ["1x16"]), ("MAX", ["8x16"])]

@@ -47,8 +47,9 @@ def test_the_agent_learns_which_methods_write_to_state() -> None:
     assert run.compilation is not None and not run.writes_state
     run.compilation.stateful_methods.append("forward")
     assert run.writes_state
-    run.compilation = None
-    assert not run.writes_state
+    run.compilation.ClearField("stateful_methods")
+    run.candidate.program.SetInParent()
+    assert run.writes_state, "a program that came ready may write to state"
 
 
 def test_only_the_repeated_executions_of_a_measured_program_advance_its_state() -> None:
