@@ -63,7 +63,6 @@ async def test_executions_that_differ_without_state_are_named_and_the_worse_coun
     message = "forward writes to no state, and yet a second execution on the server gives another "
     assert result["warnings"][0]["message"].startswith(message)
     assert result["checks"][0]["outputs"][0]["max_abs_error"] > 0.05, "the first execution is right"
-    assert codes(await checked(workers, "counter", portable=True)) == [], "state may change outputs"
 
 
 @in_children
