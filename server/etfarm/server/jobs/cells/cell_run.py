@@ -132,8 +132,9 @@ class CellRun:
     @property
     def writes_state(self) -> bool:
         """Whether the method may write to state, as one of a program that came ready may."""
-        known = self.compilation is not None and self.cell.method in self.candidate.model.methods
-        return not known or self.cell.method in self.compilation.stateful_methods
+        if self.compilation is None or self.cell.method not in self.candidate.model.methods:
+            return True
+        return self.cell.method in self.compilation.stateful_methods
 
     @property
     def calls(self) -> list[agent_pb2.RunCall]:
