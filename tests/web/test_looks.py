@@ -13,8 +13,7 @@ from playwright.sync_api import Page, expect
 from etfarm.client.models import JobState
 from etfarm.client.submit.prepared import PreparedModel
 from etfarm.client.web.pages import PAGES
-from tests.support import axe
-from tests.support.documents import HOSTILE
+from tests.support import axe, documents
 from tests.support.programs import program
 from tests.support.simulated_web import SimulatedWebFarm
 from tests.support.visits import DEVICE, OTHER, Visits, has_sideways_scroll
@@ -26,6 +25,8 @@ pytestmark = [
 ]
 
 EVIL_DEVICE: Final = "evil-board"
+HOSTILE: Final = f"{documents.HOSTILE} onmouseover=alert(3) x="
+"""A name that does harm as an element, and as attributes of the one whose value it is."""
 NARROW: Final = {"width": 400, "height": 800}
 
 
@@ -92,9 +93,14 @@ VISITS: Final = (
     ("viewer", "/server", 200),
     ("admin", "/server", 200),
     ("viewer", "/search?q=script", 200),
+    ("viewer", f"/search?q={quote(HOSTILE)}", 200),
     ("viewer", "/nothing", 404),
 )
 """Role, address and status of the visits, in which every page is seen."""
+NAMING: Final = {
+    "/devices", f"/devices/id-of-{EVIL_DEVICE}", "/jobs", "/jobs/{job}", "/jobs/{job}/report", "/artifacts", "/search?q=script",
+}  # fmt: skip
+"""Pages that show a hostile name."""
 NO_PAGES: Final = {"health", "device_telemetry", "job_matrix", "job_log", "artifact_content", "live"}
 """Names of the routes that answer with data, or with a part of a page."""
 
@@ -118,7 +124,9 @@ def test_every_page_is_legible_and_shows_hostile_names_as_text(
     ) as page:
         page.locator("h1").first.wait_for()
         assert not has_sideways_scroll(page), "at 400 px"
-        assert page.locator("main script:not([type='application/json']), main img[src=x]").count() == 0
+        assert page.locator("main script:not([type='application/json']), main img[src=x], [onmouseover], [onerror]").count() == 0
+        if path in NAMING:
+            expect(page.locator("main")).to_contain_text("<script>alert(1)</script>")
         findings = axe.find_serious(page)
         page.set_viewport_size({"width": 1280, "height": 900})
         page.emulate_media(color_scheme="light")

@@ -129,3 +129,19 @@ async def test_what_ends_it_is_raised_after_what_is_done() -> None:
         await anext(results)
     assert await deal.take() is None
     deal.close()
+
+
+async def test_an_error_of_the_source_is_raised_after_the_results_of_the_samples_before_it() -> None:
+    def source() -> Iterator[Sample]:
+        yield from samples(3)
+        raise OSError("the disk is gone")
+
+    deal = begun(source())
+    taken = [await deal.take() for _ in range(3)]
+    results = deal.results()
+    for sample in reversed(taken):
+        assert sample is not None
+        await deal.settle(Done(sample.index))
+    assert [(await anext(results)).index for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(OSError, match="the disk is gone"):
+        await anext(results)
