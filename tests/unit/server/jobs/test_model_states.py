@@ -29,6 +29,16 @@ from etfarm.wire.errors import Fault
 STATES = [state for state in CellState.values() if state != CellState.CELL_STATE_UNSPECIFIED]
 LIVE = {QUEUED, COMPILING, WAITING, RUNNING, ANALYZING}
 AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
+FORWARD = {
+    (QUEUED, COMPILING), (COMPILING, WAITING), (COMPILING, SUCCEEDED), (WAITING, RUNNING), (RUNNING, ANALYZING),
+    (RUNNING, WAITING), (ANALYZING, SUCCEEDED),
+}  # fmt: skip
+
+
+def test_no_cell_skips_a_step_and_what_is_over_stays_over() -> None:
+    allowed = {(before, after) for before, afters in TRANSITIONS.items() for after in afters}
+    assert allowed == FORWARD | set(product(LIVE, {FAILED, CANCELLED}))
+    assert set(TRANSITIONS) == set(STATES) == LIVE | model.TERMINAL
 
 
 @pytest.mark.parametrize(("before", "after"), [*product(STATES, STATES)])

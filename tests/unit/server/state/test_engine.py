@@ -78,6 +78,17 @@ async def test_a_read_is_one_snapshot_whatever_is_written_meanwhile(database: Da
     assert await database.read(count) == 2
 
 
+async def test_a_write_that_fails_leaves_nothing(database: Database) -> None:
+    def add_and_fail(connection: Connection) -> None:
+        add(connection)
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        await database.write(add_and_fail)
+    await database.write(lambda connection: add(connection, "b"))
+    assert await database.read(lambda connection: connection.execute(select(schema.artifacts.c.digest)).scalars().all()) == ["b"]
+
+
 async def test_a_commit_that_fails_leaves_a_connection_that_writes_on(database: Database) -> None:
     def dangle(connection: Connection) -> None:
         connection.execute(text("PRAGMA defer_foreign_keys = ON"))
