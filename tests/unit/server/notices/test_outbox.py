@@ -31,7 +31,7 @@ from etfarm.v1.job_pb2 import Job
 from tests.support import jobs, receivers
 from tests.support.databases import new_database
 from tests.support.databases import opened as opened_database
-from tests.support.receivers import raw, receiver, status
+from tests.support.receivers import raw, receiver, status, statuses
 from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("each_database")
@@ -168,6 +168,19 @@ async def test_a_refused_notice_is_tried_again_with_growing_pauses_until_it_is_g
                 notices.outbox.has_news.set()
             await settled(notices, "FAILED", tries=len(PAUSES) + 1)
     assert sum(PAUSES, timedelta()) > timedelta(hours=7)
+
+
+async def test_a_receiver_that_recovers_gets_the_notice(tmp_path: Path) -> None:
+    clock = Clock()
+    with receiver(statuses(503, 200)) as there:
+        async with opened(tmp_path, clock) as notices:
+            await notices.add_webhook(there.url(), [], "ann")
+            await end(notices, job())
+            await settled(notices, "PENDING", tries=1)
+            clock.now += PAUSES[0]
+            notices.outbox.has_news.set()
+            await settled(notices, "DELIVERED", tries=2)
+        assert there.requests.qsize() == 2
 
 
 async def test_a_restart_loses_nothing_that_waits(tmp_path: Path) -> None:

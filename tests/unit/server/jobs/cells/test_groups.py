@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,10 +13,11 @@ from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.compile.cache import Outcome
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells import groups
+from etfarm.server.jobs.cells.cell_run import CellRun
 from etfarm.v1 import agent_pb2, common_pb2, job_pb2, report_pb2
 from etfarm.v1.artifact_pb2 import Chunk
 from etfarm.wire.chunks import artifact_of
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import EtfarmError, UserError
 from tests.support.cells import STATES_TO_SUCCESS as LIVE
 from tests.support.cells import WAIT_S, Agent, World, compiled, error
 from tests.support.jobs import queued_job
@@ -242,6 +243,21 @@ async def test_cancelling_while_a_shared_step_is_written_ends_all(farm: World) -
     result = await states(farm, job)
     assert result["a"] == result["b"] == [*LIVE[:3], "CANCELLED"]
     assert farm.runs.busy() == {}
+
+
+async def test_a_device_that_can_run_one_of_them_only_gets_the_others(farm: World) -> None:
+    agent = await farm.agent()
+    job = await submit(farm, "ab")
+    find_unsupported = farm.requirements.find_unsupported
+
+    def unsupported(runs: Sequence[CellRun]) -> dict[str, EtfarmError]:
+        return {runs[0].cell.id: UserError("No such backend.")} if len(runs) > 1 else find_unsupported(runs)
+
+    farm.requirements.find_unsupported = unsupported  # type: ignore[method-assign]
+    run = await agent.started()
+    assert [candidate.cell_id[-1] for candidate in run.candidates] == ["b"]
+    answer(agent, run)
+    assert await states(farm, job) == {"a": ["COMPILING", "WAITING_FOR_DEVICE", "FAILED"], "b": LIVE}
 
 
 @pytest.mark.parametrize("state", ["COMPILING", "WAITING_FOR_DEVICE", "RUNNING", "ANALYZING"])
