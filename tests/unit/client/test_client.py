@@ -568,3 +568,12 @@ def test_a_data_file_stays_in_its_folder_whatever_the_program_calls_it(name: str
 
 def test_files_of_several_methods_are_called_by_them() -> None:
     assert method_file(Path("out/x.pt2"), "decode") == Path("out/x.decode.pt2")
+
+
+def test_every_public_name_is_there() -> None:
+    import etfarm.client
+
+    for name in etfarm.client.__all__:
+        assert getattr(etfarm.client, name).__name__ == name
+    with pytest.raises(AttributeError):
+        etfarm.client.nothing  # noqa: B018

@@ -250,6 +250,21 @@ async def test_a_clock_that_was_ahead_prolongs_no_reservation_beyond_its_duratio
     assert reservation.expire_time.ToDatetime(UTC) == NOON + timedelta(seconds=60)
 
 
+async def test_tending_expires_in_time(world: World) -> None:
+    await world.connect("a")
+    tending = asyncio.create_task(world.reservations.tend())
+    try:
+        await world.reserve("", 1)
+        blocked = world.place(project="audio")
+        await asyncio.sleep(0)
+        assert not blocked.done()
+        world.later(1)
+        assert (await asyncio.wait_for(blocked, 15))[0].id == "a"
+    finally:
+        tending.cancel()
+    assert world.reservations.current(EVERYTHING) == []
+
+
 async def test_a_full_disk_ends_no_reservation_late_and_leaves_no_device_reserved(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

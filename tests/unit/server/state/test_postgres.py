@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -366,6 +367,22 @@ async def test_a_database_of_another_program_or_a_newer_etfarm_is_refused(server
 def test_tokens_are_found_without_opening_the_database(server: PostgresServer) -> None:
     server.execute("CREATE DATABASE {}", "fresh")
     assert first_of(select(schema.tokens.c.id), NOWHERE, DatabaseUrl.parse(server.url("fresh")), WAIT_S) is None
+
+
+async def test_close_does_not_wait_for_a_server_that_is_away(server: PostgresServer) -> None:
+    database = create_database(NOWHERE, DatabaseUrl.parse(server.url("etfarm")), 600.0)
+    await database.open()
+    server.stop()
+    try:
+        writes = [asyncio.create_task(database.write(lambda c: add(c, "never"))) for _ in range(2)]
+        await asyncio.wait(writes, timeout=0.2)
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.to_thread(database.close)
+            ends = await asyncio.gather(*writes, return_exceptions=True)
+        assert [type(end) for end in ends] == [DatabaseUnavailable] * 2
+    finally:
+        server.start()
+    assert not [each.name for each in threading.enumerate() if each.name.startswith("db-writer")]
 
 
 @pytest.mark.parametrize(
