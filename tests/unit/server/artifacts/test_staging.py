@@ -341,6 +341,15 @@ class TestIntegrity:
             (kept,) = (tmp_path / "artifacts" / "quarantine").iterdir()
             assert kept.read_bytes()[1:] == DATA[1:]
 
+    async def test_what_the_server_makes_again_heals_too(self, tmp_path: Path) -> None:
+        async with opened_files(tmp_path) as store:
+            await store.put(DATA, "ann")
+        rot(tmp_path)
+        async with opened_files(tmp_path) as store:
+            assert await store.absent([DIGEST]) == [DIGEST]
+            await store.put(DATA, "ann")
+            assert await store.absent([DIGEST]) == []
+
     async def test_a_file_is_hashed_once_however_many_ask(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from etfarm.server.artifacts import integrity
 

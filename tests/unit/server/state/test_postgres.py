@@ -269,6 +269,21 @@ async def test_a_write_whose_connection_breaks_is_done_once(database: Database, 
     assert (runs, await database.read(digests)) == (runs_until_done, [f"d{runs_until_done}"])
 
 
+async def test_work_waits_for_a_server_that_restarts(server: PostgresServer) -> None:
+    async with opened(DatabaseUrl.parse(server.url("etfarm"))) as database:
+        await database.write(lambda c: add(c, "before"))
+        server.stop()
+        write = asyncio.create_task(database.write(lambda c: add(c, "meanwhile"), durable=True))
+        read = asyncio.create_task(database.read(digests))
+        done, _ = await asyncio.wait([write, read], timeout=0.3)
+        assert not done
+        server.start()
+        async with asyncio.timeout(WAIT_S):
+            await write
+            assert "before" in await read
+        assert await database.read(digests) == ["before", "meanwhile"]
+
+
 @pytest.mark.remedy("DATABASE_UNAVAILABLE")
 async def test_work_fails_when_the_server_is_away_for_too_long_and_goes_on_after(server: PostgresServer) -> None:
     async with opened(DatabaseUrl.parse(server.url("etfarm")), wait_s=0.5) as database:
@@ -312,6 +327,23 @@ async def test_nothing_confirmed_as_durable_is_lost_by_a_crash(server: PostgresS
         server.start()
         assert "durable" in await database.read(digests)
         await database.write(lambda c: add(c, "after the crash"))
+
+
+async def test_a_full_server_is_waited_for(server: PostgresServer) -> None:
+    url = server.url("etfarm")
+    server.execute("ALTER DATABASE {} CONNECTION LIMIT 2", "etfarm")
+    server.execute("CREATE ROLE {} LOGIN", "limited")
+    server.execute("GRANT ALL ON ALL TABLES IN SCHEMA public TO {}", "limited", database="etfarm")
+    limited = DatabaseUrl.parse(url.replace("postgres@", "limited@"))
+    try:
+        async with opened(limited) as database:
+            with psycopg.connect(limited.text):
+                read = asyncio.create_task(database.read(digests))
+                assert not (await asyncio.wait([read], timeout=0.3))[0]
+            async with asyncio.timeout(WAIT_S):
+                await read
+    finally:
+        server.execute("ALTER DATABASE {} CONNECTION LIMIT -1", "etfarm")
 
 
 @pytest.mark.remedy("DATABASE_UNUSABLE")
