@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from typing import Any, Final
@@ -58,13 +58,17 @@ class Key:
     """Describes the key where the comment of `field` does not."""
 
 
-_LEFT_OUT: Final = {
+LEFT_OUT: Final = {
     "etfarm.v1.Report": {"outputs", "samples", "etdump", "trace_times", "numerics_etdump", "numerics_debug", "create_time"},
     "etfarm.v1.Generation": {"token_times", "tokens", "prefill_etdump", "prefill_trace_times"},
     "etfarm.v1.TracedEncoder": {"etdump"},
     "etfarm.v1.GenerationAccuracy": {"values"},
-}
-"""Fields that the JSON omits: references to files in a server's store."""
+    # Of the compilation, what only the server uses, and the error, which is the cell's.
+    "etfarm.v1.ReportCompile": {
+        "compilation", "key", "error", "facts", "example_inputs", "located_operators", "shared_buffers", "stateful_methods",
+    },
+}  # fmt: skip
+"""Fields that the JSON omits: mostly references to files in a server's store."""
 
 _RENAMED: Final = {"etfarm.v1.OutputDifference": {"first": "one", "second": "other"}}
 """Keys that are not the names of their fields."""
@@ -87,8 +91,8 @@ NULL_WHEN_EMPTY: Final = {
 def keys_of(message: Descriptor) -> tuple[Key, ...]:
     """Return the keys of a message's object, in order."""
     if message.full_name in _COMPOSED:
-        return tuple(_COMPOSED[message.full_name]())
-    left_out = _LEFT_OUT.get(message.full_name, set())
+        return tuple(_COMPOSED[message.full_name](message))
+    left_out = LEFT_OUT.get(message.full_name, set())
     names = {**KEYS.get(message.full_name, {}), **_RENAMED.get(message.full_name, {})}
     own = [_field_key(field, names.get(field.name, "")) for field in message.fields if field.name not in left_out]
     for before, key in _ADDED.get(message.full_name, ()):
@@ -167,41 +171,38 @@ def _single(field: FieldDescriptor, value: Any) -> Any:
     return value
 
 
-def _compile() -> Iterable[Key]:
-    """Yield the keys of REPORT.compile, which are those of the compilation beside those of the run."""
-    own = report_pb2.ReportCompile.DESCRIPTOR.fields_by_name
-    of_compilation = compile_pb2.Compilation.DESCRIPTOR.fields_by_name
+_COMPILE_ORDER: Final = (
+    "cached", "stages", "program", "etrecord", "delegation", "toolchain", "warnings", "sizes", "checks", "stayed_fp32",
+    "selected", "data", "exported_programs", "stopped_after", "stage_files", "modules",
+)  # fmt: skip
+"""The first keys of REPORT.compile. Further ones follow in the order of the .proto."""
+
+
+def _compile(message: Descriptor) -> Iterable[Key]:
+    """Return the keys of REPORT.compile, which are those of the compilation beside those of the run."""
+    compilation = message.fields_by_name["compilation"].message_type
+    assert compilation is not None
+    own, inner = message.fields_by_name, compilation.fields_by_name
+
+    def of_compilation(key: Key) -> Key:
+        return replace(key, read=lambda run: key.read(run.compilation))
 
     def joined(name: str) -> Key:
-        first, second = (own[name], of_compilation[name]) if name == "stages" else (of_compilation[name], own[name])
-
-        def read(message: report_pb2.ReportCompile) -> list[Any]:
-            holders = {own[name]: message, of_compilation[name]: message.compilation}
-            return [item for field in (first, second) for item in _read(holders[field], field)]
-
+        of_run, compiled = _field_key(own[name]), of_compilation(_field_key(inner[name]))
+        first, second = (of_run, compiled) if name == "stages" else (compiled, of_run)
         about = "In order; empty for a ready program." if name == "stages" else "Those of the compiler first."
-        return Key(name, Type.OBJECT, Shape.LIST, read, own[name], own[name].message_type, about)
-
-    def inner(name: str) -> Key:
-        key = _field_key(of_compilation[name])
-        return Key(name, key.type, key.shape, lambda message: key.read(message.compilation), key.field, key.message)
+        return replace(of_run, read=lambda run: [*first.read(run), *second.read(run)], about=about)
 
     artifact = common_pb2.Artifact.DESCRIPTOR
-    yield _field_key(own["cached"])
-    yield joined("stages")
-    program = of_compilation["program"]
-    yield Key(
-        "program", Type.OBJECT, Shape.ONE, lambda message: program_json(message.compilation), program, artifact, "The .pte."
-    )
-    for name in ("etrecord", "delegation", "toolchain"):
-        yield inner(name)
-    yield joined("warnings")
-    for name in ("sizes", "checks", "stayed_fp32", "selected"):
-        yield inner(name)
     data = _field_key(compile_pb2.Program.DESCRIPTOR.fields_by_name["data"])
-    yield Key("data", Type.OBJECT, Shape.MAP, lambda message: data.read(message.compilation.program), data.field, artifact)
-    for name in ("exported_programs", "stopped_after", "stage_files", "modules"):
-        yield inner(name)
+    left_out = LEFT_OUT[message.full_name]
+    keys = {name: _field_key(field) for name, field in own.items() if name not in left_out}
+    keys |= {name: of_compilation(_field_key(field)) for name, field in inner.items() if name not in left_out}
+    keys |= {name: joined(name) for name in own if name in inner}
+    program = Key("program", Type.OBJECT, Shape.ONE, program_json, inner["program"], artifact, "The .pte.")
+    files = Key("data", Type.OBJECT, Shape.MAP, lambda compiled: data.read(compiled.program), data.field, artifact)
+    keys |= {key.name: of_compilation(key) for key in (program, files)}
+    return [keys.pop(name) for name in _COMPILE_ORDER] + [*keys.values()]
 
 
 def program_json(holder: compile_pb2.Compilation | report_pb2.Numerics) -> Json | None:
@@ -213,16 +214,16 @@ def program_json(holder: compile_pb2.Compilation | report_pb2.Numerics) -> Json 
     return {"digest": program.digest or None, "size_bytes": program.pte.size_bytes + data_bytes}
 
 
-def _numerics() -> Iterable[Key]:
+def _numerics(message: Descriptor) -> Iterable[Key]:
     artifact = common_pb2.Artifact.DESCRIPTOR
-    for field in report_pb2.Numerics.DESCRIPTOR.fields:
+    for field in message.fields:
         if field.name == "program":
             yield Key("program", Type.OBJECT, Shape.ONE, program_json, field, artifact, "The program of the numerics pass.")
         else:
             yield _field_key(field)
 
 
-_COMPOSED: Final[Mapping[str, Callable[[], Iterable[Key]]]] = {
+_COMPOSED: Final[Mapping[str, Callable[[Descriptor], Iterable[Key]]]] = {
     "etfarm.v1.ReportCompile": _compile,
     "etfarm.v1.Numerics": _numerics,
 }
