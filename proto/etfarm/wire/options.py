@@ -42,6 +42,8 @@ class Option:
     """What holds without it, for people, if that is not `default`."""
     label: str = ""
     """Its name in a form of the page; empty if it is in none."""
+    with_generation: bool = False
+    """Of a measurement: whether it can be combined with the generation of text."""
     has_twin: bool = False
     """Whether there is `--no-NAME`, too, and the value is None without both."""
     only_on_line: bool = False
@@ -131,6 +133,16 @@ def declaration_of(action: argparse.Action) -> Option | None:
 def options_of(kind: type) -> list[Option]:
     """Return the options of a dataclass in the order of its fields."""
     return [each for known in fields(kind) for each in known.metadata.get(_OPTIONS, ())]
+
+
+def chosen_of(values: Any) -> list[Option]:
+    """Return the options that a dataclass has values of, other than the defaults."""
+    return [
+        each
+        for known in fields(values)
+        if getattr(values, known.name) != known.default
+        for each in known.metadata.get(_OPTIONS, ())
+    ]
 
 
 def add_options(parser: argparse.ArgumentParser, declared: Iterable[Option]) -> None:

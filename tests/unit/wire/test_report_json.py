@@ -7,9 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from google.protobuf import descriptor_pb2, message_factory
-from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor
-from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +17,7 @@ from etfarm.wire import report as projection
 from etfarm.wire.errors import Fault, error_of
 from etfarm.wire.report_keys import LEFT_OUT, project
 from etfarm.wire.series import Series
+from tests.support.new_fields import with_new_fields
 from tests.support.report_keys import assert_keys, documented_keys
 
 
@@ -74,23 +73,8 @@ def test_each_field_of_a_compilation_is_in_the_report_or_left_out_by_name(field:
     assert (project(run) == before) is (field.name in LEFT_OUT[COMPILE.full_name])
 
 
-def extended(file: FileDescriptor, pool: DescriptorPool, *messages: Descriptor) -> None:
-    """Add a file and those it imports to a pool, with a field `new_NAME` in some of the messages."""
-    for imported in file.dependencies:
-        extended(imported, pool, *messages)
-    source = descriptor_pb2.FileDescriptorProto()
-    file.CopyToProto(source)
-    for message in source.message_type:
-        if f"{source.package}.{message.name}" in {each.full_name for each in messages}:
-            kinds = descriptor_pb2.FieldDescriptorProto
-            message.field.add(name=f"new_{message.name.lower()}", number=1000, type=kinds.TYPE_STRING, label=kinds.LABEL_OPTIONAL)
-    pool.Add(source)
-
-
 def test_a_new_field_of_a_compilation_is_in_the_report() -> None:
-    pool = DescriptorPool()
-    extended(report_pb2.DESCRIPTOR, pool, COMPILE, COMPILATION)
-    run = message_factory.GetMessageClass(pool.FindMessageTypeByName(COMPILE.full_name))()
+    run = with_new_fields(COMPILE, COMPILE, COMPILATION)()
     before = [*documented_keys("ReportCompile")]
     assert project(run) == project(report_pb2.ReportCompile()) | {"new_reportcompile": None, "new_compilation": None}
     run.new_reportcompile, run.compilation.new_compilation = "of the run", "of the compilation"

@@ -17,10 +17,11 @@ from etfarm.wire.generation import (
     MAX_TOKENS,
     MIN_TOKENS,
 )
-from etfarm.wire.options import Option, Range, options
+from etfarm.wire.options import Option, Range, chosen_of, options
 
 if TYPE_CHECKING:
     from etfarm.client.submit.generate import Generate
+    from etfarm.wire.measurement import MeasurementOptions
 
 _MAX_DIGITS: Final = 20
 
@@ -96,16 +97,21 @@ class GenerationOptions:
     # fmt: on
 
 
-def refuse_others(options: Mapping[str, object]) -> None:
+def refuse_others(measurement: MeasurementOptions, others: Mapping[str, object]) -> None:
     """Refuse options that have no meaning for generation.
+
+    Args:
+        others: values of the command's own such options, by their flags.
 
     Raises:
         USAGE: one of them is set.
     """
-    if chosen := next((name for name, value in options.items() if _is_set(value)), None):
+    chosen = [flag for flag, value in others.items() if _is_set(value)]
+    chosen += [each.flag for each in chosen_of(measurement) if not each.with_generation]
+    if chosen:
         raise error_for(
             "USAGE",
-            f"{chosen} cannot be combined with --generate, which has its own inputs and repetitions.",
+            f"{chosen[0]} cannot be combined with --generate, which has its own inputs and repetitions.",
             "Leave one of them out.",
         )
 

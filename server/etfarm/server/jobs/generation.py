@@ -10,6 +10,7 @@ from etfarm.server.jobs.model import BadJob
 from etfarm.v1 import common_pb2, compile_pb2, generation_pb2, job_pb2
 from etfarm.wire import flows, generation, language_models
 from etfarm.wire.errors import error_for
+from etfarm.wire.measurement import WITH_GENERATION
 
 SEED: Final = 1
 """Selects the tokens of all contexts and prompts, so that measurements of one model process the same text."""
@@ -265,12 +266,8 @@ def _contradicting(spec: job_pb2.JobSpec) -> Iterator[str]:
     """Yield the fields that have no meaning for generation."""
     if spec.methods:
         yield "methods"
-    measurement = spec.measurement
-    for name in ("numerics", "interleave"):
-        if getattr(measurement, name):
-            yield name
-    for field, _ in measurement.ListFields():
-        if field.name in ("warmup", "iterations", "min_time_s", "max_samples", "max_warmup_s"):
+    for field, _ in spec.measurement.ListFields():
+        if field.name not in WITH_GENERATION:
             yield field.name
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ import pytest
 from etfarm.client import Generate
 from etfarm.client.cli.generation import GenerationOptions, refuse_others
 from etfarm.client.submit.bench_options import BenchOptions
-from etfarm.wire.options import built, options_of
+from etfarm.wire.measurement import MeasurementOptions
+from etfarm.wire.options import built, option, options_of
 from tests.support.refusals import refuses
 
 
@@ -67,7 +70,33 @@ def test_options_without_generate_are_refused() -> None:
         chosen(prompt_tokens="99999999999")
 
 
-def test_options_of_other_measurements_are_refused() -> None:
-    refuse_others({"--iterations": None, "--method": [], "--numerics": False})
-    with refuses("USAGE", match="--warmup cannot be combined with --generate"):
-        refuse_others({"--warmup": 0})
+def refuse(*, method: Sequence[str] = (), **options: Any) -> None:
+    refuse_others(MeasurementOptions(**options), {"--method": [*method]})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"iterations": 1}, {"warmup": 0}, {"min_time_s": 1.0}, {"interleave": True}, {"numerics": True}, {"method": ["forward"]}],
+)
+def test_options_of_other_measurements_are_refused(options: dict[str, Any]) -> None:
+    (name,) = options
+    with refuses("USAGE", match=f"--{name.removesuffix('_s').replace('_', '-')} cannot be combined with --generate"):
+        refuse(**options)
+
+
+def test_options_of_every_measurement_are_accepted() -> None:
+    refuse(cores="big", repeat=2, profile=False, trace_iterations=5, priority=1)
+
+
+def test_a_new_option_is_refused_unless_it_says_otherwise() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Later(MeasurementOptions):
+        pause_s: float | None = option("--pause", "Seconds between iterations.", read=float)
+        governed: bool = option("--no-governor", "As the device is.", default=False)
+        named: str = option("--named", "A name.", default="", with_generation=True)
+
+    refuse_others(Later(named="n"), {})
+    with refuses("USAGE", match="--pause cannot"):
+        refuse_others(Later(pause_s=0), {})
+    with refuses("USAGE", match="--no-governor cannot"):
+        refuse_others(Later(governed=False), {})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,9 @@ from etfarm.server.jobs.model import BadJob
 from etfarm.v1 import common_pb2, compile_pb2, generation_pb2, job_pb2
 from etfarm.v1.generation_pb2 import ContextDepth, GenerationOptions
 from etfarm.wire.generation import logits_after
+from etfarm.wire.measurement import WITH_GENERATION
 from tests.support.generated import facts, flow_facts, method, tensor
+from tests.support.new_fields import with_new_fields
 from tests.support.refusals import refuses
 
 
@@ -131,12 +135,34 @@ def test_a_static_prompt_needs_whole_chunks() -> None:
         (job_pb2.JobSpec(measurement=measurement(16, interleave=True)), "interleave"),
         (job_pb2.JobSpec(measurement=measurement(16, numerics=True)), "numerics"),
         (job_pb2.JobSpec(measurement=measurement(16, iterations=5)), "iterations"),
+        (job_pb2.JobSpec(measurement=job_pb2.Measurement(warmup=0, generation={"tokens": 16})), "warmup"),
+        (job_pb2.JobSpec(measurement=measurement(16, min_time_s=1)), "min_time_s"),
+        (job_pb2.JobSpec(measurement=measurement(16, max_samples=5)), "max_samples"),
+        (job_pb2.JobSpec(measurement=measurement(16, max_warmup_s=5)), "max_warmup_s"),
     ],
 )
 def test_requests_that_contradict_themselves_are_refused(spec: job_pb2.JobSpec, field: str) -> None:
     with pytest.raises(BadJob) as refused:
         check_request(spec)
     assert refused.value.metadata["field"] == field
+
+
+def test_the_contract_names_what_can_be_combined_with_generation() -> None:
+    text = (Path(job_pb2.__file__).parent / "job.proto").read_text()
+    named = text.partition("executions of a method. Only ")[2].partition("can be combined with it")[0]
+    fields = job_pb2.Measurement.DESCRIPTOR.fields_by_name
+    assert {"generation", *re.findall(r"`(\w+)`", named)} == WITH_GENERATION.intersection(fields)
+    together = {"no_profile": True, "cores": "0", "repeat": 2, "trace_iterations": 5, "max_time_s": 5.0}
+    check_request(job_pb2.JobSpec(measurement=measurement(16, **together)))
+
+
+def test_a_new_field_is_refused_with_generation() -> None:
+    spec = with_new_fields(job_pb2.JobSpec.DESCRIPTOR, job_pb2.Measurement.DESCRIPTOR)()
+    spec.measurement.new_measurement = "set"
+    check_request(spec)
+    spec.measurement.generation.tokens = 16
+    with refuses("BAD_JOB", match="`generation` cannot be combined with `new_measurement`"):
+        check_request(spec)
 
 
 def test_a_request_is_bounded() -> None:

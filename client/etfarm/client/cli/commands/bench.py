@@ -143,13 +143,7 @@ def bench(
         )
     generated = generation.generate
     if generated is not None:
-        refuse_others(
-            {
-                "--method": method, "--iterations": measurement.iterations, "--warmup": measurement.warmup,
-                "--min-time": measurement.min_time_s, "--interleave": measurement.interleave, "--numerics": measurement.numerics,
-                "--max-p50": max_p50,
-            }
-        )  # fmt: skip
+        refuse_others(measurement, {"--method": method, "--max-p50": max_p50})
     if detach and (
         require_valid or retry_invalid or strict_quantization or any(each is not None for each in (min_sqnr, min_top1, max_p50))
     ):
