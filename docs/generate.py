@@ -251,6 +251,34 @@ def _field_docstrings(kind: type) -> dict[str, str]:
     return texts
 
 
+# --- metrics ---------------------------------------------------------------------------------------------------------
+
+_METRICS: Final = {"Counter": "_total", "CounterMetricFamily": "_total", "Info": "_info"} | dict.fromkeys(
+    ("Gauge", "GaugeMetricFamily", "Histogram", "HistogramMetricFamily"), ""
+)
+"""What Prometheus appends to the names of metrics, by the class that a server makes them with."""
+
+
+def make_metrics() -> str:
+    """Make a table of the server's metrics by the alphabet, each with its labels and its help text."""
+    rows: dict[str, str] = {}
+    for file in sorted((ROOT / "server" / "etfarm").rglob("*.py")):
+        if "prometheus_client" not in (source := file.read_text()):
+            continue
+        for node in ast.walk(ast.parse(source)):
+            suffix = _METRICS.get(ast.unparse(node.func).rpartition(".")[2]) if isinstance(node, ast.Call) else None
+            if suffix is None or not node.args:
+                continue
+            literals = [*node.args[:3], *(each.value for each in node.keywords if each.arg == "labels")]
+            try:
+                name, text, *labels = (ast.literal_eval(each) for each in literals)
+            except ValueError:
+                raise SystemExit(f"{file}:{node.lineno}: name, help and labels of a metric must be literals") from None
+            shown, text = ", ".join(f"`{label}`" for label in (labels[0] if labels else ())), text.replace("|", "\\|")
+            rows[name] = f"| `{name}{suffix}` | {shown} | {text} |"
+    return "\n".join(("| metric | labels | what it shows |", "|---|---|---|", *(rows[name] for name in sorted(rows)))) + "\n"
+
+
 # --- the report's keys -----------------------------------------------------------------------------------------------
 
 
@@ -350,6 +378,7 @@ def _single_type(key: Key) -> str:
 
 MAKERS: Final = {
     "commands": make_commands,
+    "metrics": make_metrics,
     "reasons": make_reasons,
     "report-keys": make_report_keys,
     "retention": make_retention,

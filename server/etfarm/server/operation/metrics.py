@@ -68,8 +68,8 @@ class Metrics:
             "etfarm_attempts", "Ended attempts on devices, by fault.", ["fault"], registry=add
         )
         self._phases = prometheus_client.Histogram(
-            "etfarm_cell_phase_seconds", "Duration of the server's phases of cells; WAIT_FOR_DEVICE is the queue.", ["phase"],
-            buckets=_WAIT_BUCKETS, registry=add,
+            "etfarm_cell_phase_seconds", "Duration of the server's phases of cells; WAIT_FOR_DEVICE is the time in the queue.",
+            ["phase"], buckets=_WAIT_BUCKETS, registry=add,
         )  # fmt: skip
         self._stages = prometheus_client.Histogram(
             "etfarm_compile_stage_seconds", "Duration of compilation stages that ran.", ["stage"], buckets=_STAGE_BUCKETS,
@@ -194,9 +194,13 @@ class _Snapshots(Collector):
         for (state, health), number in now.devices.items():
             devices.add_metric([state, health], number)
         yield devices
-        yield GaugeMetricFamily("etfarm_oldest_wait_seconds", "Age of the oldest cell that waits.", value=now.oldest_wait_s)
+        yield GaugeMetricFamily(
+            "etfarm_oldest_wait_seconds", "Age of the oldest cell that waits for a device.", value=now.oldest_wait_s
+        )
         yield GaugeMetricFamily("etfarm_sessions", "Open sessions.", value=now.sessions)
-        yield GaugeMetricFamily("etfarm_stopping", "Whether the server accepts no new work.", value=float(now.is_stopping))
+        yield GaugeMetricFamily(
+            "etfarm_stopping", "Whether the server takes no new work before it ends.", value=float(now.is_stopping)
+        )
         if now.pool is not None:
             yield GaugeMetricFamily(
                 "etfarm_compile_slots", "Compilations and analyses that may run at a time.", value=now.pool.slots
@@ -231,13 +235,14 @@ class _Snapshots(Collector):
 
 def _connections(counts: ConnectionCounts) -> Iterator[Metric]:
     yield GaugeMetricFamily("etfarm_database_connections", "Open connections to PostgreSQL.", value=counts.open)
-    for name, text, value in (
-        ("connections_opened", "Connections to PostgreSQL that were opened.", counts.opened),
-        ("connections_lost", "Connections to PostgreSQL that broke.", counts.lost),
-        ("round_trips", "Round trips to PostgreSQL.", counts.round_trips),
-        ("unavailable_seconds", "Time for which PostgreSQL accepted no connection.", counts.unavailable_s),
-    ):
-        yield CounterMetricFamily(f"etfarm_database_{name}", text, value=value)
+    yield CounterMetricFamily(
+        "etfarm_database_connections_opened", "Connections to PostgreSQL that were opened.", value=counts.opened
+    )
+    yield CounterMetricFamily("etfarm_database_connections_lost", "Connections to PostgreSQL that broke.", value=counts.lost)
+    yield CounterMetricFamily("etfarm_database_round_trips", "Round trips to PostgreSQL.", value=counts.round_trips)
+    yield CounterMetricFamily(
+        "etfarm_database_unavailable_seconds", "Time for which PostgreSQL accepted no connection.", value=counts.unavailable_s
+    )
 
 
 def _message(family: Metric) -> farm_pb2.Metric:

@@ -40,14 +40,16 @@ class S3Metrics(Collector):
         transferred.add_metric(["received"], use.received_bytes)
         yield transferred
         yield CounterMetricFamily("etfarm_s3_signed_links", "Presigned URLs for readers.", value=use.signed)
-        yield GaugeMetricFamily("etfarm_s3_cache_bytes", "Size of the copies on this machine.", value=cache.size_bytes)
+        yield GaugeMetricFamily(
+            "etfarm_s3_cache_bytes", "Size of the copies of artifacts on the server's disk.", value=cache.size_bytes
+        )
         reads = CounterMetricFamily(
-            "etfarm_s3_cache_reads", "Uses of artifacts, by whether there was a copy.", labels=["outcome"]
+            "etfarm_s3_cache_reads", "Uses of artifacts, by whether there was a copy: hit or miss.", labels=["outcome"]
         )
         reads.add_metric(["hit"], cache.hits)
         reads.add_metric(["miss"], cache.misses)
         yield reads
-        yield CounterMetricFamily("etfarm_s3_cache_evictions", "Copies deleted for space.", value=cache.evictions)
+        yield CounterMetricFamily("etfarm_s3_cache_evictions", "Copies of artifacts deleted for space.", value=cache.evictions)
 
 
 def _durations(use: BucketUse) -> HistogramMetricFamily:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import socket
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, suppress
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,15 +56,6 @@ def test_events_of_jobs_are_counted_with_queue_times_and_faults() -> None:
         assert expected in text
     assert not any("own name" in line for line in text), "agents choose the names of their phases"
     assert any(line.startswith("process_resident_memory_bytes ") for line in text)
-
-
-def test_each_metric_is_documented() -> None:
-    page = (Path(__file__).resolve().parents[4] / "docs" / "farm.md").read_text()
-    named = set(re.findall(r"`(etfarm_\w+)`", page))
-    _, text = Metrics("1", lambda _: "").render("")
-    own = set(re.findall(r"^# TYPE (etfarm_\w+) ", text.decode(), flags=re.MULTILINE))
-    assert len(own) > 15
-    assert {each for each in own if not each.endswith("_created")} - named == set()
 
 
 def test_compilations_and_calls_are_counted() -> None:
