@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 import trustme
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from prometheus_client.parser import text_string_to_metric_families
 
 from etfarm.v1 import job_pb2, session_pb2
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.names import PROTOCOL_VERSION
+from tests.support import models
 from tests.support.contract import call
 from tests.support.farm import FarmProcess, serve, wait_until
 from tests.support.farm_calls import FarmCalls
@@ -161,6 +163,16 @@ def test_a_second_signal_stops_at_once_and_the_next_server_finishes_the_job(oper
         operated.agents[0].expect("connected to")
         assert job.result().report.state == "SUCCEEDED"
         assert farm.job(job.id).info.cells[0].attempts == 1
+
+
+def test_each_metric_that_counts_counts_something_of_a_job(operated: FarmProcess, tmp_path: Path) -> None:
+    with operated.client() as farm:
+        assert farm.bench(models.save(models.conv, tmp_path / "conv.pt2"), iterations=1).result().report.state == "SUCCEEDED"
+    families = [*text_string_to_metric_families(page(operated, "/metrics")[1])]
+    counting = [each for each in families if each.name.startswith("etfarm_") and each.type in ("counter", "histogram")]
+    counted = {each.name for each in counting if any(sample.value > 0 for sample in each.samples)}
+    assert {each.name for each in counting} == counted
+    assert len(counted) >= 10
 
 
 def test_the_service_manager_hears_of_the_start_the_life_and_the_stop(operated: FarmProcess) -> None:
