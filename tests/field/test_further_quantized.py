@@ -46,7 +46,7 @@ class PyramidHead(nn.Module):
         return {str(level): self.predict(self.tower(feature)) for level, feature in enumerate(features)}
 
 
-def test_a_shared_head_that_does_not_load_names_the_option_with_which_it_is_right(client: Farm, tmp_path: Path) -> None:
+def test_a_shared_head_whose_levels_have_other_ranges_is_near_its_quantized_graph(client: Farm, tmp_path: Path) -> None:
     def levels(seed: int) -> tuple[list[Tensor]]:
         return ([random(1, 8, 8 >> level, 8 >> level, seed=seed + level) * 6**level for level in range(3)],)
 
@@ -54,11 +54,9 @@ def test_a_shared_head_that_does_not_load_names_the_option_with_which_it_is_righ
     source = ModelSource.of(PyramidHead().eval(), levels(0), calibration_inputs=[levels(10 * seed) for seed in range(6)])
     (tmp_path / "copied.toml").write_text(f'recipe = "{PER_CHANNEL}"\ncopy_shared_layers = true\n')
     plain, copied = client.compile(source, recipes=[PER_CHANNEL, str(tmp_path / "copied.toml")]).result().reports
-    # XNNPACK of ExecuTorch 1.5 refuses the convolution with the bias of another range; one that takes it is far from the graph.
-    advice = plain.error.remedy if plain.error is not None else " ".join(far(plain))
-    assert "copy_shared_layers = true" in advice, plain.error
-    assert copied.error is None and copied.compile is not None and not far(copied)
-    assert all(output.sqnr_db is not None and output.sqnr_db > NEAR_DB for output in copied.compile.checks[0].outputs)
+    for report in (plain, copied):
+        assert report.error is None and report.compile is not None and not far(report)
+        assert all(output.sqnr_db is not None and output.sqnr_db > NEAR_DB for output in report.compile.checks[0].outputs)
 
 
 class TiedDecoder(nn.Module):

@@ -104,7 +104,8 @@ async def test_a_program_with_state_is_judged_by_its_first_run(server: Server, j
     _, connection = await join()
     for attempt, no_profile in (("traced", False), ("untraced", True)):
         measurement = job_pb2.Measurement(iterations=5, min_time_s=0, no_profile=no_profile)
-        cell = await connection.run(server.candidate("counter"), measurement=measurement, attempt=attempt)
+        candidate = server.candidate("counter", writes_state=True)
+        cell = await connection.run(candidate, measurement=measurement, attempt=attempt)
         np.testing.assert_array_equal(values(server, cell.outputs)[0], expected("counter")[0])
         assert cell.outputs_equal is True and cell.repeatability.outcome == report_pb2.REPEATABILITY_OUTCOME_KEEPS_STATE
 
