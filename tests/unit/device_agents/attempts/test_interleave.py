@@ -37,7 +37,8 @@ async def attempt(
     start = agent_pb2.StartRun(attempt_id="a", device_id="d", deadline_s=200, measurement=QUICK)
     start.MergeFrom(agent_pb2.StartRun(**more))
     for index, name in enumerate(names):
-        start.candidates.append(board.blobs.candidate(name, cell=f"cell-{index}", threads=1))
+        candidate = board.blobs.candidate(name, cell=f"cell-{index}", threads=1, writes_state=name == "counter")
+        start.candidates.append(candidate)
     receive = on_progress or ((lambda _: None) if progress is None else progress.append)
     result = await new_attempt(board, start, receive, kind=InterleavedAttempt, memory_share=memory_share).run()
     assert not (board.folder / "run").exists()
