@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pty
 import subprocess
@@ -38,8 +39,13 @@ def test_a_terminal_gets_one_line_which_is_erased() -> None:
     ours, theirs = pty.openpty()
     done = subprocess.run([sys.executable, "-c", SHOW], stdin=subprocess.DEVNULL, stderr=theirs, cwd=ROOT, check=True)
     os.close(theirs)
-    with os.fdopen(ours, "rb") as terminal:
-        shown = terminal.read1(4096).decode()
+    shown = ""
+    with os.fdopen(ours, "rb", buffering=0) as terminal:
+        try:
+            while part := terminal.read(4096):
+                shown += part.decode()
+        except OSError as error:  # the end of a terminal that no process has open
+            assert error.errno == errno.EIO
     assert done.returncode == 0 and shown == "\r\x1b[K1 of 2,000 artifacts copied\r\x1b[K"
 
 
