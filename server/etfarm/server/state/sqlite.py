@@ -37,6 +37,10 @@ _CACHE_KIB: Final = 256
 """Size of a connection's page cache. SQLite's default, eight times as much, is hardly faster, since the pages are in the system's
 cache; it fills while a farm grows, and at once when a sweep reads all rows.
 """
+_STATEMENTS: Final = 48
+"""Number of prepared statements that a connection keeps, of about 7 kB each: each sweep's texts differ by the number of rows that
+they name, and Python's default of 128 would keep those of the last ones beside a job's.
+"""
 _SHARED: Final = 100
 """Maximum number of writes that share a transaction."""
 
@@ -242,7 +246,8 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _create_engine(path: Path) -> Engine:
-    engine = create_engine(f"sqlite:///{path}", poolclass=NullPool, connect_args={"check_same_thread": False})
+    connect = {"check_same_thread": False, "cached_statements": _STATEMENTS}
+    engine = create_engine(f"sqlite:///{path}", poolclass=NullPool, connect_args=connect)
     event.listen(engine, "connect", _configure)
     event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
     return engine
