@@ -17,7 +17,10 @@ from etfarm.server.compile.program import places
 from etfarm.wire import recipes
 from tests.support.compiling import DYNAMIC, STATIC, lowered_here, run, sqnr_db
 
-pytestmark = [pytest.mark.numeric, pytest.mark.filterwarnings("ignore:This API and all of its related functionality")]
+pytestmark = [
+    pytest.mark.numeric, pytest.mark.slow(reason="lowers models"),
+    pytest.mark.filterwarnings("ignore:This API and all of its related functionality"),
+]  # fmt: skip
 
 
 class Model(nn.Module):

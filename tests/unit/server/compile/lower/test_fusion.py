@@ -100,6 +100,7 @@ def decibels(expected: Tensor, actual: Any) -> float:
     return 300.0 if noise == 0 else 10 * math.log10(expected.double().square().sum().item() / noise)
 
 
+@pytest.mark.slow(reason="lowers models")
 @pytest.mark.parametrize(
     ("module", "shape", "option", "unused"),
     [
@@ -136,6 +137,7 @@ class Attention(nn.Module):
         return (self.q_norm(q) @ self.k_norm(k).transpose(2, 3)).softmax(-1) @ v
 
 
+@pytest.mark.slow(reason="lowers models")
 @pytest.mark.parametrize(("module", "shape"), [(Shared, (1, 3, 8, 8)), (Attention, (1, 6, 32))])
 def test_layers_with_dynamic_scales_and_one_input_are_near_their_graph(
     module: type[nn.Module], shape: tuple[int, ...], tmp_path: Path
@@ -198,6 +200,7 @@ def test_an_activation_that_is_fused_counts_as_quantized() -> None:
     assert listed == [(":relu6", 1, 1), ("depth:conv2d", 1, 1)]
 
 
+@pytest.mark.slow(reason="lowers models")
 @pytest.mark.parametrize("skips", [False, True])
 def test_an_activation_that_is_skipped_is_not_fused(skips: bool) -> None:
     names = 'skip_modules = ["1"]\n' if skips else ""
@@ -224,6 +227,7 @@ class Signals(nn.Module):
         return self.d(self.c(torch.relu(self.b(self.a(x)))))
 
 
+@pytest.mark.slow(reason="lowers models")
 @pytest.mark.parametrize("skipped", ['"c"', '"a", "d"', '"b", "c", "d"'])
 def test_convolutions_in_one_dimension_stay_in_fp32_beside_quantized_ones(skipped: str, tmp_path: Path) -> None:
     """XNNPACK refused them, or made an operator that it could not load."""

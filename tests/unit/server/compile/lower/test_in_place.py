@@ -107,6 +107,7 @@ def decibels(expected: Tensor, actual: Tensor) -> float:
     return 300.0 if noise == 0 else 10 * math.log10(expected.double().square().sum().item() / noise)
 
 
+@pytest.mark.slow(reason="lowers models")
 @pytest.mark.parametrize("recipe", [STATIC, DYNAMIC])
 @pytest.mark.parametrize("name", BODIES)
 def test_what_is_written_in_place_is_read(name: str, recipe: str, tmp_path: Path) -> None:

@@ -16,7 +16,10 @@ from etfarm.server.compile.lower import build, quantize
 from etfarm.wire import recipes
 from tests.support.compiling import DYNAMIC, STATIC, lowered_here, run, sqnr_db
 
-pytestmark = [pytest.mark.numeric, pytest.mark.filterwarnings("ignore:This API and all of its related functionality")]
+pytestmark = [
+    pytest.mark.numeric, pytest.mark.slow(reason="lowers models"),
+    pytest.mark.filterwarnings("ignore:This API and all of its related functionality"),
+]  # fmt: skip
 
 Body = Callable[[Any, Tensor], Any]
 

@@ -46,6 +46,7 @@ def must_equal(model: Model, pte: bytes, samples: Iterable[tuple[Tensor, ...]]) 
         torch.testing.assert_close(run(pte, inputs)[0], model(*inputs), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow(reason="lowers models")
 @pytest.mark.numeric
 @pytest.mark.parametrize("recipe", ["portable", "xnnpack_fp32"])
 @pytest.mark.parametrize(
@@ -63,6 +64,7 @@ def test_remainders_of_sizes(body: Body, recipe: str) -> None:
     must_equal(model, pte, ((torch.rand(size, 4),) for size in (4, 6, 7, 9, 15, 16)))
 
 
+@pytest.mark.slow(reason="lowers models")
 @pytest.mark.numeric
 @pytest.mark.parametrize("recipe", ["portable", "xnnpack_fp32"])
 @pytest.mark.parametrize("body", [lambda y, n: y * ((n - 1) % 4), lambda y, n: y * (n % -4), lambda y, n: y * (9 % (2 * n + 1))])
