@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    import argparse  # the library declares options, and parses none
 
 T = TypeVar("T")
 
@@ -66,7 +68,9 @@ class Option:
         """Add it to a parser."""
         arguments: dict[str, Any] = {"help": self.help if isinstance(self.help, str) else self.help(), "default": self.default}
         if self.has_twin:
-            arguments["action"] = argparse.BooleanOptionalAction
+            from argparse import BooleanOptionalAction
+
+            arguments["action"] = BooleanOptionalAction
         elif self.default is False:
             arguments["action"] = "store_true"
         else:
