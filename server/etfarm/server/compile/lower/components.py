@@ -16,6 +16,7 @@ from etfarm.wire.recipes import Component, Plain
 Arguments = Mapping[str, Plain]
 
 _IMAGE_DIMS: Final = 4
+_PER_TENSOR: Final = ("quantized_decomposed.quantize_per_tensor.", "quantized_decomposed.dequantize_per_tensor.")
 
 
 def partitioners(components: Sequence[Component]) -> list[Any]:
@@ -51,6 +52,8 @@ def configure_xnnpack(partitioners: Sequence[Any] | Mapping[str, Sequence[Any]],
             for target, check in _CHECKS.items():
                 if config := partitioner.target_partitioner_configs.get(target):
                     config.check_constraints = partial(check, config.check_constraints)
+            if config := partitioner.target_partitioner_configs.get("cat.default"):
+                config.get_node_and_deps = partial(_take_without_scales, config.get_node_and_deps)
             for config in partitioner.target_partitioner_configs.values():
                 config.check_constraints = partial(_check_without_marks, config.check_constraints)
 
@@ -73,6 +76,16 @@ def _check_without_marks(check_constraints: Callable[[Any, Any], bool], node: An
     for each in unmarked:
         each.meta.pop(IS_IMPLICIT_Q_DQ_TAG, None)
     return False
+
+
+def _take_without_scales(get_node_and_deps: Callable[[Any, Any], list[Any]], node: Any, program: Any) -> list[Any]:
+    """Return what a delegate takes with a `cat`: the quantization around it, or nothing where that has several scales.
+
+    XNNPACK joins integers of one scale only, and refuses others when a device loads the program. Alone, `cat` joins floats.
+    """
+    around = [*node.all_input_nodes, *node.users]
+    scales = {each.args[1:] for each in around if str(getattr(each.target, "_op", "")).startswith(_PER_TENSOR)}
+    return [node] if len(scales) > 1 else get_node_and_deps(node, program)
 
 
 def _outside_of_branches(ops_to_not_decompose: Callable[[Any], tuple[Any, Any]], program: Any) -> tuple[Any, Any]:

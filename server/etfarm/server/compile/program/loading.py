@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 from torch._export.serde import schema
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from etfarm.server.compile.errors import StageFailed, dim_without_maximum, dynamic_number, training_mode
 from etfarm.server.compile.program.descriptions import describe_place, first_line
@@ -41,7 +42,7 @@ _VERSION: Final = re.compile(r"[0-9]{1,4}(\.[0-9]{1,8}){1,3}[0-9a-z.+]{0,40}")
 _UNKNOWN_CLASS: Final = re.compile(r"Deserializing ([\w.]{1,200}) in pytree is not registered")
 _EMPTY_REGION: Final = re.compile(r"Node\.meta wrap_with_(?:set_grad_enabled|autocast)\w* is missing val field")
 _MAX_MAJOR: Final = 1_000_000
-_OTHER_CATS: Final = frozenset({torch.ops.aten.concat.default, torch.ops.aten.concatenate.default})
+_CAT: Final = torch.ops.aten.cat.default
 
 
 def load(model: Path, folder: Path, operators: Operators | None = None) -> Any:
@@ -154,15 +155,44 @@ def _resolve_derived_dims(program: Any) -> Any:
 
 
 def _name_joins(program: Any) -> Any:
-    """Return the program with `cat` in place of its other names.
+    """Return the program with `cat` in place of operators that are nothing else, such as `concat` and `hstack`.
 
-    XNNPACK's quantizer gives the operands of `cat` one scale. It leaves the other names alone, which are lowered to a `cat` of
-    operands with several scales, and XNNPACK refuses that when a device loads the program.
+    XNNPACK's quantizer gives the operands of `cat` one scale, so that XNNPACK joins them as integers. It does not know others.
     """
     for node in all_nodes(program):
-        if node.target in _OTHER_CATS:
-            node.target = torch.ops.aten.cat.default
+        if node.target is not _CAT and _takes_tensors(node.target) and (joined := _as_cat(node)) is not None:
+            node.target, node.args, node.kwargs = _CAT, joined, {}
     return program
+
+
+def _takes_tensors(target: Any) -> bool:
+    """Return whether a target is an operator that torch computes by others, and whose first argument is a list."""
+    is_composite = isinstance(target, torch._ops.OpOverload) and target._can_decompose()
+    return is_composite and any(isinstance(each.type, torch.ListType) for each in target._schema.arguments[:1])
+
+
+def _as_cat(node: Any) -> tuple[Any, int] | None:
+    """Return the arguments of the one `cat` that a node computes of its operands; None if it computes something else."""
+    calls = _Calls()
+    values = torch.fx.node.map_arg(node.args, lambda each: each.meta["val"])
+    with calls:
+        node.target(*values, **node.kwargs)
+    match calls.made:
+        case [(target, (operands, *dim))] if target is _CAT and list(map(id, operands)) == list(map(id, values[0])):
+            return node.args[0], *(dim or (0,))
+    return None
+
+
+class _Calls(TorchDispatchMode):
+    """The operators that are computed inside, with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.made.append((func, args))
+        return func(*args, **(kwargs or {}))
 
 
 def _torch_records(source: str | io.BytesIO) -> archives.Records:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from etfarm.server.workers.pool import Workers  # noqa: E402
 from etfarm.v1 import compile_pb2  # noqa: E402
 from etfarm.wire import recipes, tensors  # noqa: E402
 from etfarm.wire.errors import EtfarmError, Fault  # noqa: E402
+from etfarm.wire.recipes import Recipe  # noqa: E402
 from tests.support import models  # noqa: E402
 from tests.support.compiling import (  # noqa: E402
     DYNAMIC,
@@ -28,6 +30,7 @@ from tests.support.compiling import (  # noqa: E402
     sample,
     sqnr_db,
     text_decoder,
+    with_quantizer,
 )
 
 pytestmark = [
@@ -80,25 +83,46 @@ async def test_int8_of_a_pt2_is_int8_and_close(workers: Workers, tmp_path: Path)
     assert sqnr_db(expected, actual) > 20
 
 
-@pytest.mark.parametrize("name", ["concat", "concatenate"])
-async def test_operands_of_two_ranges_run_joined_under_another_name_of_cat(workers: Workers, tmp_path: Path, name: str) -> None:
-    class Joined(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.small = torch.nn.Linear(8, 8)
-            self.large = torch.nn.Linear(8, 8)
-            self.head = torch.nn.Linear(16, 4)
+class Joined(torch.nn.Module):
+    """Joins values of two ranges."""
 
-        def forward(self, x: Any) -> Any:
-            return self.head(getattr(torch, name)([self.small(x), self.large(x * 9)], 1))
+    def __init__(self, join: Callable[[Any], Any], width: int = 16) -> None:
+        super().__init__()
+        self.small = torch.nn.Linear(8, 8)
+        self.large = torch.nn.Linear(8, 8)
+        self.head = torch.nn.Linear(width, 4)
+        self.join = join
 
-    network = Joined().eval()
-    samples = [sample(tmp_path / f"{seed}.ett", torch.randn(2, 8)) for seed in range(8)]
+    def forward(self, x: Any) -> Any:
+        return self.head(self.join([self.small(x), self.large(x * 9)]))
+
+
+async def ran_joined(workers: Workers, folder: Path, network: Any, recipe: str | Recipe) -> None:
+    """Compile a joining network, whose program joins in its one delegate, and gives what the model gives."""
+    network = network.eval()
+    samples = [sample(folder / f"{seed}.ett", torch.randn(2, 8)) for seed in range(8)]
     inputs = torch.randn(2, 8)
     one = await compiled(
-        workers, tmp_path / "c", lambda: torch.export.export(network, (inputs,)), STATIC, calibration={"forward": samples}
+        workers, folder / "c", lambda: torch.export.export(network, (inputs,)), recipe, calibration={"forward": samples}
     )
     assert sqnr_db(network(inputs).detach(), run(one.pte, [inputs])[0]) > 20
+    delegation = one.result["delegation"]["forward"]
+    assert delegation["subgraphs"] == 1
+    assert {row["op"]: row["delegated"] for row in delegation["operators"]}["aten_cat_default"] == 1
+
+
+@pytest.mark.parametrize("name", ["concat", "concatenate", "hstack", "vstack", "row_stack", "column_stack", "dstack", "stack"])
+async def test_operands_of_two_ranges_run_joined_by_each_operator_that_joins(workers: Workers, tmp_path: Path, name: str) -> None:
+    def join(values: Any) -> Any:
+        joined = getattr(torch, name)(values, 1) if name.startswith("concat") else getattr(torch, name)(values)
+        return joined.flatten(1) if name == "dstack" else joined
+
+    await ran_joined(workers, tmp_path, Joined(join, 8 if name in ("vstack", "row_stack", "stack") else 16), STATIC)
+
+
+async def test_operands_of_two_ranges_run_joined_by_a_cat_in_fp32(workers: Workers, tmp_path: Path) -> None:
+    recipe = with_quantizer(STATIC, 'skip_operators = [":cat"]')
+    await ran_joined(workers, tmp_path, Joined(lambda values: torch.cat(values, 1)), recipe)
 
 
 async def test_a_single_calibration_input_is_reported(workers: Workers, tmp_path: Path) -> None:
