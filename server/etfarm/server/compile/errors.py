@@ -182,9 +182,10 @@ _TORCHAO: Final = (
 
 
 _TORCHAO_IN_BRANCHES: Final = (
-    "No delegate computes within branches and loops. Compute these layers before torch.cond, and choose with "
-    "torch.where(c, self.a(x), y), which recipes of XNNPACK take. Or quantize them with Int8WeightOnlyConfig, which all recipes "
-    "take there."
+    "No delegate computes within branches and loops. Quantize these layers with torchao's Int8WeightOnlyConfig, and use the "
+    "recipe xnnpack_fp32 or portable, which take it there. Or, with Int8DynamicActivationIntxWeightConfig and a recipe of "
+    "XNNPACK, compute them outside: before torch.cond, and choose with torch.where(c, self.a(x), y); and in place of map or scan "
+    "in a loop of Python, as in torch.stack([self.a(v[None])[0] for v in x.unbind()])."
 )
 
 

@@ -21,14 +21,18 @@ class Reviewed(Quantizer):  # type: ignore[misc]
         self._quantizer = quantizer
 
     def transform_for_annotation(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
-        """Let the inner quantizer change a model's graph. A loop's body stays as it is: archives have no tensors there."""
-        is_whole = isinstance(model.graph._codegen, _PyTreeCodeGen)
-        return self._quantizer.transform_for_annotation(model) if is_whole else model
+        """Let the inner quantizer change a model's graph."""
+        return self._quantizer.transform_for_annotation(model) if _is_whole(model) else model
 
     def annotate(self, model: torch.fx.GraphModule) -> torch.fx.GraphModule:
-        """Annotate all operators, and change what was annotated."""
-        model = self._quantizer.annotate(model)
-        self.review(model)
+        """Annotate all operators, and change what was annotated.
+
+        The body of a loop, which torchao quantizes too, stays in fp32: nothing is delegated there, and archives have no tensors
+        there, such as the scales of channels.
+        """
+        if _is_whole(model):
+            model = self._quantizer.annotate(model)
+            self.review(model)
         return model
 
     @abstractmethod
@@ -38,3 +42,7 @@ class Reviewed(Quantizer):  # type: ignore[misc]
     def validate(self, model: torch.fx.GraphModule) -> None:
         """Let the inner quantizer check its annotations."""
         self._quantizer.validate(model)
+
+
+def _is_whole(model: torch.fx.GraphModule) -> bool:
+    return isinstance(model.graph._codegen, _PyTreeCodeGen)

@@ -1,4 +1,4 @@
-"""Branches and loops: what ExecuTorch loses of them, which are debug handles and outputs.
+"""Branches and loops: what ExecuTorch loses of them: debug handles, outputs, and arguments of which there are views.
 
 The emitter of a branch or a loop's body is an object of its own, and only its instructions reach the program: the debug handles
 that it collects are dropped, and numbered from the start of the branch. Here, all of them are kept, by the numbers that
@@ -7,6 +7,9 @@ instructions have in the program. Their nodes get these numbers as well.
 The output of torch.cond is no tensor of its own: the program moves it to the memory of the branch that ran. All branches and loop
 bodies have that memory in turn, so that a later one overwrites it, and a view reads the memory that was planned for the output.
 Here, such outputs are copied. A view of a loop's output, whose sizes change while it is made, is refused without a copy.
+
+Views of the arguments of a loop's body read memory that was planned for these, but the arguments are tensors of outside, but for
+slices of what the loop iterates over, and nothing writes that memory. Here, arguments with views are copied.
 
 Source: executorch/exir/emit/_emitter.py, executorch/exir/memory_planning.py 1.5.1.
 """
@@ -24,6 +27,7 @@ from executorch.exir.emit._emitter import _Emitter, _TopLevelEmitter
 from torch._ops import HigherOrderOperator
 
 _BRANCHING: Final = ("cond", "map_impl", "scan", "while_loop")
+_VIEW: Final = ops.edge.aten.view_copy.default
 _HANDLES: Final = "_etfarm_handles"
 _DELEGATES: Final = "_etfarm_delegates"
 """Attributes of the state that all emitters of a method share."""
@@ -62,6 +66,22 @@ def kept_handles() -> Iterator[None]:
         _Emitter._add_debug_handle, _Emitter._add_delegate_map, _Emitter.run = add_handle, add_delegate, run
 
 
+def copy_arguments(edge: Any) -> None:
+    """Copy the arguments of loop bodies of an edge program that views would read elsewhere.
+
+    Args:
+        edge: the program, whose graphs are changed.
+    """
+    for module in edge.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            if _kind(node) in ("map_impl", "scan"):
+                body = getattr(module, node.args[0].target)
+                for argument in body.graph.find_nodes(op="placeholder"):
+                    if views := [user for user in argument.users if user.target == _VIEW]:
+                        _copy(argument, views)
+                body.recompile()
+
+
 def copy_outputs(edge: Any) -> list[Any]:
     """Copy the outputs of branches and loops of an edge program that would be lost; return the nodes of these.
 
@@ -84,19 +104,23 @@ def _copy_outputs(module: torch.fx.GraphModule, branching: Any, nodes: list[Any]
         if output.target is not operator.getitem or not isinstance(output.meta.get("val"), torch.Tensor):
             continue
         overwritten = _kind(branching) == "cond" and any(places[user] >= later for user in output.users)
-        if overwritten or any(user.target == ops.edge.aten.view_copy.default for user in output.users):
+        if overwritten or any(user.target == _VIEW for user in output.users):
             branching.append(output)  # a partitioner may have left it behind the next branch
-            with module.graph.inserting_after(output):
-                order = list(output.meta["val"].dim_order())
-                copy = module.graph.call_function(
-                    ops.edge.dim_order_ops._clone_dim_order.default, (output,), {"dim_order": order}
-                )
-            copy.meta = dict(output.meta)
-            output.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+            _copy(output, list(output.users))
             copied = True
     if copied:
         module.recompile()
     return copied
+
+
+def _copy(value: Any, users: list[Any]) -> None:
+    """Give users of a node a copy of its tensor."""
+    with value.graph.inserting_after(value):
+        order = list(value.meta["val"].dim_order())
+        copy = value.graph.call_function(ops.edge.dim_order_ops._clone_dim_order.default, (value,), {"dim_order": order})
+    copy.meta = dict(value.meta)
+    for user in users:
+        user.replace_input_with(value, copy)
 
 
 def _kind(node: Any) -> str:

@@ -12,19 +12,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.fx.graph import _PyTreeCodeGen
 
 from etfarm.server.graphs.views import VIEWS, name_of
 from etfarm.wire.shared_state import PREFIX
 
 
 def find_unquantized(graph: Any) -> list[Any]:
-    """Return the nodes of a model's graph that the quantizer has to leave in fp32.
-
-    The graphs of branches and loop bodies get their weights as arguments, and are not changed.
-    """
-    if not isinstance(graph._codegen, _PyTreeCodeGen):
-        return []
+    """Return the nodes of a model's graph that the quantizer has to leave in fp32."""
     nodes = []
     for node in graph.nodes:
         if node.op != "call_function" or not str(node.target).startswith(("aten.conv", "aten.linear")):

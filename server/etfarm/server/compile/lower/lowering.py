@@ -230,6 +230,7 @@ class _StageHooks:
         shared_state.require_shared(self._pipeline.shared, manager)
         for method in sorted(manager.methods):
             remainders.compute_as_python(manager.exported_program(method))
+            branches.copy_arguments(manager.exported_program(method))
             if nodes := branches.copy_outputs(manager.exported_program(method)):
                 self.lowered.copied[method] = describe_control_flow(nodes)
         # Not earlier: before the edge dialect, in-place operators change buffers without an entry in the signature.

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.experimental.control_flow import map as mapped
 from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
 
 pytest.importorskip("executorch")
 
@@ -16,6 +18,7 @@ from etfarm.server.compile.lower import branches, etrecord
 from etfarm.server.compile.program.refused_operators import of_program
 from etfarm.server.reports.numerics import edge
 from etfarm.server.reports.trace.graph import BadRecord, base_name, read_program, read_record
+from tests.support.compiling import lowered_here, run
 
 
 class Nested(nn.Module):
@@ -35,8 +38,6 @@ class Scanned(nn.Module):
     """A loop over the rows of a tensor."""
 
     def forward(self, carry: Tensor, xs: Tensor) -> Any:
-        from torch._higher_order_ops.scan import scan
-
         def step(total: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
             following = total.sin() + x
             return following, following.clone()
@@ -136,9 +137,6 @@ class ViewOfLoops(nn.Module):
     """Reshapes the outputs of loops, after a branch whose output is used later."""
 
     def forward(self, x: Tensor, p: Tensor) -> Any:
-        from functorch.experimental.control_flow import map as mapped
-        from torch._higher_order_ops.scan import scan
-
         scale = torch.cond(p.sum() > 0, lambda v: v * 2, lambda v: v - 1, [x])
         last, steps = scan(lambda total, v: (total * 0.5 + v, total + v), x.sum() * 0, x)
         return mapped(lambda v: v * 3 + 1, x).reshape(2, 2), steps.reshape(2, 2) + last, scale
@@ -149,6 +147,40 @@ class Single(nn.Module):
 
     def forward(self, x: Tensor, p: Tensor) -> Tensor:
         return torch.cond(p.sum() > 0, lambda v: v * 2, lambda v: v - 1, [x]) + 1
+
+
+class ViewsInLoops(nn.Module):
+    """Reshapes what is constant, computed, kept in a buffer and carried on in the bodies of loops, and slices of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(2, 2))
+        self.register_buffer("state", torch.ones(2, 2))
+
+    def forward(self, x: Tensor, p: Tensor) -> Any:
+        self.state.mul_(2)
+        state, scaled = self.state, self.weight * p
+        rows = torch.stack([x, x + 1, x * 2])
+
+        def mapping(row: Tensor) -> Tensor:
+            return row.reshape(2, 2).sin() + (self.weight.reshape(4) * scaled.reshape(4) + state.reshape(4)).sum()
+
+        def step(total: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+            return total + row, total.reshape(2, 2) * row.reshape(2, 2) + scaled.reshape(1, 4).sum() + self.weight.reshape(4)[0]
+
+        return mapped(mapping, rows), *scan(step, torch.zeros(4), rows)
+
+
+@pytest.mark.slow(reason="each compiles branches")
+@pytest.mark.numeric
+@pytest.mark.filterwarnings("ignore:This API and all of its related functionality")
+@pytest.mark.parametrize("delegated", [False, True])
+def test_views_of_the_arguments_of_a_loop_are_the_models(delegated: bool) -> None:
+    module, inputs = ViewsInLoops().eval(), (torch.randn(4), torch.randn(1))
+    pte = lowered_here(torch.export.export(module, inputs), "xnnpack_fp32" if delegated else "portable")
+    for got, want in zip(run(pte, inputs), module(*inputs), strict=True):
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.slow(reason="each compiles branches")

@@ -491,3 +491,26 @@ async def test_a_loop_with_a_number_in_its_body_is_quantized_around_it(workers: 
     assert not answer.result["stayed_fp32"]
     (check,) = answer.result["checks"]
     assert check["ran"] and all(output["sqnr_db"] > 25 for output in check["outputs"])
+
+
+class Steps(torch.nn.Module):
+    """Computes a layer in the body of a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.step = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+
+    def forward(self, x: Any) -> Any:
+        from torch._higher_order_ops.scan import scan
+
+        return scan(lambda c, v: (c * 0.5 + self.step(v), (c + v).relu()), torch.zeros(16), self.first(x))
+
+
+@pytest.mark.parametrize("recipe", [STATIC, DYNAMIC])
+async def test_the_body_of_a_loop_stays_in_fp32(workers: Workers, tmp_path: Path, recipe: str) -> None:
+    answer = await compiled(workers, tmp_path, lambda: torch.export.export(Steps().eval(), (torch.randn(4, 16),)), recipe)
+    assert [(row["op"], row["count"]) for row in answer.quantized["stayed_fp32"]["forward"]] == [("linear", 1)]
+    (check,) = answer.result["checks"]
+    assert check["ran"] and all(output["sqnr_db"] > 25 for output in check["outputs"])
+    operators = {row["op"]: row["delegated"] for row in answer.result["delegation"]["forward"]["operators"]}
+    assert operators["aten_linear_default"] == 1

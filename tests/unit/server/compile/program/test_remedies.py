@@ -103,18 +103,25 @@ class Exits(nn.Module):
 
 
 class Chosen(nn.Module):
-    """Computes a layer that torchao has quantized within a branch, or outside of it."""
+    """Computes a layer that torchao has quantized within a branch or loop, or outside of it."""
 
-    def __init__(self, config: AOBaseConfig, *, is_outside: bool = False) -> None:
+    def __init__(self, config: AOBaseConfig, kind: str = "cond", *, is_outside: bool = False) -> None:
         super().__init__()
-        self.a, self.is_outside = nn.Linear(64, 64), is_outside
+        self.a, self.kind, self.is_outside = nn.Linear(64, 64), kind, is_outside
         quantize_(self, config)
         unwrap_tensor_subclass(self)
 
     def forward(self, x: torch.Tensor) -> Any:
-        if self.is_outside:
-            return torch.where(x.sum() > 0, self.a(x), x * 2)
-        return torch.cond(x.sum() > 0, lambda v: self.a(v), lambda v: v * 2, [x])
+        match self.kind, self.is_outside:
+            case "cond", False:
+                return torch.cond(x.sum() > 0, lambda v: self.a(v), lambda v: v * 2, [x])
+            case "cond", True:
+                return torch.where(x.sum() > 0, self.a(x), x * 2)
+            case "map", False:
+                return mapped(lambda v: self.a(v), x)
+            case "scan", False:
+                return scan(lambda total, v: (total + v, self.a(v)), torch.zeros(64), x)[1]
+        return torch.stack([self.a(v[None])[0] for v in x.unbind()])
 
 
 class Viewed(nn.Module):
@@ -293,14 +300,19 @@ CASES: Final[dict[str, tuple[nn.Module, tuple[Any, ...], nn.Module, tuple[Any, .
         None, ["UNSUPPORTED_QUANTIZED_OP", "torchao::", "with int4 weights in groups of a multiple of 32"],
     ),
     **{
-        f"quantized activations within a branch, {recipe}": (
-            Chosen(FOUR_BITS), (WIDE,), mended, (WIDE,),
+        f"quantized activations within a {kind}, {recipe}": (
+            Chosen(FOUR_BITS, kind), (WIDE,), mended, (WIDE,),
             None,
-            ["UNSUPPORTED_QUANTIZED_OP", "torchao::", "test_remedies.py:", "torch.where(c, self.a(x), y)", "Int8WeightOnly"],
+            [
+                "UNSUPPORTED_QUANTIZED_OP", "torchao::", "test_remedies.py:", "torch.where(c, self.a(x), y)",
+                "torch.stack([self.a(v[None])[0] for v in x.unbind()])", "Int8WeightOnlyConfig",
+            ],
         )
+        for kind in ("cond", "map", "scan")
         for recipe, mended in (
-            ("xnnpack", Chosen(FOUR_BITS, is_outside=True)), ("weights, xnnpack", Chosen(Int8WeightOnlyConfig())),
-            ("weights, portable", Chosen(Int8WeightOnlyConfig())),
+            ("xnnpack", Chosen(FOUR_BITS, kind, is_outside=True)),
+            ("weights, xnnpack", Chosen(Int8WeightOnlyConfig(), kind)),
+            ("weights, portable", Chosen(Int8WeightOnlyConfig(), kind)),
         )
     },
     **{
