@@ -395,7 +395,8 @@ def _judge_executions(
     if not differing:
         return last
     names = ((reference[index].name if reference else "") or str(index) for index in differing)
-    checked.warn("EXECUTIONS_DIFFER", executions.describe(method, _where(trial), names))
+    sentence = executions.describe(method, _where(trial), names, original, delegates=bool(program.backends.get(method)))
+    checked.warn("EXECUTIONS_DIFFER", sentence)
     return executions.choose_worse(reference, first, last) if reference else last
 
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
+from etfarm.server.compile.program.descriptions import describe_node
+from etfarm.server.compile.program.places import all_nodes
 from etfarm.server.graphs import differences
 from etfarm.server.graphs.differences import Difference
+from etfarm.server.graphs.views import name_of
 from etfarm.wire.tensors import Value
+
+_UNWRITTEN: Final = re.compile(r"(new_)?empty")
+"""Operators that make tensors of what is in memory."""
 
 
 def find_differing(first: Sequence[Value], second: Sequence[Value]) -> dict[int, Difference]:
@@ -30,10 +38,23 @@ def choose_worse(expected: Sequence[Value], first: Sequence[Value], second: Sequ
     return [max(pair, key=lambda actual, index=index: distance(index, actual)) for index, pair in pairs]  # type: ignore[misc]
 
 
-def describe(method: str, where: str, names: Iterable[str]) -> str:
-    """Return the warning of outputs that differ between the executions of a method without state."""
+def describe(method: str, where: str, names: Iterable[str], program: Any, *, delegates: bool) -> str:
+    """Return the warning of outputs that differ between the executions of a method without state.
+
+    Args:
+        program: the exported program.
+        delegates: whether a backend runs a part of the method.
+    """
+    nodes = [node for node in all_nodes(program) if node.op == "call_function" and _UNWRITTEN.match(name_of(node))]
+    if nodes:
+        shown = "; ".join(dict.fromkeys(map(describe_node, nodes)))
+        remedy = f"Make tensors with torch.zeros in place of torch.empty and the like: {shown}."
+    elif delegates:
+        remedy = "Compile with another recipe, such as portable, or export with fixed sizes if it has dynamic dims."
+    else:
+        remedy = "Export with fixed sizes if it has dynamic dims; else report it to ExecuTorch."
     return (
         f"{method} writes to no state, and yet a second execution on the server{where} gives another {', '.join(names)}: an "
         "operator or a backend reads what it has not written, so that later outputs may be wrong even where the first are right. "
-        "Export it with fixed sizes if it has dynamic dims, or compile with another recipe, such as portable."
+        f"{remedy}"
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 pytest.importorskip("executorch")
 
-from etfarm.server.compile.verify import checks, reference, trials  # noqa: E402 - needs torch
+from etfarm.server.compile.verify import checks, executions, reference, trials  # noqa: E402 - needs torch
 from etfarm.server.compile.verify.reference import ReferenceFailed  # noqa: E402
 from etfarm.server.graphs import differences  # noqa: E402
 from etfarm.server.workers.pool import Workers  # noqa: E402
@@ -22,6 +24,8 @@ from etfarm.wire.shared_state import written_buffers  # noqa: E402
 from etfarm.wire.tensors import Scalar, Tensor  # noqa: E402
 from tests.support import checking, models  # noqa: E402
 from tests.support.checking import CheckRequest  # noqa: E402
+from tests.support.compiling import compiled  # noqa: E402
+from tests.support.exports import Unwritten  # noqa: E402
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow(reason="each test compiles in a child")]
 
@@ -62,7 +66,45 @@ async def test_executions_that_differ_without_state_are_named_and_the_worse_coun
     assert codes(result) == ["EXECUTIONS_DIFFER", "OUTPUTS_DIFFER"]
     message = "forward writes to no state, and yet a second execution on the server gives another "
     assert result["warnings"][0]["message"].startswith(message)
+    assert "Compile with another recipe, such as portable, or" in result["warnings"][0]["message"]
     assert result["checks"][0]["outputs"][0]["max_abs_error"] > 0.05, "the first execution is right"
+
+
+@in_children
+async def test_executions_with_the_recipe_portable_do_not_differ(workers: Workers, tmp_path: Path) -> None:
+    import torchao.quantization.pt2e.quantize_pt2e  # noqa: F401 - registers quantized operators
+
+    inputs = (torch.zeros(1, 2, 4, 4),)
+    answer = await compiled(workers, tmp_path, lambda: torch.export.export(Unwritten(), inputs), "portable")
+    assert answer.codes == []
+    assert all(output["sqnr_db"] > 100 for check in answer.result["checks"] for output in check["outputs"])
+
+
+class Filled(torch.nn.Module):
+    """Sums a tensor of which one row is written."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: Any) -> Any:
+        y = self.make(4, 4)
+        y[0] = x
+        return y.sum(0)
+
+
+@in_children
+async def test_what_is_made_without_values_is_named_where_executions_differ(workers: Workers, tmp_path: Path) -> None:
+    def exported(make: Callable[..., Any]) -> Any:
+        return torch.export.export(Filled(make), (torch.ones(4),))
+
+    sentence = executions.describe("forward", "", ["0"], exported(torch.empty), delegates=True)
+    assert "torch.zeros in place of torch.empty" in sentence and "aten::empty at " in sentence and "self.make(4, 4)" in sentence
+    for delegates in (True, False):
+        sentence = executions.describe("forward", "", ["0"], exported(torch.zeros), delegates=delegates)
+        assert "torch.empty" not in sentence and ("portable" in sentence) == delegates
+    answer = await compiled(workers, tmp_path, lambda: exported(torch.zeros), "portable")
+    assert answer.codes == []
 
 
 @in_children
