@@ -177,21 +177,21 @@ def _as_cat(node: Any) -> tuple[Any, int] | None:
     values = torch.fx.node.map_arg(node.args, lambda each: each.meta["val"])
     with calls:
         node.target(*values, **node.kwargs)
-    match calls.made:
+    match calls.recorded:
         case [(target, (operands, *dim))] if target is _CAT and list(map(id, operands)) == list(map(id, values[0])):
             return node.args[0], *(dim or (0,))
     return None
 
 
-class _Calls(TorchDispatchMode):
+class _Calls(TorchDispatchMode):  # type: ignore[misc]
     """The operators that are computed inside, with their arguments."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[tuple[Any, Any]] = []
+        self.recorded: list[tuple[Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.made.append((func, args))
+        self.recorded.append((func, args))
         return func(*args, **(kwargs or {}))
 
 
