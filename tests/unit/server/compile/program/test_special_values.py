@@ -109,6 +109,9 @@ ROOT: Final = Function(lambda x: torch.where(torch.rsqrt(x) == float("inf"), 0, 
 NAN, INF = torch.nan, torch.inf
 IMAGE: Final = torch.rand(1, 1, 4, 4)
 BAD: Final = IMAGE.index_fill(3, torch.tensor([1]), 100.0)
+INNER: Final = torch.where(torch.eye(4) * torch.tensor([0, 0, 1, 0]) > 0, 100.0, IMAGE)
+BELOW: Final = IMAGE.index_fill(2, torch.tensor([3]), 100.0)
+LARGEST: Final = torch.finfo(torch.float32).max
 
 
 def pooled(x: Any, *, is_before: bool) -> Any:
@@ -116,6 +119,10 @@ def pooled(x: Any, *, is_before: bool) -> Any:
     if is_before:
         return F.max_pool2d(x.masked_fill(bad, NAN), 2)
     return torch.where(F.max_pool2d(bad.float(), 2) > 0, NAN, F.max_pool2d(x, 2))
+
+
+def resized(x: Any) -> Any:
+    return F.interpolate(x, scale_factor=2, mode="bilinear")
 
 
 def without_huge(x: Any, number: Any) -> Any:
@@ -180,6 +187,44 @@ CASES: Final = {
         lambda x: torch.isnan(F.max_pool2d(x, 2)) * 2.0, lambda x: (F.max_pool2d(torch.isnan(x).float(), 2) > 0) * 2.0,
         IMAGE, BAD.masked_fill(BAD > 90, NAN), "look for it before",
     ),
+    "a root of the largest number": (
+        lambda x: x.masked_fill(x > 90, LARGEST).sqrt(), lambda x: x.masked_fill(x > 90, LARGEST).pow(0.5), IMAGE, BAD,
+        "x.pow(0.5)",
+    ),
+    "log of the largest number": (
+        lambda x: (x.masked_fill(x > 90, LARGEST).log() > 90) * 1.0, lambda x: (x.masked_fill(x > 90, 1e38).log() > 90) * 1.0,
+        IMAGE + 0.1, BAD + 0.1, "1e38 for torch.finfo(torch.float32).max",
+    ),
+    "sin of a large number": (
+        lambda x: torch.sin(x + (x > 90).float() * 1.7e9), lambda x: torch.sin((x + (x > 90).float() * 1.7e9).double()).float(),
+        IMAGE, BAD, "aten::sin at ",
+    ),
+    "GLU": (
+        lambda x: F.glu(x.masked_fill(x > 90, -1e30), 2), lambda x: F.glu(x.masked_fill(x > 90, -1e4), 2), IMAGE, BELOW, "::glu",
+    ),
+    "log of a tiny number": (
+        lambda x: (x + 1e-45).log().log_softmax(2), lambda x: (x + 1e-37).log().log_softmax(2),
+        IMAGE + 0.1, torch.zeros(1, 1, 4, 4), "1e-37 for 1e-45",
+    ),
+    "log of a tiny bound": (
+        lambda x: torch.isfinite(x.clamp(min=1e-40).log()) * 1.0, lambda x: torch.isfinite(x.clamp(min=1e-37).log()) * 1.0,
+        IMAGE + 0.1, torch.zeros(1, 1, 4, 4), "aten::log at ",
+    ),
+    "a root of a tiny number": (
+        lambda x: torch.isnan((x.abs() + 1e-40).rsqrt()) * 1.0, lambda x: torch.isnan((x.abs() + 1e-37).rsqrt()) * 1.0,
+        IMAGE + 0.1, torch.zeros(1, 1, 4, 4), "aten::rsqrt at ",
+    ),
+    "a division by a tiny number": (
+        lambda x: x / (x.abs() + 1e-40), lambda x: x / (x.abs() + 1e-37), IMAGE + 0.1, torch.zeros(1, 1, 4, 4), "aten::div at ",
+    ),
+    "max of NaN": (
+        lambda x: torch.max(x.masked_fill(x > 90, NAN), x * 0), lambda x: torch.max(x, x * 0).masked_fill(x > 90, NAN),
+        IMAGE, BAD, "aten::max at ",
+    ),
+    "an infinity that is interpolated": (
+        lambda x: resized(x.masked_fill(x > 90, -INF)), lambda x: torch.where(resized((x > 90).float()) > 0, -INF, resized(x)),
+        IMAGE, INNER, "aten::upsample_bilinear2d at ",
+    ),
 }  # fmt: skip
 
 
@@ -204,7 +249,24 @@ async def test_a_remedy_is_right_where_the_warning_applies(workers: Workers, tmp
 
 DELEGATED: Final = [
     OperatorDelegation(op=f"aten_{name}_default", delegated=1)
-    for name in ("sigmoid", "exp", "sqrt", "rsqrt", "maximum", "minimum", "max_pool2d", "avg_pool2d")
+    for name in (
+        "sigmoid",
+        "exp",
+        "sqrt",
+        "rsqrt",
+        "maximum",
+        "minimum",
+        "max_pool2d",
+        "avg_pool2d",
+        "add",
+        "clamp",
+        "mul",
+        "div",
+        "log",
+        "sin",
+        "cos",
+        "upsample_bilinear2d",
+    )
 ]
 
 
@@ -221,6 +283,11 @@ DELEGATED: Final = [
         Function(lambda x: x.masked_fill(x > 90, -INF).exp().sqrt()),
         Function(lambda x: torch.nan_to_num(x).exp()),
         Function(lambda x: torch.rsqrt(x) * (x > 0)),
+        Function(lambda x: torch.sin(x * 1e4) + torch.cos(x.masked_fill(x > 90, -1e9).softmax(-1))),
+        Function(lambda x: (x + torch.finfo(torch.float32).tiny).log() / (x.clamp(min=1e-12) + 1e-30)),
+        Function(lambda x: (x * 1e-40 + 1.0).log() + (x + 1e-45) / (x + 2.0) + (x + 1e-45) * 3.0),
+        Function(lambda x: F.interpolate(x, scale_factor=2, mode="bilinear").masked_fill(x.max() > 90, -INF)),
+        Function(lambda x: x.masked_fill(x > 90, NAN).max(-1)[0] + x.masked_fill(x > 90, NAN).clamp(min=0.0)[..., 0]),
     ],
 )
 def test_ordinary_models_get_no_alarm(model: nn.Module) -> None:
