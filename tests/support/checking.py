@@ -158,6 +158,20 @@ class Classes(nn.Module):
         return (scores * 1.1 + 30).argmax(-1)
 
 
+class Chosen(nn.Module):
+    """What scores of long sums choose: the best class, and features of the best pixels."""
+
+    def __init__(self, sign: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 4096), nn.Linear(4096, 300)
+        self.sign = sign
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.sign * self.second(torch.relu(self.first(x)))
+        return scores.argmax(-1), x[scores[:, 0].topk(16).indices] * self.sign
+
+
 class Picks(nn.Module):
     """Indices into an input: the smallest input has none of them."""
 
@@ -181,6 +195,11 @@ def classes(sign: float = 1.0, *, wide: bool = False) -> Any:
     return torch.export.export(Classes(sign, wide=wide), (pixels,))
 
 
+def chosen(sign: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Any:
+    pixels = torch.randn(256, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return torch.export.export(Chosen(sign).to(dtype), (pixels,))
+
+
 def _in_steps(function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     shapes = {"x": {0: Dim.AUTO(min=3, max=63)}}
     return torch.export.export(Function(function), (torch.randn(8, 2),), dynamic_shapes=shapes)
@@ -199,6 +218,8 @@ VARIANTS: Mapping[str, Callable[[], Any]] = {
     "unwritten": lambda: torch.export.export(Unwritten(), (torch.zeros(1, 2, 4, 4),)),
     "wide_classes": lambda: classes(wide=True),
     "negative_classes": lambda: classes(-1.0),
+    "negative_chosen": lambda: chosen(-1.0),
+    "chosen_in_float32": lambda: chosen(dtype=torch.float32),
     # Other outputs each time.
     "random": lambda: torch.export.export(Function(lambda x: x + torch.rand(4)), (torch.zeros(4),)),
     # `dynamic`, and more of it.

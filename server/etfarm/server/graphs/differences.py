@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -141,16 +141,34 @@ def is_chance(output: Difference, chance: Difference | None) -> bool:
     return output.judged_db > chance.judged_db - _BEYOND_CHANCE_DB
 
 
-def is_choice(output: Difference, expected: Value, runs: Iterable[Value]) -> bool:
-    """Return whether about as many integers differ as of the model itself with other rounding.
+def find_choices(
+    outputs: Mapping[int, Difference], expected: Mapping[int, Value], runs: Iterable[Sequence[Value]]
+) -> frozenset[int]:
+    """Return which outputs differ about as much as those of the model itself with other rounding, as where scores are near ties.
 
     Args:
-        runs: the output in such runs, see `rounding.run_in_half`.
+        outputs: the differences by the outputs' indices.
+        expected: what the model gives, likewise.
+        runs: all outputs in such runs, see `rounding.run_in_half`; no more are taken than needed.
     """
-    if output.wrong or output.unlike or not output.report.HasField("equal_share"):
+    choices: set[int] = set()
+    open_ = {index for index, output in outputs.items() if not (output.wrong or output.unlike or output.other_dtype)}
+    for run in runs if open_ else ():
+        for index in open_ - choices:
+            if _is_as_near(outputs[index].report, difference("", expected[index], run[index]).report):
+                choices.add(index)
+        if choices == open_:
+            break
+    return frozenset(choices)
+
+
+def _is_as_near(report: OutputCheck, run: OutputCheck) -> bool:
+    """Return whether an output is hardly further from the model's than that of another run."""
+    if report.HasField("equal_share"):
+        return 1 - report.equal_share <= _BEYOND_ROUNDING * (1 - run.equal_share)
+    if not (report.HasField("sqnr_db") and run.HasField("sqnr_db")):
         return False
-    least_share = min((difference("", expected, run).report.equal_share for run in runs), default=1.0)
-    return 1 - output.report.equal_share <= _BEYOND_ROUNDING * (1 - least_share)
+    return report.sqnr_db >= run.sqnr_db - 20 * math.log10(_BEYOND_ROUNDING)
 
 
 def difference(name: str, expected: Value, actual: Value) -> Difference:

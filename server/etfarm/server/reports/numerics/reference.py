@@ -98,10 +98,10 @@ def run(program: ExportedProgram, samples: Iterable[Sequence[Value]]) -> Iterato
         yield outputs
 
 
-def run_in_half(program: ExportedProgram, inputs: Path, *, float32: bool) -> list[list[Value]]:
-    """Return the outputs of runs with other rounding in half precision, as `rounding.run_in_half`."""
-    runs = rounding.run_in_half(program, read_inputs(inputs), float32=float32)
-    return [[from_torch(str(index), leaf) for index, leaf in enumerate(run)] for run in runs]
+def run_in_half(program: ExportedProgram, inputs: Path, *, float32: bool) -> Iterator[list[Value]]:
+    """Yield the outputs of runs with other rounding in half precision, as `rounding.run_in_half`."""
+    for run in rounding.run_in_half(program, read_inputs(inputs), float32=float32):
+        yield [from_torch(str(index), leaf) for index, leaf in enumerate(run)]
 
 
 def run_nodes(program: ExportedProgram, inputs: Sequence[Value], observe: Observe) -> None:

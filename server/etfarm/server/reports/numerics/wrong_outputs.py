@@ -56,9 +56,10 @@ def describe(
     for index in list(problems):
         if differences.is_chance(compared[index], _find_chance(outputs[index][1][0][0], again[index])):
             del problems[index]
-    runs = [] if quantized or not any(_is_of_integers(compared[index]) for index in problems) else list(round_in_half(in_half))
-    for index in list(problems):
-        if differences.is_choice(compared[index], outputs[index][1][0][0], (run[index] for run in runs)):
+    if problems and not quantized:
+        wrong = {index: compared[index] for index in problems}
+        first = {index: outputs[index][1][0][0] for index in problems}
+        for index in differences.find_choices(wrong, first, round_in_half(in_half)):
             del problems[index]
     if not problems:
         return ""
@@ -66,10 +67,6 @@ def describe(
     listed = "; ".join(list(problems.values())[:_NAMED])
     remedy = _QUANTIZED_REMEDY if quantized else differences.advise_floats(delegates=bool(backends))
     return f"On the device, {method} is far from the model: {listed}{more}. {remedy}"
-
-
-def _is_of_integers(output: Difference) -> bool:
-    return output.report.HasField("equal_share")
 
 
 def _in_half_precision(output: Difference) -> Difference:

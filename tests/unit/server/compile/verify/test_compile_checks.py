@@ -231,6 +231,19 @@ async def test_classes_that_half_precision_decides_by_chance_are_not_blamed(work
 
 
 @in_children
+async def test_what_sums_of_half_precision_choose_is_not_blamed_and_float32_is_compared(workers: Workers) -> None:
+    result = await checked(workers, "chosen", portable=True)
+    of_classes, of_pixels = result["checks"][0]["outputs"]
+    assert of_classes["equal_share"] < differences.EQUAL_SHARE and of_pixels["sqnr_db"] < 20
+    (warning,) = result["warnings"]
+    assert warning["code"] == "NOT_COMPARED" and "decides 1, as where" in warning["message"]
+    assert "compile the model in float32" in warning["message"]
+    assert codes(await checked(workers, "chosen_in_float32", portable=True)) == []
+    wrong = await checked(workers, "chosen", lowered="negative_chosen", portable=True)
+    assert "OUTPUTS_DIFFER" in codes(wrong)
+
+
+@in_children
 async def test_a_tensor_that_is_returned_twice_is_listed_twice(workers: Workers) -> None:
     result = await checked(workers, "twice", lowered="negative_twice", portable=True)
     assert codes(result) == ["OUTPUTS_DIFFER"]
