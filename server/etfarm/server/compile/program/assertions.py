@@ -44,6 +44,8 @@ def describe(program: Any, method: str) -> str:
     names, ranges = _names(program), IntegerRanges(program)
     for node in all_nodes(program):
         name = getattr(node.target, "_schema", None) and node.target._schema.name.partition("::")[2]
+        if name in _ON_TENSORS and ranges.of(node.args[0]) == (1, 1):
+            continue
         if name in _ON_TENSORS or (name in _ON_NUMBERS and not _always_holds(program, node.args[0])):
             place, condition = _describe(node, names)
             conditions.setdefault(place, []).append(condition)

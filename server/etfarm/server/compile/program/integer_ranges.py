@@ -1,4 +1,7 @@
-"""The values that integers of an exported program may have, as far as its operators bound them: a counter is never negative."""
+"""The values that numbers of an exported program may have, as far as its operators bound them: a counter is never negative.
+
+Floats count as far as integers come from them, such as `(x.sigmoid() * 4).long()`; NaN, which is no integer, does not.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,12 @@ Range = tuple[float, float]
 ALL: Final[Range] = (-inf, inf)
 _MAX_PASSES: Final = 4
 """Number of passes over the graph after which a bound that still moves, such as a counter's, is taken for none."""
+_ROUNDED: Final = 2.0**-16
+"""How far bounds of floats may be off by rounding, relative to them."""
 _FIRST: Final = frozenset(
-    {"embedding", "gather", "index", "index_select", "take", "take_along_dim", "repeat", "roll", "flip", "amax", "amin"}
-)
+    {"embedding", "gather", "index", "index_select", "take", "take_along_dim", "repeat", "roll", "flip", "amax", "amin",
+     "lift_fresh_copy", "any", "all"}
+)  # fmt: skip
 """Operators that give values of their first argument; with VIEWS."""
 _INDICES: Final = frozenset({"argmax", "argmin", "argsort"})
 _WITH_INDICES: Final = frozenset({"max", "min", "topk", "sort", "kthvalue", "median", "mode"})
@@ -82,22 +88,40 @@ class IntegerRanges:
             return (0, inf) if name_of(node) == "sym_size" else ALL
         if node.target is operator.getitem and name_of(node.args[0]) in _WITH_INDICES and node.args[1] == 1:
             return _along(node.args[0])
-        if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex():
+        if not isinstance(value, torch.Tensor) or value.is_complex():
             return ALL
-        limits = (0, 1) if value.dtype == torch.bool else (0, inf) if not value.dtype.is_signed else ALL
         own = self._held[node][1] if node in self._held else self._of_operator(node)
-        return _both(limits, _either(own, self._written[node]) if node in self._written else own)
+        if node in self._written:
+            own = _either(own, self._written[node])
+        if math.isnan(own[0]) or math.isnan(own[1]):  # of infinities that cancel
+            own = ALL
+        if value.is_floating_point():
+            return own
+        low, high = limits = _limits(value.dtype)
+        return own if low <= own[0] and own[1] <= high else limits
 
     def _of_operator(self, node: Any) -> Range:
         name, arguments = name_of(node).rstrip("_"), [self.of(each) for each in node.args]
         if node.op != "call_function" or node.kwargs.get("alpha", 1) != 1:
             return ALL
+        is_of_integers = _is_of_integers(node)
         if name in VIEWS or name in _FIRST:
-            return arguments[0] if _is_of_integers(node.args[0]) else ALL
+            return _truncated(arguments[0]) if is_of_integers and not _is_of_integers(node.args[0]) else arguments[0]
+        if name in ("sum", "count_nonzero"):
+            return _sum(node, arguments[0] if name == "sum" else (0, 1))
         if name in _OF_ONE:
             return _OF_ONE[name](*arguments[0])
-        if name in _OF_TWO:
+        if name in _OF_FLOATS and not is_of_integers:
+            return _OF_FLOATS[name](*arguments[0])
+        if (name := OF_TENSORS.get(str(node.target), name)) in _OF_TWO:
             return _OF_TWO[name](*arguments[:2])
+        if is_of_integers and name in _OF_INTEGERS:
+            return _OF_INTEGERS[name](*arguments[:2])
+        if name == "div" and is_of_integers and node.kwargs.get("rounding_mode"):
+            return _quotient(*arguments[:2])
+        if name == "hardtanh":
+            low, high = [*node.args[1:], *(-1.0, 1.0)[len(node.args) - 1 :]]
+            return _within(arguments[0], low, high)
         if name in _WRITING and len(arguments) > max(_WRITING[name]) and not (name == "index_put" and True in node.args[3:]):
             first, second = _WRITING[name]
             return _either(arguments[first], arguments[second])
@@ -107,10 +131,10 @@ class IntegerRanges:
             bounds = [*node.args[1:], *[None] * (3 - len(node.args))]
             low, high = (node.kwargs.get(key, bound) for key, bound in zip(("min", "max"), bounds, strict=True))
             low, high = -inf if low is None else self.of(low)[0], inf if high is None else self.of(high)[1]
-            return min(max(arguments[0][0], low), high), max(min(arguments[0][1], high), low)
+            return _within(arguments[0], low, high)
         if name == "arange":
             start, end = (0, arguments[0][1]) if len(arguments) == 1 else (arguments[0][0], arguments[1][1])
-            return (start, end - 1) if len(arguments) < 3 else ALL
+            return (start, end - 1) if is_of_integers and (len(arguments) < 3 or arguments[2][0] > 0) else ALL
         if name in _FILLED_AT and len(arguments) > _FILLED_AT[name]:
             return arguments[_FILLED_AT[name]]
         if name in _CONSTANT:
@@ -156,10 +180,6 @@ def _along(node: Any) -> Range:
     return 0, size - 1 if isinstance(size, int) else inf
 
 
-def _both(one: Range, other: Range) -> Range:
-    return max(one[0], other[0]), min(one[1], other[1])
-
-
 def _either(one: Range, other: Range) -> Range:
     return min(one[0], other[0]), max(one[1], other[1])
 
@@ -167,6 +187,43 @@ def _either(one: Range, other: Range) -> Range:
 def _union(ranges: Any) -> Range:
     lows, highs = zip(*ranges, strict=True)
     return min(lows), max(highs)
+
+
+def _limits(dtype: torch.dtype) -> Range:
+    """Return the values of a dtype of integers that may be what a program computes with: of a wide one, all."""
+    if dtype == torch.bool:
+        return 0, 1
+    if dtype.itemsize > 2:
+        return (-inf if dtype.is_signed else 0), inf
+    limits = torch.iinfo(dtype)
+    return limits.min, limits.max
+
+
+def _within(values: Range, low: float, high: float) -> Range:
+    return min(max(values[0], low), high), max(min(values[1], high), low)
+
+
+def _truncated(values: Range) -> Range:
+    """Return the integers that floats become, whose bounds may be off by rounding."""
+    low, high = values[0] - abs(values[0]) * _ROUNDED, values[1] + abs(values[1]) * _ROUNDED
+    return math.trunc(low) if math.isfinite(low) else low, math.trunc(high) if math.isfinite(high) else high
+
+
+def _rounded(low: float, high: float) -> Range:
+    """Return the whole numbers around a range."""
+    return math.floor(low) if math.isfinite(low) else low, math.ceil(high) if math.isfinite(high) else high
+
+
+def _sum(node: Any, values: Range) -> Range:
+    """Return the range of a sum of values."""
+    sizes = [tensor.numel() for tensor in (node.args[0].meta["val"], node.meta["val"])]
+    is_known = all(isinstance(size, int) for size in sizes) and sizes[1]
+    terms = sizes[0] / sizes[1] if is_known else inf
+    return _product(values, (terms, terms)) if is_known else (0 if values[0] >= 0 else -inf, inf if values[1] > 0 else 0)
+
+
+def _compare(is_true: bool, is_false: bool) -> Range:
+    return (1, 1) if is_true else (0, 0) if is_false else (0, 1)
 
 
 def _without_moving(before: Range | None, after: Range) -> Range:
@@ -186,22 +243,58 @@ def _remainder(dividend: Range, divisor: Range) -> Range:
     return max(dividend[0], -largest) if dividend[0] < 0 else 0, min(max(dividend[1], 0), largest)
 
 
+def _quotient(dividend: Range, divisor: Range) -> Range:
+    if dividend[0] < 0 or divisor[0] < 1:
+        return ALL
+    return 0, dividend[1] // divisor[0] if math.isfinite(dividend[1]) else inf
+
+
+def _common_bits(one: Range, other: Range) -> Range:
+    """Return the range of the bits that integers have in common with others: of one that is not negative, some."""
+    bounds = [high for low, high in (one, other) if low >= 0]
+    return (0, min(bounds)) if bounds else ALL
+
+
 _OF_ONE: Final[Mapping[str, Callable[[float, float], Range]]] = {
     "neg": lambda low, high: (-high, -low),
     "abs": lambda low, high: (0, max(-low, high)),
     "square": lambda low, high: (0, inf),
-    **dict.fromkeys(("sum", "cumsum", "prod"), lambda low, high: (0 if low >= 0 else -inf, inf)),
+    **dict.fromkeys(("cumsum", "prod"), lambda low, high: (0 if low >= 0 else -inf, inf)),
+    "relu": lambda low, high: (max(low, 0), max(high, 0)),
+    "logical_not": lambda low, high: _compare(low == high == 0, low > 0 or high < 0),
 }
+_OF_FLOATS: Final[Mapping[str, Callable[[float, float], Range]]] = {
+    **dict.fromkeys(("sigmoid", "softmax", "_softmax", "hardsigmoid"), lambda low, high: (0, 1)),
+    **dict.fromkeys(("tanh", "sin", "cos", "erf"), lambda low, high: (-1, 1)),
+    **dict.fromkeys(("floor", "ceil", "round", "trunc"), lambda low, high: _rounded(low, high)),
+}
+"""Operators that are bounded or rounded, by the range of their argument."""
 _OF_TWO: Final[Mapping[str, Callable[[Range, Range], Range]]] = {
     "add": lambda one, other: (one[0] + other[0], one[1] + other[1]),
     "sub": lambda one, other: (one[0] - other[1], one[1] - other[0]),
     "mul": _product,
-    "remainder": _remainder,
-    "fmod": _remainder,
-    "floor_divide": lambda one, other: (0, one[1]) if one[0] >= 0 and other[0] >= 1 else ALL,
+    "ge": lambda one, other: _compare(one[0] >= other[1], one[1] < other[0]),
+    "gt": lambda one, other: _compare(one[0] > other[1], one[1] <= other[0]),
+    "le": lambda one, other: _compare(one[1] <= other[0], one[0] > other[1]),
+    "lt": lambda one, other: _compare(one[1] < other[0], one[0] >= other[1]),
     "minimum": lambda one, other: (min(one[0], other[0]), min(one[1], other[1])),
     "maximum": lambda one, other: (max(one[0], other[0]), max(one[1], other[1])),
     "clamp_min": lambda one, low: (max(one[0], low[0]), max(one[1], low[1])),
     "clamp_max": lambda one, high: (min(one[0], high[0]), min(one[1], high[1])),
 }
 """The ranges of operators' results by those of their first arguments."""
+OF_TENSORS: Final = {
+    "aten.max.other": "maximum", "aten.min.other": "minimum", "aten.__and__.Scalar": "bitwise_and",
+    "aten.__and__.Tensor": "bitwise_and", "aten.__rshift__.Scalar": "shift", "aten.__rshift__.Tensor": "shift",
+}  # fmt: skip
+"""Other names of operators on two tensors."""
+_OF_INTEGERS: Final[Mapping[str, Callable[[Range, Range], Range]]] = {
+    "remainder": _remainder,
+    "fmod": _remainder,
+    "floor_divide": _quotient,
+    "bitwise_and": _common_bits,
+    **dict.fromkeys(
+        ("shift", "bitwise_right_shift"), lambda one, by: _quotient(one, (2.0 ** by[0], inf)) if 0 <= by[0] < 64 else ALL
+    ),
+}
+"""The same of operators of integers only."""

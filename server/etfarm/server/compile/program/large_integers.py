@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import Any, Final
 
@@ -9,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from etfarm.server.compile.program.descriptions import describe_node, list_first
+from etfarm.server.compile.program.integer_ranges import OF_TENSORS, IntegerRanges
 from etfarm.server.compile.program.places import all_nodes
 from etfarm.server.compile.program.values import input_names
 from etfarm.server.graphs.views import name_of
@@ -31,11 +33,13 @@ _INSTEAD: Final = {
 }
 """What is inexact, and what works instead."""
 _BOUNDING: Final = frozenset({
-    "arange", "argmax", "argmin", "argsort", "bincount", "bitwise_and", "bucketize", "empty_like", "fmod", "full", "full_like",
+    "arange", "argmax", "argmin", "argsort", "bincount", "bucketize", "empty_like", "fmod", "full", "full_like",
     "new_empty", "new_full", "new_ones", "new_zeros", "nonzero", "one_hot", "ones", "ones_like", "randint", "remainder",
     "searchsorted", "sign", "topk", "zeros", "zeros_like",
 })  # fmt: skip
 """Operators whose integers are indices, counts, remainders or constants, which are small."""
+_SMALL: Final = 2**24
+"""Integers up to this are small, if they are not more."""
 _UPPER_BOUND_AT: Final = {"clamp": 2, "clamp_max": 1, "clip": 2, "minimum": 1}
 """The argument of operators that is an upper bound of their values."""
 INDICES_AT: Final = {
@@ -81,21 +85,22 @@ def _find_large(program: Any) -> set[Any]:
     leaves = pytree.tree_leaves(program.example_inputs) if program.example_inputs else [None] * len(names)
     inputs = {name for name, leaf in zip(names, leaves, strict=True) if not _is_mask(leaf)}
     large: set[Any] = set()
+    ranges = IntegerRanges(program)
     for node in program.graph.nodes:
-        if getattr(node.meta.get("val"), "dtype", None) in _WIDE and (node.name in inputs or _is_large(node, large)):
+        if getattr(node.meta.get("val"), "dtype", None) in _WIDE and (node.name in inputs or _is_large(node, large, ranges)):
             large.add(node)
     return large
 
 
-def _is_large(node: Any, large: set[Any]) -> bool:
+def _is_large(node: Any, large: set[Any], ranges: IntegerRanges) -> bool:
     """Return whether an operator may give large integers, of operands of which some are."""
-    name = name_of(node).rstrip("_")
-    if node.op == "placeholder" or name in _BOUNDING:
+    name = OF_TENSORS.get(str(node.target)) or name_of(node).rstrip("_")
+    if node.op == "placeholder" or name in _BOUNDING or max(map(abs, ranges.of(node))) <= _SMALL:
         return False
     arguments = dict(enumerate(node.args)) | node.kwargs
     if name in _UPPER_BOUND_AT:
         bound = arguments.get(_UPPER_BOUND_AT[name], arguments.get("max"))
-        return arguments[0] in large and (bound is None or bound in large)
+        return arguments[0] in large and (bound is None or bound in large or _SMALL < ranges.of(bound)[1] < math.inf)
     arguments.pop(INDICES_AT.get(name), None)
     return not large.isdisjoint(pytree.tree_leaves(arguments))
 

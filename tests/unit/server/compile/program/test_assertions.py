@@ -11,9 +11,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from etfarm.server.compile.program import assertions  # noqa: E402
+from tests.support.exports import Function  # noqa: E402
 
 
 class Asserts(nn.Module):
@@ -151,6 +153,52 @@ class Bounded(nn.Module):
 def test_indices_that_operators_bound_are_not_named() -> None:
     inputs = torch.rand(2, 5), torch.tensor([1, 2]), torch.rand(5, 3)
     assert assertions.describe(torch.export.export(Bounded().eval(), inputs), "forward") == ""
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [
+        lambda x: (x.sigmoid() * 4).long(),
+        lambda x: ((x.tanh() + 1) * 2).round().long(),
+        lambda x: (x.softmax(-1) * 4).floor().int().long(),
+        lambda x: x.clamp(0, 4).long(),
+        lambda x: F.hardtanh(x, 0.0, 4.0).long(),
+        lambda x: (x.unsqueeze(-1) > torch.arange(4.0)).sum(-1),
+        lambda x: x.long().abs().clamp(max=4),
+        lambda x: torch.min(torch.max(x.long(), torch.tensor(0)), torch.tensor(4)),
+        lambda x: x.long() & 3,
+        lambda x: (x.long() & 31) >> 3,
+        lambda x: torch.div(x.long() & 15, 4, rounding_mode="floor"),
+        lambda x: (x.long() & 15) // 4,
+        lambda x: torch.tensor([0, 4]),
+        lambda x: x.argmax(-1),
+    ],
+)
+@pytest.mark.parametrize("is_decomposed", [False, True])
+def test_classes_that_are_in_range_are_not_named(indices: Callable[[Tensor], Tensor], is_decomposed: bool) -> None:
+    program = torch.export.export(Function(lambda x: F.one_hot(indices(x), 5) * x.sum().long()), (torch.rand(2, 5),))
+    assert assertions.describe(program.run_decompositions() if is_decomposed else program, "forward") == ""
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [
+        lambda x: (x.sigmoid() * 5).long(),
+        lambda x: (x.tanh() * 4).long(),
+        lambda x: F.hardtanh(x, 0.0, 5.0).long(),
+        lambda x: (x.unsqueeze(-1) > torch.arange(5.0)).sum(-1),
+        lambda x: x.long() & 7,
+        lambda x: (x.long() & 15) // 3,
+        lambda x: x.long() % 5,
+        lambda x: torch.min(x.long(), torch.tensor(4)),
+        lambda x: torch.tensor([0, 5]) * x[:, 0].long(),
+    ],
+)
+@pytest.mark.parametrize("is_decomposed", [False, True])
+def test_classes_that_may_be_outside_are_named(indices: Callable[[Tensor], Tensor], is_decomposed: bool) -> None:
+    program = torch.export.export(Function(lambda x: F.one_hot(indices(x), 5)), (torch.rand(2, 5),))
+    message = assertions.describe(program.run_decompositions() if is_decomposed else program, "forward")
+    assert ("one_hot: Class values must be" if is_decomposed else "values from 0 to 4 at ") in message
 
 
 @pytest.mark.parametrize(
