@@ -180,7 +180,7 @@ class FarValuesKept(Reviewed):
         self.kept.inputs = [name for name in self.kept.inputs if name not in others.idle]
         ranges, grown = exploration.go_on()
         if clipped := {near for near, observer in in_int8 if _is_beyond(ranges[near], observer, _MIN_CLIPPED)}:
-            self.kept.grown = [name for name in grown if exploration.reaches(name, clipped)] or grown
+            self.kept.grown = exploration.find_sources(clipped, grown)
 
     def _annotated(self) -> Iterator[tuple[int, Any]]:
         """Yield the annotated operators with the ordinal of their graph."""

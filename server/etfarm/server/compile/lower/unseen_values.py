@@ -221,10 +221,7 @@ class Exploration:
         self.buffers = [str(node.target).removeprefix(PREFIX) for node in changed if node in self._states]
 
     def go_on(self) -> tuple[Ranges, list[str]]:
-        """Return the values of calls after those of calibration, and the names of the buffers whose values become larger.
-
-        If none does, what changes may be the sign or the order of values: all of the method's own buffers are named.
-        """
+        """Return the values of calls after those of calibration, and the names of the own buffers whose values become larger."""
         ranges = Ranges()
         calls = self._state.go_on()
         buffers = {name: buffer for name, buffer in self._prepared.named_buffers() if name in self._state.own and buffer.numel()}
@@ -234,16 +231,28 @@ class Exploration:
             if self.execute(self.samples[call % len(self.samples)], [{}], ranges):
                 break
             grown |= {name: None for name, buffer in buffers.items() if magnitude(buffer) > before[name]}
-        return ranges, list(grown or buffers)
+        return ranges, list(grown)
 
-    def reaches(self, buffer: str, nodes: Collection[Any]) -> bool:
-        """Return whether values of nodes come from those of a buffer, in later calls too, not by indices or conditions."""
+    def find_sources(self, nodes: Collection[Any], grown: Sequence[str]) -> list[str]:
+        """Return the names of the method's own buffers that values of nodes come from.
+
+        Those that have grown if there are any. Of others, the sign or the order of values may be what changed; else they are
+        an index or a condition.
+        """
+        own = [name for name, buffer in self._prepared.named_buffers() if name in self._state.own and buffer.numel()]
+        for names, takes in ((grown, _takes_values), (own, _takes_values), (own, lambda user, node: True)):
+            if sources := [name for name in names if self._reaches(name, nodes, takes)]:
+                return sources
+        return []
+
+    def _reaches(self, buffer: str, nodes: Collection[Any], takes: Callable[[Any, Any], bool]) -> bool:
+        """Return whether nodes come from a buffer, in later calls too, by users that take something of their inputs."""
         pending = [node for node in self._prepared.graph.find_nodes(op="get_attr") if node.target == buffer]
         reached = set(pending)
         while pending:
             node = pending.pop()
             for user in node.users:
-                near = [user] if _takes_values(user, node) else []
+                near = [user] if takes(user, node) else []
                 if near and name_of(user) == "copy_" and user.args[0].op == "get_attr":
                     near += self._prepared.graph.find_nodes(op="get_attr", target=user.args[0].target)
                 pending += [each for each in near if each not in reached]
