@@ -58,7 +58,7 @@ from etfarm.client.export.shared_state import mark_shared
 from etfarm.client.export.size_arithmetic import must_be_whole
 from etfarm.client.export.source import ModelSource, must_be_tuple
 from etfarm.client.export.splits import find_padding, find_split, must_fit_all_sizes
-from etfarm.client.export.structures import plain_structures
+from etfarm.client.export.structures import plain_module_paths, plain_structures
 from etfarm.client.export.subclasses import is_unwrapping, make_plain
 from etfarm.client.export.traces import Place, library_place_of, make_relative, place_in, place_of, traced_graph
 from etfarm.client.export.transform import Transform
@@ -477,7 +477,7 @@ def archive_of(program: ExportedProgram) -> bytes:
 
     # A buffer has no file stem, so every archive has the same prefix; the stem of a path would be part of the bytes.
     buffer = io.BytesIO()
-    with plain_structures(program):
+    with plain_structures(program), plain_module_paths(program):
         program.example_inputs = pytree.tree_map(bare, program.example_inputs)
         torch.export.save(program, buffer)
     return buffer.getvalue()

@@ -23,6 +23,12 @@ _FIELD: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NOT_IN_GUARDS: Final = re.compile(r"[^A-Za-z0-9_.\- :/]")
 """Characters that a server does not accept in the keys of inputs, which torch writes into the code of guards."""
 
+_STACK: Final = "nn_module_stack"
+"""Key of the modules that called an operator in a node's meta."""
+
+_SEPARATORS: Final = re.compile(r"""(\[(?:\d+|'[^';,()\[\]]*'|"[^";,()\[\]]*")\])|[;,()\[\]]""")
+"""Characters of a ModuleDict's keys that torch.export.load takes for those between modules, and then fails; indices are none."""
+
 
 def to_plain(value: Any, plain_key: Callable[[Any], Any] | None = None) -> Any:
     """Return a pytree with the same leaves in tuples, lists and dicts; see `plain_spec`."""
@@ -117,6 +123,24 @@ def plain_structures(program: ExportedProgram) -> Iterator[None]:
         for signature, in_spec, out_spec in specs:
             signature.in_spec, signature.out_spec = in_spec, out_spec
         program.example_inputs, program._guards_code = examples, guards  # checked against in_spec
+
+
+@contextmanager
+def plain_module_paths(program: ExportedProgram) -> Iterator[None]:
+    """Write the modules' paths of a program's nodes without the characters that separate them in archives meanwhile."""
+    graphs = [module.graph for module in program.graph_module.modules() if hasattr(module, "graph")]
+    stacks = [(node, stack) for graph in graphs for node in graph.nodes if (stack := node.meta.get(_STACK))]
+    try:
+        for node, stack in stacks:
+            node.meta[_STACK] = {_plain_path(str(key)): (_plain_path(path), kind) for key, (path, kind) in stack.items()}
+        yield
+    finally:
+        for node, stack in stacks:
+            node.meta[_STACK] = stack
+
+
+def _plain_path(path: str) -> str:
+    return _SEPARATORS.sub(lambda found: found[1] or "_", path)
 
 
 def _plain_guards(guards: list[str], in_spec: Any) -> list[str]:

@@ -6,7 +6,7 @@ from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -120,6 +120,32 @@ def test_a_users_program_keeps_its_own_structures() -> None:
     spec, names = program.call_spec.out_spec, [node.name for node in program.graph.nodes]
     assert read_program(archive_of(program)).call_spec.out_spec.type is dict
     assert program.call_spec.out_spec == spec and [node.name for node in program.graph.nodes] == names
+
+
+KEYS: Final = [f"a{character}b" for character in map(chr, range(32, 127)) if character not in "'\".\\"]
+"""Keys of modules with all characters of ASCII but those that servers refuse with a remedy, and the dot, which torch refuses."""
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_torch_reads_programs_of_modules_with_any_keys(strict: bool) -> None:
+    class Keyed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleDict({key: torch.nn.Linear(3, 3) for key in (*KEYS, "a[0](1)", "f(a, b); c")})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers.values():
+                x = layer(x).tanh()
+            return x
+
+    model, x = Keyed().eval(), torch.randn(2, 3)
+    program = torch.export.export(model, (x,), strict=strict)
+    stacks = [node.meta.get("nn_module_stack") for node in program.graph.nodes]
+    read = read_program(archive_of(program))
+    assert torch.equal(read.module()(x), model(x)) and set(read.state_dict) == set(model.state_dict())
+    assert [node.meta.get("nn_module_stack") for node in program.graph.nodes] == stacks
+    paths = [next(reversed(node.meta["nn_module_stack"].values()))[0] for node in read.graph.nodes if node.op == "call_function"]
+    assert {"layers.a b", "layers.a_b", "layers.a:b", "layers.f_a_ b__ c"} <= set(paths)
 
 
 class Label(Enum):
