@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-from etfarm.server.compile.inspect import sizes
+from etfarm.server.compile.inspect import silent_delegates, sizes
 from etfarm.server.compile.inspect.program import ExecutionPlan, Program, TensorValue
 from etfarm.server.compile.program.toolchain import toolchain
 from etfarm.server.compile.request import InspectRequest
@@ -37,6 +37,8 @@ def inspect_pte(request: InspectRequest, folder: Path, emit: Callable[[bytes], N
     screen.screen_pte(request.pte)
     facts, program_sizes = describe(sizes.read(request.pte))
     compilation = Compilation(toolchain=toolchain(), facts=facts, sizes=program_sizes)
+    if silent := silent_delegates.describe(request.pte):
+        compilation.warnings.add(code=silent_delegates.DELEGATE_WITHOUT_OUTPUTS, message=silent)
     return child_pb2.CompileResult(compilation=compilation).SerializeToString()
 
 
