@@ -120,7 +120,7 @@ class IntegerRanges:
         if name == "div" and is_of_integers and node.kwargs.get("rounding_mode"):
             return _quotient(*arguments[:2])
         if name == "hardtanh":
-            low, high = [*node.args[1:], *(-1.0, 1.0)[len(node.args) - 1 :]]
+            low, high = (*node.args[1:], *[-1.0, 1.0][len(node.args) - 1 :])
             return _within(arguments[0], low, high)
         if name in _WRITING and len(arguments) > max(_WRITING[name]) and not (name == "index_put" and True in node.args[3:]):
             first, second = _WRITING[name]

@@ -96,9 +96,9 @@ class _Program:
         return self.folder / "outputs.ett"
 
     @property
-    def first_outputs(self) -> Path:
-        """The file with the outputs of that run's first execution, if it has two."""
-        return self.folder / "first-outputs.ett"
+    def second_outputs(self) -> Path:
+        """The file with the outputs of that run's second execution, if it has two."""
+        return self.folder / "second-outputs.ett"
 
 
 def example_files(programs: Mapping[str, Any], folder: Path) -> dict[str, str]:
@@ -334,12 +334,11 @@ def _run_reference(original: Any, trial: Trial) -> list[Value] | _Refused:
 
 
 def _start(program: _Program, method: str, trial: Trial) -> None:
-    """Start a run, with two executions unless the method writes to state or its inputs are the largest."""
+    """Start a run, with two executions unless the method writes to state, its inputs are the largest, or it takes long."""
     program.inputs.write_bytes(tensors.encode(trial.values))
-    run = Run(method, program.inputs, program.outputs)
-    if method not in program.stateful and trial.inputs != "MAX":
-        run = replace(run, after=(replace(run, outputs=program.first_outputs),))
-    program.smoke.start(program.pte, program.data, run, RUN_S * (1 + len(run.after)))
+    is_repeated = method not in program.stateful and trial.inputs != "MAX"
+    run = Run(method, program.inputs, program.outputs, program.second_outputs if is_repeated else None)
+    program.smoke.start(program.pte, program.data, run, RUN_S)
 
 
 def _finish(program: _Program, method: str, original: Any, trial: Trial) -> list[Value] | str:
@@ -379,25 +378,25 @@ def _judge_executions(
     original: Any,
     trial: Trial,
     expected: list[Value] | _Refused,
-    last: list[Value],
+    first: list[Value],
     checked: Checked,
     threads: int,
 ) -> list[Value]:
     """Warn of outputs that differ between a run's executions; return each output as of the execution that is further off."""
-    if not program.first_outputs.exists():
-        return last
-    first = tensors.decode(program.first_outputs.read_bytes())
-    program.first_outputs.unlink()
+    if not program.second_outputs.exists():
+        return first
+    last = tensors.decode(program.second_outputs.read_bytes())
+    program.second_outputs.unlink()
     differing = executions.find_differing(first, last)
-    reference = [] if isinstance(expected, _Refused) or len(expected) != len(last) else expected
+    reference = [] if isinstance(expected, _Refused) or len(expected) != len(first) else expected
     for index in find_unrepeatable(original, trial, reference, threads) if differing and reference else ():
         differing.pop(index, None)
     if not differing:
-        return last
+        return first
     names = ((reference[index].name if reference else "") or str(index) for index in differing)
     sentence = executions.describe(method, _where(trial), names, original, delegates=bool(program.backends.get(method)))
     checked.warn("EXECUTIONS_DIFFER", sentence)
-    return executions.choose_worse(reference, first, last) if reference else last
+    return executions.choose_worse(reference, first, last) if reference else first
 
 
 def _find_refusal(program: _Program, method: str, why: str) -> Refusal | None:

@@ -29,6 +29,9 @@ HOST_BACKENDS = frozenset({"XnnpackBackend"})
 MAX_DATA_FILES: Final = 1
 """Maximum number of named data files (.ptd) that executorch.runtime can load with a program."""
 
+MAX_REPEATED_S: Final = 0.5
+"""Seconds of a first execution up to which there is a second one: portable kernels take many for large models."""
+
 _CLOSE_S: Final = 5.0
 """Maximum time in seconds in which the forking process may end by itself."""
 
@@ -55,6 +58,8 @@ class Run:
     """A tensor file with flattened leaves."""
     outputs: Path
     """Path of the tensor file to write: flattened outputs, named by their positions."""
+    repeated: Path | None = None
+    """Path of the tensor file of a second execution's outputs, which is left out if the first one takes over MAX_REPEATED_S."""
     after: tuple[Run, ...] = ()
     """Runs before it in the same process, whose state it continues."""
 
@@ -124,7 +129,7 @@ class SmokeRunner:
         self._count += 1
         order = {
             "pte": str(pte), "data": [str(path) for path in (data or {}).values()],
-            "calls": [[each.method, str(each.inputs), str(each.outputs)] for each in (*run.after, run)],
+            "calls": [[each.method, str(each.inputs), str(each.outputs), str(each.repeated or "")] for each in (*run.after, run)],
             "log": str(log), "timeout_s": timeout_s,
         }  # fmt: skip
         self._started = (run, log, timeout_s)
@@ -278,13 +283,20 @@ def execute_method(order: dict[str, Any]) -> dict[str, object]:
             Path(order["pte"]), verification=Verification.InternalConsistency, data_path=next(iter(order["data"]), None)
         )
         # All before the first call, as loading gives a method's buffers their initial values.
-        methods = {name: program.load_method(name) for name, _, _ in order["calls"]}
-        for name, inputs_file, outputs_file in order["calls"]:
+        methods = {name: program.load_method(name) for name, *_ in order["calls"]}
+        for name, inputs_file, *output_files in order["calls"]:
             method = methods[name]
             assert method is not None
-            outputs = method.execute([to_leaf(value) for value in tensors.decode(Path(inputs_file).read_bytes())])
-            values = [to_value(str(index), leaf) for index, leaf in enumerate(outputs)]
-            Path(outputs_file).write_bytes(tensors.encode(values))
+            duration_s = 0.0
+            for outputs_file in filter(None, output_files):
+                if duration_s > MAX_REPEATED_S:
+                    break
+                leaves = [to_leaf(value) for value in tensors.decode(Path(inputs_file).read_bytes())]
+                started = time.monotonic()
+                outputs = method.execute(leaves)
+                duration_s = time.monotonic() - started
+                values = [to_value(str(index), leaf) for index, leaf in enumerate(outputs)]
+                Path(outputs_file).write_bytes(tensors.encode(values))
     except Exception as error:  # noqa: BLE001 - the runtime's message is the answer
         traceback.print_exc()
         return {"ran": False, "error": str(error) or type(error).__name__}
