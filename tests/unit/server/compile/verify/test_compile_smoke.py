@@ -5,16 +5,19 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
-from etfarm.server.compile.verify.smoke import Execute, Outcome, Run, SmokeRunner, explain
-from etfarm.wire import tensors
-from etfarm.wire.tensors import Scalar
+from etfarm.server.compile.verify import smoke  # noqa: E402
+from etfarm.server.compile.verify.smoke import Execute, Outcome, Run, SmokeRunner, explain  # noqa: E402
+from etfarm.wire import tensors  # noqa: E402
+from etfarm.wire.tensors import Scalar  # noqa: E402
+from tests.support import models  # noqa: E402
 
 
 def run_of(folder: Path, method: str = "forward") -> Run:
@@ -113,6 +116,26 @@ def test_a_forking_process_that_has_ended_is_reported(tmp_path: Path) -> None:
     runner.close()
     assert not outcome.ran
     assert "has ended" in outcome.why
+
+
+@pytest.mark.slow(reason="lowers models")
+@pytest.mark.parametrize(("limit_s", "executions"), [(60.0, 2), (0.0, 1)])
+def test_a_program_that_takes_long_is_executed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_s: float, executions: int
+) -> None:
+    monkeypatch.setattr(smoke, "MAX_REPEATED_S", limit_s)
+    runner = SmokeRunner(tmp_path / "log")  # before any use of torch
+    try:
+        exir = pytest.importorskip("executorch.exir")
+        program, x = models.conv(), torch.rand(1, 3, 8, 8)
+        (tmp_path / "model.pte").write_bytes(exir.to_edge(program).to_executorch().buffer)
+        (tmp_path / "in.ett").write_bytes(tensors.encode([tensors.from_array("", x.numpy())]))
+        run = replace(run_of(tmp_path), repeated=tmp_path / "again.ett")
+        [outcome] = runner.run(tmp_path / "model.pte", None, [run], 60)
+    finally:
+        runner.close()
+    assert outcome.ran and run.outputs.exists()
+    assert (tmp_path / "again.ett").exists() == (executions == 2)
 
 
 def test_an_invalid_program_is_reported(tmp_path: Path) -> None:
