@@ -140,7 +140,7 @@ def plain_module_paths(program: ExportedProgram) -> Iterator[None]:
 
 
 def _plain_path(path: str) -> str:
-    return _SEPARATORS.sub(lambda found: found[1] or "_", path)
+    return _SEPARATORS.sub(lambda match: match[1] or "_", path)
 
 
 def _plain_guards(guards: list[str], in_spec: Any) -> list[str]:

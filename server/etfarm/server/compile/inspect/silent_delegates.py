@@ -24,11 +24,11 @@ _OUTPUT_IDS: Final = 5
 def describe(path: Path) -> str:
     """Return which delegates of a .pte write no output, and what to do about it; empty without any."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
-        found = list(_find(view))
-    if not found:
+        silent = list(_find(view))
+    if not silent:
         return ""
     return (
-        f"Delegates write no output, so that what reads it gets what earlier executions left in memory: {', '.join(found)}. "
+        f"Delegates write no output, so that what reads it gets what earlier executions left in memory: {', '.join(silent)}. "
         "ExecuTorch makes such a delegate of the quantization before a layer that XNNPACK refuses, as one whose size is read. "
         "Submit the quantized program (.pt2) or the model, with a recipe: etfarm keeps that quantization outside of delegates."
     )

@@ -120,8 +120,8 @@ class IntegerRanges:
         if name == "div" and is_of_integers and node.kwargs.get("rounding_mode"):
             return _quotient(*arguments[:2])
         if name == "hardtanh":
-            given = [float(bound) for bound in node.args[1:]]
-            return _within(arguments[0], *given, *(-1.0, 1.0)[len(given) :])
+            bounds = [float(bound) for bound in node.args[1:]]
+            return _within(arguments[0], *bounds, *(-1.0, 1.0)[len(bounds) :])
         if name in _WRITING and len(arguments) > max(_WRITING[name]) and not (name == "index_put" and True in node.args[3:]):
             first, second = _WRITING[name]
             return _either(arguments[first], arguments[second])
