@@ -128,8 +128,8 @@ class IntegerRanges:
         if name in ("cat", "stack"):
             return _union(self.of(each) for each in node.args[0])
         if name == "clamp":
-            bounds = [*node.args[1:], *[None] * (3 - len(node.args))]
-            low, high = (node.kwargs.get(key, bound) for key, bound in zip(("min", "max"), bounds, strict=True))
+            limits = [*node.args[1:], *[None] * (3 - len(node.args))]
+            low, high = (node.kwargs.get(key, limit) for key, limit in zip(("min", "max"), limits, strict=True))
             low, high = -inf if low is None else self.of(low)[0], inf if high is None else self.of(high)[1]
             return _within(arguments[0], low, high)
         if name == "arange":
