@@ -8,18 +8,22 @@ from typing import Final
 
 TRIM_S: Final = 60.0
 """Time between two returns of unused memory: one takes about a millisecond."""
+_M_MMAP_THRESHOLD: Final = -3
 _M_ARENA_MAX: Final = -8
-"""The option that limits malloc's arenas. Source: mallopt(3) and malloc.h."""
+"""Options of malloc: the size from which on memory has a mapping of its own, and the number of arenas. Source: mallopt(3)."""
+_MMAP_BYTES: Final = 128 << 10
+"""glibc's first threshold. Unless it is set, it grows with each large block that is freed, and large blocks leave holes in the heap."""
 
 
 def share_one_heap() -> None:
-    """Let all threads share one heap: glibc would give each of gRPC's its own, of which parts stay unused for ever.
+    """Let all threads share one heap without large blocks: glibc would give each of gRPC's its own, of which parts stay unused.
 
     Call it before threads start.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
     if mallopt is not None:
         mallopt(_M_ARENA_MAX, 1)
+        mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
 
 
 def give_memory_back() -> None:
