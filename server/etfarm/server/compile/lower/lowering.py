@@ -19,6 +19,7 @@ from executorch.export import ExportSession, StageType
 from etfarm.server.compile.errors import StageFailed
 from etfarm.server.compile.inspect import footprint
 from etfarm.server.compile.lower import (
+    arithmetic,
     branches,
     build,
     memory_formats,
@@ -171,7 +172,7 @@ def lower(
         lowered = hooks.lowered
         with (
             footprint.kept_graphs() as lowered.graphs, regions.interpreted(), branches.kept_handles(), memory_formats.separate(),
-            shared_constants.separate(),
+            shared_constants.separate(), arithmetic.exact(),
         ):  # fmt: skip
             session.export()
         lowered.manager = session.get_stage_artifacts()[StageType[pipeline.stages[-1]]].data

@@ -32,6 +32,7 @@ from etfarm.server.compile.lower.far_values import Kept, Reason
 from etfarm.server.compile.lower.selection import Selection, require_found
 from etfarm.server.compile.program import (
     assertions,
+    double_precision,
     fp32_layers,
     gelu,
     large_integers,
@@ -345,6 +346,8 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[bytes], None], s
             _warn(compilation, "REMAINDERS_TRUNCATED", sentence)
         if inexact := large_integers.describe(programs[method]):
             _warn(compilation, "LARGE_INTEGERS_INEXACT", f"{method} may differ from PyTorch for large integers: {inexact}")
+        if narrowed := double_precision.describe(programs[method]):
+            _warn(compilation, "FLOAT64_INEXACT", f"In {method}, {narrowed}")
     quantized = _check_quantized(recipe, built, request, programs)
     for method in sorted(quantized) if not request.quantized_here else ():
         fp32_operators = places.fp32(programs[method], xnnpack=fp32_layers.by_xnnpack(build.partitioners(built, method)))

@@ -19,7 +19,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from etfarm.server.compile.program.descriptions import first_line
-from etfarm.server.compile.program.large_integers import INDICES_AT
 from etfarm.server.compile.program.special_values import PASSING
 from etfarm.wire.shared_state import PREFIX
 
@@ -27,6 +26,11 @@ log = structlog.get_logger()
 
 Visit = Callable[[Any, torch.Tensor], torch.Tensor]
 
+_INDICES_AT: Final = {
+    "embedding": 1, "gather": 2, "index": 1, "index_add": 2, "index_copy": 2, "index_fill": 2, "index_put": 1, "index_select": 2,
+    "scatter": 2, "scatter_add": 2, "scatter_reduce": 2, "take": 1, "take_along_dim": 1,
+}  # fmt: skip
+"""The argument of operators that says where values are read or written, on which the values do not depend."""
 _FIRST_SAMPLES: Final = 8
 _MAX_SAMPLES: Final = 16
 """Numbers of samples that the model runs on again, before and after the change of what all have in common."""
@@ -444,7 +448,7 @@ def _is_condition(node: Any) -> bool:
 
 def _takes_values(user: Any, node: Any) -> bool:
     """Return whether values of an operator's result come from those of an input, beyond where they are read or written."""
-    indices_at = INDICES_AT.get(name_of(user).rstrip("_"))
+    indices_at = _INDICES_AT.get(name_of(user).rstrip("_"))
     others = [argument for at, argument in enumerate(user.args) if at != indices_at]
     return not _is_condition(user) and any(each is node for each in pytree.tree_leaves((others, user.kwargs)))
 
