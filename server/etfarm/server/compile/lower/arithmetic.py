@@ -77,7 +77,8 @@ def _with_tensors(operator: Any, args: Any, kwargs: Any, make: Make) -> tuple[An
         with torch.utils._python_dispatch._disable_current_modes():
             return torch.tensor(value).to(dtype) if type(value) is int else torch.tensor(value, dtype=dtype)
 
-    return map_args(operator, convert, args, kwargs)
+    converted: tuple[Any, Any] = map_args(operator, convert, args, kwargs)
+    return converted
 
 
 def _exceeds(number: float, dtype: torch.dtype) -> bool:
