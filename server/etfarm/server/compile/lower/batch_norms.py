@@ -1,8 +1,9 @@
 """Batch norms behind layers, which torchao and XNNPACK's passes fold into these.
 
-Both also fold where that changes the model or fails: into weights that several layers share and into transposed convolutions with
-groups, and torchao into a layer whose output is used elsewhere. These batch norms are computed apart, by a product and a sum.
-Behind a quantized layer, XNNPACK would make a convolution of them, with which it mixes up the scales.
+Both also fold where that changes the model or fails: into weights that several layers share, into transposed convolutions with
+groups and into layers of tokens, and torchao also into a layer whose output is used elsewhere, and what is behind a batch norm that
+it has folded. These batch norms are computed apart, by a product and a sum. Behind a quantized layer, XNNPACK would make a
+convolution of them, with which it mixes up the scales.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ def kept_batch_norm(*args: Any) -> Any:
 
 
 def keep_what_cannot_be_folded(module: GraphModule, quantizers: Iterable[Any]) -> None:
-    """Hide batch norms from torchao that cannot be folded into the layer before them.
+    """Hide the batch norms from torchao that it must not fold into a layer.
 
-    Then no batch norm is left behind a layer when the quantizers annotate the graph. XNNPACK's do not look for any: they would
-    export twelve patterns each time, for two fifths of a small model's quantization.
+    These are also those that are behind a layer only after another batch norm has been folded: torchao drops the second one of a
+    chain, and folds what is behind one output of several. Then no batch norm is left when the quantizers annotate the graph.
+    XNNPACK's do not look for any: they would export twelve patterns each time, for two fifths of a small model's quantization,
+    as torchao does when it converts, if it finds a batch norm.
     """
     for quantizer in quantizers:
         if isinstance(quantizer, XNNPACKQuantizer):
@@ -50,8 +53,7 @@ def keep_what_cannot_be_folded(module: GraphModule, quantizers: Iterable[Any]) -
         constants = {node: _value(node, part) for node in part.graph.nodes if node.op == "get_attr"}
         uses = _uses(constants)
         for node in part.graph.nodes:
-            layer = node.args[0] if node.target is _BATCH_NORM else None
-            if isinstance(layer, Node) and _is_layer(layer) and not _can_be_folded(node, constants, uses):
+            if node.target is _BATCH_NORM and not (_is_layer(node.args[0]) and _can_be_folded(node, constants, uses)):
                 node.target = kept_batch_norm
         part.recompile()
 
@@ -99,7 +101,7 @@ def _constants(program: Any) -> dict[Node, Any]:
 
 def _replace(program: Any, node: Node, constants: Mapping[Node, Any]) -> None:
     x, *parameters = node.args[:5]
-    if not all(value is None or value in constants for value in parameters) or parameters[2] is None:
+    if not all(value is None or value in constants for value in parameters) or _has_own_statistics(node):
         return
     weight, bias, mean, variance = (None if each is None else constants[each].detach().double() for each in parameters)
     scale = torch.rsqrt(variance + node.args[7]) * (1 if weight is None else weight)
@@ -151,17 +153,26 @@ def _value(node: Node, module: GraphModule) -> Any:
     return value
 
 
-def _is_layer(node: Node) -> bool:
-    return str(node.target).startswith(("aten.conv", "aten.linear."))
+def _has_own_statistics(node: Node) -> bool:
+    """Return whether a batch norm computes with the statistics of its input."""
+    return bool(node.args[5]) or node.args[3] is None
+
+
+def _is_layer(node: Any) -> bool:
+    return isinstance(node, Node) and str(node.target).startswith(("aten.conv", "aten.linear."))
 
 
 def _can_be_folded(node: Node, constants: Mapping[Node, Any], uses: Counter[int]) -> bool:
-    layer, *statistics = node.args[:5]
+    layer, *parameters = node.args[:5]
     if not isinstance(layer, Node) or layer.op != "call_function" or len(layer.users) > 1:
+        return False
+    if _has_own_statistics(node):
+        return False
+    if layer.target is _ATEN.linear.default and layer.meta["val"].dim() > 2:  # its channels are not the layer's features
         return False
     if layer.target in _TRANSPOSED and len(layer.args) > _GROUPS and layer.args[_GROUPS] != 1:
         return False
     weights = [weight for weight in layer.args[1:3] if weight is not None]
-    if not all(value in constants for value in (*weights, *statistics) if value is not None):
+    if not all(value in constants for value in (*weights, *parameters) if value is not None):
         return False
     return all(uses[id(constants[weight])] == 1 for weight in weights if isinstance(weight, Node))

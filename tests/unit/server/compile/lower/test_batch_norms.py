@@ -197,6 +197,91 @@ class Foldable(nn.Module):
         return self.layer_norm(self.layer(x.mean((2, 3))))
 
 
+class PreNorm(nn.Module):
+    """A pre-norm block is behind an embedding that ends in a batch norm, as in VAN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.first, self.second = (nn.Conv2d(4, 4, size, padding=size // 2) for size in (3, 3, 1))
+        self.norms = nn.ModuleList(norm() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norms[0](self.embedding(x))
+        x = x + self.first(F.relu(self.norms[1](x)))
+        return x + self.second(F.relu(self.norms[2](x)))
+
+
+class Attention(PreNorm):
+    """The batch norm of VAN's block is used twice: by the attention and by the path around it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norms[0](self.embedding(x))
+        y = F.gelu(self.first(self.norms[1](x)))
+        x = x + 0.5 * (self.second(y) * y + self.norms[1](x))
+        return x + self.second(F.gelu(self.norms[2](x)))
+
+
+class PreActivation(PreNorm):
+    """A pre-activation ResNet: batch norms are behind additions, and the first one behind a convolution without one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        x = x + self.first(F.relu(self.norms[0](x)))
+        x = x + self.second(F.relu(self.norms[1](x)))
+        return F.relu(self.norms[2](x))
+
+
+class Dense(nn.Module):
+    """Batch norms of a DenseNet are behind concatenations, and one behind the convolution of a bottleneck."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.first = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.narrow, self.second = nn.Conv2d(8, 4, 1, bias=False), nn.Conv2d(4, 4, 3, padding=1)
+        self.norms = nn.ModuleList(norm(channels=each) for each in (4, 4, 8, 4, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norms[0](self.stem(x))
+        x = torch.cat([x, self.first(F.relu(self.norms[1](x)))], 1)
+        x = torch.cat([x, self.second(F.relu(self.norms[3](self.narrow(F.relu(self.norms[2](x))))))], 1)
+        return F.relu(self.norms[4](x))
+
+
+class Chain(nn.Module):
+    """Batch norms follow each other behind a convolution and behind a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.layer = nn.Conv2d(4, 4, 3), nn.Linear(4, 4)
+        self.norms = nn.ModuleList([norm(), norm(), norm(), norm(nn.BatchNorm1d), norm(nn.BatchNorm1d)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norms[2](self.norms[1](self.norms[0](self.conv(x)))))
+        return self.norms[4](self.norms[3](self.layer(x.mean((2, 3)))))
+
+
+class Tokens(nn.Module):
+    """A batch norm behind a linear layer is for tokens, of which there are as many as features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.out = nn.Linear(8, 8), norm(nn.BatchNorm1d, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.relu(self.norm(self.layer(x[:, 0]))))
+
+
+class OwnStatistics(nn.Module):
+    """Batch norms compute with the statistics of their input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.out = nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4, track_running_stats=False), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.relu(self.norm(self.conv(x))))
+
+
 def norms_after(module: type[nn.Module], recipe: str) -> tuple[int, float]:
     """Quantize a module; return how many batch norms are left, and the least SQNR of its outputs in dB."""
     torch.manual_seed(0)
@@ -222,6 +307,8 @@ def sqnr_db(expected: Tensor, actual: Tensor) -> float:
         (Heads, 3, STATIC), (FirstUse, 1, STATIC), (Around, 1, STATIC), (Around, 1, DYNAMIC), (Returned, 1, STATIC),
         (Two, 2, STATIC), (InPlace, 1, STATIC), (Layer, 1, STATIC), (Layer, 1, DYNAMIC), (SharedBias, 2, STATIC),
         (WeightNorm, 1, STATIC), (Depthwise, 1, STATIC), (Grouped, 1, DYNAMIC), (Foldable, 0, STATIC),
+        (PreNorm, 2, STATIC), (PreNorm, 2, DYNAMIC), (Attention, 3, STATIC), (PreActivation, 3, STATIC), (Dense, 3, STATIC),
+        (Chain, 3, STATIC), (Chain, 3, DYNAMIC), (Tokens, 1, STATIC), (OwnStatistics, 1, STATIC),
     ],
 )  # fmt: skip
 def test_a_batch_norm_that_cannot_be_folded_stays(module: type[nn.Module], kept: int, recipe: str) -> None:
@@ -252,7 +339,9 @@ def test_the_graph_is_that_of_all_patterns() -> None:
     ("module", "recipe"),
     [
         (Heads, "xnnpack_fp32"), (SharedBias, "xnnpack_fp32"), (Grouped, "xnnpack_fp32"), (Dropped, "xnnpack_fp32"),
-        (Around, STATIC), (WeightNorm, STATIC), (Depthwise, STATIC), (Returned, DYNAMIC),
+        (Around, STATIC), (WeightNorm, STATIC), (Depthwise, STATIC), (Returned, DYNAMIC), (PreNorm, STATIC), (PreNorm, DYNAMIC),
+        (Attention, STATIC), (PreActivation, STATIC), (Dense, STATIC), (Chain, STATIC), (Chain, DYNAMIC), (Chain, "xnnpack_fp32"),
+        (Tokens, "xnnpack_fp32"), (Tokens, STATIC),
     ],
 )  # fmt: skip
 async def test_a_lowered_program_with_batch_norms_is_near_the_model(
