@@ -1,8 +1,8 @@
 """Batch norms behind layers, which torchao and XNNPACK's passes fold into these.
 
 Both also fold where that changes the model or fails: into weights that several layers share, into transposed convolutions with
-groups and into layers of tokens, and torchao also into a layer whose output is used elsewhere, and what is behind a batch norm that
-it has folded. These batch norms are computed apart, by a product and a sum. Behind a quantized layer, XNNPACK would make a
+groups and into layers of tokens, and torchao also into a layer whose output is used elsewhere, and what is behind a batch norm
+that it has folded. These batch norms are computed apart, by a product and a sum. Behind a quantized layer, XNNPACK would make a
 convolution of them, with which it mixes up the scales.
 """
 
@@ -68,7 +68,7 @@ def show_what_was_kept(module: GraphModule) -> None:
 
 
 def compute_apart(program: Any) -> None:
-    """Replace the batch norms behind layers that cannot be folded into them by products and sums, of two new constants each."""
+    """Replace the batch norms behind layers that cannot be folded into them, or behind batch norms, by products and sums."""
     constants = _constants(program)
     uses = _uses(constants)
     for node in [node for node in program.graph.nodes if node.target is _BATCH_NORM]:
@@ -76,9 +76,10 @@ def compute_apart(program: Any) -> None:
         # Lowering removes dropout and copies, and XNNPACK folds then.
         while isinstance(layer, Node) and (str(layer.target).startswith("quantized_decomposed.") or layer.target in _REMOVED):
             layer = layer.args[0]
-        if not isinstance(layer, Node) or layer.target not in LAYERS:
+        if not isinstance(layer, Node) or layer.target not in (*LAYERS, _BATCH_NORM):
             continue
-        if layer is not node.args[0] or not _can_be_folded(node, constants, uses):
+        is_direct = layer is node.args[0] and layer.target in LAYERS
+        if not is_direct or not _can_be_folded(node, constants, uses):
             _replace(program, node, constants)
     program.graph_module.recompile()
 
