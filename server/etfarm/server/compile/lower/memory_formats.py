@@ -4,7 +4,8 @@ Where one of the operators that read a dequantized tensor takes its channels las
 them the transposed one, so that the delegate fails. This happens to operators that are decomposed after quantization, such as a
 PReLU with a computed weight or an InstanceNorm, and to layers that are also outputs. And it transposes in the wrong place where
 scales are dynamic: behind those of a linear layer's input, which then does not count as quantized, and for a convolution not its
-input but what that is computed from, such as an image that is also added, or tokens.
+input but what that is computed from, such as an image that is also added, or tokens. And it looks at the first row of what comes
+quantized from outside of the delegate, which fails where that has no dims, such as a mean over all of them.
 
 Source: executorch/backends/xnnpack/_passes/channels_last_tagged_reshape_pass.py 1.5.1.
 """
@@ -28,6 +29,7 @@ Transpose = Callable[[Any, Any, Any, Any], None]
 def separate() -> Iterator[None]:
     """Transpose for those operators alone that need it inside the context."""
     insert, to_first, to_last = Pass.insert_copy_q_dq, Pass.input_to_nchw, Pass.input_to_nhwc
+    is_first, is_last = Pass.is_nchw_node, Pass.is_nhwc_node
 
     def insert_for_one(own: Any, module: Any, before: Any, after: Any, copy: Any, parameters: Any) -> None:
         is_for_images = copy.kwargs["memory_format"] == torch.channels_last
@@ -42,12 +44,20 @@ def separate() -> Iterator[None]:
         insert(own, module, before, after, copy, parameters)
 
     Pass.insert_copy_q_dq = insert_for_one
+    Pass.is_nchw_node = staticmethod(lambda node: _has_no_dims(node) or is_first(node))
+    Pass.is_nhwc_node = staticmethod(lambda node: not _has_no_dims(node) and is_last(node))
     Pass.input_to_nchw = _before_scales(to_first, Pass.is_nchw_node, Pass.mark_as_nchw_node)
     Pass.input_to_nhwc = _before_scales(to_last, Pass.is_nhwc_node, Pass.mark_as_nhwc_node)
     try:
         yield
     finally:
         Pass.insert_copy_q_dq, Pass.input_to_nchw, Pass.input_to_nhwc = insert, to_first, to_last
+        Pass.is_nchw_node, Pass.is_nhwc_node = staticmethod(is_first), staticmethod(is_last)
+
+
+def _has_no_dims(node: Any) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dim() == 0
 
 
 def _before_scales(transpose: Transpose, is_done: Callable[[Any], bool], mark: Callable[[Any], None]) -> Transpose:

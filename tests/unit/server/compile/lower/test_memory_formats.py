@@ -21,6 +21,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This API and all of its related functionality"),
 ]  # fmt: skip
 
+REDUCTIONS = ("mean", "sum", "amax", "amin", "max", "min", "var", "std", "norm")
+"""Functions that reduce an image to a tensor without dims."""
+
 Body = Callable[[Any, Tensor], Any]
 
 
@@ -44,6 +47,8 @@ class Model(nn.Module):
     (STATIC, lambda m, x: ((y := m.image(x)), m.point(y), y + 1, y.flatten(2))),
     (STATIC, lambda m, x: ((y := m.image(x)), torch.sigmoid(y))),
     (STATIC, lambda m, x: m.last(m.prelu(m.first(x)))),
+    (STATIC, lambda m, x: ((y := torch.sigmoid(m.image(x))), *(getattr(torch, name)(y) for name in REDUCTIONS))),
+    (STATIC, lambda m, x: ((y := m.image(x)), torch.where(y.mean() > -1, m.point(y), y), y * y.amax() + y.std())),
     (DYNAMIC, lambda m, x: m.last(m.prelu(m.first(x)))),
     (DYNAMIC, lambda m, x: m.last(F.max_pool2d(m.first(x), 3, 1, 1))),
     (DYNAMIC, lambda m, x: ((y := m.prelu(m.first(x))), m.last(y), m.first(y))),
@@ -53,7 +58,8 @@ class Model(nn.Module):
     (DYNAMIC, lambda m, x: ((y := m.image(x)), m.point(2.0 - y), m.point(m.prelu.weight.sum() - y), y + 1)),
     (DYNAMIC, lambda m, x: m.point(m.image(x) * m.make(x.mean((0, 2, 3)))[:, None, None] + x)),
     (DYNAMIC, lambda m, x: ((y := x + 1), m.point(y), m.image(y), m.last(y), y.flatten(2))),
-], ids=["computed", "generated", "instance norm", "outputs", "sigmoid", "linear", "dynamic linear", "dynamic pool",
+], ids=["computed", "generated", "instance norm", "outputs", "sigmoid", "linear", "no dims",
+        "used without dims", "dynamic linear", "dynamic pool",
         "dynamic twice", "dynamic norm", "dynamic norm as output", "dynamic tokens", "dynamic number", "dynamic channels",
         "dynamic outputs"])  # fmt: skip
 def test_programs_compute_as_the_model(recipe: str, body: Body) -> None:
