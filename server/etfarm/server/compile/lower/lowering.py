@@ -22,6 +22,7 @@ from etfarm.server.compile.lower import (
     arithmetic,
     branches,
     build,
+    convolutions,
     memory_formats,
     regions,
     rejections,
@@ -172,7 +173,7 @@ def lower(
         lowered = hooks.lowered
         with (
             footprint.kept_graphs() as lowered.graphs, regions.interpreted(), branches.kept_handles(), memory_formats.separate(),
-            shared_constants.separate(), arithmetic.exact(),
+            shared_constants.separate(), arithmetic.exact(), convolutions.of_any_batch(),
         ):  # fmt: skip
             session.export()
         lowered.manager = session.get_stage_artifacts()[StageType[pipeline.stages[-1]]].data
