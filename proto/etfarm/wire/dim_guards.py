@@ -9,6 +9,9 @@ from collections.abc import Callable
 from typing import Final
 
 _DIM: Final = r"(?:L|inputs)\['\w+'\](?:\[[^\]]+\])*(?:\.size\(\)|\.shape)\[\d+\]"
+_NAMED: Final = re.compile(r"(?:L|inputs)\['(\w+)'\]((?:\[[^\]]+\])*)(?:\.size\(\)|\.shape)\[(\d+)\]")
+_SYMBOL: Final = re.compile(rf"\b(s\d+) = ({_DIM})")
+"""What torch says that a symbol of its own stands for."""
 _GUARD: Final = re.compile(r"in the specified range (?:(\d+) <= )?\w+(?: <= (\d+))? satisfy the generated guard (.+)$")
 """A condition on one dim, as symbolic_shapes.py of torch 2.13 words it. Without a minimum, sizes begin at 2."""
 _MAX_SIZES: Final = 4096
@@ -66,6 +69,13 @@ def how_to_replace_in(expression: str) -> str:
     """Return what to write in place of the first such function in an archive's expression of sizes; empty if there is none."""
     name = next((name for name in re.findall(r"(\w+)\(", expression) if name in _IN_ARCHIVES), "")
     return how_to_replace(_IN_ARCHIVES[name]) if name else ""
+
+
+def name_dims(text: str) -> str:
+    """Return a text of torch with `dim 0 of 'x'` in place of torch's own names, `s53` and `L['x'].size()[0]`."""
+    for symbol, dim in set(_SYMBOL.findall(text)):
+        text = re.sub(rf"\b{symbol}\b", lambda _, dim=dim: dim, text.replace(f"{symbol} = {dim}", symbol))  # type: ignore[misc]
+    return _NAMED.sub(r"dim \3 of '\1'\2", text)
 
 
 def computes_in_floats(guard: str) -> bool:

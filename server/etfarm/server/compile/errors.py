@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from etfarm.server.compile.alternatives import use_instead
-from etfarm.wire.dim_guards import WHOLE_NUMBERS, computes_in_floats, how_to_exclude
+from etfarm.wire.dim_guards import WHOLE_NUMBERS, computes_in_floats, how_to_exclude, name_dims
 from etfarm.wire.errors import EtfarmError, UserError, error_for
 from etfarm.wire.fixed_numbers import how_to_vary
 
@@ -132,7 +132,7 @@ def dim_specialized(stage: str, dims: str, why: str, where: str) -> EtfarmError:
         dims: names of the dims.
         why: torch's explanation.
     """
-    bounds = how_to_exclude(why)
+    bounds, why = how_to_exclude(why), name_dims(why)
     return error_for(
         "DIM_SPECIALIZED",
         f"Dim {dims} cannot be dynamic as requested{f' at {where}' if where else ''}: {why}.",

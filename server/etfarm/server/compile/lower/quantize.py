@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from typing import Any, Final
 
 import torch
 from executorch.export.stages import QuantizeStage
+from torch._dynamo.exc import UserError
 from torch.export import Dim
 from torch.export.dynamic_shapes import _combine_args
 from torch.utils import _pytree as pytree
@@ -50,6 +52,7 @@ from etfarm.wire.shared_state import PREFIX, buffer_names, written_buffers
 _LOG_INTERVAL_S: Final = 2.0
 """Interval of the log lines of a long calibration, in seconds."""
 
+_VIOLATED: Final = re.compile(r"Constraints violated \((.+?)\)!")
 _DEFAULTS: Final = Options()
 
 Module = Callable[..., Any]
@@ -345,9 +348,20 @@ def export_again(module: torch.nn.Module, program: Any, strict: bool) -> Any:
         StageFailed: a dynamic dim became static.
     """
     args, kwargs = program.example_inputs
-    shapes = _collect_dynamic_shapes(program, module, args, kwargs)
-    with torch.no_grad():
-        exported = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=strict)
+
+    def export(checked: Collection[str] = ()) -> Any:
+        shapes = _collect_dynamic_shapes(program, module, args, kwargs, checked)
+        with torch.no_grad():
+            return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=strict)
+
+    try:
+        exported = export()
+    except UserError as error:
+        # Of a program whose Dim.DYNAMIC has conditions, torch requires the same ones again, and does not prove them for a Dim.
+        violated = _VIOLATED.match(str(error)) if program._guards_code else None
+        if violated is None:
+            raise
+        exported = export(violated[1].split(", "))
     for before, after in zip(signature.of_exported(program).inputs, signature.of_exported(exported).inputs, strict=True):
         for dim, (was, now) in enumerate(zip(before.dims, after.dims, strict=True)):
             if was.min != was.max and now.min == now.max:
@@ -416,15 +430,21 @@ def _not_finite(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return ", ".join(repr(name) for name, leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.isfinite().all())
 
 
-def _collect_dynamic_shapes(program: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return torch.export's dynamic_shapes of an exported program, with a Dim for each symbol; None if all dims are static."""
+def _collect_dynamic_shapes(
+    program: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], checked: Collection[str]
+) -> Any:
+    """Return torch.export's dynamic_shapes of an exported program, with a Dim for each symbol; None if all dims are static.
+
+    Args:
+        checked: symbols with conditions, of which each dim gets Dim.DYNAMIC.
+    """
     dims: dict[str, Any] = {}
     by_name = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     specs = []
     for name in values.input_names(program):
         value = by_name.get(name)
         shape = value.shape if isinstance(value, torch.Tensor) else ()
-        dynamic = {i: _dim(program, n, dims) for i, n in enumerate(shape) if isinstance(n, torch.SymInt)}
+        dynamic = {i: _dim(program, n, dims, checked) for i, n in enumerate(shape) if isinstance(n, torch.SymInt)}
         specs.append(dynamic or None)
     if not any(specs):
         return None
@@ -434,10 +454,10 @@ def _collect_dynamic_shapes(program: Any, module: torch.nn.Module, args: tuple[A
     return _combine_args(module, arguments, keywords)
 
 
-def _dim(program: Any, size: torch.SymInt, dims: dict[str, Any]) -> Any:
+def _dim(program: Any, size: torch.SymInt, dims: dict[str, Any], checked: Collection[str]) -> Any:
     expression = size.node.expr
     symbols = sorted(expression.free_symbols, key=str)
-    if len(symbols) == 1:
+    if len(symbols) == 1 and str(symbols[0]) not in checked:
         symbol = symbols[0]
         factor, offset = expression.coeff(symbol), expression.subs(symbol, 0)
         if factor.is_Integer and factor > 0 and offset.is_Integer and expression == factor * symbol + offset:

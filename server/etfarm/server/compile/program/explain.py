@@ -45,6 +45,7 @@ from etfarm.server.compile.program.lowering_faults import find_fault, find_node_
 from etfarm.server.compile.program.places import all_nodes, places
 from etfarm.server.compile.program.suspects import SYMBOL, find_channels_last, owned_names
 from etfarm.server.graphs.sources import source_of
+from etfarm.wire.dim_guards import name_dims
 from etfarm.wire.errors import EtfarmError, error_for
 
 _TRAINING = re.compile(r"batch_norm|dropout|rrelu_with_noise")
@@ -163,7 +164,9 @@ def _branch(stage: str, match: re.Match[str], text: str, programs: Programs) -> 
 
 def _specialized(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     why = re.search(r"^\s*- (.+?)(?:\. If you're using|$)", text, re.MULTILINE)
-    return dim_specialized(stage, match[1], (why[1] if why else "its constraints are violated").rstrip("."), find_line(text))
+    named = re.search(r"violated \((.+?)\)!", name_dims(text))
+    dims = (named or match)[1].replace("dim ", "")
+    return dim_specialized(stage, dims, (why[1] if why else "its constraints are violated").rstrip("."), find_line(text))
 
 
 def _unbounded(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
