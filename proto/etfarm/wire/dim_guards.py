@@ -88,11 +88,12 @@ def why_floats(guard: str) -> str:
     return f"the export fixes what the model computes of it other than with +, -, *, // and %: {guard}"
 
 
-def how_to_exclude(why: str) -> str:
+def how_to_exclude(why: str, find_example: Callable[[str], int | None] = lambda dim: None) -> str:
     """Return which bound a dim needs instead, like `a smaller max (7)`; empty if `why` does not exclude sizes.
 
     Args:
         why: torch's sentence without its full stop.
+        find_example: returns the size of a dim in the example inputs, which the bounds then include.
     """
     match = _GUARD.search(why)
     if match is None:
@@ -103,12 +104,33 @@ def how_to_exclude(why: str) -> str:
     if "!=" not in match[3]:
         return ""
     excluded = _excluded(match[3], low, min(high or _MAX_SIZES, low + _MAX_SIZES))
+    dim = re.search(_DIM, match[3])
+    if excluded and dim and (example := find_example(dim[0])) is not None:
+        return _around(example, excluded, low, high)
     bounds = []
     if excluded and excluded[-1] + 1 < (high or excluded[-1] + 2):  # a dim of one size is static
         bounds.append(f"a larger min ({excluded[-1] + 1})")
     if excluded and excluded[0] - 1 > low:
         bounds.append(f"a smaller max ({excluded[0] - 1})")
     return " or ".join(bounds) or "a larger min or a smaller max"
+
+
+def _around(example: int, excluded: list[int], low: int, high: int | None) -> str:
+    """Return the bounds of the range around an example that has no excluded sizes; empty if it has one size."""
+    least = max((size + 1 for size in excluded if size < example), default=low)
+    most = min((size - 1 for size in excluded if size > example), default=high)
+    if least == most:
+        return ""
+    bounds = [f"a larger min ({least})"] * (least != low) + [f"a smaller max ({most})"] * (most != high)
+    return " and ".join(bounds)
+
+
+def how_to_relax(why: str) -> str:
+    """Return the Dim.DYNAMIC of the range in torch's sentence, like `Dim.DYNAMIC(min=4, max=16)`."""
+    match = _GUARD.search(why)
+    low, high = (match[1], match[2]) if match else (None, None)
+    bounds = [f"min={low}"] * (low is not None) + [f"max={high}"] * (high is not None)
+    return f"Dim.DYNAMIC({', '.join(bounds or ['max=...'])})"
 
 
 def narrow(fix: str, reasons: str) -> str:

@@ -29,7 +29,14 @@ from etfarm.client.export.errors import (
     unsupported_output,
 )
 from etfarm.client.export.exportable import must_be_exportable
-from etfarm.client.export.fixed_sizes import find_fixing, find_limit, find_steps, must_not_be_fixed
+from etfarm.client.export.fixed_sizes import (
+    find_example,
+    find_fixing,
+    find_limit,
+    find_steps,
+    must_not_be_fixed,
+    only_reshapes_exclude,
+)
 from etfarm.client.export.forgetting import EagerCall, attributes_kept
 from etfarm.client.export.mutation import (
     assignments_written,
@@ -546,7 +553,8 @@ def _refusals(
             raise data_dependent_branch(method, place, library_place_of(error, base)) from error
         dim = specialized(
             method, text, str(place or ""), partial(find_split, error, base), partial(find_fixing, error, base),
-            partial(find_steps, error, base), partial(find_limit, error, base),
+            partial(find_steps, error, base), partial(find_limit, error, base), partial(find_example, error),
+            partial(only_reshapes_exclude, error),
         )  # fmt: skip
         name = type(error).__name__
         if (dim or name == "AssertionError") and (padding := find_padding(error, base)) is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from etfarm.client.export.errors import DimSpecialized
 from etfarm.client.export.splits import sizes_of
-from etfarm.client.export.traces import Place, place_in, place_of_frame, traced_graph
+from etfarm.client.export.traces import Place, environment_of, place_in, place_of_frame, traced_graph
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _LOOP: Final = re.compile(r"(for|while)\b|.*\brange\(")
 _BRANCH: Final = re.compile(r"(if|elif|assert)\b|.*\bif\b.+\belse\b")
+_OF_RESHAPES: Final = frozenset({"_reshape_view_helper_core_alg", "check_contiguous_sizes_strides"})
+"""Functions of torch 2.13 that choose among ways to the same result, by conditions on the sizes of the example inputs."""
 _LISTED: Final = 5
 """Maximum number of sizes in a message."""
 
@@ -91,6 +93,34 @@ def find_limit(error: BaseException, base: Path) -> Place | None:
         ):
             return place_in(node.meta.get("stack_trace") or "", base)
     return None
+
+
+def only_reshapes_exclude(error: BaseException) -> bool:
+    """Return whether all conditions that exclude sizes come from how torch computes a reshape.
+
+    The exported program then computes the model for the sizes that they exclude, too.
+    """
+    import sympy
+
+    env = environment_of(error)
+    guards = env.guards if env is not None else ()
+    fixed = {guard.expr.lhs for guard in guards if isinstance(guard.expr, sympy.Eq)}
+    excluding = [guard for guard in guards if isinstance(guard.expr, sympy.Ne) and guard.expr.lhs not in fixed]
+    return bool(excluding) and all(getattr(guard.sloc.framework_loc, "name", "") in _OF_RESHAPES for guard in excluding)
+
+
+def find_example(error: BaseException, dim: str) -> int | None:
+    """Return the size of a dim in the example inputs; None if it is not known.
+
+    Args:
+        dim: torch's name of it, `L['x'].size()[0]`.
+    """
+    env = environment_of(error)
+    symbols = [(source.name, symbol) for symbol, sources in env.var_to_sources.items() for source in sources] if env else []
+    place = dim[dim.rindex("']") + 2 :]  # strict exports number the inputs, as L['flat_args'][0].size()[0]
+    fitting = [each for each in symbols if each[0] == dim] or [each for each in symbols if each[0].endswith(place)]
+    sizes = {int(env.backed_var_to_val[symbol]) for _, symbol in fitting}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _has_ceil_mode(node: Any) -> bool:

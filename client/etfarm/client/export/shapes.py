@@ -16,7 +16,15 @@ from etfarm.client.export.errors import (
     with_article,
 )
 from etfarm.client.export.fixed_sizes import Fixing
-from etfarm.wire.dim_guards import WHOLE_NUMBERS, computes_in_floats, how_to_divide, how_to_exclude, narrow, why_floats
+from etfarm.wire.dim_guards import (
+    WHOLE_NUMBERS,
+    computes_in_floats,
+    how_to_divide,
+    how_to_exclude,
+    how_to_relax,
+    narrow,
+    why_floats,
+)
 from etfarm.wire.errors import error_for
 from etfarm.wire.fixed_numbers import how_to_vary
 
@@ -123,6 +131,8 @@ def specialized(
     find_fixing: Callable[[], Fixing | None],
     find_steps: Callable[[int], Place | None],
     find_limit: Callable[[], Place | None],
+    find_example: Callable[[str], int | None],
+    only_reshapes_exclude: Callable[[], bool],
 ) -> DimSpecialized | None:
     """Convert torch.export's message about a dim that cannot be dynamic to one sentence with a remedy.
 
@@ -133,6 +143,8 @@ def specialized(
         find_fixing: returns the equation of a size in the model, if there is one.
         find_steps: returns the line of a linspace of so many steps, if there is one.
         find_limit: returns the line of an operator that limits a size, if there is one.
+        find_example: returns the size of a dim in the example inputs, if it is known.
+        only_reshapes_exclude: returns whether what excludes sizes is only how torch computes a reshape.
 
     Returns:
         The error; None if the message is about something else.
@@ -170,7 +182,11 @@ def specialized(
     if _QUOTIENT.search(why):
         fixing = find_fixing() or Fixing(None, None)
         return DimSpecialized(method, _dim_named(violated[1]), fixing.why(), fixing.remedy(), str(fixing.place or place))
-    if not fix and reason and (bounds := how_to_exclude(reason[1])):
+    if not fix and condition and "!=" in condition[1] and only_reshapes_exclude():
+        why = f"torch.export requires that all its sizes are reshaped as those of the example inputs: {condition[1]}"
+        dim = _dim_named(violated[1])
+        remedy = f"Write {how_to_relax(reason[1])} in place of {dim}, which needs no proof of that, or export it as static."
+    elif not fix and reason and (bounds := how_to_exclude(reason[1], find_example)):
         remedy = f"Give the dim {bounds}, or export it as static."
     elif not fix and reason and (multiple := how_to_divide(reason[1])):
         remedy = f"Give the dim as a multiple, {multiple}, with example inputs of such a size, or export it as static."

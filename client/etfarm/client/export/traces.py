@@ -17,9 +17,10 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -145,16 +146,26 @@ def traced_graph(error: BaseException) -> Graph | None:
     """
     import torch
 
+    graphs = (frame.f_locals.get("gm") for frame in _frames(error))
+    return next((traced.graph for traced in graphs if isinstance(traced, torch.fx.GraphModule)), None)
+
+
+def environment_of(error: BaseException) -> Any:
+    """Return the ShapeEnv whose conditions torch.export found violated; None without one."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    owners = (frame.f_locals.get("self") for frame in _frames(error))
+    return next((owner for owner in owners if isinstance(owner, ShapeEnv)), None)
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    """Yield the frames of an exception and of those that it came from."""
     current: BaseException | None = error
     seen: set[int] = set()
     while current is not None and id(current) not in seen:
         seen.add(id(current))
-        for frame, _ in traceback.walk_tb(current.__traceback__):
-            traced = frame.f_locals.get("gm")
-            if isinstance(traced, torch.fx.GraphModule):
-                return traced.graph
+        yield from (frame for frame, _ in traceback.walk_tb(current.__traceback__))
         current = current.__cause__ or current.__context__
-    return None
 
 
 def _innermost(frames: Iterable[traceback.FrameSummary], base: Path) -> Place | None:

@@ -14,7 +14,7 @@ from torch.export import Dim
 from etfarm.client.export import ModelSource, export_source, splits
 from etfarm.client.export import errors as e
 from etfarm.wire.errors import EtfarmError
-from tests.support.exports import export_called
+from tests.support.exports import export_called, export_program
 
 
 class Filled(nn.Module):
@@ -28,37 +28,41 @@ class Filled(nn.Module):
 
 
 class Except(nn.Module):
-    def __init__(self, size: int) -> None:
+    """Multiplies data, except of a size, or of every multiple of it."""
+
+    def __init__(self, size: int, every: bool = False) -> None:
         super().__init__()
-        self.size = size
+        self.size, self.every = size, every
 
     def forward(self, data: Tensor) -> Tensor:
-        return data * 2 if data.shape[1] != self.size else data
+        length = data.shape[1] % self.size if self.every else data.shape[1] - self.size
+        return data * 2 if length != 0 else data
 
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(
-    ("model", "low", "high", "remedy", "mended"),
+    ("model", "low", "high", "example", "remedy", "mended"),
     [
-        (Filled(), 2, 8, "a smaller max (7)", [(2, 7)]),
-        (Except(8), 2, 8, "a smaller max (7)", [(2, 7)]),
-        (Except(3), 3, 8, "a larger min (4)", [(4, 8)]),
-        (Except(2), 0, 8, "a larger min (3)", [(3, 8)]),
-        (Except(4), 2, 8, "a larger min (5) or a smaller max (3)", [(5, 8), (2, 3)]),
+        (Filled(), 2, 8, 5, "a smaller max (7)", (2, 7)),
+        (Except(8), 2, 8, 5, "a smaller max (7)", (2, 7)),
+        (Except(3), 3, 8, 5, "a larger min (4)", (4, 8)),
+        (Except(2), 0, 8, 5, "a larger min (3)", (3, 8)),
+        (Except(4), 2, 8, 5, "a larger min (5)", (5, 8)),
+        (Except(4), 2, 8, 3, "a smaller max (3)", (2, 3)),
+        (Except(4, every=True), 2, 9, 6, "a larger min (5) and a smaller max (7)", (5, 7)),
     ],
 )
 def test_a_size_that_the_model_excludes_is_reported_with_bounds_that_can_be_exported(
-    model: nn.Module, low: int, high: int, remedy: str, mended: list[tuple[int, int]], strict: bool
+    model: nn.Module, low: int, high: int, example: int, remedy: str, mended: tuple[int, int], strict: bool
 ) -> None:
     def source(least: int, most: int) -> ModelSource:
         shapes = {"data": {0: Dim("b", min=2, max=4), 1: Dim("s", min=least, max=most)}}
-        return ModelSource.of(model.eval(), (torch.ones(3, min(5, most)),), dynamic_shapes=shapes)
+        return ModelSource.of(model.eval(), (torch.ones(3, example),), dynamic_shapes=shapes)
 
     with pytest.raises(e.DimSpecialized) as caught:
         export_source(source(low, high), name="m", strict=strict)
     assert caught.value.remedy == f"Give the dim {remedy}, or export it as static."
-    for least, most in mended:
-        assert export_source(source(least, most), name="m", strict=strict).methods
+    assert export_source(source(*mended), name="m", strict=strict).methods
 
 
 class Computed(nn.Module):
@@ -110,6 +114,65 @@ def test_a_suggested_range_leaves_out_the_sizes_at_its_ends_that_the_model_exclu
         export_source(source(Dim("n", max=16)), name="m")
     assert caught.value.remedy == f"Write {remedy}, or remove what limits the size from the model."
     assert export_source(source(eval(remedy.partition(" = ")[2], {"Dim": Dim})), name="m").methods
+
+
+class Upsampled(nn.Module):
+    """Strided convolutions and a transposed one, before a layer of the last dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.deep, self.head = nn.Conv1d(1, 8, 10, 5), nn.Conv1d(8, 16, 3, 2), nn.Linear(8, 6)
+        self.up = nn.ConvTranspose1d(16, 8, 4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.up(self.deep(self.down(x))).transpose(1, 2))
+
+
+class Reshaped(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y.reshape(x.shape)
+
+
+@pytest.mark.remedy("DIM_SPECIALIZED")
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("model", "inputs", "shapes", "words", "others"),
+    [
+        (
+            Upsampled(), (torch.randn(1, 1, 200),), lambda n: {"x": {2: n(60, 800)}}, "Dim.DYNAMIC(min=60, max=800)",
+            [[(1, 1, size)] for size in (60, 200, 333, 800)],
+        ),
+        (
+            Reshaped(), (torch.randn(4, 4), torch.randn(2, 8)), lambda n: {"x": None, "y": {0: n(1, 16), 1: Dim("q", max=16)}},
+            "Dim.DYNAMIC(max=16)", [[(4, 4), size] for size in ((2, 8), (4, 4), (8, 2))],
+        ),
+    ],
+    ids=["convolutions", "relation"],
+)  # fmt: skip
+def test_what_only_a_reshape_excludes_is_exported_with_conditions(
+    model: nn.Module, inputs: Any, shapes: Any, words: str, others: Any, strict: bool
+) -> None:
+    def source(make: Any) -> ModelSource:
+        return ModelSource.of(model.eval(), inputs, dynamic_shapes=shapes(make))
+
+    with pytest.raises(e.DimSpecialized) as caught:
+        export_source(source(lambda low, high: Dim("n", min=low, max=high)), name="m", strict=strict)
+    assert caught.value.remedy.startswith(f"Write {words} in place of Dim n, ")
+    assert "L[" not in caught.value.message
+    called = export_program(source(lambda low, high: eval(words, {"Dim": Dim}))).module(check_guards=False)
+    for sizes in others:
+        args = [torch.randn(size) for size in sizes]
+        torch.testing.assert_close(called(*args), model(*args), atol=1e-5, rtol=1e-4)
+
+
+def test_a_branch_is_not_left_to_a_condition_beside_a_reshape() -> None:
+    def body(x: Tensor, n: int) -> Tensor:
+        return Upsampled()(x.reshape(1, 1, -1)) * (2 if n != 300 else 1)
+
+    shapes = {"x": {0: Dim("n", min=60, max=800)}}
+    with pytest.raises(e.DimSpecialized) as caught:
+        export_source(ModelSource.of(Computed(body).eval(), (torch.ones(200),), dynamic_shapes=shapes), name="m")
+    assert "DYNAMIC" not in caught.value.remedy
 
 
 def joined(body: Any, low: int, high: int) -> ModelSource:
