@@ -102,7 +102,11 @@ class Step:
 
 
 def plan(shared: Iterable[Path], hidden: Iterable[Path]) -> list[Step]:
-    """Return the steps that show the system and `shared` read-only, except for `hidden`; computed once for many children."""
+    """Return the steps that show the system and `shared` read-only, except for `hidden`; computed once for many children.
+
+    A folder around a hidden path that other users cannot enter is hidden, too: a child that is another user would not reach its
+    own folder and the files of its request below it. Hidden, it is an empty folder, in which they have paths.
+    """
     steps = []
     wanted: dict[Path, Action] = {}
     for path in map(Path, SYSTEM):
@@ -113,7 +117,9 @@ def plan(shared: Iterable[Path], hidden: Iterable[Path]) -> list[Step]:
     candidates = [*map(Path, _KERNEL), *(Path("/etc") / name for name in SETTINGS)]
     links = {step.path for step in steps}
     wanted |= {path: Action.SHOW for path in _existing([*candidates, *shared]) if not links.intersection(path.parents)}
-    wanted |= {path.resolve(): Action.HIDE for path in hidden}
+    private = {path.resolve() for path in hidden}
+    private |= {above for path in private for above in path.parents if above not in wanted and _is_closed(above)}
+    wanted |= dict.fromkeys(private, Action.HIDE)
     shown: dict[Path, Action] = {}
     for path in sorted(wanted, key=lambda path: len(path.parts)):
         # A step is only needed if the action differs from that of the nearest parent.
@@ -122,6 +128,10 @@ def plan(shared: Iterable[Path], hidden: Iterable[Path]) -> list[Step]:
             shown[path] = wanted[path]
             steps.append(Step(wanted[path], path, path.is_dir(), is_open=_is_open(path)))
     return [step for step in steps if step.action is not Action.HIDE or step.path.exists()]
+
+
+def _is_closed(folder: Path) -> bool:
+    return folder.exists() and not folder.stat().st_mode & 0o001
 
 
 def _is_open(path: Path) -> bool:

@@ -101,3 +101,53 @@ async def test_code_that_only_root_reads_costs_the_user_and_not_the_compilation(
         (missing,) = (await pool.describe_jail()).missing
         assert missing.name == "user"
         assert str(site) in missing.detail
+
+
+HOME_TASK = """
+import os, pathlib
+
+def task(request, folder, emit):
+    (folder / "mine").write_text("kept")
+    outcomes = [request["artifact"].read_text(), (folder / "mine").read_text()]
+    for name in request["others"]:
+        try:
+            outcomes.append(str(os.listdir(name) if os.path.isdir(name) else pathlib.Path(name).read_text()))
+        except OSError as error:
+            outcomes.append(type(error).__name__)
+    return "|".join(outcomes).encode()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives its children other users")
+async def test_a_path_of_the_code_above_the_farms_data_takes_no_rights_and_gives_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with PYTHONPATH=$HOME: the farm's data lies below a closed folder of it, beside folders of others."""
+    home = tmp_path / "home"
+    data, neighbour, other = home / "closed" / "data", home / "closed" / "neighbour", home / "other"
+    for path in (data / "jobs" / "job-of-another", neighbour, other):
+        path.mkdir(parents=True)
+        (path / "secret").write_text("s3cret")
+    (home / "closed").chmod(0o700)
+    other.chmod(0o700)
+    (home / "reads_files.py").write_text(HOME_TASK)
+    (data / "artifact").write_text("stored")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{home}")
+    others = [
+        data / "jobs",
+        data / "jobs" / "job-of-another" / "secret",
+        neighbour,
+        neighbour / "secret",
+        other,
+        other / "secret",
+    ]
+    request = {"artifact": data / "artifact", "others": [str(path) for path in others]}
+    options = isolation.JailOptions(hidden=(data,))
+    async with asyncio.timeout(120), worker_pool(data, options=options) as pool:
+        async with await pool.run("reads_files:task", request, deadline_s=60) as finished:
+            outcomes = (finished.result or b"").decode().split("|")
+        assert not (await pool.describe_jail()).missing
+    assert outcomes[:2] == ["stored", "kept"]
+    jobs, *rest = outcomes[2:]
+    assert "job-of-another" not in jobs and jobs.count("job-") <= 1, jobs  # its own folder alone
+    assert rest == ["FileNotFoundError", "FileNotFoundError", "FileNotFoundError", "PermissionError", "PermissionError"]

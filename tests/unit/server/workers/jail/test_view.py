@@ -36,6 +36,27 @@ def test_a_secret_within_the_code_is_hidden_and_code_within_that_is_shown(tmp_pa
     }  # fmt: skip
 
 
+def test_a_closed_folder_around_a_secret_is_hidden_with_it(tmp_path: Path) -> None:
+    code, other = folder(tmp_path / "code"), folder(tmp_path / "own")
+    data = folder(code / "closed" / "inner" / "data")
+    (code / "closed").chmod(0o700)
+    other.chmod(0o700)  # shown, thus not hidden with what is in it
+    assert planned([code, other], [data, folder(other / "data")], tmp_path) == {
+        "code": "show", "code/closed": "hide", "own": "show", "own/data": "hide",
+    }  # fmt: skip
+    (code / "closed").chmod(0o711)
+    assert planned([code], [data], tmp_path) == {"code": "show", "code/closed/inner/data": "hide"}
+
+
+def test_a_secret_within_code_below_a_closed_folder_is_hidden(tmp_path: Path) -> None:
+    home, venv = folder(tmp_path / "home"), folder(tmp_path / "home" / "closed" / "venv")
+    (home / "closed").chmod(0o700)
+    (venv / "tokens").write_text("s3cret")
+    assert planned([home, venv], [venv / "tokens"], tmp_path) == {
+        "home": "show", "home/closed": "hide", "home/closed/venv": "show", "home/closed/venv/tokens": "hide",
+    }  # fmt: skip
+
+
 def test_what_is_shown_nowhere_needs_no_hiding_and_inner_paths_no_mount_of_their_own(tmp_path: Path) -> None:
     outer, inner, data = folder(tmp_path / "lib"), folder(tmp_path / "lib" / "python"), folder(tmp_path / "data")
     assert planned([inner, outer], [data], tmp_path) == {"lib": "show"}
