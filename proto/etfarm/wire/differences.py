@@ -15,8 +15,9 @@ def describe_examples(method: str, difference: str) -> str:
     return (
         f"The program of {method} differs from the model, called with the example inputs: {difference}. Accuracy is that of the "
         "program. An export runs forward once and keeps what Python computed, such as random numbers of random or NumPy, and "
-        "branches on torch.compiler.is_exporting(); and each input of a program has memory of its own. Compute such values "
-        "before forward, or from inputs."
+        "branches on torch.compiler.is_exporting(); each input of a program has memory of its own; and an object, such as a "
+        "cache, is rebuilt from its tensors. Compute such values before forward, or from inputs: for the number of tokens that a "
+        "cache has seen, position_ids."
     )
 
 

@@ -18,6 +18,7 @@ _TOLERANCE: Final = {"float64": 1e-6, "float32": 1e-4, "float16": 2e-2, "bfloat1
 """Maximum difference by dtype, relative to the largest value."""
 _NAMED: Final = 8
 """Maximum number of outputs in a sentence."""
+_FEW_ELEMENTS: Final = 1 << 18
 _SEED: Final = 20_261_129
 """Not one that users or a factory's process take: an export that kept a random number is to differ."""
 
@@ -59,16 +60,62 @@ def outputs_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     import torch
     from torch.utils import _pytree as pytree
 
-    def detached(leaf: Any) -> Any:
-        return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
-
     def copied(leaf: Any) -> Any:
         return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
-    # One copy of all: what shares memory shares it there, too.
-    own_args, own_kwargs = copy.deepcopy(pytree.tree_map(detached, (args, kwargs)))
+    own_args, own_kwargs = _copied_inputs((args, kwargs))
     with _equal_random_numbers(), torch.no_grad(), without_nested_tensors(), quiet():
         return [copied(leaf) for leaf in pytree.tree_leaves(function(*own_args, **own_kwargs))]
+
+
+def _copied_inputs(inputs: Any) -> Any:
+    """Return a copy of inputs. Objects in it keep what is none of their leaves, and what shares memory shares it there, too."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    leaves = pytree.tree_leaves(inputs)
+    # Results of operators cannot be copied with their gradients.
+    detached = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    memo: dict[int, Any] = {}
+    copies = copy.deepcopy(detached, memo)
+    memo |= {id(leaf): each for leaf, each in zip(leaves, copies, strict=True) if isinstance(leaf, torch.Tensor)}
+    _share_uncopied(inputs, memo, set())
+    return copy.deepcopy(inputs, memo)
+
+
+def _share_uncopied(value: Any, memo: dict[int, Any], visited: set[int]) -> None:
+    """Let copies share the parts of a value that cannot be copied, such as a lock."""
+    if id(value) in visited:
+        return
+    visited.add(id(value))
+    if _is_copied(value, memo):
+        return
+    elements = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    for part in (*elements, *getattr(value, "__dict__", {}).values()):
+        _share_uncopied(part, memo, visited)
+    if not _is_copied(value, memo):
+        memo[id(value)] = value
+
+
+def _is_copied(value: Any, memo: dict[int, Any]) -> bool:
+    try:
+        copy.deepcopy(value, dict(memo))
+    except Exception:  # noqa: BLE001 - the class is the user's
+        return False
+    return True
+
+
+@contextmanager
+def threads_for(elements: int) -> Iterator[None]:
+    """Compute with one thread if tensors have few elements: those of OpenMP wait busily, longer than such operators take."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if elements <= _FEW_ELEMENTS else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -8,11 +8,12 @@ torch.export assumes that a dynamic size is 2 or more where code asks whether it
 from __future__ import annotations
 
 import time
+from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from etfarm.client.export.attributes import Snapshot
-from etfarm.client.export.calls import difference_of, outputs_of, tensors_kept
+from etfarm.client.export.calls import difference_of, outputs_of, tensors_kept, threads_for
 from etfarm.client.export.mutation import written_parameters
 from etfarm.client.export.structures import plain_spec
 from etfarm.wire.output_names import names_of_structure
@@ -37,9 +38,22 @@ def difference_for_examples(module: nn.Module, program: ExportedProgram, args: t
     def separate(leaf: Any) -> Any:
         return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
-    return _difference(
-        module, program, program.module(check_guards=False), (args, kwargs), pytree.tree_map(separate, (args, kwargs))
-    )
+    called = program.module(check_guards=False)
+    inputs, of_program = (args, kwargs), pytree.tree_map(separate, (args, kwargs))
+    difference = _difference(module, program, called, inputs, of_program)
+    kinds = dict.fromkeys(_kinds_of_objects(pytree.tree_structure(inputs))) if difference else {}
+    if kinds and not _difference(module, program, called, pytree.tree_map(lambda leaf: leaf, inputs), of_program):
+        return f"{' and '.join(kinds)}, rebuilt from its tensors, lacks what else it keeps: {difference}"
+    return difference
+
+
+def _kinds_of_objects(spec: Any) -> Iterator[str]:
+    """Yield the names of the classes in a structure that are not containers of Python."""
+    if not spec.is_leaf():
+        if spec.type not in (tuple, list, dict, OrderedDict, defaultdict, namedtuple):
+            yield spec.type.__name__
+        for child in spec.children():
+            yield from _kinds_of_objects(child)
 
 
 def differing_sizes(module: nn.Module, program: ExportedProgram) -> list[str]:
@@ -107,15 +121,17 @@ def _cut(leaf: Any, shape: list[Any], known: dict[Any, int]) -> Any:
 
 def _difference(module: nn.Module, program: ExportedProgram, called: Callable[..., Any], inputs: Any, of_program: Any) -> str:
     import torch
+    from torch.utils import _pytree as pytree
 
     attributes = Snapshot(module)
     buffers = [program.state_dict[name] for name in program.graph_signature.buffers if name in program.state_dict]
     constants = [each for each in program.constants.values() if isinstance(each, torch.Tensor)]
     held = (*attributes.tensors, *buffers, *constants, *written_parameters(program))
+    tensors = [*program.state_dict.values(), *filter(torch.is_tensor, pytree.tree_leaves(of_program))]
     results: list[Any] = []
     for function, (args, kwargs) in ((module, inputs), (called, of_program)):
         try:
-            with tensors_kept(module, held):
+            with tensors_kept(module, held), threads_for(sum(tensor.numel() for tensor in tensors)):
                 results.append(outputs_of(function, args, kwargs))
         except Exception as error:  # noqa: BLE001 - the module is the user's, which need not accept this size
             results.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
+from torch.utils import _pytree as pytree
 
 from etfarm.client.export import ModelSource, export_source
 from tests.support.exports import read_program
+from tests.support.torchvision import torchvision_models
 
 
 class Model(nn.Module):
@@ -159,7 +162,7 @@ EQUAL: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 }
 
 
-def sentences(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[str]:
+def sentences(module: nn.Module, inputs: tuple[Any, ...]) -> list[str]:
     texts: list[str] = []
     (method,) = export_source(ModelSource.of(module, inputs), name="m", say=texts.append).methods.values()
     assert [method.differs != ""] == [any("called with the example inputs" in text for text in texts)]
@@ -233,3 +236,95 @@ def test_padding_is_compared_as_it_is_exported() -> None:
         assert not torch.allclose(model(x, padding), torch.export.export(model, (x, padding)).module()(x, padding), atol=1e-3)
     assert not sentences(model, (x, padding))
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+class Window:
+    """As a cache of transformers: its states are inputs, and the number of tokens that it has seen is lost."""
+
+    def __init__(self, states: Tensor, seen: int) -> None:
+        self.states, self.seen = states, seen
+        self.lock: Any = None
+
+
+pytree.register_pytree_node(
+    Window,
+    lambda window: ([window.states], None),
+    lambda leaves, _: Window(*leaves, seen=0),
+    serialized_type_name="users.Window",
+    flatten_with_keys_fn=lambda window: ([(pytree.GetAttrKey("states"), window.states)], None),
+)
+
+
+class Reader(nn.Module):
+    """Adds the position after the tokens that the cache has seen, which it may be given."""
+
+    def forward(self, x: Tensor, window: Window, position: Tensor | None = None) -> Tensor:
+        return x + window.states + (window.seen if position is None else position)
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_what_an_object_keeps_besides_its_tensors_is_named_and_an_input_keeps_it(has_gradient: bool) -> None:
+    states = X.clone().requires_grad_(has_gradient) * 2
+    (text,) = sentences(Reader().eval(), (X, Window(states, seen=9)))
+    assert "inputs: Window, rebuilt from its tensors, lacks what else it keeps: the output has other values." in text
+    # The remedy.
+    assert "or from inputs" in text
+    assert not sentences(Reader().eval(), (X, Window(states, seen=9), torch.tensor(9)))
+    assert not sentences(Reader().eval(), (X, Window(states, seen=0)))
+
+
+def test_an_object_is_no_cause_of_what_differs_without_it() -> None:
+    (text,) = sentences(Body(lambda _, x, window: x * random.random() + window.states).eval(), (X, Window(X, seen=9)))
+    assert "example inputs: the output has other values." in text
+
+
+def test_an_object_with_a_lock_is_compared_with_what_else_it_keeps() -> None:
+    window = Window(X, seen=9)
+    window.lock = {"of": [threading.Lock()]}
+    (text,) = sentences(Reader().eval(), (X, window))
+    assert "Window, rebuilt from its tensors, lacks what else it keeps: the output has other values." in text
+    assert not sentences(Reader().eval(), (X, window, torch.tensor(9)))
+
+
+def test_the_number_of_threads_stays_as_it_was() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert not sentences(Reader().eval(), (X, Window(X, seen=0)))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.slow(reason="exports models of transformers")
+def test_a_cache_that_has_seen_more_than_its_window_needs_positions() -> None:
+    torchvision_models()
+    transformers = pytest.importorskip("transformers")
+    from transformers.integrations.executorch import register_dynamic_cache_export_support
+
+    register_dynamic_cache_export_support()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.MistralConfig(
+        vocab_size=97, num_hidden_layers=2, max_position_embeddings=64, sliding_window=4, initializer_range=0.2, **sizes
+    )
+    torch.manual_seed(0)
+    model = transformers.MistralForCausalLM(config).eval()
+    cache = transformers.DynamicCache(config=config)
+    with torch.no_grad():
+        model(torch.arange(9)[None], past_key_values=cache, use_cache=True)
+
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids: Tensor, past: Any, position_ids: Tensor | None = None) -> Any:
+            output = self.model(input_ids=input_ids, past_key_values=past, position_ids=position_ids, use_cache=True)
+            return output.logits, output.past_key_values
+
+    token = torch.tensor([[5]])
+    (text,) = sentences(Step().eval(), (token, cache))
+    assert "DynamicCache, rebuilt from its tensors, lacks what else it keeps" in text and "position_ids" in text
+    assert cache.get_seq_length() == 9
+    # The remedy.
+    assert not sentences(Step().eval(), (token, cache, torch.tensor([[9]])))
