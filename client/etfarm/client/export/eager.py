@@ -60,7 +60,7 @@ from etfarm.client.export.samples import (
     unshared,
     wire_value,
 )
-from etfarm.client.export.shapes import must_be_bounded, normal_shapes, specialized
+from etfarm.client.export.shapes import keywords_named, must_be_bounded, normal_shapes, specialized
 from etfarm.client.export.shared_state import mark_shared
 from etfarm.client.export.size_arithmetic import must_be_whole
 from etfarm.client.export.source import ModelSource, must_be_tuple
@@ -266,7 +266,8 @@ class _Export:
 
         def exported() -> tuple[ExportedProgram, set[str], Any]:
             writes = nullcontext(set[str]()) if self.strict else assignments_written(module, forget)
-            with quiet(), writes as assigned, attributes_kept(module, is_called=not self.strict) as kept:
+            named = keywords_named(module, kwargs if shapes else {})
+            with quiet(), attributes_kept(module, is_called=not self.strict) as kept, named, writes as assigned:
                 return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=self.strict), assigned, kept
 
         with _refusals(method, self.base, is_quantized_here=self.transform.quantizes):
@@ -293,6 +294,7 @@ class _Export:
                 _refusals(method, self.base, f"the strict export that it needs, since {why},"),
                 quiet(),
                 attributes_kept(module, is_called=False),
+                keywords_named(module, kwargs if shapes else {}),
             ):
                 program = _with_gradients_if_they_allow(
                     lambda: torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=True)

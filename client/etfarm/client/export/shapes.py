@@ -6,6 +6,8 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from keyword import iskeyword
 from typing import TYPE_CHECKING, Any, Final
 
 from etfarm.client.export.errors import (
@@ -54,10 +56,12 @@ _STEPS: Final = (
 def normal_shapes(method: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: Any) -> Any:
     """Return one method's dynamic shapes in the form for torch.export.
 
-    Arguments that a dictionary leaves out are static.
+    Arguments that a dictionary leaves out are static. Those of `**kwargs` may stand below that name or beside the others, where
+    they are in the result; see `keywords_named`.
 
     Raises:
-        DYNAMIC_SHAPES_FORM: it names an argument that forward lacks, or is a tuple of another length.
+        DYNAMIC_SHAPES_FORM: it names an argument that forward lacks, or is a tuple of another length, or `**kwargs` have names
+            that no parameter can have.
         DIM_WITHOUT_MAXIMUM: a Dim in it has no finite maximum.
         UnsupportedInput: it makes a Python number dynamic.
     """
@@ -68,19 +72,26 @@ def normal_shapes(method: str, module: nn.Module, args: tuple[Any, ...], kwargs:
     except (TypeError, ValueError):
         return shapes  # forward does not take these inputs: torch.export has a better message
     arguments = list(values)
+    if (variable := _variable_keywords(module)) in values:
+        if isinstance(shapes, tuple | list) and len(shapes) == len(arguments):
+            shapes = dict(zip(arguments, shapes, strict=True))
+        if isinstance(shapes, Mapping):
+            values, shapes = _with_keywords(method, variable, values, shapes)
+            arguments = list(values)
     if isinstance(shapes, Mapping):
         unknown = [str(key) for key in shapes if key not in arguments]
         if unknown:
             raise error_for(
                 "DYNAMIC_SHAPES_FORM",
                 f"{method}: dynamic_shapes names {unknown[0]!r}, and forward is called with {', '.join(arguments)}.",
-                f'Write {{"{method}": {{"{arguments[0]}": {{0: Dim("n", max=64)}}}}}}.' if arguments else "",
+                f'Write {{"{arguments[0]}": {_example_of(values[arguments[0]])}}} for {method}.' if arguments else "",
                 stage=STAGE,
                 method=method,
                 argument=unknown[0],
                 arguments=",".join(arguments),
             )
-        shapes = {name: shapes.get(name) for name in arguments}
+        given = {name: shapes.get(name) for name in arguments}
+        shapes = {name: _static(values[name]) if shape is None else shape for name, shape in given.items()}
         _must_be_supported(method, values, shapes)
         return shapes
     if isinstance(shapes, tuple | list):
@@ -96,6 +107,83 @@ def normal_shapes(method: str, module: nn.Module, args: tuple[Any, ...], kwargs:
             )
         _must_be_supported(method, values, dict(zip(arguments, shapes, strict=True)))
     return shapes
+
+
+def _variable_keywords(module: nn.Module) -> str:
+    """Return the name of the parameter that takes all other keywords, such as `kwargs`; empty if forward has none."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return next((each.name for each in parameters if each.kind is inspect.Parameter.VAR_KEYWORD), "")
+
+
+def _with_keywords(method: str, variable: str, values: Mapping[str, Any], shapes: Mapping[str, Any]) -> Any:
+    """Return the values and shapes of arguments with those of `**kwargs` beside the others."""
+    keywords = values[variable]
+    if unnamed := [name for name in keywords if not name.isidentifier() or iskeyword(name)]:
+        raise error_for(
+            "DYNAMIC_SHAPES_FORM",
+            f"{method}: forward takes {unnamed[0]!r} by **{variable}, which is no name of a parameter, as torch.export needs for "
+            "dynamic shapes.",
+            f"Give it another name, such as {re.sub(r'[^0-9A-Za-z_]', '_', unnamed[0]).strip('_') or 'x'}_0.",
+            stage=STAGE,
+            method=method,
+            argument=unnamed[0],
+        )
+    own = shapes.get(variable, {})
+    if own is None or (isinstance(own, Mapping) and own.keys() <= keywords.keys()):
+        shapes = {name: shape for name, shape in shapes.items() if name != variable} | dict(own or {})
+    return {name: value for name, value in values.items() if name != variable} | keywords, shapes
+
+
+def _static(value: Any) -> Any:
+    """Return the shapes of an argument without dynamic dims. torch.export takes None for a tensor or number only."""
+    from torch.utils import _pytree as pytree
+
+    if isinstance(value, Mapping) and type(value) in pytree.BUILTIN_TYPES:
+        return {key: _static(part) for key, part in value.items()}
+    if type(value) in pytree.SUPPORTED_NODES:
+        parts = [_static(part) for part in pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0]]
+        return tuple(parts) if type(value) is tuple else parts
+    return None
+
+
+def _example_of(value: Any) -> str:
+    """Return a dynamic shape of an argument as code."""
+    if isinstance(value, Mapping) and value:
+        name, inner = next(iter(value.items()))
+        others = "".join(f", {other!r}: None" for other in [*value][1:])
+        return f"{{{name!r}: {_example_of(inner)}{others}}}"
+    if isinstance(value, tuple | list) and value:
+        return f"({_example_of(value[0])},{' None,' * (len(value) - 1)})"
+    return '{0: Dim("n", max=64)}'
+
+
+@contextmanager
+def keywords_named(module: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Let forward have a parameter for each keyword that it takes by `**kwargs`.
+
+    torch.export 2.13 takes dynamic shapes of such keywords in no form: it looks for them both in `kwargs` and beside it.
+    """
+    if not kwargs or not (variable := _variable_keywords(module)):
+        yield
+        return
+    original = module.forward
+    signature = inspect.signature(original)
+    named = [each for name, each in signature.parameters.items() if name != variable]
+    known = {each.name for each in named}
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs if name not in known]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    forward.__signature__ = signature.replace(parameters=[*named, *more])  # type: ignore[attr-defined]
+    own = vars(module).get("forward")
+    vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        del vars(module)["forward"]
+        if own is not None:
+            vars(module)["forward"] = own
 
 
 def must_be_bounded(method: str, program: ExportedProgram) -> None:
