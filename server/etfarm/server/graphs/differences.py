@@ -235,7 +235,8 @@ def _channels_db(pairs: Sequence[tuple[Value, Value]]) -> float | None:
     Offsets of channels, such as pressures beside temperatures, are no signal: a program that gives nothing else has lost it.
     """
     samples = [tuple(_array(value).astype(np.float64) for value in pair) for pair in pairs]
-    rank = samples[0][0].ndim
+    samples = [sample for sample in samples if sample[0].size]
+    rank = samples[0][0].ndim if samples else 0
     if rank < 3 or not all(np.isfinite(side).all() for sample in samples for side in sample):
         return None
     ratios = []

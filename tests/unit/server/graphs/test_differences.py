@@ -153,3 +153,12 @@ def test_channels_that_vary_or_have_few_values_are_near(shape: tuple[int, ...]) 
     expected = 10 * np.random.default_rng(0).standard_normal(shape) + 5
     assert differences.find_problem(of_channels(expected, expected + 0.5), quantized=True) == ""
     assert differences.find_problem(of_channels(np.full(shape, 7.0), np.full(shape, 7.1)), quantized=True) == ""
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4, 2), (2, 0, 4), (2, 3, 0)])
+def test_an_output_without_elements_is_equal(shape: tuple[int, ...]) -> None:
+    output = of_channels(np.zeros(shape), np.zeros(shape))
+    assert output.report.equal and differences.find_problem(output, quantized=True) == ""
+    # Other samples of it count.
+    one, two = (lambda n, v=v: Tensor("y", "float32", (n, 3, 4), np.full((n, 3, 4), v, np.float32).tobytes()) for v in (1, 2))
+    assert differences.find_problem(differences.difference_of_samples("y", [(one(n), two(n)) for n in (0, 2)]), quantized=False)
