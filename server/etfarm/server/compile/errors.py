@@ -125,6 +125,23 @@ def data_dependent_branch(stage: str, expression: str, where: str) -> EtfarmErro
     )  # fmt: skip
 
 
+def inner_size(stage: str, expression: str, operator: str) -> EtfarmError:
+    """Return the error that a dim behind the first has a size that depends on values, so that ExecuTorch cannot sort the strides.
+
+    Args:
+        expression: the condition in torch's notation, like `20*u16 < 20`; may be empty.
+        operator: the operator with its line, like `aten::index at models/net.py:31 (x[:, y > 0.5])`.
+    """
+    return error_for(
+        "DATA_DEPENDENT_BRANCH",
+        f"ExecuTorch takes a size that depends on values in the first dim only, and a later one has it in {operator}"
+        f"{f' ({expression})' if expression else ''}.",
+        "Keep all elements, those left out as zeros: torch.where(c[:, None, None], x, 0.0) for x[:, c] of four dims. Or keep "
+        "that dim first, in what you return, too: x.transpose(0, 1)[c] for x[:, c].",
+        stage=stage, expression=expression, source=operator,
+    )  # fmt: skip
+
+
 def dim_specialized(stage: str, dims: str, why: str, where: str) -> EtfarmError:
     """Return the error that a dim that was declared dynamic can only have one size or a narrower range.
 

@@ -15,6 +15,7 @@ from etfarm.server.compile.errors import (
     StageFailed,
     data_dependent_branch,
     dim_specialized,
+    inner_size,
     missing_out_variants,
     operator_not_core_aten,
     operator_with_effects,
@@ -43,7 +44,7 @@ from etfarm.server.compile.program.descriptions import (
 )
 from etfarm.server.compile.program.lowering_faults import find_fault, find_node_in_hand
 from etfarm.server.compile.program.places import all_nodes, places
-from etfarm.server.compile.program.suspects import SYMBOL, find_channels_last, owned_names
+from etfarm.server.compile.program.suspects import SYMBOL, find_channels_last, find_inner_size, owned_names
 from etfarm.server.graphs.sources import source_of
 from etfarm.wire.dim_guards import name_dims
 from etfarm.wire.errors import EtfarmError, error_for
@@ -159,7 +160,10 @@ def _nested_control_flow(stage: str, match: re.Match[str], text: str, programs: 
 
 def _branch(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     expression = re.search(r"data-dependent expression (.+?) \(unhinted", text)
-    return data_dependent_branch(stage, expression[1] if expression else "", find_line(text))
+    condition = expression[1] if expression else ""
+    if source_of(text) is None and (operator := next(filter(None, map(find_inner_size, programs.values())), "")):
+        return inner_size(stage, condition, operator)
+    return data_dependent_branch(stage, condition, find_line(text))
 
 
 def _specialized(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:

@@ -151,8 +151,42 @@ def advise_of_columns(program: Any, why: str) -> str:
         return ""
     return (
         "torch.nonzero returns indices in column-major order, which other kernels do not accept. Copy them first: "
-        "torch.nonzero(c).clone(memory_format=torch.contiguous_format); its column [:, 0] is torch.where(c)[0]."
+        "torch.nonzero(c).clone(memory_format=torch.contiguous_format), and take [:, 0] of that copy for torch.where(c)[0]."
     )
+
+
+def advise_of_bounds(program: Any, why: str) -> str:
+    """Return which bounds of a clamp are none of its dtype's values; empty if that is not the reason `why`."""
+    import torch
+
+    rows = []
+    for node in all_nodes(program) if "value out of bounds" in why else ():
+        dtype = getattr(node.meta.get("val"), "dtype", None)
+        if schema_name(node) != "aten::clamp" or dtype is None or dtype.is_floating_point or dtype is torch.bool:
+            continue
+        limits = torch.iinfo(dtype)
+        bounds = dict(zip(("min", "max"), node.args[1:3], strict=False)) | dict(node.kwargs)
+        outside = [
+            f"{name}={bound}" for name, bound in bounds.items() if bound is not None and not limits.min <= bound <= limits.max
+        ]
+        if outside:
+            range_of_dtype = f"{str(dtype).removeprefix('torch.')} has {limits.min} to {limits.max}"
+            rows.append(f"{' and '.join(outside)} ({range_of_dtype}) of {describe_node(node)}")
+    if not rows:
+        return ""
+    return (
+        f"The kernel takes bounds of the dtype only, and not {'; '.join(dict.fromkeys(rows[:NAMED]))}. Give a bound within that "
+        "range, or clamp in a larger dtype: torch.clamp(x.to(torch.int32), a, b).to(x.dtype)."
+    )
+
+
+def find_inner_size(program: Any) -> str:
+    """Return the first operator whose output has a size that depends on values in a later dim, with its line; else empty."""
+    for node in all_nodes(program):
+        shape = getattr(node.meta.get("val"), "shape", ())
+        if schema_name(node) and any(SYMBOL.search(str(size)) for size in shape[1:]):
+            return describe_node(node)
+    return ""
 
 
 def advise_of_formats(program: Any, why: str) -> str:

@@ -368,6 +368,7 @@ def _finish(program: _Program, method: str, original: Any, trial: Trial) -> list
     raise program_cannot_run(
         method, why, trial.words, operator or crash, delegates=bool(program.backends.get(method)), formats=formats,
         advice=(refusal.advice if refusal is not None else _advise(program, method, why))
+        or suspects.advise_of_bounds(original, why)
         or ("" if formats else suspects.advise_of_columns(original, why) or suspects.advise_of_formats(original, why)),
     )  # fmt: skip
 

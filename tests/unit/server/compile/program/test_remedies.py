@@ -193,6 +193,7 @@ NORM: Final = nn.BatchNorm1d(3).eval()
 NORM_2D: Final = nn.BatchNorm2d(2).eval()
 ROWS: Final = torch.rand(4, 3)
 WIDE: Final = torch.rand(2, 64)
+FOUR_DIMS: Final = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(1))
 FOUR_BITS: Final = dynamic(torch.int4, PerGroup(32), MappingType.SYMMETRIC)
 X: Final = torch.tensor([[0.5, -1.0, 2.0], [3.0, -0.25, 1.0]])
 SIX: Final = torch.rand(2, 1, 2, 1, 3, 4)
@@ -267,7 +268,32 @@ CASES: Final[dict[str, tuple[nn.Module, tuple[Any, ...], nn.Module, tuple[Any, .
     "indices of where": (
         Function(lambda x: x[torch.where(x > 0)[0]]), (X[0],),
         Function(lambda x: x[torch.nonzero(x > 0).clone(memory_format=torch.contiguous_format)[:, 0]]), (X[0],),
-        None, ["PROGRAM_CANNOT_RUN", "test_remedies.py:", "its column [:, 0] is torch.where(c)[0]"],
+        None, ["PROGRAM_CANNOT_RUN", "test_remedies.py:", "take [:, 0] of that copy for torch.where(c)[0]"],
+    ),
+    "a column of indices": (
+        Function(lambda x: x[torch.nonzero(x > 0)[:, 0]] * 2), (X[0],),
+        Function(lambda x: x[torch.nonzero(x > 0).clone(memory_format=torch.contiguous_format)[:, 0]] * 2), (X[0],),
+        None, ["PROGRAM_CANNOT_RUN", "test_remedies.py:", "torch.nonzero(c).clone(memory_format="],
+    ),
+    "a size of a later dim": (
+        Function(lambda x: x[:, x[0, :, 0, 0] > 0]), (FOUR_DIMS,),
+        Function(lambda x: torch.where((x[0, :, 0, 0] > 0)[:, None, None], x, 0.0)), (FOUR_DIMS,),
+        None, ["DATA_DEPENDENT_BRANCH", "in aten::index at ", "test_remedies.py:", "torch.where(c[:, None, None], x, 0.0)"],
+    ),
+    "a size of the last dim": (
+        Function(lambda x: x.index_select(3, torch.where(x[0, 0, 0] > 0)[0])), (FOUR_DIMS,),
+        Function(lambda x: x.transpose(0, 3)[x[0, 0, 0] > 0]), (FOUR_DIMS,),
+        None, ["in aten::index_select at ", "test_remedies.py:", "x.transpose(0, 1)[c] for x[:, c]"],
+    ),
+    "bounds outside of uint8": (
+        Function(lambda x: (torch.clamp(x, min=-129), torch.clamp(x, 1, 300))), (INTEGERS.to(torch.uint8),),
+        Function(lambda x: (x * 1, torch.clamp(x, 1, 255))), (INTEGERS.to(torch.uint8),),
+        None, ["PROGRAM_CANNOT_RUN", "not min=-129 (uint8 has 0 to 255) of aten::clamp at ", "max=300 (", "Give a bound within"],
+    ),
+    "bounds outside of int8": (
+        Function(lambda x: torch.clamp(x, -1000, 300)), (INTEGERS.to(torch.int8),),
+        Function(lambda x: torch.clamp(x.to(torch.int32), -1000, 300).to(x.dtype)), (INTEGERS.to(torch.int8),),
+        None, ["not min=-1000 and max=300 (int8 has -128 to 127) of", "torch.clamp(x.to(torch.int32), a, b).to(x.dtype)"],
     ),
     "an index without a dim": (
         Function(lambda x: x[x.argmax()]), (X[0],), Function(lambda x: x[x.argmax().reshape(1)].squeeze(0)), (X[0],),
