@@ -12,7 +12,7 @@ _M_MMAP_THRESHOLD: Final = -3
 _M_ARENA_MAX: Final = -8
 """Options of malloc: the size from which on memory has a mapping of its own, and the number of arenas. Source: mallopt(3)."""
 _MMAP_BYTES: Final = 128 << 10
-"""glibc's first threshold. Unless it is set, it grows with each large block that is freed, and large blocks leave holes in the heap."""
+"""glibc's first threshold. Unless it is set, it grows with each large block that is freed, and such blocks leave holes."""
 
 
 def share_one_heap() -> None:
