@@ -270,10 +270,10 @@ def specialized(
     if _QUOTIENT.search(why):
         fixing = find_fixing() or Fixing(None, None)
         return DimSpecialized(method, _dim_named(violated[1]), fixing.why(), fixing.remedy(), str(fixing.place or place))
-    if not fix and condition and "!=" in condition[1] and only_reshapes_exclude():
-        why = f"torch.export requires that all its sizes are reshaped as those of the example inputs: {condition[1]}"
-        dim = _dim_named(violated[1])
-        remedy = f"Write {how_to_relax(reason[1])} in place of {dim}, which needs no proof of that, or export it as static."
+    if not fix and reason and condition and "!=" in condition[1] and only_reshapes_exclude():
+        why = f"torch.export cannot prove that all its sizes are reshaped like those of the example inputs: {condition[1]}"
+        relaxed = how_to_relax(reason[1])
+        remedy = f"Write {relaxed}, which needs no proof, in place of {_dim_named(violated[1])}, or export the dim as static."
     elif not fix and reason and (bounds := how_to_exclude(reason[1], find_example)):
         remedy = f"Give the dim {bounds}, or export it as static."
     elif not fix and reason and (multiple := how_to_divide(reason[1])):

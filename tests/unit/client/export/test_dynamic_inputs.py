@@ -157,7 +157,7 @@ def test_what_only_a_reshape_excludes_is_exported_with_conditions(
 
     with pytest.raises(e.DimSpecialized) as caught:
         export_source(source(lambda low, high: Dim("n", min=low, max=high)), name="m", strict=strict)
-    assert caught.value.remedy.startswith(f"Write {words} in place of Dim n, ")
+    assert caught.value.remedy.startswith(f"Write {words}, which needs no proof, in place of Dim n, ")
     assert "L[" not in caught.value.message
     called = export_program(source(lambda low, high: eval(words, {"Dim": Dim}))).module(check_guards=False)
     for sizes in others:
