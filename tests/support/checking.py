@@ -220,6 +220,8 @@ VARIANTS: Mapping[str, Callable[[], Any]] = {
     "negative_classes": lambda: classes(-1.0),
     "negative_chosen": lambda: chosen(-1.0),
     "chosen_in_float32": lambda: chosen(dtype=torch.float32),
+    "bytes": lambda: torch.export.export(Function(lambda x: x + 1), (torch.ones(4, dtype=torch.uint8),)),
+    "wide_bytes": lambda: torch.export.export(Function(lambda x: (x + 1).long()), (torch.ones(4, dtype=torch.uint8),)),
     # Other outputs each time.
     "random": lambda: torch.export.export(Function(lambda x: x + torch.rand(4)), (torch.zeros(4),)),
     # `dynamic`, and more of it.

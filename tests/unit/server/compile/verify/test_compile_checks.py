@@ -208,6 +208,13 @@ async def test_another_models_outputs_are_reported(workers: Workers, quantized: 
 
 
 @in_children
+async def test_integers_of_another_dtype_are_reported_though_they_are_equal(workers: Workers) -> None:
+    result = await checked(workers, "bytes", lowered="wide_bytes", portable=True)
+    assert codes(result) == ["OUTPUTS_DIFFER"]
+    assert "0 has the dtype int64 where the model gives uint8" in result["warnings"][0]["message"]
+
+
+@in_children
 async def test_a_random_model_is_not_blamed(workers: Workers) -> None:
     result = await checked(workers, "random", portable=True)
     assert codes(result) == ["NOT_COMPARED"]
