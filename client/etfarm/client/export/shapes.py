@@ -90,8 +90,8 @@ def normal_shapes(method: str, module: nn.Module, args: tuple[Any, ...], kwargs:
                 argument=unknown[0],
                 arguments=",".join(arguments),
             )
-        given = {name: shapes.get(name) for name in arguments}
-        shapes = {name: _static(values[name]) if shape is None else shape for name, shape in given.items()}
+        entries = {name: shapes.get(name) for name in arguments}
+        shapes = {name: _static(values[name]) if shape is None else shape for name, shape in entries.items()}
         _must_be_supported(method, values, shapes)
         return shapes
     if isinstance(shapes, tuple | list):
