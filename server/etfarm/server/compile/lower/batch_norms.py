@@ -22,7 +22,7 @@ from etfarm.server.graphs.fusion import LAYERS
 
 _ATEN: Final = torch.ops.aten
 _BATCH_NORM: Final = _ATEN.batch_norm.default
-_TRANSPOSED: Final = (_ATEN.conv_transpose1d.default, _ATEN.conv_transpose2d.input)
+_TRANSPOSED: Final = (_ATEN.conv_transpose1d.default, _ATEN.conv_transpose2d.input, _ATEN.conv_transpose3d.input)
 _REMOVED: Final = (
     _ATEN.dropout.default, _ATEN.dropout_.default, _ATEN.feature_dropout.default, _ATEN.clone.default, _ATEN.detach.default,
     _ATEN.alias.default, _ATEN.contiguous.default,

@@ -170,6 +170,17 @@ class Transposed(nn.Module):
         return self.out(F.relu(self.norm(self.conv(x))).mean((2, 3)))
 
 
+class Volumes(nn.Module):
+    """A transposed convolution of volumes has groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.ConvTranspose3d(4, 4, 2, 2, groups=2), norm(nn.BatchNorm3d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x[:, :, None]))
+
+
 class Depthwise(Transposed):
     """Each channel is a group."""
 
@@ -314,6 +325,23 @@ def sqnr_db(expected: Tensor, actual: Tensor) -> float:
 def test_a_batch_norm_that_cannot_be_folded_stays(module: type[nn.Module], kept: int, recipe: str) -> None:
     norms, level = norms_after(module, recipe)
     assert norms == kept and level > 25
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Heads, FirstUse, Around, Returned, Two, Layer, SharedBias, Dropped, WeightNorm, Volumes, Depthwise, Grouped, Foldable,
+        PreNorm, Attention, PreActivation, Dense, Chain, Tokens, OwnStatistics,
+    ],
+)  # fmt: skip
+def test_a_graph_with_observers_computes_the_same(module: type[nn.Module]) -> None:
+    """A wrong fold shows before anything is rounded."""
+    torch.manual_seed(0)
+    model, x = module().eval(), torch.randn(2, 4, 8, 8)
+    quantizers = build.quantization(recipes.parse(STATIC), "forward").quantizers
+    captured = torch.export.export(model, (x,)).module(check_guards=False)
+    batch_norms.keep_what_cannot_be_folded(captured, quantizers)
+    torch.testing.assert_close(prepare_pt2e(captured, quantizers[0])(x), model(x), rtol=1e-4, atol=1e-4)
 
 
 def test_the_graph_is_that_of_all_patterns() -> None:
