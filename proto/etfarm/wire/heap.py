@@ -9,14 +9,17 @@ from typing import Final
 TRIM_S: Final = 60.0
 """Time between two returns of unused memory: one takes about a millisecond."""
 _M_MMAP_THRESHOLD: Final = -3
+"""The option that sets the size from which on a block has a mapping of its own. Source: mallopt(3) and malloc.h."""
 _M_ARENA_MAX: Final = -8
-"""Options of malloc: the size from which on memory has a mapping of its own, and the number of arenas. Source: mallopt(3)."""
+"""The option that limits malloc's arenas."""
 _MMAP_BYTES: Final = 128 << 10
-"""glibc's first threshold. Unless it is set, it grows with each large block that is freed, and such blocks leave holes."""
+"""glibc's initial threshold. Unless it is set, glibc raises it whenever a larger mapped block is freed; later blocks of that size
+then come from the heap, and leave holes in it.
+"""
 
 
 def share_one_heap() -> None:
-    """Let all threads share one heap without large blocks: glibc would give each of gRPC's its own, of which parts stay unused.
+    """Let all threads share one heap without large blocks; glibc would give each of gRPC's threads its own, with unused parts.
 
     Call it before threads start.
     """

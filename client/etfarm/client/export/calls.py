@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from etfarm.client.export.attributes import is_same
@@ -69,7 +70,7 @@ def outputs_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def _copied_inputs(inputs: Any) -> Any:
-    """Return a copy of inputs. Objects in it keep what is none of their leaves, and what shares memory shares it there, too."""
+    """Return a copy of inputs, whose objects keep attributes that are no leaves. Tensors share memory as in the inputs."""
     import torch
     from torch.utils import _pytree as pytree
 
@@ -88,6 +89,8 @@ def _share_uncopied(value: Any, memo: dict[int, Any], visited: set[int]) -> None
     if id(value) in visited:
         return
     visited.add(id(value))
+    if isinstance(value, ModuleType):
+        memo[id(value)] = value
     if _is_copied(value, memo):
         return
     elements = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
@@ -100,6 +103,8 @@ def _share_uncopied(value: Any, memo: dict[int, Any], visited: set[int]) -> None
 def _is_copied(value: Any, memo: dict[int, Any]) -> bool:
     try:
         copy.deepcopy(value, dict(memo))
+    except MemoryError:
+        raise
     except Exception:  # noqa: BLE001 - the class is the user's
         return False
     return True

@@ -38,8 +38,8 @@ _CACHE_KIB: Final = 256
 cache; it fills while a farm grows, and at once when a sweep reads all rows.
 """
 _STATEMENTS: Final = 48
-"""Number of prepared statements that a connection keeps, of about 7 kB each: each sweep's texts differ by the number of rows that
-they name, and Python's default of 128 would keep those of the last ones beside a job's.
+"""Number of prepared statements that a connection keeps, of about 7 kB each. The texts of each sweep differ by the number of rows
+that they name, so that Python's default of 128 would keep the statements of several past sweeps besides those of jobs.
 """
 _SHARED: Final = 100
 """Maximum number of writes that share a transaction."""

@@ -278,9 +278,10 @@ def test_an_object_is_no_cause_of_what_differs_without_it() -> None:
     assert "example inputs: the output has other values." in text
 
 
-def test_an_object_with_a_lock_is_compared_with_what_else_it_keeps() -> None:
+@pytest.mark.parametrize("uncopied", [threading.Lock(), torch], ids=["lock", "module"])
+def test_an_object_that_cannot_be_copied_whole_is_compared_with_what_else_it_keeps(uncopied: Any) -> None:
     window = Window(X, seen=9)
-    window.lock = {"of": [threading.Lock()]}
+    window.lock = {"of": [uncopied]}
     (text,) = sentences(Reader().eval(), (X, window))
     assert "Window, rebuilt from its tensors, lacks what else it keeps: the output has other values." in text
     assert not sentences(Reader().eval(), (X, window, torch.tensor(9)))

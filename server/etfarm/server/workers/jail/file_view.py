@@ -104,8 +104,9 @@ class Step:
 def plan(shared: Iterable[Path], hidden: Iterable[Path]) -> list[Step]:
     """Return the steps that show the system and `shared` read-only, except for `hidden`; computed once for many children.
 
-    A folder around a hidden path that other users cannot enter is hidden, too: a child that is another user would not reach its
-    own folder and the files of its request below it. Hidden, it is an empty folder, in which they have paths.
+    A folder that contains a hidden path and that other users cannot enter is hidden as well, unless it is itself to be shown.
+    Otherwise, a child that runs as another user could not reach its own folder or its request's files below it. It is replaced by
+    an empty folder, in which these are mounted.
     """
     steps = []
     wanted: dict[Path, Action] = {}
