@@ -119,7 +119,8 @@ def plan(shared: Iterable[Path], hidden: Iterable[Path]) -> list[Step]:
     links = {step.path for step in steps}
     wanted |= {path: Action.SHOW for path in _existing([*candidates, *shared]) if not links.intersection(path.parents)}
     private = {path.resolve() for path in hidden}
-    private |= {above for path in private for above in path.parents if above not in wanted and _is_closed(above)}
+    if os.geteuid() == 0:  # only root's children are other users
+        private |= {above for path in private for above in path.parents if above not in wanted and _is_closed(above)}
     wanted |= dict.fromkeys(private, Action.HIDE)
     shown: dict[Path, Action] = {}
     for path in sorted(wanted, key=lambda path: len(path.parts)):
